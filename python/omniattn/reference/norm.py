@@ -1,0 +1,52 @@
+"""RMSNorm and LayerNorm over the last dimension, with an optional residual added first.
+
+With `residual`, h = x + residual is rounded to the dtype, the statistics use the rounded value and
+(norm(h), h) is returned, so that the fused form equals the unfused one.
+"""
+
+import torch
+
+from omniattn.reference.precision import widen
+
+
+def _add(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return x if residual is None else (widen(x) + widen(residual)).to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y = h (offset + weight) / sqrt(mean(h^2) + eps), x (..., N), weight (N,)."""
+    h = _add(x, residual)
+    hw = widen(h)
+    y = hw * torch.rsqrt(hw.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (offset + widen(weight))
+    y = y.to(x.dtype)
+    return y if residual is None else (y, h)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y = (h - mean) weight / sqrt(var + eps) + bias, x (..., N), weight and bias (N,)."""
+    h = _add(x, residual)
+    hw = widen(h)
+    centred = hw - hw.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * widen(weight)
+    if bias is not None:
+        y = y + widen(bias)
+    y = y.to(x.dtype)
+    return y if residual is None else (y, h)

@@ -1,0 +1,77 @@
+"""Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+Randomness is a function of position: a word is Philox(counter, key), the key is the 64-bit seed and
+the counter is made of tensor indices and of an offset that the caller advances by one per op. The
+masks are therefore the same on every device, for every tiling and layout. A seed travels as an
+int64 tensor of two elements, [seed, offset].
+
+uint32 arithmetic is done in int64: products wrap modulo 2^64, which keeps both 32-bit halves.
+"""
+
+import torch
+
+_LOW32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ELEMENTWISE = 0x454C454D  # counter word 2 of elementwise draws, "ELEM"
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def new_seed() -> torch.Tensor:
+    """A fresh [seed, offset] (2,) int64 on the CPU, drawn from torch's default generator."""
+    return torch.stack([torch.randint(2**63 - 1, ()), torch.zeros((), dtype=torch.int64)])
+
+
+def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Ten rounds on int64 tensors that hold uint32 values; the operands broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & _LOW32 ^ c1 ^ k0,
+            p1 & _LOW32,
+            (p0 >> 32) & _LOW32 ^ c3 ^ k1,
+            p0 & _LOW32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW32, (k1 + _WEYL[1]) & _LOW32
+    return c0, c1, c2, c3
+
+
+def _words(counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor], seed: torch.Tensor) -> Words:
+    key = (seed[0] & _LOW32, (seed[0] >> 32) & _LOW32)
+    return philox4x32((*counter, seed[1] & _LOW32), key)
+
+
+def _interleave(words: Words, n: int) -> torch.Tensor:
+    """(..., ceil(n / 4)) words to (..., n): position j takes word j & 3 of group j >> 2."""
+    return torch.stack(words, -1).flatten(-2)[..., :n]
+
+
+def elementwise_words(n: int, seed: torch.Tensor) -> torch.Tensor:
+    """uint32 words (n,) int64 of the flat indices 0..n-1."""
+    group = torch.arange((n + 3) // 4, device=seed.device)
+    counter = (group & _LOW32, group >> 32, torch.full_like(group, _ELEMENTWISE))
+    return _interleave(_words(counter, seed), n)
+
+
+def uniform(n: int, seed: torch.Tensor) -> torch.Tensor:
+    """Uniform fp32 (n,) in [0, 1) with 24 random bits each."""
+    return (elementwise_words(n, seed) >> 8).float() * 2.0**-24
+
+
+def elementwise_keep(shape: torch.Size, p: float, seed: torch.Tensor) -> torch.Tensor:
+    """Boolean keep mask of elementwise dropout with probability p."""
+    return (elementwise_words(shape.numel(), seed) >= int(p * 2**32)).view(shape)
+
+
+def attention_keep(
+    batch: int, heads: int, tq: int, tk: int, p: float, seed: torch.Tensor
+) -> torch.Tensor:
+    """Boolean keep mask (B, Hq, Tq, Tk) of attention dropout with probability p."""
+    key_group = torch.arange((tk + 3) // 4, device=seed.device)
+    query = torch.arange(tq, device=seed.device)[:, None]
+    head = torch.arange(batch * heads, device=seed.device)[:, None, None]
+    words = _interleave(_words((key_group, query, head), seed), tk)
+    return (words >= int(p * 2**32)).view(batch, heads, tq, tk)

@@ -1,0 +1,8 @@
+"""Dtype rule of all references: half inputs compute in fp32 and are rounded once, at the end."""
+
+import torch
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """fp16 and bf16 to fp32; every other dtype unchanged."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
