@@ -1,0 +1,113 @@
+// Development bindings of csrc/semantics, for the brute-force property tests.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <vector>
+
+#include "semantics/block_schedule.h"
+#include "semantics/mask.h"
+#include "semantics/philox.h"
+#include "semantics/rope.h"
+#include "semantics/score.h"
+#include "semantics/seqlen.h"
+#include "semantics/softmax.h"
+
+namespace py = pybind11;
+
+namespace omniattn {
+namespace {
+
+using Span = std::pair<int64_t, int64_t>;
+
+Range range(Span s) { return {s.first, s.second}; }
+Span span(Range r) { return {r.begin, r.end}; }
+
+// A mask with the side tensors it borrows; side tensors are numpy arrays: int64 (B,), bool (B, H,
+// Tq, Tk).
+struct OwnedMask {
+  Mask mask;
+  std::vector<py::array> side;
+
+  OwnedMask(const std::vector<int64_t>& rules, std::vector<py::array> tensors, int64_t tq,
+            int64_t tk)
+      : mask{tq, tk, static_cast<int32_t>(rules.size()) / kMaskRuleInts, {}},
+        side(std::move(tensors)) {
+    if (rules.size() % kMaskRuleInts != 0 || mask.count > kMaxMaskRules)
+      throw py::value_error("mask: wrong number of integers");
+    for (int32_t n = 0; n < mask.count; ++n) {
+      const int64_t* code = rules.data() + n * kMaskRuleInts;
+      MaskRule& rule = mask.rules[n];
+      rule = {static_cast<MaskKind>(code[0]), code[1], code[2], nullptr, 0, 0, 0};
+      if (mask_side_tensor(rule.kind) == SideTensor::none) continue;
+      const py::array& tensor = side.at(static_cast<size_t>(code[3]));
+      rule.side = tensor.data();
+      rule.stride_b = tensor.strides(0) / tensor.itemsize();
+      if (tensor.ndim() == 4) {
+        rule.stride_h = tensor.strides(1);
+        rule.stride_q = tensor.strides(2);
+      }
+    }
+  }
+};
+
+py::tuple score_values(double scale, double softcap) {
+  const Score s = make_score(scale, softcap);
+  return py::make_tuple(s.pre, s.post, s.chain);
+}
+
+}  // namespace
+
+void bind_semantics(py::module_& m) {
+  py::enum_<TileClass>(m, "TileClass")
+      .value("skip", TileClass::skip)
+      .value("full", TileClass::full)
+      .value("partial", TileClass::partial);
+  py::class_<OwnedMask>(m, "Mask")
+      .def(py::init<const std::vector<int64_t>&, std::vector<py::array>, int64_t, int64_t>())
+      .def("visible", [](const OwnedMask& o, int64_t b, int64_t h, int64_t q,
+                         int64_t k) { return visible(o.mask, b, h, q, k); })
+      .def("visible_bits", [](const OwnedMask& o, int64_t b, int64_t h, int64_t q,
+                              int64_t k) { return visible_bits(o.mask, b, h, q, k); })
+      .def("classify", [](const OwnedMask& o, int64_t b, Span q,
+                          Span k) { return classify(o.mask, b, range(q), range(k)); })
+      .def("visible_keys", [](const OwnedMask& o, int64_t b,
+                              Span q) { return span(visible_keys(o.mask, b, range(q))); })
+      .def("visible_queries", [](const OwnedMask& o, int64_t b,
+                                 Span k) { return span(visible_queries(o.mask, b, range(k))); })
+      .def("key_blocks", [](const OwnedMask& o, int64_t b, Span q,
+                            int64_t size) { return span(key_blocks(o.mask, b, range(q), size)); })
+      .def("query_blocks", [](const OwnedMask& o, int64_t b, Span k, int64_t size) {
+        return span(query_blocks(o.mask, b, range(k), size));
+      });
+  m.def("block",
+        [](int64_t n, int64_t size, int64_t length) { return span(block(n, size, length)); });
+  m.def("kv_head", [](int64_t h, int64_t hq, int64_t hkv) { return kv_head(h, hq, hkv); });
+
+  m.def("philox", [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> k) {
+    const PhiloxWords w = philox({{c[0], c[1], c[2], c[3]}}, {{k[0], k[1]}});
+    return std::array<uint32_t, 4>{w.word[0], w.word[1], w.word[2], w.word[3]};
+  });
+  m.def("dropout_keep_bits",
+        [](double p, int64_t seed, int64_t offset, int64_t row, int64_t query, int64_t key) {
+          return keep_bits(make_dropout(p, seed, offset), row, query, key);
+        });
+
+  m.def("make_score", &score_values);
+  m.def("softmax_shift", [](double x) { return softmax_shift(x); });
+  m.def("softmax_normaliser", [](double x) { return softmax_normaliser(x); });
+  m.def("softmax_lse", [](double x, double l, double log2_l) { return softmax_lse(x, l, log2_l); });
+  m.def("softmax_backward_shift", [](double x) { return softmax_backward_shift(x); });
+
+  m.def("rope_pair", [](int64_t n, int64_t half, bool interleaved) {
+    const RopePair p = rope_pair(n, half, interleaved);
+    return Span{p.x, p.y};
+  });
+  m.def("rope_angle", [](int64_t p, float f) { return rope_angle(p, f); });
+  m.def("rope_rotate", [](double x, double y, double c, double s) {
+    return std::pair{rope_x(x, y, c, s), rope_y(x, y, c, s)};
+  });
+}
+
+}  // namespace omniattn

@@ -1,0 +1,35 @@
+// Lengths, offsets and head maps shared by every sequence op.
+#pragma once
+
+#include <cstdint>
+
+#include "semantics/macros.h"
+
+namespace omniattn {
+
+// Half-open range of positions.
+struct Range {
+  int64_t begin, end;
+};
+
+OMNIATTN_FN bool is_empty(Range r) { return r.begin >= r.end; }
+
+OMNIATTN_FN Range intersect(Range x, Range y) {
+  return {x.begin > y.begin ? x.begin : y.begin, x.end < y.end ? x.end : y.end};
+}
+
+OMNIATTN_FN bool contains(Range outer, Range inner) {
+  return outer.begin <= inner.begin && inner.end <= outer.end;
+}
+
+OMNIATTN_FN int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+OMNIATTN_FN int64_t round_up(int64_t n, int64_t d) { return ceil_div(n, d) * d; }
+
+// The key that query 0 is aligned with when the last query meets the last key (spec R5,
+// bottom-right).
+OMNIATTN_FN int64_t bottom_right_offset(int64_t tq, int64_t tk) { return tk - tq; }
+
+// Query head -> key/value head of its group.
+OMNIATTN_FN int64_t kv_head(int64_t q_head, int64_t hq, int64_t hkv) { return q_head / (hq / hkv); }
+
+}  // namespace omniattn

@@ -1,0 +1,216 @@
+"""Brute-force properties of csrc/semantics: a rule's range answers never contradict its exact answer."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+kernels = pytest.importorskip("omniattn._kernels")
+
+BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR = range(4)
+B, H = 2, 2
+
+
+def windows():
+    for kind in (BOTTOM_RIGHT, TOP_LEFT):
+        for left, right in itertools.product((-1, 0, 1, 5, 40), repeat=2):
+            yield [kind, left, right, -1]
+
+
+def sides(tq, tk, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = np.array([tk // 2, tk], np.int64)
+    dense = rng.random((B, H, tq, tk)) < 0.5
+    rows = np.broadcast_to(rng.random((1, 1, 1, tk)) < 0.5, (B, H, tq, tk))
+    return [lengths, dense, rows]
+
+
+def programs():
+    yield []
+    for w in windows():
+        yield w
+        yield w + [KEY_LENGTHS, 0, 0, 0]
+    yield [KEY_LENGTHS, 0, 0, 0]
+    yield [TENSOR, 0, 0, 1]
+    yield [TENSOR, 0, 0, 2]
+    yield [BOTTOM_RIGHT, -1, 0, -1, KEY_LENGTHS, 0, 0, 0, TENSOR, 0, 0, 1]
+    yield [BOTTOM_RIGHT, 3, 0, -1, TOP_LEFT, 2, 2, -1]
+
+
+def expected(rules, side, tq, tk):
+    """Visibility (B, H, Tq, Tk) by the definitions of spec R5."""
+    i, j = np.arange(tq)[:, None], np.arange(tk)[None, :]
+    out = np.ones((B, H, tq, tk), bool)
+    for kind, left, right, aux in np.reshape(rules, (-1, 4)).tolist():
+        if kind in (BOTTOM_RIGHT, TOP_LEFT):
+            centre = i + (tk - tq if kind == BOTTOM_RIGHT else 0)
+            if left >= 0:
+                out &= j >= centre - left
+            if right >= 0:
+                out &= j <= centre + right
+        elif kind == KEY_LENGTHS:
+            out &= j < side[0][:, None, None, None]
+        else:
+            out &= side[aux]
+    return out
+
+
+def chunks(n, size):
+    return [(a, min(a + size, n)) for a in range(0, n, size)]
+
+
+@pytest.mark.parametrize("tq,tk", [(1, 1), (1, 9), (7, 7), (6, 13), (13, 6)])
+def test_rules_against_brute_force(tq, tk):
+    side = sides(tq, tk)
+    for rules in programs():
+        mask = kernels.Mask(rules, side, tq, tk)
+        want = expected(rules, side, tq, tk)
+        got = np.array([mask.visible(*x) for x in np.ndindex(B, H, tq, tk)]).reshape(want.shape)
+        assert (got == want).all(), rules
+        for b, qs, ks in itertools.product(range(B), (1, 3, 8), (1, 4, 8)):
+            for (q0, q1), (k0, k1) in itertools.product(chunks(tq, qs), chunks(tk, ks)):
+                tile = want[b, :, q0:q1, k0:k1]
+                verdict = mask.classify(b, (q0, q1), (k0, k1))
+                assert verdict != kernels.TileClass.skip or not tile.any(), rules
+                assert verdict != kernels.TileClass.full or tile.all(), rules
+                if (
+                    TENSOR not in rules[::4] and len(rules) <= 4
+                ):  # single ranges: the verdict is exact
+                    assert (verdict == kernels.TileClass.full) == tile.all(), rules
+                if len(rules) == 0:
+                    assert verdict == kernels.TileClass.full
+
+
+@pytest.mark.parametrize("tq,tk", [(1, 9), (7, 7), (6, 13), (13, 6)])
+def test_schedule_covers_what_is_visible_and_no_more_than_needed(tq, tk):
+    side = sides(tq, tk)
+    for rules in programs():
+        mask = kernels.Mask(rules, side, tq, tk)
+        want = expected(rules, side, tq, tk)
+        for b, size in itertools.product(range(B), (1, 4, 5)):
+            for q in chunks(tq, 3):
+                first, last = mask.key_blocks(b, q, size)
+                seen = want[b, :, q[0] : q[1]].any((0, 1))
+                outside = [j for j in np.flatnonzero(seen) if not first <= j // size < last]
+                assert not outside, rules
+                if len(rules) <= 4 and TENSOR not in rules[::4]:
+                    assert last - first == len({j // size for j in np.flatnonzero(seen)}), rules
+            for n in range(-(-tk // size)):
+                k = kernels.block(n, size, tk)
+                first, last = mask.query_blocks(b, k, 3)
+                seen = want[b, :, :, k[0] : k[1]].any((0, 2))
+                assert all(first <= i // 3 < last for i in np.flatnonzero(seen)), rules
+                if len(rules) <= 4 and TENSOR not in rules[::4]:
+                    assert last - first == len({i // 3 for i in np.flatnonzero(seen)}), rules
+
+
+def test_visible_bits_hold_64_keys_and_stop_at_the_end():
+    tq, tk = 3, 150
+    side = sides(tq, tk)
+    for rules in programs():
+        mask = kernels.Mask(rules, side, tq, tk)
+        want = expected(rules, side, tq, tk)
+        for b, h, q, key in itertools.product(
+            range(B), range(H), range(tq), (0, 64, 100, 128, 192)
+        ):
+            bits = mask.visible_bits(b, h, q, key)
+            got = [(bits >> n) & 1 for n in range(64)]
+            row = np.pad(want[b, h, q], (0, 128))[key : key + 64]
+            assert got == row.astype(int).tolist(), (rules, q, key)
+
+
+def test_long_sequences_do_not_overflow():
+    n = 1 << 40
+    mask = kernels.Mask([BOTTOM_RIGHT, n - 1, 0, -1], [], n, n)
+    assert mask.visible_keys(0, (n - 1, n)) == (0, n)
+    assert mask.classify(0, (0, 64), (64, 128)) == kernels.TileClass.skip
+
+
+def philox_numpy(counter, key):
+    """Philox4x32-10 on arrays of counters (..., 4)."""
+    c = [counter[..., n].astype(np.uint64) for n in range(4)]
+    k0, k1 = (int(k) for k in key)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        p0, p1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [
+            (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            p1 & low,
+            (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            p0 & low,
+        ]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack(c, -1)
+
+
+def test_philox_known_answers():
+    ones = 0xFFFFFFFF
+    cases = [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([ones] * 4, [ones] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ]
+    for counter, key, want in cases:
+        assert kernels.philox(counter, key) == want
+        assert philox_numpy(np.array(counter), key).tolist() == want
+
+
+def test_philox_against_numpy():
+    rng = np.random.default_rng(1)
+    counters = rng.integers(0, 1 << 32, (200, 4))
+    key = [0x12345678, 0x9ABCDEF0]
+    want = philox_numpy(counters, key)
+    assert [kernels.philox(c, key) for c in counters.tolist()] == want.tolist()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_dropout_bits_follow_the_position(p):
+    seed, offset, row, query = -7, 3, 11, 1000
+    key = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
+    j = np.arange(128, 192)
+    counter = np.stack([j >> 2, np.full(64, query), np.full(64, row), np.full(64, offset)], -1)
+    words = philox_numpy(counter, key)[np.arange(64), j & 3]
+    bits = kernels.dropout_keep_bits(p, seed, offset, row, query, 128)
+    assert [(bits >> n) & 1 for n in range(64)] == (words >= math.floor(p * 2**32)).tolist()
+
+
+def test_score_factors():
+    for scale, cap in [(0.125, 0.0), (0.125, 20.0), (-0.5, 3.0), (0.0, 0.0)]:
+        pre, post, chain = kernels.make_score(scale, cap)
+        x = pre * 1.7
+        logit = (post * math.tanh(x) if cap else x) / math.log2(math.e)
+        want = cap * math.tanh(scale * 1.7 / cap) if cap else scale * 1.7
+        assert logit == pytest.approx(want)
+        assert pre * chain == pytest.approx(scale)
+
+
+def test_softmax_rules_of_an_empty_row():
+    inf = math.inf
+    assert kernels.softmax_shift(-inf) == 0 and kernels.softmax_shift(2.5) == 2.5
+    assert kernels.softmax_normaliser(0.0) == 0 and kernels.softmax_normaliser(4.0) == 0.25
+    assert kernels.softmax_lse(-inf, 0.0, -inf) == -inf
+    assert kernels.softmax_lse(1.0, 8.0, 3.0) == pytest.approx(4 * math.log(2))
+    assert kernels.softmax_backward_shift(-inf) == inf
+
+
+def test_rope_pairs_and_angles():
+    assert [kernels.rope_pair(n, 4, True) for n in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [kernels.rope_pair(n, 4, False) for n in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    f = np.float32(10000.0 ** (-2 / 128))
+    for p in (0, 1, 12345, 1 << 20):
+        assert kernels.rope_angle(p, f) == np.float32(p) * f
+        assert kernels.rope_angle(-p, f) == -kernels.rope_angle(p, f)
+    for p in ((1 << 24) + 1, (1 << 30) + 3):
+        assert kernels.rope_angle(p, f) == p * float(f)
+    # Worked example of the specification: (0.3, 0.2) turned by 0.2 rad.
+    x, y = kernels.rope_rotate(0.3, 0.2, math.cos(0.2), math.sin(0.2))
+    assert (x, y) == (pytest.approx(0.2543, abs=1e-4), pytest.approx(0.2556, abs=1e-4))
+
+
+def test_kv_head():
+    assert [kernels.kv_head(h, 8, 2) for h in range(8)] == [0] * 4 + [1] * 4
