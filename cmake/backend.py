@@ -1,0 +1,59 @@
+"""PEP 517 backend: scikit-build-core, and torch as a build requirement where none is installed.
+
+pip builds in an isolated environment that hides the installed torch from `sys.path`, and a plain
+`torch` requirement would download a second, larger one. The installed one is all that the build
+needs (headers and libtorch_cpu.so), so it is looked up on disk and handed to CMake as
+OMNIATTN_TORCH_DIR.
+"""
+
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+
+import scikit_build_core.build as _core
+from scikit_build_core.build import *  # noqa: F403  (the hooks that are not overridden here)
+
+_BUILD_TORCH = (
+    "torch==2.13.0"  # pinned: what the wheel is built against where there is no torch yet
+)
+_STABLE_ABI_HEADER = "include/torch/csrc/stable/library.h"
+
+
+def _torch_dir():
+    spec = importlib.util.find_spec("torch")
+    candidates = [Path(spec.origin).parent] if spec and spec.origin else []
+    candidates += [Path(sysconfig.get_path(key)) / "torch" for key in ("purelib", "platlib")]
+    found = [path for path in candidates if (path / "version.py").exists()]
+    if found and not (found[0] / _STABLE_ABI_HEADER).exists():
+        raise SystemExit(
+            f"omniattn: needs torch >= 2.11 with its headers, got torch at {found[0]} without "
+            f"{_STABLE_ABI_HEADER}; upgrade it (pip install 'torch>=2.11') or uninstall it"
+        )
+    return found[0] if found else None
+
+
+def _with_torch(hook, *args, **kwargs):
+    torch_dir = _torch_dir()
+    if torch_dir is not None:
+        os.environ["OMNIATTN_TORCH_DIR"] = str(torch_dir)
+    return hook(*args, **kwargs)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    needed = _core.get_requires_for_build_wheel(config_settings)
+    return needed if _torch_dir() else [*needed, _BUILD_TORCH]
+
+
+def get_requires_for_build_editable(config_settings=None):
+    needed = _core.get_requires_for_build_editable(config_settings)
+    needed = [*needed, "pybind11>=3.0"]  # the development module _kernels
+    return needed if _torch_dir() else [*needed, _BUILD_TORCH]
+
+
+def build_wheel(*args, **kwargs):
+    return _with_torch(_core.build_wheel, *args, **kwargs)
+
+
+def build_editable(*args, **kwargs):
+    return _with_torch(_core.build_editable, *args, **kwargs)

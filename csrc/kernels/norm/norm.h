@@ -1,0 +1,63 @@
+// Row normalisation: RMSNorm and LayerNorm with an optional fused residual add, forward and
+// backward.
+//
+//   h = x + residual (rounded to T)      mean = center ? avg(h) : 0      rstd = 1/sqrt(avg((h -
+//   mean)^2) + eps) y = (h - mean) * rstd * (weight + offset) + bias
+//
+// Zhang and Sennrich 2019 (arXiv 1910.07467), Ba et al. 2016 (arXiv 1607.06450). Statistics in fp32
+// (fp64 for T = fp64). Work items are rows; each row is read once from memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+struct NormParams {
+  DType dtype;
+  int64_t rows, cols;
+  const void* x;         // (rows, cols), x_stride between rows
+  const void* residual;  // the same shape, or null
+  const void* weight;    // (cols) or null
+  const void* bias;      // (cols) or null
+  void* y;               // (rows, cols) contiguous
+  void* h;               // (rows, cols) contiguous; only with a residual
+  void* stats;           // (rows, 2): mean, rstd in the accumulator type
+  int64_t x_stride, residual_stride;
+  double eps, offset;
+  bool center;
+};
+
+struct NormBackwardParams {
+  DType dtype;
+  int64_t rows, cols;
+  const void* grad_y;  // (rows, cols)
+  const void* grad_h;  // (rows, cols) or null: the gradient that reaches h beside the norm
+  const void* h;       // (rows, cols): what was normalised
+  const void* weight;  // (cols) or null
+  const void* stats;   // (rows, 2)
+  void* dx;            // (rows, cols) contiguous
+  int64_t grad_y_stride, grad_h_stride, h_stride;
+  double offset;
+  bool center;
+};
+static_assert(std::is_trivially_copyable_v<NormParams>);
+static_assert(std::is_trivially_copyable_v<NormBackwardParams>);
+
+struct NormKernels {
+  void (*forward)(const NormParams&, int64_t begin, int64_t end);
+  // dweight and dbias, (cols) in the accumulator type or null, are added to: partial sums over
+  // these rows.
+  void (*backward)(const NormBackwardParams&, void* dweight, void* dbias, int64_t begin,
+                   int64_t end);
+  // out (n) in `dtype` = sum over shards of partial (shards, n) in the accumulator type, in order.
+  void (*sum_shards)(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,
+                     void* out);
+};
+
+OMNIATTN_KERNEL_TABLE(NormKernels, norm_kernels)
+
+}  // namespace omniattn

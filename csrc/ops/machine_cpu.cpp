@@ -1,0 +1,22 @@
+// The active instruction set, for `omniattn info` and for tests that run every ISA in one process.
+#include <torch/csrc/stable/library.h>
+
+#include "runtime/cpu_isa.h"
+
+namespace {
+
+using omniattn::Isa;
+
+int64_t cpu_isa() { return static_cast<int64_t>(omniattn::active_isa()); }
+int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa()); }
+bool set_cpu_isa(int64_t isa) {
+  return isa >= 0 && isa < omniattn::kIsaCount && omniattn::set_active_isa(static_cast<Isa>(isa));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
+  m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+}

@@ -1,0 +1,51 @@
+// Work over torch's thread pool. Results must not depend on which thread runs an item.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace omniattn::ops {
+
+// f(begin, end) over contiguous ranges of at least `grain` items. One range is run in place:
+// opening the pool costs about 2 us. f must not throw: an exception inside the pool loses its text.
+template <class F>
+void parallel_ranges(int64_t items, int64_t grain, const F& f) {
+  if (items <= 0) return;
+  if (items <= grain) {
+    f(int64_t{0}, items);
+  } else {
+    torch::stable::parallel_for(0, items, grain, f);
+  }
+}
+
+// f(begin, end) over the ranges `items * s / shards`. The split depends on the shape only, so that
+// partial sums kept per shard give the same total for any number of threads.
+template <class F>
+void parallel_shards(int64_t items, int64_t shards, const F& f) {
+  parallel_ranges(shards, 1, [&](int64_t first, int64_t last) {
+    for (int64_t s = first; s < last; ++s) {
+      f(s, items * s / shards, items * (s + 1) / shards);
+    }
+  });
+}
+
+// f(item) with items handed out one by one in order: put the longest first.
+template <class F>
+void parallel_queue(int64_t items, const F& f) {
+  const auto threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  if (threads <= 1) {
+    for (int64_t i = 0; i < items; ++i) f(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t thread = first; thread < last; ++thread) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(i);
+    }
+  });
+}
+
+}  // namespace omniattn::ops

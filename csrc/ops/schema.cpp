@@ -1,0 +1,41 @@
+// Every op's schema, once, for all backends.
+//
+// A differentiable op is defined under two names with one implementation: `<op>` gets a fake kernel
+// and an autograd formula in Python and is what compiled graphs contain; `<op>_raw` gets a fake
+// kernel only and is what the eager paths call (the autograd key of a Python formula costs 2.5 us
+// even without gradients). See python/omniattn/ops/_autograd.py.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+namespace {
+
+void define(torch::stable::detail::StableLibrary& m, const std::string& name,
+            const char* signature) {
+  m.def((name + signature).c_str());
+  m.def((name + "_raw" + signature).c_str());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(omniattn, m) {
+  // machine
+  m.def("cpu_isa() -> int");
+  m.def("detected_cpu_isa() -> int");
+  m.def("set_cpu_isa(int isa) -> bool");
+
+  // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; stats (rows, 2)
+  // = mean, rstd
+  define(m, "norm",
+         "(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset)"
+         " -> (Tensor y, Tensor stats)");
+  define(m, "add_norm",
+         "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float eps, float "
+         "offset)"
+         " -> (Tensor y, Tensor h, Tensor stats)");
+  m.def(
+      "norm_backward(Tensor grad_y, Tensor? grad_h, Tensor h, Tensor? weight, Tensor stats, bool "
+      "center,"
+      " float offset, bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor "
+      "dbias)");
+}

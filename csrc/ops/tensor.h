@@ -1,0 +1,133 @@
+// Tensors at the torch boundary: names, dtypes, allocation, row views. Stable ABI only.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "ops/checks.h"
+#include "runtime/dtype.h"
+
+namespace omniattn::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return ScalarType::Double;
+    case DType::f32:
+      return ScalarType::Float;
+    case DType::bf16:
+      return ScalarType::BFloat16;
+    case DType::f16:
+      return ScalarType::Half;
+  }
+  return ScalarType::Undefined;
+}
+
+// The dtype of a floating-point tensor that kernels accept; an error naming the argument otherwise.
+inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double:
+      return DType::f64;
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::f16;
+    default:
+      fail(op, name, " must be float64, float32, bfloat16 or float16, got scalar type ",
+           static_cast<int>(t.scalar_type()));
+  }
+}
+
+// dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
+inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+// Requires `t` to be a CPU tensor of this dtype.
+inline void require_cpu(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require(t.is_cpu(), op, name, " must be on the CPU");
+  require(t.scalar_type() == scalar_type(dtype), op, name, " must have scalar type ",
+          static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(t.scalar_type()));
+}
+
+// Requires `t` to have exactly these sizes.
+inline void require_sizes(const char* op, const char* name, const Tensor& t, Sizes want) {
+  const Sizes got = t.sizes();
+  bool same = got.size() == want.size();
+  for (size_t i = 0; same && i < got.size(); ++i) same = got[i] == want[i];
+  require(same, op, name, " must have shape ", Shape{want.data(), want.size()}, ", got ",
+          Shape{got.data(), got.size()});
+}
+
+// A new contiguous CPU tensor, uninitialised.
+inline Tensor empty_cpu(Sizes sizes, DType dtype) {
+  constexpr size_t kMaxDims = 16;
+  require(sizes.size() <= kMaxDims, "empty", "tensors have at most 16 dimensions, got ",
+          sizes.size());
+  std::array<int64_t, kMaxDims> strides;
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      static_cast<int32_t>(scalar_type(dtype)), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline const void* data_or_null(const OptTensor& t) {
+  return t.has_value() ? t->const_data_ptr() : nullptr;
+}
+
+// A tensor seen as `rows` rows of `cols` elements, unit stride within a row and one stride between
+// rows.
+struct Rows {
+  Tensor tensor;  // keeps the memory alive; a copy where the strides of the original do not fit
+  int64_t rows;
+  int64_t cols;
+  int64_t stride;  // elements between rows
+
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+
+inline Rows as_rows(const char* op, const char* name, const Tensor& t) {
+  const int64_t dims = t.dim();
+  require(dims >= 1, op, name, " must have at least 1 dimension, got 0");
+  const Sizes sizes = t.sizes(), strides = t.strides();
+  const int64_t cols = sizes[dims - 1];
+  int64_t rows = 1;
+  int64_t stride = cols;  // of the innermost leading dimension with more than one element
+  bool fits = cols <= 1 || strides[dims - 1] == 1;
+  for (int64_t i = dims - 2; i >= 0; --i) {
+    if (sizes[i] != 1) {
+      if (rows == 1) {
+        stride = strides[i];
+      } else {
+        fits = fits && strides[i] == stride * rows;
+      }
+    }
+    rows *= sizes[i];
+  }
+  if (fits || rows == 0 || cols == 0) return {t, rows, cols, stride};
+  return {torch::stable::contiguous(t), rows, cols, cols};
+}
+
+}  // namespace omniattn::ops
+
+// Registers one CPU implementation under both names of an op (see schema.cpp).
+#define OMNIATTN_IMPL(m, name, function) \
+  m.impl(name, TORCH_BOX(&function));    \
+  m.impl(name "_raw", TORCH_BOX(&function))

@@ -1,0 +1,11 @@
+// _kernels: the torch-free kernels, the semantics and the machine probes, for tests and benchmarks.
+// One bind_<family> function per file of this folder.
+#include "bind.h"
+
+#include "runtime/cpu_isa.h"
+
+PYBIND11_MODULE(_kernels, m) {
+  using omniattn::Isa;
+  m.doc() = "Torch-free kernels, semantics and machine probes of omniattn (development only)";
+  m.def("detected_isa", [] { return omniattn::isa_name(omniattn::detected_isa()); });
+}

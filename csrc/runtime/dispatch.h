@@ -1,0 +1,23 @@
+// From a run-time dtype to a storage type.
+#pragma once
+
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+// f(T{}) with T = double, float, bf16 or f16.
+template <class F>
+[[gnu::always_inline]] inline void dispatch(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::f64:
+      return f(double{});
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(bf16{});
+    case DType::f16:
+      return f(f16{});
+  }
+}
+
+}  // namespace omniattn

@@ -1,0 +1,12 @@
+"""omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA."""
+
+from omniattn import config as _config
+
+if _config.LIBRARY_DIR is not None:
+    __path__.insert(0, str(_config.LIBRARY_DIR))
+
+from omniattn import functional, reference
+
+__version__ = "0.1.0"
+
+__all__ = ["functional", "reference"]

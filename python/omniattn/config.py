@@ -1,0 +1,18 @@
+"""Every environment variable that the package reads, read once at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+
+#: Highest CPU instruction set to use (`OMNIATTN_CPU_ISA`); None: the best of the machine.
+CPU_ISA = os.environ.get("OMNIATTN_CPU_ISA")
+if CPU_ISA is not None and CPU_ISA not in CPU_ISAS:
+    raise ImportError(f"omniattn: OMNIATTN_CPU_ISA must be one of {CPU_ISAS}, got {CPU_ISA!r}")
+
+#: Folder of native libraries built outside the package (`OMNIATTN_LIBRARY_DIR`), or None.
+LIBRARY_DIR = (
+    Path(os.environ["OMNIATTN_LIBRARY_DIR"]) if "OMNIATTN_LIBRARY_DIR" in os.environ else None
+)

@@ -1,0 +1,65 @@
+"""Checks shared by the public functions; errors read "<op>: <what must hold>, got <name>=..."."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.ops import _library
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BACKENDS = (None, "cpu", "cuda", "reference")
+
+
+def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
+    """Whether `backend` asks for the eager definition; raises where its kernel cannot run."""
+    if backend == "reference":
+        return True
+    device = x.device.type
+    if backend is not None and backend != device:
+        if backend not in BACKENDS:
+            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={backend!r}")
+        raise ValueError(
+            f"{op}: backend must match the device of the tensors, got backend={backend!r}, "
+            f"device={device!r}"
+        )
+    if device not in _library.loaded and device != "meta":
+        reason = _library.cuda_unavailable if device == "cuda" else "no kernels for this device"
+        raise NotImplementedError(
+            f"{op}: no native kernel for device={device!r} ({reason}); "
+            'backend="reference" runs the eager definition'
+        )
+    return False
+
+
+def require_float(op: str, name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={x!r}")
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: {name} must be float64, float32, bfloat16 or float16, "
+            f"got {name}.dtype={x.dtype}"
+        )
+
+
+def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
+    """`t` must be a tensor of the dtype and device of `x`."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={t!r}")
+    if t.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: {name} must have the dtype of {x_name}, got {name}.dtype={t.dtype}, "
+            f"{x_name}.dtype={x.dtype}"
+        )
+    if t.device != x.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of {x_name}, got {name}.device={t.device}, "
+            f"{x_name}.device={x.device}"
+        )
+
+
+def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None:
+    if t.shape != shape:
+        raise ValueError(
+            f"{op}: {name} must have shape {tuple(shape)}, got {name}.shape={tuple(t.shape)}"
+        )

@@ -1,0 +1,144 @@
+"""RMSNorm and LayerNorm over the last dimension, with an optional fused residual add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.ops import norm as ops
+
+__all__ = ["layer_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root mean square normalisation over the last dimension.
+
+    ``y = h / sqrt(mean(h^2) + eps) * (weight + offset)`` with ``h = x`` or, fused, ``h = x +
+    residual``.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16. Any strides; copied only where the
+            leading dimensions cannot be walked with one stride or the last stride is not 1.
+        weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
+        eps: added to the mean square, inside the root.
+        offset: added to the weight: 1.0 for the Gemma form, whose weights start at 0.
+        residual: of x's shape and dtype. ``h`` is rounded to the dtype before it is normalised, so
+            that the fused call equals ``h = x + residual`` followed by the plain one.
+        backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        y of x's shape and dtype; with a residual the pair (y, h).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Statistics and gradients are accumulated in fp32 (fp64 for fp64) and rounded once. Gradients
+        flow to x, weight and residual; they do not depend on the number of threads. Second
+        derivatives need backend="reference".
+
+    Reference:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> rms_norm(x, eps=0.0)
+        tensor([[0.8485, 1.1314]])
+    """
+    weight = _prepare("rms_norm", x, weight, "weight", eps)
+    if use_reference("rms_norm", backend, x):
+        return reference.rms_norm(x, weight, eps=eps, offset=offset, residual=residual)
+    return _norm("rms_norm", x, weight, None, residual, False, eps, offset)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer normalisation over the last dimension.
+
+    ``y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias`` with the biased variance and ``h =
+    x`` or, fused, ``h = x + residual``.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16, any strides.
+        weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
+        bias: (N,) of x's dtype, or None.
+        eps: added to the variance, inside the root.
+        residual: of x's shape and dtype, added first; see :func:`rms_norm`.
+        backend: see :func:`rms_norm`.
+
+    Returns:
+        y of x's shape and dtype; with a residual the pair (y, h).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
+
+    Note:
+        The variance is taken in a second sweep over the row, not as E[x^2] - E[x]^2. Precision,
+        determinism and gradients as for :func:`rms_norm`.
+
+    Reference:
+        Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450.
+
+    Example:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+        tensor([[-1.,  1.]])
+    """
+    weight = _prepare("layer_norm", x, weight, "weight", eps)
+    bias = _prepare("layer_norm", x, bias, "bias", eps)
+    if use_reference("layer_norm", backend, x):
+        return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
+    return _norm("layer_norm", x, weight, bias, residual, True, eps, 0.0)
+
+
+def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -> Tensor | None:
+    """Checks x, eps and one per-column vector, which autocast brings to x's dtype."""
+    require_float(op, "x", x)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least 1 dimension, got x.shape=()")
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
+    if vector is None:
+        return None
+    if vector.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+        vector = vector.to(x.dtype)
+    require_like(op, name, vector, x)
+    require_shape(op, name, vector, x.shape[-1:])
+    return vector
+
+
+def _norm(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    center: bool,
+    eps: float,
+    offset: float,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if residual is None:
+        return ops.norm(x, weight, bias, center, eps, offset)[0]
+    require_like(op, "residual", residual, x)
+    require_shape(op, "residual", residual, x.shape)
+    y, h, _ = ops.add_norm(x, residual, weight, bias, center, eps, offset)
+    return y, h

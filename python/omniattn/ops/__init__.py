@@ -1,0 +1,3 @@
+"""Loads the native libraries; binds their ops to fakes and autograd. Use `functional` instead."""
+
+from omniattn.ops import _library as _library

@@ -1,0 +1,260 @@
+"""From one forward and one backward op to a differentiable function.
+
+A call takes one of four paths, so that each costs no more than it must and all are right:
+
+=====================  ====================================================================
+compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
+functorch transforms   an `autograd.Function` with `setup_context` and a generated vmap rule
+gradients needed       an `autograd.Function` whose forward receives ctx: the cheaper form
+nothing of these       the raw op
+=====================  ====================================================================
+
+Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
+recomputed from the saved inputs. An op without one raises: it never returns zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["DifferentiableOp"]
+
+Arguments = tuple[Any, ...]
+Saved = tuple[Tensor | None, ...]
+
+
+class DifferentiableOp:
+    """A public op with gradients, callable with the positional arguments of its schema.
+
+    Args:
+        name: name in the `omniattn` namespace; `<name>_raw` must exist too (csrc/ops/schema.cpp).
+        fake: shapes and dtypes of the outputs, from the arguments.
+        save: (arguments, outputs) -> (tensors to save, anything else to keep).
+        backward: (saved tensors, kept, needs, gradients of the outputs) -> one gradient per
+            argument, None where there is none. `needs[i]` tells whether argument i needs one (a
+            list for a list). Gradients of unused outputs come as None.
+        constant_outputs: indices of the outputs that have no gradient (statistics kept for
+            backward).
+        formula: the op in plain torch, from the arguments to its differentiable outputs.
+        restore: (saved tensors, kept) -> the arguments, for `formula`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        fake: Callable[..., Any],
+        save: Callable[[Arguments, Any], tuple[Saved, Any]],
+        backward: Callable[[Saved, Any, Sequence[Any], Sequence[Tensor | None]], Arguments],
+        constant_outputs: Sequence[int] = (),
+        formula: Callable[..., Any] | None = None,
+        restore: Callable[[Saved, Any], Arguments] | None = None,
+    ) -> None:
+        self.name = name
+        self.registered = getattr(torch.ops.omniattn, name).default
+        self.raw = getattr(torch.ops.omniattn, name + "_raw").default
+        self.save = save
+        self.backward = backward
+        self.constant_outputs = tuple(constant_outputs)
+        self.formula = formula
+        self.restore = restore
+        torch.library.register_fake(f"omniattn::{name}", fake)
+        torch.library.register_fake(f"omniattn::{name}_raw", fake)
+
+        def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
+            self._remember(ctx, inputs, output)
+
+        def registered_backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return self._gradients(ctx, ctx.needs_input_grad, grads)
+
+        torch.library.register_autograd(
+            f"omniattn::{name}", registered_backward, setup_context=setup_context
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.registered(*args)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            if self.formula is not None and _inside_jvp():
+                return self._call_formula(args)
+            return _TransformedOp.apply(self, _layout(args), _grad_levels(), *_flatten(args))
+        if torch.autograd.forward_ad._current_level >= 0 and _any_dual(args):
+            return self._call_formula(args)
+        if torch.is_grad_enabled() and _any_requires_grad(args):
+            return _EagerOp.apply(self, _layout(args), *_flatten(args))
+        return self.raw(*args)
+
+    def _call_formula(self, args: Arguments) -> Any:
+        if self.formula is None:
+            raise NotImplementedError(
+                f"omniattn::{self.name} has no forward-mode derivative; "
+                'use backend="reference" for functions that need one'
+            )
+        return self.formula(*args)
+
+    def _remember(self, ctx: Any, args: Arguments, output: Any) -> None:
+        saved, kept = self.save(args, output)
+        ctx.save_for_backward(*saved)
+        ctx.kept = kept
+        if self.constant_outputs:
+            ctx.mark_non_differentiable(*(output[i] for i in self.constant_outputs))
+        ctx.set_materialize_grads(False)
+
+    def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
+        """The gradients; differentiable where grad mode asks for it (create_graph=True)."""
+        if torch.is_grad_enabled():
+            return self._second_order(ctx, needs, grads)
+        return self.backward(ctx.saved_tensors, ctx.kept, needs, grads)
+
+    def _second_order(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
+        if self.formula is None or self.restore is None:
+            raise NotImplementedError(
+                f"omniattn::{self.name} has no second derivative; "
+                'use backend="reference" for functions that need one'
+            )
+        with torch.enable_grad():
+            # Views cut the inputs off each other: k computed from q must not add to the gradient of
+            # q.
+            args = _map_tensors(lambda t: t.view_as(t), self.restore(ctx.saved_tensors, ctx.kept))
+            outputs = self.formula(*args)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            pairs = [
+                (o, g)
+                for o, g in zip(outputs, grads, strict=False)
+                if g is not None and o.requires_grad
+            ]
+            flat = _flatten(args)
+            wanted = [i for i, need in enumerate(_flatten(needs)) if need]
+            if not pairs or not wanted:
+                return _unflatten(_layout(args), [None] * len(flat))
+            found = torch.autograd.grad(
+                [o for o, _ in pairs],
+                [flat[i] for i in wanted],
+                [g for _, g in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+        result: list[Tensor | None] = [None] * len(flat)
+        for i, grad in zip(wanted, found, strict=True):
+            result[i] = grad
+        return _unflatten(_layout(args), result)
+
+
+class _EagerOp(torch.autograd.Function):
+    """Eager calls with gradients. Lists of tensors are passed flat, as autograd.Function needs
+    them."""
+
+    @staticmethod
+    def forward(ctx: Any, op: DifferentiableOp, layout: Any, *flat: Any) -> Any:
+        args = _unflatten(layout, flat)
+        output = op.raw(*args)
+        op._remember(ctx, args, output)
+        ctx.op, ctx.layout = op, layout
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = _unflatten(ctx.layout, ctx.needs_input_grad[2:])
+        return (None, None, *_flatten(ctx.op._gradients(ctx, needs, grads)))
+
+
+class _TransformedOp(torch.autograd.Function):
+    """Calls under torch.func transforms, inside `levels` of `torch.func.grad` and its kind."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: DifferentiableOp, layout: Any, levels: int, *flat: Any) -> Any:
+        return op.raw(*_unflatten(layout, flat))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
+        op, layout, levels, *flat = inputs
+        op._remember(ctx, _unflatten(layout, flat), output)
+        ctx.op, ctx.layout, ctx.levels = op, layout, levels
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # torch.func always builds the graph of the backward; only a second level can ask for it.
+        derive = _second_order_flat if ctx.levels > 1 else _first_order_flat
+        return (None, None, None, *derive(ctx, *grads))
+
+
+@once_differentiable
+def _first_order_flat(ctx: Any, *grads: Any) -> Any:
+    needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
+    return tuple(_flatten(ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)))
+
+
+def _second_order_flat(ctx: Any, *grads: Any) -> Any:
+    needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
+    return tuple(_flatten(ctx.op._second_order(ctx, needs, grads)))
+
+
+def _layout(args: Arguments) -> tuple[int | None, ...] | None:
+    """Which arguments are lists of tensors (their length) and which are not (None)."""
+    if not any(_is_tensor_list(a) for a in args):
+        return None
+    return tuple(len(a) if _is_tensor_list(a) else None for a in args)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _flatten(args: Sequence[Any]) -> Sequence[Any]:
+    if not any(isinstance(a, list) for a in args):
+        return args
+    flat: list[Any] = []
+    for a in args:
+        flat.extend(a) if isinstance(a, list) else flat.append(a)
+    return flat
+
+
+def _unflatten(layout: tuple[int | None, ...] | None, flat: Sequence[Any]) -> Arguments:
+    if layout is None:
+        return tuple(flat)
+    values = iter(flat)
+    return tuple(next(values) if n is None else [next(values) for _ in range(n)] for n in layout)
+
+
+def _map_tensors(f: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return f(value)
+        return [f(t) for t in value] if _is_tensor_list(value) else value
+
+    return tuple(convert(a) for a in args)
+
+
+def _any_requires_grad(args: Arguments) -> bool:
+    for a in args:
+        if isinstance(a, Tensor):
+            if a.requires_grad:
+                return True
+        elif _is_tensor_list(a) and any(t.requires_grad for t in a):
+            return True
+    return False
+
+
+def _any_dual(args: Arguments) -> bool:
+    unpack = torch.autograd.forward_ad.unpack_dual
+    tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+    return any(unpack(t).tangent is not None for t in tensors)
+
+
+def _transforms() -> list[Any]:
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def _inside_jvp() -> bool:
+    return torch._C._functorch.TransformType.Jvp in _transforms()
+
+
+def _grad_levels() -> int:
+    return _transforms().count(torch._C._functorch.TransformType.Grad)

@@ -1,0 +1,95 @@
+"""norm and add_norm: RMSNorm and LayerNorm with an optional fused residual add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.ops._autograd import DifferentiableOp
+
+__all__ = ["add_norm", "norm"]
+
+_backward_op = torch.ops.omniattn.norm_backward.default
+
+
+def _stats(x: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else x[..., None].numel()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((rows, 2), dtype=dtype)
+
+
+def _fake_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, center: bool, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _stats(x)
+
+
+def _fake_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), _stats(x)
+
+
+@torch.library.register_fake("omniattn::norm_backward")
+def _fake_backward(
+    grad_y: Tensor,
+    grad_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    center: bool,
+    offset: float,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    cols = h.shape[-1]
+    dweight, dbias = (h.new_empty((cols if wanted else 0,)) for wanted in (weight_grad, bias_grad))
+    return h.new_empty(h.shape), dweight, dbias
+
+
+def _save_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    x, weight, _, center, _, offset = args
+    return (x, weight, output[1]), (center, offset)
+
+
+def _backward_norm(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    grad_y = grads[0]
+    if grad_y is None:
+        return (None,) * 6
+    h, weight, stats = saved
+    dx, dw, db = _backward_op(grad_y, None, h, weight, stats, *kept, needs[1], needs[2])
+    return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+
+
+def _save_add_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    _, _, weight, _, center, _, offset = args
+    return (output[1], weight, output[2]), (center, offset)
+
+
+def _backward_add_norm(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    grad_y, grad_h = grads[0], grads[1]
+    if grad_y is None:
+        return (grad_h, grad_h, None, None, None, None, None)
+    h, weight, stats = saved
+    dx, dw, db = _backward_op(grad_y, grad_h, h, weight, stats, *kept, needs[2], needs[3])
+    return dx, dx, dw if needs[2] else None, db if needs[3] else None, None, None, None
+
+
+#: (x, weight, bias, center, eps, offset) -> (y, stats)
+norm = DifferentiableOp(
+    "norm", fake=_fake_norm, save=_save_norm, backward=_backward_norm, constant_outputs=(1,)
+)
+
+#: (x, residual, weight, bias, center, eps, offset) -> (y, h, stats)
+add_norm = DifferentiableOp(
+    "add_norm",
+    fake=_fake_add_norm,
+    save=_save_add_norm,
+    backward=_backward_add_norm,
+    constant_outputs=(2,),
+)
