@@ -2,8 +2,8 @@
 // including file is compiled for; everything is local to that file, so that objects built with
 // different flags never share a function.
 //
-//   sections   vectors | masks | backend: AVX-512, AVX2, portable | 16-bit pairs | loads and
-//              stores | reductions | functions
+//   sections   vectors | masks | backend: AVX-512, AVX2, portable | bf16 pairs | transpose |
+//              reductions | functions
 //   storage    load(p) and store(p, v) take double, float, bf16 or f16 pointers and convert to and
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
 //   partial    load_n(p, n), store_n(p, v, n) touch the first n elements and nothing behind them;
@@ -65,7 +65,7 @@ struct Vec {
   Raw v;
 
   Vec() = default;
-  OMNIATTN_INLINE Vec(T scalar) : v(Raw{} + scalar) {}
+  OMNIATTN_INLINE Vec(T scalar) : v(scalar - Raw{}) {}  // not +, which would lose the sign of -0
   OMNIATTN_INLINE explicit Vec(Raw raw) : v(raw) {}
   OMNIATTN_INLINE static Vec from_bits(Bits bits) { return Vec(reinterpret_cast<Raw>(bits)); }
   OMNIATTN_INLINE Bits bits() const { return reinterpret_cast<Bits>(v); }
@@ -446,12 +446,14 @@ OMNIATTN_INLINE VecF scale2(VecF a, VecF n) {
 template <class S>
 OMNIATTN_INLINE Vec<compute_t<S>> load_n(const S* p, int64_t n) {
   constexpr int kWidth = Vec<compute_t<S>>::kWidth;
+  if (n >= kWidth) return load(p);
   S lanes[kWidth] = {};
   for (int i = 0; i < kWidth && i < n; ++i) lanes[i] = p[i];
   return load(lanes);
 }
 template <class S>
 OMNIATTN_INLINE void store_n(S* p, Vec<compute_t<S>> x, int64_t n) {
+  if (n >= x.kWidth) return store(p, x);
   S lanes[x.kWidth];
   store(lanes, x);
   for (int i = 0; i < x.kWidth && i < n; ++i) p[i] = lanes[i];
@@ -496,15 +498,28 @@ OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
   __builtin_memcpy(&pair, p, sizeof(pair));
   return {_mm512_set1_epi32(pair)};
 }
+// The first term of a pair, with 0 behind it, in every lane.
+OMNIATTN_INLINE PairVec broadcast_half_pair(const bf16* p) { return {_mm512_set1_epi32(p->bits)}; }
 OMNIATTN_INLINE void store_pairs(bf16* p, PairVec x) { _mm512_storeu_si512(p, x.v); }
+// The 32-bit lanes as they are, to be moved about.
+OMNIATTN_INLINE VecF as_lanes(PairVec x) { return VecF(_mm512_castsi512_ps(x.v)); }
+OMNIATTN_INLINE PairVec as_pairs(VecF x) { return {_mm512_castps_si512(x.v)}; }
+OMNIATTN_INLINE PairVec load_pairs_n(const bf16* p, int64_t pairs) {
+  return {_mm512_maskz_loadu_epi32(first16(pairs), p)};
+}
+OMNIATTN_INLINE PairVec load_terms_n(const bf16* p, int64_t terms) {
+  const uint32_t first = terms <= 0 ? 0u : terms >= 32 ? ~0u : (1u << terms) - 1u;
+  return {_mm512_maskz_loadu_epi16(first, p)};
+}
 OMNIATTN_INLINE PairVec interleave(__m256i first, __m256i second) {
   return {_mm512_or_si512(_mm512_cvtepu16_epi32(first),
                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16))};
 }
-// Lane i pairs element i of two rows, of which the first n are read.
-OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const bf16* first, const bf16* second, int64_t n) {
+// Lane i pairs element i of two rows, of which the first n and the first n_second are read.
+OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const bf16* first, int64_t n, const bf16* second,
+                                             int64_t n_second) {
   return interleave(_mm256_maskz_loadu_epi16(first16(n), first),
-                    _mm256_maskz_loadu_epi16(first16(n), second));
+                    _mm256_maskz_loadu_epi16(first16(n_second), second));
 }
 OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
   return interleave(narrow_bf16(first), narrow_bf16(second));
@@ -530,6 +545,43 @@ OMNIATTN_INLINE VecF dot_bf16(VecF acc, PairVec a, PairVec b) {
 constexpr bool kHasBf16Dot = false;
 
 #endif
+
+// ---- transpose ----------------------------------------------------------------------------------
+
+template <int... I>
+struct Indices {};
+template <int kCount, int... I>
+struct MakeIndices : MakeIndices<kCount - 1, kCount - 1, I...> {};
+template <int... I>
+struct MakeIndices<0, I...> {
+  using type = Indices<I...>;
+};
+
+// Swaps the upper kStep-wide blocks of a with the lower ones of b.
+template <int kStep, class T, int... I>
+OMNIATTN_INLINE void swap_blocks(Vec<T>& a, Vec<T>& b, Indices<I...>) {
+  const typename Vec<T>::Raw upper =
+      __builtin_shufflevector(a.v, b.v, ((I & kStep) != 0 ? Vec<T>::kWidth + I - kStep : I)...);
+  b.v = __builtin_shufflevector(a.v, b.v, ((I & kStep) != 0 ? Vec<T>::kWidth + I : I + kStep)...);
+  a.v = upper;
+}
+template <int kStep, class T>
+OMNIATTN_INLINE void transpose_from(Vec<T>* rows) {
+  if constexpr (kStep < Vec<T>::kWidth) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Vec<T>::kWidth; ++i) {
+      if ((i & kStep) == 0) {
+        swap_blocks<kStep>(rows[i], rows[i + kStep], typename MakeIndices<Vec<T>::kWidth>::type{});
+      }
+    }
+    transpose_from<2 * kStep>(rows);
+  }
+}
+// rows[i] lane j <-> rows[j] lane i, for kWidth rows in registers.
+template <class T>
+OMNIATTN_INLINE void transpose(Vec<T> (&rows)[Vec<T>::kWidth]) {
+  transpose_from<1>(rows);
+}
 
 // ---- reductions ---------------------------------------------------------------------------------
 // A fixed tree: the upper half of the lanes is folded onto the lower one until one lane is left.
