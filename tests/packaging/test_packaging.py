@@ -1,0 +1,124 @@
+"""What leaves the house: symbols of the objects, and the wheel in a clean environment."""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+# What a library may take from torch: the C shims of the stable ABI.
+SHIMS = re.compile(r"^(aoti_torch_|torch_)")
+# What it may take from the C, C++ and compiler runtimes carries a symbol version of theirs.
+RUNTIME = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_")
+OPTIONAL = ("__gmon_start__", "__cxa_finalize", "_ITM_")  # weak hooks of the linker's start-up code
+
+
+def run(*command, **options):
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, **options
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def symbols(path, *options):
+    """(kind, name) of each symbol that `nm` prints for a file."""
+    lines = run("nm", "--demangle", *options, path).splitlines()
+    pairs = (re.match(r"^[0-9a-f ]{16,} ?(\w) (.*)$", line) for line in lines)
+    return [(m.group(1), m.group(2)) for m in pairs if m]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel of this tree; its objects are left in build/wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def kernel_objects():
+    objects = sorted((ROOT / "build/wheel/CMakeFiles").glob("kernels_*.dir/csrc/kernels/**/*.o"))
+    assert objects
+    return objects
+
+
+def test_kernel_objects_share_no_function(wheel):
+    """A weak symbol outside its ISA's namespace could be the one copy that the linker keeps for all
+    ISAs.""" for path in kernel_objects():
+        isa = re.search(r"kernels_(\w+)\.dir", str(path)).group(1)
+        stray = [n for kind, n in symbols(path) if kind in "WVu" and f"isa_{isa}::" not in n]
+        assert not stray, f"{path.name} for {isa}: {stray[:5]}"
+
+
+def test_kernel_objects_need_only_the_c_library(wheel):
+    allowed =
+    re.compile(r"^(mem(cpy|move|set)|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|[a-z0-9]+f?)$") for path
+    in kernel_objects():
+        stray = [n for kind, n in symbols(path) if kind == "U" and not allowed.match(n)]
+        assert not stray, f"{path.name}: {stray[:5]}"
+
+
+def test_library_uses_the_stable_abi_only(unpacked):
+    names = run("nm", "-D", "--undefined-only", unpacked / "omniattn/libomniattn_cpu.so")
+    names = [line.split()[-1] for line in names.splitlines()]
+    stray = [n for n in names if not SHIMS.match(n) and not RUNTIME.search(n)]
+    assert not [n for n in stray if not n.startswith(OPTIONAL)]
+
+
+def test_library_exports_nothing_but_registration(unpacked):
+    names = run("nm", "-D", "--defined-only", unpacked / "omniattn/libomniattn_cpu.so")
+    stray = [line for line in names.splitlines() if "omniattn" in line]
+    assert not stray
+
+
+def test_wheel_is_for_every_python(wheel):
+    assert re.search(r"-py3-none-\w+\.whl$", wheel.name)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "omniattn/libomniattn_cpu.so" in names
+    assert not [n for n in names if "_kernels" in n or n.startswith(("tests/", "csrc/"))]
+
+
+def test_wheel_in_a_clean_environment(wheel, tmp_path):
+    """Installs beside torch only, imports, computes, and writes nothing into its own folder."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])").strip())
+    run(python, "-m", "pip", "install", "-q", "--no-deps", wheel)
+    # torch and what it needs, without a second download; the package itself is not on this path.
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    program = (
+        "import sys, omniattn, torch; "
+        "assert omniattn.__file__.startswith(sys.prefix), omniattn.__file__; "
+        "print(omniattn.functional.rms_norm(torch.ones(2, 3)).sum().item())"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMNIATTN_", "PYTHON"))}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    before = {p: p.stat().st_mtime_ns for p in (site / "omniattn").rglob("*")}
+    out = run(python, "-c", program, env=env, cwd=tmp_path)
+    assert float(out) == pytest.approx(6.0, abs=1e-4)
+    assert before == {p: p.stat().st_mtime_ns for p in (site / "omniattn").rglob("*")}
+
+
+def test_cap_on_the_instruction_set_is_read_from_the_environment():
+    program = "import omniattn, torch; print(torch.ops.omniattn.cpu_isa())"
+    env = os.environ | {"OMNIATTN_CPU_ISA": "baseline"}
+    assert run(sys.executable, "-c", program, env=env).strip() == "0"
+    env["OMNIATTN_CPU_ISA"] = "sse9"
+    failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True,
+    text=True) assert failed.returncode != 0
+    assert "OMNIATTN_CPU_ISA must be one of" in failed.stderr
