@@ -58,17 +58,16 @@ def kernel_objects():
 
 
 def test_kernel_objects_share_no_function(wheel):
-    """A weak symbol outside its ISA's namespace could be the one copy that the linker keeps for all
-    ISAs.""" for path in kernel_objects():
+    """A weak symbol outside its ISA's namespace could be the one copy kept for all ISAs."""
+    for path in kernel_objects():
         isa = re.search(r"kernels_(\w+)\.dir", str(path)).group(1)
         stray = [n for kind, n in symbols(path) if kind in "WVu" and f"isa_{isa}::" not in n]
         assert not stray, f"{path.name} for {isa}: {stray[:5]}"
 
 
 def test_kernel_objects_need_only_the_c_library(wheel):
-    allowed =
-    re.compile(r"^(mem(cpy|move|set)|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|[a-z0-9]+f?)$") for path
-    in kernel_objects():
+    allowed = re.compile(r"^(mem(cpy|move|set)|_GLOBAL_OFFSET_TABLE_|[a-z0-9]+f?)$")
+    for path in kernel_objects():
         stray = [n for kind, n in symbols(path) if kind == "U" and not allowed.match(n)]
         assert not stray, f"{path.name}: {stray[:5]}"
 
@@ -119,6 +118,6 @@ def test_cap_on_the_instruction_set_is_read_from_the_environment():
     env = os.environ | {"OMNIATTN_CPU_ISA": "baseline"}
     assert run(sys.executable, "-c", program, env=env).strip() == "0"
     env["OMNIATTN_CPU_ISA"] = "sse9"
-    failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True,
-    text=True) assert failed.returncode != 0
-    assert "OMNIATTN_CPU_ISA must be one of" in failed.stderr
+    failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
+    assert failed.returncode != 0
+    assert b"OMNIATTN_CPU_ISA must be one of" in failed.stderr
