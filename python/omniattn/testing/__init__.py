@@ -1,0 +1,35 @@
+"""Check and time ops: one OpSpec per op, error budgets, properties, machine state.
+
+>>> spec = registry()["rms_norm"]
+>>> error, budget, tensor = measure_error(spec, spec.cases[0], torch.float32)
+>>> assert error <= budget
+"""
+
+from omniattn.testing.environment import isa, isas, threads
+from omniattn.testing.errors import Measured, assert_within_budget, measure_error
+from omniattn.testing.memory import LAYOUTS, Layout, poison_free_memory, relayout
+from omniattn.testing.registry import registry
+from omniattn.testing.spec import Benchmark, Call, Case, OpSpec, Pass, Random
+from omniattn.testing.timing import prepare, time_call
+
+__all__ = [
+    "LAYOUTS",
+    "Benchmark",
+    "Call",
+    "Case",
+    "Layout",
+    "Measured",
+    "OpSpec",
+    "Pass",
+    "Random",
+    "assert_within_budget",
+    "isa",
+    "isas",
+    "measure_error",
+    "poison_free_memory",
+    "prepare",
+    "registry",
+    "relayout",
+    "threads",
+    "time_call",
+]

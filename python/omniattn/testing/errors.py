@@ -1,0 +1,129 @@
+"""Error budgets: a kernel may err as much as eager torch does, and no more.
+
+An error is the largest distance to the fp64 reference on the same inputs. The budget is twice (for
+gradients three times) the error of the reference run in the dtype of the inputs, which rounds only
+once, plus the rounding of a sum of n terms, eps sqrt(n) times the largest value: n is the longest
+dimension of the case and at least 16, eps that of the accumulator. Gradients share one largest
+value, because some of them are differences of terms of that size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from omniattn.testing.memory import Layout
+from omniattn.testing.spec import Case, Function, OpSpec, Pass, output_gradients
+
+__all__ = ["Measured", "assert_within_budget", "distance", "measure_error"]
+
+
+OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+
+
+class Measured(NamedTuple):
+    """The tensor of a call that comes closest to its budget, or exceeds it most."""
+
+    error: float
+    budget: float
+    tensor: str
+
+
+def measure_error(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    pass_: Pass = "forward",
+    *,
+    layout: Layout = "contiguous",
+    function: Function | None = None,
+) -> Measured:
+    """Error and budget of the op, or of `function` with its signature, in the outputs or gradients.
+
+    "forward+backward" measures both. Raises AssertionError where shapes or dtypes differ.
+    """
+    function = function or spec.function
+    results: list[Measured] = []
+    strided, call = spec.call(case, dtype, layout), spec.call(case, dtype)
+    exact = call.to(torch.float64)
+    if pass_ != "backward":
+        truth = exact.run(spec.reference)
+        results += _compare(
+            spec,
+            case,
+            dtype,
+            OUTPUT_FACTOR,
+            [f"output {i}" for i in range(len(truth))],
+            strided.run(function),
+            call.run(spec.reference),
+            truth,
+        )
+    if pass_ != "forward" and call.differentiable:
+        grads = output_gradients(call.run(spec.reference))
+        results += _compare(
+            spec,
+            case,
+            dtype,
+            GRADIENT_FACTOR,
+            [f"gradient of {name}" for name in call.differentiable],
+            strided.gradients(function, grads),
+            call.gradients(spec.reference, grads),
+            exact.gradients(spec.reference, tuple(g.double() for g in grads)),
+        )
+    return max(results, key=lambda m: m.error / m.budget if m.budget else m.error)
+
+
+def _compare(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    factor: float,
+    names: list[str],
+    actual: tuple[Tensor, ...],
+    eager: tuple[Tensor, ...],
+    exact: tuple[Tensor, ...],
+) -> list[Measured]:
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    rounding = eps * max(16, *case.sizes.values()) ** 0.5
+    largest = [_largest(t) for t in exact]
+    if factor == GRADIENT_FACTOR:
+        largest = [max(largest)] * len(largest)
+    for name, a, e in zip(names, actual, eager, strict=True):
+        assert a.shape == e.shape and a.dtype == e.dtype, (
+            f"{spec.name}: {name} must have shape {tuple(e.shape)} and dtype {e.dtype}, "
+            f"got {tuple(a.shape)}, {a.dtype}"
+        )
+    return [
+        Measured(distance(a, x), factor * (distance(e, x) + rounding * size), name)
+        for name, a, e, x, size in zip(names, actual, eager, exact, largest, strict=True)
+    ]
+
+
+def distance(actual: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference; equal infinities differ by 0, a NaN counts as infinite."""
+    actual, exact = actual.detach().double(), exact.detach().double()
+    difference = (actual - exact).abs().masked_fill(actual == exact, 0)
+    return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
+
+
+def _largest(t: Tensor) -> float:
+    finite = t.detach().double().abs().nan_to_num(posinf=0.0)
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def assert_within_budget(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    pass_: Pass = "forward+backward",
+    *,
+    layout: Layout = "contiguous",
+    function: Function | None = None,
+) -> None:
+    m = measure_error(spec, case, dtype, pass_, layout=layout, function=function)
+    assert m.error <= m.budget, (
+        f"{spec.name}[{case.name}] {dtype}: {m.tensor} must be within {m.budget:.3g} of fp64, "
+        f"got {m.error:.3g}"
+    )

@@ -1,0 +1,57 @@
+"""Where tensors lie: layouts with poisoned neighbours, poisoned free memory, far offsets."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYOUTS", "Layout", "poison_free_memory", "relayout"]
+
+Layout: TypeAlias = Literal["contiguous", "padded", "transposed", "stepped", "far"]
+LAYOUTS: tuple[Layout, ...] = ("padded", "transposed", "stepped")
+
+
+def relayout(t: Tensor, layout: Layout) -> Tensor:
+    """The same values elsewhere; every element of the storage that is not one of them is poison.
+
+    padded: a hole after each row and around the whole, unit last stride, odd offset.
+    transposed: the leading dimensions lie in reverse order.
+    stepped: last stride 2.
+    far: the leading stride exceeds 2^31 elements; untouched pages cost nothing.
+    """
+    if layout == "contiguous" or t.dim() == 0:
+        return t
+    if layout == "padded":
+        out = _poisoned([n + 2 for n in t.shape], t.dtype)[(slice(1, -1),) * t.dim()]
+    elif layout == "transposed":
+        order = [*reversed(range(t.dim() - 1)), t.dim() - 1]
+        out = _poisoned([t.shape[i] for i in order], t.dtype).permute(order)
+    elif layout == "stepped":
+        out = _poisoned([*t.shape[:-1], 2 * t.shape[-1]], t.dtype)[..., ::2]
+    else:
+        stride = 2**31 + 64
+        storage = torch.empty((t.shape[0] - 1) * stride + t[0].numel() + 1, dtype=t.dtype)
+        out = storage.as_strided(t.shape, (stride, *t[0].contiguous().stride()), 1)
+    return out.copy_(t)
+
+
+def _poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, 1 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype)
+
+
+def poison_free_memory(largest: int = 24 << 20) -> None:
+    """Fills the allocator's free memory with 0xFF, a NaN in every dtype.
+
+    A kernel that reads what it has not written then gives NaN. The first large block only raises
+    glibc's mmap threshold, so that the second one comes from the heap and its pages stay there.
+    """
+    for size in (largest, largest):
+        torch.full((size,), -1, dtype=torch.int8)
+    blocks = [
+        torch.full((size,), -1, dtype=torch.int8) for size in range(16, 4096, 16) for _ in range(8)
+    ]
+    del blocks

@@ -1,0 +1,468 @@
+"""The OpSpecs: one row per op, with the cases that tests, benchmarks and `omniattn check` use.
+
+Case sizes: B batch, Tq/Tk lengths, H query heads, G key/value heads, D/Dv head sizes, R rotary
+size, M rows (tokens), N columns (features out), K features in, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.reference.attention import visible
+from omniattn.testing import rivals
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+
+__all__ = ["registry"]
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+FORWARD: tuple[Pass, ...] = ("forward",)
+EACH: tuple[Pass, ...] = ("forward", "backward")
+TRAINING: tuple[Pass, ...] = ("forward+backward",)
+
+
+@functools.cache
+def registry() -> dict[str, OpSpec]:
+    """All OpSpecs by name."""
+    return {spec.name: spec for spec in (*_attention(), *_norms(), _rotary(), *_glus(), *_gemms())}
+
+
+# attention ----------------------------------------------------------------------------------------
+
+
+def _qkv(
+    label: str,
+    B: int,
+    Tq: int,
+    Tk: int,
+    H: int,
+    G: int,
+    D: int,
+    Dv: int | None = None,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "G": G, "D": D}
+    if Dv is not None:
+        sizes["Dv"] = Dv
+    return Case(label, sizes, tensors, options)
+
+
+def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
+    makers: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "bias": lambda: {"bias": random.normal(1, h, tq, tk)},
+        "bias per batch": lambda: {"bias": random.normal(b, h, tq, tk)},
+        "bias per key": lambda: {"bias": random.normal(b, 1, 1, tk)},
+        "mask": lambda: {"mask": _mask_with_empty_row(random, b, tq, tk)},
+        "padding": lambda: {"mask": torch.arange(tk) < random.integers(tk + 1, b, 1, 1, 1)},
+        "seed": lambda: {"seed": torch.tensor([1234, 5])},
+    }
+    made = {
+        "q": random.normal(b, tq, h, d),
+        "k": random.normal(b, tk, g, d),
+        "v": random.normal(b, tk, g, case.sizes.get("Dv", d)),
+    }
+    for name in case.tensors:
+        made |= makers[name]()
+    return made
+
+
+def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
+    mask = random.uniform(b, 1, tq, tk) < 0.7
+    mask[:, :, :1] = False
+    return mask
+
+
+def _attention_flops(case: Case, pass_: Pass) -> float:
+    """2 FLOP per visible (query, key) and feature, 2 GEMMs forward, 5 backward."""
+    s = case.sizes
+    causal = case.options.get("causal", False) or case.options.get("is_causal", False)
+    window = case.options.get("window_size", (-1, -1))
+    pairs = s["Tq"] * s["Tk"]
+    if causal or window != (-1, -1):
+        seen = visible(s["Tq"], s["Tk"], causal, window, torch.device("cpu"))
+        pairs = int(seen.sum())
+    d, dv = s["D"], s.get("Dv", s["D"])
+    forward, backward = 2.0 * (d + dv), 2.0 * (3 * d + 2 * dv)
+    per_pair = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+    return s["B"] * s["H"] * pairs * per_pair[pass_]
+
+
+def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    made = _attention_inputs(case, random)
+    names = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask"}
+    return {names[n]: t.transpose(1, 2) if n in ("q", "k", "v") else t for n, t in made.items()}
+
+
+def _attention() -> tuple[OpSpec, OpSpec]:
+    decode = _qkv("decode", 1, 1, 4096, 32, 8, 128)
+    attention = OpSpec(
+        name="attention",
+        family="attention",
+        paper="Dao 2023, arXiv 2307.08691",
+        inputs=_attention_inputs,
+        differentiable=("q", "k", "v", "bias"),
+        flops=_attention_flops,
+        second_order=True,
+        rivals=rivals.ATTENTION,
+        cases=(
+            _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, ("bias",), causal=True, return_lse=True),
+            _qkv("plain", 2, 64, 64, 2, 2, 64),
+            _qkv("one", 1, 1, 1, 1, 1, 1, 1),
+            _qkv("offtile", 2, 63, 100, 4, 2, 40, return_lse=True),
+            _qkv("tile+1", 1, 65, 129, 2, 1, 65),
+            _qkv("blocks", 1, 300, 520, 2, 1, 128, causal=True, return_lse=True),
+            _qkv("causal", 2, 100, 100, 4, 2, 64, causal=True),
+            _qkv("cached", 1, 7, 200, 4, 1, 32, causal=True),
+            _qkv("emptyrows", 1, 100, 63, 2, 2, 32, causal=True, return_lse=True),
+            _qkv("window", 1, 200, 200, 2, 1, 32, causal=True, window_size=(17, 0)),
+            _qkv("band", 2, 150, 170, 2, 2, 16, window_size=(9, 5)),
+            _qkv("DnotDv", 1, 65, 65, 2, 2, 24, 40, causal=True),
+            _qkv("decode", 2, 1, 1000, 8, 2, 64, return_lse=True),
+            _qkv("scale+softcap", 1, 64, 80, 2, 2, 32, scale=0.3, softcap=4.0),
+            _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), return_lse=True),
+            _qkv("padding", 3, 64, 100, 2, 2, 32, None, ("padding",), causal=True),
+            _qkv("bias", 2, 65, 65, 2, 2, 32, None, ("bias",), causal=True),
+            _qkv("biasbatch", 2, 33, 70, 4, 2, 16, None, ("bias per batch", "mask")),
+            _qkv("biaskey", 2, 33, 70, 2, 2, 16, None, ("bias per key",), softcap=3.0),
+            _qkv("dropout", 2, 65, 100, 2, 1, 32, None, ("seed",), causal=True, dropout_p=0.3),
+            _qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
+            _qkv("noqueries", 2, 0, 5, 2, 1, 8, return_lse=True),
+            _qkv("nobatch", 0, 5, 5, 2, 1, 8),
+        ),
+        benchmarks=(
+            Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 128), (F32, F16), EACH, "compute"),
+            Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 64), (F32,), EACH, "compute"),
+            Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 64), (BF16,), FORWARD, "compute"),
+            Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 128), (BF16,), ("backward",), "compute"),
+            Benchmark(
+                _qkv("causal", 1, 4096, 4096, 8, 8, 128, causal=True), (BF16,), FORWARD, "compute"
+            ),
+            Benchmark(_qkv("causal", 4, 384, 384, 8, 8, 64, causal=True), (F32,), EACH, "compute"),
+            Benchmark(
+                _qkv("window", 1, 4096, 4096, 8, 8, 64, causal=True, window_size=(255, 0)),
+                (F32,),
+                ("forward", "forward+backward"),
+                "compute",
+            ),
+            Benchmark(
+                _qkv("bias", 2, 512, 512, 8, 8, 64, None, ("bias",)), (F32,), TRAINING, "compute"
+            ),
+            Benchmark(decode, (BF16, F32), FORWARD),
+        ),
+    )
+    sdpa = OpSpec(
+        name="scaled_dot_product_attention",
+        family="attention",
+        paper="Dao 2023, arXiv 2307.08691",
+        inputs=_sdpa_inputs,
+        differentiable=("query", "key", "value", "attn_mask"),
+        flops=_attention_flops,
+        second_order=True,
+        rivals=rivals.SDPA,
+        cases=(
+            _qkv("tiny", 1, 3, 4, 2, 2, 3, 2, ("bias",)),
+            _qkv("plain", 2, 65, 100, 2, 2, 32),
+            _qkv("topleft", 1, 65, 100, 2, 2, 32, is_causal=True),
+            _qkv("topleft+", 1, 100, 65, 2, 2, 32, is_causal=True),
+            _qkv("gqa", 1, 33, 50, 4, 2, 32, enable_gqa=True, scale=0.2),
+            _qkv("bool", 2, 33, 50, 2, 2, 32, None, ("mask",)),
+            _qkv("nokeys", 1, 3, 0, 2, 2, 4),
+        ),
+    )
+    return attention, sdpa
+
+
+# rows ---------------------------------------------------------------------------------------------
+
+
+def _rows(label: str, M: int, N: int, tensors: tuple[str, ...] = (), **options: Any) -> Case:
+    return Case(label, {"M": M, "N": N}, tensors, options)
+
+
+def _norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, n = case.sizes["M"], case.sizes["N"]
+    shapes = {"x": (m, n), "weight": (n,), "bias": (n,), "residual": (m, n)}
+    return {name: random.normal(*shapes[name]) for name in ("x", *case.tensors)}
+
+
+def _element_flops(per_element: int) -> Callable[[Case, Pass], float]:
+    """Nominal counts: these ops are bound by memory."""
+
+    def flops(case: Case, pass_: Pass) -> float:
+        elements = case.sizes["M"] * case.sizes["N"]
+        passes = {"forward": 1, "backward": 2, "forward+backward": 3}[pass_]
+        return float(per_element * elements * passes)
+
+    return flops
+
+
+def _norms() -> tuple[OpSpec, OpSpec]:
+    sizes = [(3, 1), (5, 63), (4, 64), (7, 65), (33, 100), (64, 1024), (3, 4097), (700, 48)]
+    empties = [(0, 8), (3, 0)]
+    speed = (2048, 1024)
+    rms = OpSpec(
+        name="rms_norm",
+        family="norm",
+        paper="Zhang and Sennrich 2019, arXiv 1910.07467",
+        inputs=_norm_inputs,
+        differentiable=("x", "weight", "residual"),
+        flops=_element_flops(4),
+        rivals=rivals.RMS_NORM,
+        cases=(
+            _rows("tiny", 3, 5, ("weight", "residual"), offset=1.0),
+            *(_rows("plain", m, n, ("weight",)) for m, n in sizes + empties),
+            _rows("bare", 17, 130, eps=1e-3),
+            _rows("offset", 17, 130, ("weight",), offset=1.0),
+            _rows("residual", 33, 65, ("weight", "residual")),
+            _rows("bareresidual", 9, 1025, ("residual",)),
+        ),
+        benchmarks=(
+            Benchmark(_rows("plain", *speed, ("weight",)), (F32, BF16), TRAINING),
+            Benchmark(_rows("residual", *speed, ("weight", "residual")), (F32,), TRAINING),
+            Benchmark(_rows("call", 4, 64, ("weight",)), (F32,), ("forward", "forward+backward")),
+        ),
+    )
+    layer = OpSpec(
+        name="layer_norm",
+        family="norm",
+        paper="Ba, Kiros and Hinton 2016, arXiv 1607.06450",
+        inputs=_norm_inputs,
+        differentiable=("x", "weight", "bias", "residual"),
+        flops=_element_flops(6),
+        rivals=rivals.LAYER_NORM,
+        cases=(
+            _rows("tiny", 3, 5, ("weight", "bias", "residual")),
+            *(_rows("plain", m, n, ("weight", "bias")) for m, n in sizes[1:] + empties),
+            _rows("bare", 17, 130, eps=1e-3),
+            _rows("nobias", 17, 130, ("weight",)),
+            _rows("residual", 33, 65, ("weight", "bias", "residual")),
+        ),
+        benchmarks=(Benchmark(_rows("plain", *speed, ("weight", "bias")), (F32, BF16), TRAINING),),
+    )
+    return rms, layer
+
+
+def _heads(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    R: int | None = None,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    sizes = {"B": B, "T": T, "H": H, "G": G, "D": D}
+    if R is not None:
+        sizes["R"] = R
+    return Case(label, sizes, tensors, options)
+
+
+def _rotary_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, h, g, d = (case.sizes[k] for k in ("B", "T", "H", "G", "D"))
+    position = torch.arange(t)
+    if "tables per batch" in case.tensors:
+        position = position + random.integers(1000, b, 1)
+    theta = reference.rope_frequencies(case.sizes.get("R", d))
+    table_dtype = torch.float64 if random.dtype == torch.float64 else torch.float32
+    cos, sin = reference.rotary_tables(theta, position, table_dtype)
+    return {"q": random.normal(b, t, h, d), "k": random.normal(b, t, g, d), "cos": cos, "sin": sin}
+
+
+def _rotary_flops(case: Case, pass_: Pass) -> float:
+    s = case.sizes
+    one = 3.0 * s["B"] * s["T"] * (s["H"] + s["G"]) * s.get("R", s["D"])
+    return 2 * one if pass_ == "forward+backward" else one
+
+
+def _rotary() -> OpSpec:
+    return OpSpec(
+        name="apply_rotary",
+        family="rope",
+        paper="Su et al. 2021, arXiv 2104.09864",
+        inputs=_rotary_inputs,
+        differentiable=("q", "k"),
+        flops=_rotary_flops,
+        rivals=rivals.ROTARY,
+        cases=(
+            _heads("tiny", 1, 2, 2, 1, 6, 4),
+            _heads("half", 2, 63, 4, 2, 64),
+            _heads("interleaved", 2, 65, 4, 2, 64, interleaved=True),
+            _heads("partial", 2, 33, 3, 1, 40, 10),
+            _heads("partialpairs", 2, 33, 3, 1, 40, 10, interleaved=True),
+            _heads("offtile", 1, 5, 2, 2, 130),
+            _heads("batchtables", 3, 20, 2, 1, 32, None, ("tables per batch",)),
+            _heads("inplace", 2, 33, 4, 2, 48, 32, inplace=True),
+            _heads("decode", 2, 1, 8, 2, 128),
+            _heads("empty", 2, 0, 4, 2, 64),
+        ),
+        benchmarks=(Benchmark(_heads("half", 1, 2048, 16, 16, 128), (F32, BF16), FORWARD),),
+    )
+
+
+def _glu_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, n = case.sizes["M"], case.sizes["N"]
+    if "packed" in case.tensors:
+        return {"gate": random.normal(m, 2 * n)}
+    return {"gate": random.normal(m, n), "up": random.normal(m, n)}
+
+
+def _glus() -> tuple[OpSpec, ...]:
+    cases = (
+        _rows("tiny", 2, 3, ("packed",)),
+        *(_rows("pair", m, n) for m, n in [(3, 1), (5, 63), (4, 64), (7, 65), (33, 1000), (0, 4)]),
+        *(_rows("packed", m, n, ("packed",)) for m, n in [(5, 63), (33, 1000), (3, 0)]),
+    )
+    tanh = tuple(
+        _rows(f"tanh{label}", 33, 100, tensors, approximate="tanh")
+        for label, tensors in (("pair", ()), ("packed", ("packed",)))
+    )
+    speed = (Benchmark(_rows("pair", 2048, 1024), (F32, BF16), TRAINING),)
+    rows = {"swiglu": (), "geglu": tanh, "reglu": (), "bilinear": ()}
+    return tuple(
+        OpSpec(
+            name=name,
+            family="activation",
+            paper="Shazeer 2020, arXiv 2002.05202",
+            inputs=_glu_inputs,
+            differentiable=("gate", "up"),
+            flops=_element_flops(6),
+            rivals=rivals.GLU[name],
+            cases=cases + extra,
+            benchmarks=speed if name in ("swiglu", "geglu") else (),
+        )
+        for name, extra in rows.items()
+    )
+
+
+# gemm and losses ----------------------------------------------------------------------------------
+
+
+def _gemm(
+    label: str, M: int, N: int, K: int, tensors: tuple[str, ...] = (), **options: Any
+) -> Case:
+    return Case(label, {"M": M, "N": N, "K": K}, tensors, options)
+
+
+def _linear_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, n, k = (case.sizes[s] for s in "MNK")
+    made = {"x": random.normal(m, k), "weight": random.normal(n, k)}
+    return made | {"bias": random.normal(n)} if "bias" in case.tensors else made
+
+
+def _gemm_flops(case: Case, pass_: Pass) -> float:
+    size = 2.0 * case.sizes["M"] * case.sizes.get("N", case.sizes.get("V", 0)) * case.sizes["K"]
+    return size * {"forward": 1, "backward": 2, "forward+backward": 3}[pass_]
+
+
+def _target(case: Case, random: Random) -> Tensor:
+    target = random.integers(case.sizes["V"], case.sizes["M"])
+    if "ignored" in case.tensors:
+        target[::3] = case.options.get("ignore_index", -100)
+    if "all ignored" in case.tensors:
+        target[:] = -100
+    return target
+
+
+def _loss(label: str, M: int, V: int, tensors: tuple[str, ...] = (), **options: Any) -> Case:
+    return Case(label, {"M": M, "V": V}, tensors, options)
+
+
+def _loss_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    logits = random.normal(case.sizes["M"], case.sizes["V"]) * 3
+    return {"logits": logits, "target": _target(case, random)}
+
+
+def _fused_loss(
+    label: str, M: int, V: int, K: int, tensors: tuple[str, ...] = (), **options: Any
+) -> Case:
+    return Case(label, {"M": M, "V": V, "K": K}, tensors, options)
+
+
+def _fused_loss_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, v, k = (case.sizes[s] for s in "MVK")
+    made = {"x": random.normal(m, k), "weight": random.normal(v, k) / max(k, 1) ** 0.5}
+    if "bias" in case.tensors:
+        made["bias"] = random.normal(v)
+    return made | {"target": _target(case, random)}
+
+
+def _gemms() -> tuple[OpSpec, ...]:
+    linear = OpSpec(
+        name="linear",
+        family="gemm",
+        paper="Goto and van de Geijn 2008, doi 10.1145/1356052.1356053",
+        inputs=_linear_inputs,
+        differentiable=("x", "weight", "bias"),
+        flops=_gemm_flops,
+        rivals=rivals.LINEAR,
+        cases=(
+            _gemm("tiny", 2, 3, 4, ("bias",)),
+            _gemm("plain", 64, 64, 64),
+            *(
+                _gemm("offtile", m, n, k, ("bias",))
+                for m, n, k in [(1, 1, 1), (63, 65, 100), (65, 63, 1), (1, 300, 257), (130, 1, 33)]
+            ),
+            _gemm("blocks", 200, 520, 700, ("bias",)),
+            *(_gemm("empty", m, n, k, ("bias",)) for m, n, k in [(0, 5, 6), (5, 0, 6), (5, 6, 0)]),
+        ),
+        benchmarks=(
+            Benchmark(_gemm("square", 1024, 1024, 1024), (F32,), EACH, "compute"),
+            Benchmark(_gemm("square", 1024, 1024, 1024), (BF16, F16), FORWARD, "compute"),
+        ),
+    )
+    options: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+        ("ignored", ("ignored",), {}),
+        ("ignore7", ("ignored",), {"ignore_index": 7, "reduction": "sum"}),
+        ("smooth", ("ignored",), {"label_smoothing": 0.1}),
+        ("zloss", ("ignored",), {"z_loss": 1e-2, "reduction": "none"}),
+        ("everything", ("ignored",), {"label_smoothing": 0.2, "z_loss": 1e-3}),
+        ("nothing", ("all ignored",), {}),
+    )
+    cross_entropy = OpSpec(
+        name="cross_entropy",
+        family="loss",
+        paper="Milakov and Gimelshein 2018, arXiv 1805.02867",
+        inputs=_loss_inputs,
+        differentiable=("logits",),
+        flops=lambda case, pass_: 4.0 * case.sizes["M"] * case.sizes["V"] * (1 + ("+" in pass_)),
+        rivals=rivals.CROSS_ENTROPY,
+        cases=(
+            _loss("tiny", 3, 5, label_smoothing=0.1, z_loss=1e-2),
+            *(_loss("plain", m, v) for m, v in [(4, 1), (5, 63), (64, 64), (7, 65), (9, 5003)]),
+            *(_loss(label, 33, 100, tensors, **kw) for label, tensors, kw in options),
+            _loss("empty", 0, 8),
+        ),
+        benchmarks=(Benchmark(_loss("plain", 1024, 32000), (F32, BF16), TRAINING),),
+    )
+    linear_cross_entropy = OpSpec(
+        name="linear_cross_entropy",
+        family="loss",
+        paper="Wijmans et al. 2024, arXiv 2411.09009",
+        inputs=_fused_loss_inputs,
+        differentiable=("x", "weight", "bias"),
+        flops=_gemm_flops,
+        rivals=rivals.LINEAR_CROSS_ENTROPY,
+        cases=(
+            _fused_loss("tiny", 3, 5, 4, ("bias",), label_smoothing=0.1, z_loss=1e-2),
+            _fused_loss("plain", 65, 100, 33),
+            _fused_loss("plain", 7, 3001, 64, ("bias",)),
+            *(
+                _fused_loss(label, 33, 100, 24, (*tensors, "bias"), **kw)
+                for label, tensors, kw in options
+            ),
+            _fused_loss("empty", 0, 8, 4),
+        ),
+        benchmarks=(
+            Benchmark(_fused_loss("plain", 1024, 8192, 512), (F32, BF16), TRAINING, "compute"),
+        ),
+    )
+    return linear, cross_entropy, linear_cross_entropy

@@ -1,0 +1,257 @@
+"""What users of torch run today, with the signatures of our ops: rivals of the benchmarks.
+
+A provider raises NotImplementedError for an option that it lacks. "aten" is torch's best eager
+form, "math" its unfused attention, "hf" a formula of Hugging Face transformers (eager), "compiled"
+torch.compile of the eager form, "flex" compiled flex_attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from omniattn.reference.attention import visible
+
+__all__ = [
+    "ATTENTION",
+    "CROSS_ENTROPY",
+    "GLU",
+    "LAYER_NORM",
+    "LINEAR",
+    "LINEAR_CROSS_ENTROPY",
+    "RMS_NORM",
+    "ROTARY",
+    "SDPA",
+]
+
+Function = Callable[..., Any]
+
+
+def _compiled(function: Function) -> Function:
+    """torch.compile of `function` at the first call; shapes are static, as in a training run."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _compile(function)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _compile(function: Function) -> Function:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _lacks(**options: Any) -> None:
+    for name, wanted in options.items():
+        if wanted:
+            raise NotImplementedError(f"torch has no {name}")
+
+
+def _sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor:
+    _lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse)
+    tq, tk = q.shape[1], k.shape[1]
+    top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
+    attn_mask = mask
+    if (causal or window_size != (-1, -1)) and not top_left:
+        seen = visible(tq, tk, causal, window_size, q.device)
+        attn_mask = seen if mask is None else mask & seen
+    if bias is not None:
+        hidden = float("-inf")
+        attn_mask = bias if attn_mask is None else bias.masked_fill(~attn_mask, hidden)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask,
+        is_causal=top_left,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def _math(function: Function) -> Function:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **options: Any,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _lacks(options=options, backward=torch.is_grad_enabled() and q.requires_grad)
+    block_mask = _flex_mask(q.shape[1], k.shape[1], causal, window_size)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = _compile(flex_attention)(
+        q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def _flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int]) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left, right = window[0], 0 if causal else window[1]
+    if left < 0 and right < 0:
+        return None
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = j - (i + (tk - tq))
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        seen = seen & (distance >= -left) if left >= 0 else seen
+        return seen & (distance <= right) if right >= 0 else seen
+
+    return create_block_mask(rule, None, None, tq, tk, device="cpu")
+
+
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    h = x if residual is None else x + residual
+    scale = weight + offset if weight is not None and offset else weight
+    y = F.rms_norm(h, x.shape[-1:], scale, eps)
+    return y if residual is None else (y, h)
+
+
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    h = x if residual is None else x + residual
+    y = F.layer_norm(h, x.shape[-1:], weight, bias, eps)
+    return y if residual is None else (y, h)
+
+
+def _hf_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    _lacks(interleaved=interleaved, inplace=inplace, partial=2 * cos.shape[-1] != q.shape[-1])
+    rotate = importlib.import_module("transformers.models.llama.modeling_llama")
+    cos, sin = (torch.cat((t, t), -1).to(q.dtype) for t in (cos, sin))
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    turned: tuple[Tensor, Tensor] = rotate.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    return turned
+
+
+def _glu(activation: Function) -> dict[str, Function]:
+    def glu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Any:
+        if up is None:
+            gate, up = gate.chunk(2, -1)
+        act = (
+            activation(gate, approximate=approximate) if activation is F.gelu else activation(gate)
+        )
+        return act * up
+
+    return {"aten": glu, "compiled": _compiled(glu)}
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    _lacks(z_loss=z_loss)
+    return F.cross_entropy(
+        logits.float() if logits.dtype != torch.float64 else logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+
+
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _cross_entropy(F.linear(x, weight, bias), target, **options)
+
+
+def _chunked_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    _lacks(z_loss=z_loss)
+    chunks = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(x, weight, target, linear_bias=bias, options=chunks, **options)
+
+
+ATTENTION = {"aten": _sdpa_attention, "math": _math(_sdpa_attention), "flex": _flex_attention}
+SDPA = {
+    "aten": F.scaled_dot_product_attention,
+    "math": _math(F.scaled_dot_product_attention),
+}
+RMS_NORM = {"aten": _rms_norm, "compiled": _compiled(_rms_norm)}
+LAYER_NORM = {"aten": _layer_norm, "compiled": _compiled(_layer_norm)}
+ROTARY = {"hf": _hf_rotary, "compiled": _compiled(_hf_rotary)}
+GLU = {
+    "swiglu": _glu(F.silu),
+    "geglu": _glu(F.gelu),
+    "reglu": _glu(F.relu),
+    "bilinear": _glu(lambda gate: gate),
+}
+CROSS_ENTROPY = {"aten": _cross_entropy, "compiled": _compiled(_cross_entropy)}
+LINEAR_CROSS_ENTROPY = {
+    "aten": _linear_cross_entropy,
+    "chunked": _chunked_linear_cross_entropy,
+    "compiled": _compiled(_linear_cross_entropy),
+}
+LINEAR = {"aten": F.linear}

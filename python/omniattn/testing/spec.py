@@ -1,0 +1,185 @@
+"""OpSpec: what tests, benchmarks, `omniattn check` and the support table know about one op."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from omniattn import functional, reference
+from omniattn.testing.memory import Layout, relayout
+
+__all__ = ["Benchmark", "Call", "Case", "Function", "OpSpec", "Pass", "Random", "outputs_of"]
+
+Pass: TypeAlias = Literal["forward", "backward", "forward+backward"]
+Function: TypeAlias = Callable[..., Any]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SHORT_DTYPE = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call an op: sizes by letter, optional tensors to pass, plain options.
+
+    The name, for example "window-B2Tq63Tk100H4G2D64", seeds the random inputs.
+    """
+
+    label: str
+    sizes: Mapping[str, int]
+    tensors: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-{''.join(f'{k}{n}' for k, n in self.sizes.items())}"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A case to be timed, with its dtypes and passes; `bound` names the ceiling that applies."""
+
+    case: Case
+    dtypes: tuple[torch.dtype, ...]
+    passes: tuple[Pass, ...]
+    bound: Literal["compute", "memory"] = "memory"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call. Tensors are passed by name, so that no op needs its own caller."""
+
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Any]
+    differentiable: tuple[str, ...] = ()
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Call:
+        return replace(self, tensors={name: f(t) for name, t in self.tensors.items()})
+
+    def to(self, dtype: torch.dtype) -> Call:
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def requiring_grad(self) -> Call:
+        """The same values as fresh leaves, with requires_grad on the differentiable ones."""
+        leaves = {n: t.detach() for n, t in self.tensors.items()}
+        for name in self.differentiable:
+            leaves[name].requires_grad_()
+        return replace(self, tensors=leaves)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensors[name] for name in self.differentiable)
+
+    def run(self, function: Function) -> tuple[Tensor, ...]:
+        tensors = dict(self.tensors)
+        if self.options.get("inplace"):  # the inputs stay as they are for the next run
+            tensors = {n: t.clone() for n, t in tensors.items()}
+        return outputs_of(function(**tensors, **self.options))
+
+    def gradients(self, function: Function, grads: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        """Gradients of the leaves; `grads` of the outputs default to `output_gradients`."""
+        call = self.requiring_grad()
+        outputs = call.run(function)
+        grads = grads or output_gradients(outputs)
+        return torch.autograd.grad(outputs, call.leaves, grads)
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def output_gradients(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Fixed random gradients of the shapes and dtypes of `outputs`."""
+    random = Random("gradients", torch.float64)
+    return tuple(random.normal(*o.shape).to(o.dtype) for o in outputs)
+
+
+class Random:
+    """Input maker of one case: values depend on the name of the case only, not on the dtype."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(max(high, 1), shape, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One row of the registry.
+
+    Args:
+        name: of the public function and of its reference.
+        family: file of its kernels and functional.
+        inputs: makes the tensor arguments of a case, by argument name.
+        differentiable: arguments that have a gradient.
+        flops: floating-point operations of (case, pass), as counted in the literature.
+        rivals: what users run today, by provider; same signature, NotImplementedError where a
+            case is beyond it. The first one is the eager form.
+        second_order: whether second derivatives exist; without, they must raise.
+    """
+
+    name: str
+    family: str
+    paper: str
+    inputs: Callable[[Case, Random], dict[str, Tensor]]
+    differentiable: tuple[str, ...]
+    flops: Callable[[Case, Pass], float]
+    cases: tuple[Case, ...]
+    benchmarks: tuple[Benchmark, ...] = ()
+    rivals: Mapping[str, Function] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    devices: tuple[str, ...] = ("cpu",)
+    second_order: bool = False
+
+    @property
+    def function(self) -> Function:
+        function: Function = getattr(functional, self.name)
+        return function
+
+    @property
+    def reference(self) -> Function:
+        function: Function = getattr(reference, self.name)
+        return function
+
+    def case(self, label: str) -> Case:
+        return next(c for c in self.cases if c.label == label)
+
+    def call(self, case: Case, dtype: torch.dtype, layout: Layout = "contiguous") -> Call:
+        tensors = self.inputs(case, Random(case.name, dtype))
+        tensors = {name: relayout(t, layout) for name, t in tensors.items()}
+        named = tuple(
+            n for n in self.differentiable if n in tensors and tensors[n].is_floating_point()
+        )
+        return Call(tensors, case.options, named)
+
+    def bytes(self, call: Call, outputs: tuple[Tensor, ...], pass_: Pass) -> int:
+        """Least traffic to memory: every tensor that goes in or comes out, once."""
+        inputs, results = (_bytes(t) for t in (call.tensors.values(), outputs))
+        gradients = _bytes(call.leaves)
+        forward, backward = inputs + results, inputs + results + gradients
+        return {
+            "forward": forward,
+            "backward": backward,
+            "forward+backward": forward + backward,
+        }[pass_]
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

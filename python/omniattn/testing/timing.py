@@ -1,0 +1,49 @@
+"""Timing of one call; benchmarks/run.py interleaves these to compare providers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from omniattn.testing.spec import Call, Function, Pass, output_gradients
+
+__all__ = ["once", "prepare", "time_call"]
+
+
+def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]:
+    """A callable without arguments that does one pass; "backward" reuses one forward's graph."""
+    if pass_ == "forward":
+        detached = call.map(torch.Tensor.detach)
+        tensors, options = detached.tensors, detached.options
+
+        def forward() -> object:
+            with torch.no_grad():
+                return function(**tensors, **options)
+
+        return forward
+    leaves = call.requiring_grad()
+    outputs = leaves.run(function)
+    grads = output_gradients(outputs)
+    if pass_ == "backward":
+        return lambda: torch.autograd.grad(outputs, leaves.leaves, grads, retain_graph=True)
+    return lambda: torch.autograd.grad(leaves.run(function), leaves.leaves, grads)
+
+
+def once(function: Callable[[], object], repeats: int) -> float:
+    """Seconds per call over `repeats` calls."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start) / repeats
+
+
+def time_call(function: Callable[[], object], *, seconds: float = 0.3) -> float:
+    """Median seconds per call, from samples of at least 5 ms that take about `seconds` in all."""
+    function()
+    first = once(function, 1)
+    repeats = max(1, round(5e-3 / first))
+    samples = max(3, min(50, round(seconds / (first * repeats))))
+    return statistics.median(once(function, repeats) for _ in range(samples))
