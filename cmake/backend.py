@@ -8,6 +8,7 @@ OMNIATTN_TORCH_DIR.
 
 import importlib.util
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -33,7 +34,17 @@ def _torch_dir():
     return found[0] if found else None
 
 
+def _require_compiler():
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    if not any(shutil.which(compiler.split()[0]) for compiler in compilers):
+        raise SystemExit(
+            f"omniattn: needs a C++20 compiler (gcc >= 11 or clang >= 14), found none of "
+            f"{compilers}; install one (for example: apt-get install g++) or name it with CXX=..."
+        )
+
+
 def _with_torch(hook, *args, **kwargs):
+    _require_compiler()
     torch_dir = _torch_dir()
     if torch_dir is not None:
         os.environ["OMNIATTN_TORCH_DIR"] = str(torch_dir)

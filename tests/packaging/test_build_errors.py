@@ -1,0 +1,60 @@
+"""A missing piece of the build is named, with what to do about it."""
+
+import importlib.util
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+
+    spec = importlib.util.spec_from_file_location("backend", ROOT / "cmake/backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def old_torch(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.4.0'\n")
+    return tmp_path
+
+
+def test_no_compiler(backend, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"needs a C\+\+20 compiler"):
+        backend.build_wheel(str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit, match="no-such-compiler"):
+        backend.build_wheel(str(tmp_path))
+
+
+def test_old_torch(backend, monkeypatch, old_torch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda key: str(old_torch))
+    with pytest.raises(SystemExit, match=r"needs torch >= 2.11 with its headers"):
+        backend.get_requires_for_build_wheel()
+
+
+def test_no_torch_is_a_build_requirement(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda key: str(tmp_path))
+    assert any(r.startswith("torch==") for r in backend.get_requires_for_build_wheel())
+
+
+def test_installed_torch_is_used(backend):
+    assert not any(r.startswith("torch") for r in backend.get_requires_for_build_wheel())
+
+
+def test_cmake_names_the_old_torch(old_torch, tmp_path):
+    command = ["cmake", "-S", ROOT, "-B", tmp_path / "b", f"-DOMNIATTN_TORCH_DIR={old_torch}/torch"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "torch >= 2.11 is needed" in result.stderr
