@@ -24,6 +24,12 @@ struct Whole {
   OMNIATTN_INLINE Vec<T> zero_beyond(Vec<T> x) const {
     return x;
   }
+  // Where every element of the row is a pair: the two vectors that hold the pairs of this part.
+  OMNIATTN_INLINE Whole first_of_pairs() const { return {}; }
+  template <class T>
+  OMNIATTN_INLINE Whole second_of_pairs() const {
+    return {};
+  }
 };
 
 // The first n of them.
@@ -41,6 +47,11 @@ struct First {
   template <class T>
   OMNIATTN_INLINE Vec<T> zero_beyond(Vec<T> x) const {
     return select(lanes_below<T>(n), x, Vec<T>(T{0}));
+  }
+  OMNIATTN_INLINE First first_of_pairs() const { return {2 * n}; }
+  template <class T>
+  OMNIATTN_INLINE First second_of_pairs() const {
+    return {2 * n - Vec<T>::kWidth};
   }
 };
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>  // std::integer_sequence, a type without code
 
 #if defined(__AVX2__)
 #pragma GCC diagnostic push
@@ -111,6 +112,28 @@ OMNIATTN_INLINE typename Vec<T>::Bits lane_index_bits() {
 template <class T>
 OMNIATTN_INLINE Vec<T> lane_index() {
   return Vec<T>(__builtin_convertvector(lane_index_bits<T>(), typename Vec<T>::Raw));
+}
+
+template <class V>
+struct VecPair {
+  V first, second;
+};
+// The lanes of a, then of b: those of even index and those of odd index.
+template <class T>
+OMNIATTN_INLINE VecPair<Vec<T>> deinterleave(Vec<T> a, Vec<T> b) {
+  return [&]<int... I>(std::integer_sequence<int, I...>) -> VecPair<Vec<T>> {
+    return {Vec<T>(__builtin_shufflevector(a.v, b.v, (2 * I)...)),
+            Vec<T>(__builtin_shufflevector(a.v, b.v, (2 * I + 1)...))};
+  }(std::make_integer_sequence<int, Vec<T>::kWidth>{});
+}
+// Its inverse: a0, b0, a1, b1, ...
+template <class T>
+OMNIATTN_INLINE VecPair<Vec<T>> interleave(Vec<T> a, Vec<T> b) {
+  constexpr int kWidth = Vec<T>::kWidth;
+  return [&]<int... I>(std::integer_sequence<int, I...>) -> VecPair<Vec<T>> {
+    return {Vec<T>(__builtin_shufflevector(a.v, b.v, (I / 2 + I % 2 * kWidth)...)),
+            Vec<T>(__builtin_shufflevector(a.v, b.v, ((I + kWidth) / 2 + I % 2 * kWidth)...))};
+  }(std::make_integer_sequence<int, kWidth>{});
 }
 
 // ---- masks --------------------------------------------------------------------------------------

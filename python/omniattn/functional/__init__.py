@@ -1,5 +1,17 @@
 """Public functions: they check arguments and call the native ops, or on request the reference."""
 
+from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
 from omniattn.functional.norm import layer_norm, rms_norm
+from omniattn.functional.rope import apply_rotary, rope_frequencies, rotary_tables
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = [
+    "apply_rotary",
+    "bilinear",
+    "geglu",
+    "layer_norm",
+    "reglu",
+    "rms_norm",
+    "rope_frequencies",
+    "rotary_tables",
+    "swiglu",
+]

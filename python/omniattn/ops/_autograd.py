@@ -42,6 +42,8 @@ class DifferentiableOp:
             backward).
         formula: the op in plain torch, from the arguments to its differentiable outputs.
         restore: (saved tensors, kept) -> the arguments, for `formula`.
+        differentiable_backward: `backward` calls differentiable functions only, so that second
+            derivatives need no formula.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class DifferentiableOp:
         constant_outputs: Sequence[int] = (),
         formula: Callable[..., Any] | None = None,
         restore: Callable[[Saved, Any], Arguments] | None = None,
+        differentiable_backward: bool = False,
     ) -> None:
         self.name = name
         self.registered = getattr(torch.ops.omniattn, name).default
@@ -63,6 +66,7 @@ class DifferentiableOp:
         self.constant_outputs = tuple(constant_outputs)
         self.formula = formula
         self.restore = restore
+        self.differentiable_backward = differentiable_backward
         torch.library.register_fake(f"omniattn::{name}", fake)
         torch.library.register_fake(f"omniattn::{name}_raw", fake)
 
@@ -107,7 +111,7 @@ class DifferentiableOp:
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """The gradients; differentiable where grad mode asks for it (create_graph=True)."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.differentiable_backward:
             return self._second_order(ctx, needs, grads)
         return self.backward(ctx.saved_tensors, ctx.kept, needs, grads)
 
@@ -181,12 +185,14 @@ class _TransformedOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # torch.func always builds the graph of the backward; only a second level can ask for it.
-        derive = _second_order_flat if ctx.levels > 1 else _first_order_flat
+        if ctx.op.differentiable_backward:
+            derive = _backward_flat
+        else:
+            derive = _second_order_flat if ctx.levels > 1 else once_differentiable(_backward_flat)
         return (None, None, None, *derive(ctx, *grads))
 
 
-@once_differentiable
-def _first_order_flat(ctx: Any, *grads: Any) -> Any:
+def _backward_flat(ctx: Any, *grads: Any) -> Any:
     needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
     return tuple(_flatten(ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)))
 
@@ -246,6 +252,15 @@ def _any_dual(args: Arguments) -> bool:
     unpack = torch.autograd.forward_ad.unpack_dual
     tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
     return any(unpack(t).tangent is not None for t in tensors)
+
+
+def is_transformed(*args: Any) -> bool:
+    """Whether a call is compiled, under a functorch transform or carries tangents."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.autograd.forward_ad._current_level >= 0 and _any_dual(args))
+    )
 
 
 def _transforms() -> list[Any]:

@@ -76,19 +76,31 @@ def _rotate(
     return torch.cat([turned.to(x.dtype), rest], -1)
 
 
+def _rows(table: torch.Tensor, positions: torch.Tensor | int | None, tokens: int) -> torch.Tensor:
+    if positions is None:
+        return table
+    if isinstance(positions, int):
+        return table[..., positions : positions + tokens, :]
+    return table[positions]
+
+
 def apply_rotary(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
+    positions: torch.Tensor | int | None = None,
     interleaved: bool = False,
     inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotates the first Dr of D dims of q (B,T,Hq,D) and k (B,T,Hkv,D).
 
-    cos, sin (T,Dr/2) or (B,T,Dr/2). Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`.
+    cos, sin (T,Dr/2) or (B,T,Dr/2), or (P,Dr/2) whose rows are chosen by positions: (T,) or (B,T),
+    or the number of the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`.
     """
-    cos, sin = widen(cos), widen(sin)
-    q_out, k_out = (_rotate(x, cos, sin, interleaved) for x in (q, k))
-    return (q.copy_(q_out), k.copy_(k_out)) if inplace else (q_out, k_out)
+    cos, sin = (_rows(widen(table), positions, q.shape[1]) for table in (cos, sin))
+    outputs = [None if x is None else _rotate(x, cos, sin, interleaved) for x in (q, k)]
+    if inplace:
+        outputs = [None if x is None else x.copy_(y) for x, y in zip((q, k), outputs, strict=True)]
+    return outputs[0], outputs[1]

@@ -1,0 +1,52 @@
+// GLU family (Shazeer 2020, arXiv 2002.05202): y = act(gate) * up, forward and backward.
+//
+//   dgate = dy * up * act'(gate)      dup = dy * act(gate)
+//
+// The backward computes act again from the gate, so that nothing but the inputs is kept. Gate and
+// up are two tensors or the two halves of one packed row; only their strides tell. A work item is a
+// block of at most kGluBlock columns of one row, so that few long rows split over threads as well.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+// Numbered as in python/omniattn/ops/activation.py.
+enum class Activation : int32_t { identity = 0, relu = 1, silu = 2, gelu = 3, gelu_tanh = 4 };
+inline constexpr int64_t kActivationCount = 5;
+
+inline constexpr int64_t kGluBlock = 4096;
+
+struct GluParams {
+  DType dtype;
+  Activation act;
+  int64_t cols;
+  const void *gate, *up;            // (rows, cols)
+  void* y;                          // (rows, cols)
+  int64_t gate_row, up_row, y_row;  // elements between rows
+};
+
+struct GluBackwardParams {
+  DType dtype;
+  Activation act;
+  int64_t cols;
+  const void *grad_y, *gate, *up;  // (rows, cols)
+  void *dgate, *dup;               // (rows, cols)
+  int64_t grad_y_row, gate_row, up_row, dgate_row, dup_row;
+};
+static_assert(std::is_trivially_copyable_v<GluParams>);
+static_assert(std::is_trivially_copyable_v<GluBackwardParams>);
+
+struct ActivationKernels {
+  // Item i is block i % blocks of row i / blocks, with blocks = ceil(cols / kGluBlock).
+  void (*glu)(const GluParams&, int64_t begin, int64_t end);
+  void (*glu_backward)(const GluBackwardParams&, int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(ActivationKernels, activation_kernels)
+
+}  // namespace omniattn

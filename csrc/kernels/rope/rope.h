@@ -1,0 +1,45 @@
+// Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the first 2 * half elements of each
+// head turn by the angles of their token's row of the tables; the rest is copied. Pairs are (n, n +
+// half), or (2n, 2n + 1) if interleaved; see semantics/rope.h. Computed in fp32 (fp64 for fp64),
+// rounded once. A work item is a token: its table row is read once for all heads.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+// One of the tensors that turn together, (batch, tokens, heads, dim) with unit stride in dim.
+struct RopeTensor {
+  const void* in;
+  void* out;  // may be `in`
+  int64_t heads;
+  int64_t in_batch, in_token, in_head;
+  int64_t out_batch, out_token, out_head;
+};
+
+struct RopeParams {
+  DType dtype;
+  int64_t tokens;  // per batch entry; item i is token i % tokens of entry i / tokens
+  int64_t dim, half;
+  RopeTensor tensors[2];
+  int32_t tensor_count;
+  const void *cos, *sin;  // (batch, rows, half) in the compute type, unit stride in half
+  int64_t cos_batch, cos_row, sin_batch, sin_row;
+  const int64_t* positions;  // (batch, tokens): row of the tables; null: the token's index
+  int64_t positions_batch, positions_token;
+  bool interleaved;
+  bool inverse;  // turn by the negative angle: the backward
+};
+static_assert(std::is_trivially_copyable_v<RopeParams>);
+
+struct RopeKernels {
+  void (*rotate)(const RopeParams&, int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(RopeKernels, rope_kernels)
+
+}  // namespace omniattn

@@ -1,0 +1,180 @@
+"""The GLU family: gated products of two halves, from two tensors or one packed tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.ops import activation as ops
+
+__all__ = ["bilinear", "geglu", "reglu", "swiglu"]
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Gated linear unit with SiLU.
+
+    ``y = gate * sigmoid(gate) * up``
+
+    Args:
+        gate: (..., F), float64, float32, bfloat16 or float16; or packed (..., 2F), whose first F
+            columns are the gate and whose last F are up. Any strides; copied only where the leading
+            dimensions cannot be walked with one stride or the last stride is not 1.
+        up: of gate's shape and dtype, or None where gate is packed. Under autocast it is cast to
+            gate's dtype.
+        backend: None for the native kernel of gate's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from gate's.
+        ValueError: a shape or device that does not fit; an odd last size of a packed gate.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Half inputs compute in fp32 and are rounded once. The backward recomputes the activation, so
+        that only the inputs are kept; a packed gate gets one packed gradient. Second and
+        forward-mode derivatives go through the eager definition.
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+
+    Example:
+        >>> swiglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
+        tensor([0.0000, 1.4621])
+    """
+    up = _prepare("swiglu", gate, up)
+    if use_reference("swiglu", backend, gate):
+        return reference.swiglu(gate, up)
+    return ops.glu(gate, up, ops.ACTIVATIONS["silu"])
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    backend: str | None = None,
+) -> Tensor:
+    """Gated linear unit with GELU.
+
+    ``y = gate * Phi(gate) * up`` with the normal distribution function ``Phi(g) = (1 + erf(g /
+    sqrt(2))) / 2`` or its approximation ``(1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2``.
+
+    Args:
+        gate: see :func:`swiglu`.
+        up: see :func:`swiglu`.
+        approximate: "none" for erf, "tanh" for the approximation (Gemma, T5 v1.1).
+        backend: see :func:`swiglu`.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        ValueError: an `approximate` that is neither; otherwise see :func:`swiglu`.
+        TypeError, NotImplementedError: see :func:`swiglu`.
+
+    Note:
+        Precision and gradients as for :func:`swiglu`.
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+
+    Example:
+        >>> geglu(torch.tensor([0.0, 1.0, 5.0, 2.0]))
+        tensor([0.0000, 1.6827])
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(
+            f'geglu: approximate must be "none" or "tanh", got approximate={approximate!r}'
+        )
+    up = _prepare("geglu", gate, up)
+    if use_reference("geglu", backend, gate):
+        return reference.geglu(gate, up, approximate=approximate)
+    return ops.glu(gate, up, ops.ACTIVATIONS["gelu" if approximate == "none" else "gelu_tanh"])
+
+
+def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Gated linear unit with ReLU.
+
+    ``y = max(gate, 0) * up``; the derivative at 0 is 0.
+
+    Args:
+        gate: see :func:`swiglu`.
+        up: see :func:`swiglu`.
+        backend: see :func:`swiglu`.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`swiglu`.
+
+    Note:
+        Precision and gradients as for :func:`swiglu`.
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+
+    Example:
+        >>> reglu(torch.tensor([-1.0, 3.0]), torch.tensor([5.0, 2.0]))
+        tensor([0., 6.])
+    """
+    up = _prepare("reglu", gate, up)
+    if use_reference("reglu", backend, gate):
+        return reference.reglu(gate, up)
+    return ops.glu(gate, up, ops.ACTIVATIONS["relu"])
+
+
+def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Gated linear unit without an activation.
+
+    ``y = gate * up``
+
+    Args:
+        gate: see :func:`swiglu`.
+        up: see :func:`swiglu`.
+        backend: see :func:`swiglu`.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`swiglu`.
+
+    Note:
+        Precision and gradients as for :func:`swiglu`.
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+
+    Example:
+        >>> bilinear(torch.tensor([2.0, 3.0, 5.0, 7.0]))
+        tensor([10., 21.])
+    """
+    up = _prepare("bilinear", gate, up)
+    if use_reference("bilinear", backend, gate):
+        return reference.bilinear(gate, up)
+    return ops.glu(gate, up, ops.ACTIVATIONS["identity"])
+
+
+def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:
+    """Checks both halves; autocast brings up to gate's dtype."""
+    require_float(op, "gate", gate)
+    if gate.dim() == 0:
+        raise ValueError(f"{op}: gate must have at least 1 dimension, got gate.shape=()")
+    if up is None:
+        if gate.shape[-1] % 2 != 0:
+            raise ValueError(
+                f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
+            )
+        return None
+    if isinstance(up, Tensor) and up.dtype != gate.dtype:
+        if torch.is_autocast_enabled(gate.device.type):
+            up = up.to(gate.dtype)
+    require_like(op, "up", up, gate, "gate")
+    require_shape(op, "up", up, gate.shape)
+    return up

@@ -1,0 +1,61 @@
+"""glu: the gated linear unit family, act(gate) * up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp
+
+__all__ = ["ACTIVATIONS", "glu"]
+
+#: Name of an activation -> its number in csrc/kernels/activation/activation.h.
+ACTIVATIONS = {"identity": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
+
+_FORMULAS = {
+    0: reference.bilinear,
+    1: reference.reglu,
+    2: reference.swiglu,
+    3: reference.geglu,
+    4: lambda gate, up: reference.geglu(gate, up, approximate="tanh"),
+}
+
+_backward_op = torch.ops.omniattn.glu_backward.default
+
+
+def _fake(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
+    cols = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    return gate.new_empty((*gate.shape[:-1], cols))
+
+
+@torch.library.register_fake("omniattn::glu_backward")
+def _fake_backward(
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, act: int
+) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
+
+
+def _backward(
+    saved: Any, act: int, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    (grad_y,) = grads
+    if grad_y is None:
+        return None, None, None
+    gate, up = saved
+    dgate, dup = _backward_op(grad_y, gate, up, act)
+    return dgate, None if up is None else dup, None
+
+
+#: (gate, up, act) -> y
+glu = DifferentiableOp(
+    "glu",
+    fake=_fake,
+    save=lambda args, output: (args[:2], args[2]),
+    backward=_backward,
+    formula=lambda gate, up, act: _FORMULAS[act](gate, up),
+    restore=lambda saved, act: (*saved, act),
+)

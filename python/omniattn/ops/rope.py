@@ -1,0 +1,111 @@
+"""rope: rotary embedding of q and k, out of place and in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp, is_transformed
+
+__all__ = ["rope", "rope_inplace"]
+
+_inplace_op = torch.ops.omniattn.rope_.default
+
+
+def _fake(q: Tensor, k: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
+
+
+@torch.library.register_fake("omniattn::rope_")
+def _fake_inplace(*args: Any) -> None:
+    return None
+
+
+def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    _, _, cos, sin, positions, interleaved, inverse = args
+    return (cos, sin, positions), (interleaved, inverse)
+
+
+def _backward(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """The gradients turn by the negative angle."""
+    interleaved, inverse = kept
+    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=False)]
+    found = [grad for grad in wanted if grad is not None]
+    if not found:
+        return (None,) * 7
+    second = found[1] if len(found) == 2 else None
+    turned = iter(rope(found[0], second, *saved, interleaved, not inverse))
+    dq, dk = (None if grad is None else next(turned) for grad in wanted)
+    return dq, dk, None, None, None, None, None
+
+
+def _formula(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    return reference.apply_rotary(
+        q, k, cos, -sin if inverse else sin, positions=positions, interleaved=interleaved
+    )
+
+
+#: (q, k, cos, sin, positions, interleaved, inverse) -> (q_out, k_out)
+rope = DifferentiableOp(
+    "rope",
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    formula=_formula,
+    differentiable_backward=True,
+)
+
+
+class _TurnInPlace(torch.autograd.Function):
+    """One tensor per call: torch lets a function modify a view only where it returns nothing
+    else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> Tensor:
+        _inplace_op(x, None, cos, sin, positions, interleaved, False)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.interleaved = interleaved
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dx, _ = rope(grads[0], None, *ctx.saved_tensors, ctx.interleaved, True)
+        return dx, None, None, None, None
+
+
+def rope_inplace(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+) -> None:
+    """Turns q and k in place, with gradients."""
+    tensors = [x for x in (q, k) if x is not None]
+    if is_transformed(*tensors):
+        turned = rope(q, k, cos, sin, positions, interleaved, False)
+        for x, y in zip(tensors, turned, strict=False):
+            x.copy_(y)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        for x in tensors:
+            _TurnInPlace.apply(x, cos, sin, positions, interleaved)
+    else:
+        _inplace_op(q, k, cos, sin, positions, interleaved, False)
