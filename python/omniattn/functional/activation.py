@@ -172,9 +172,8 @@ def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:
                 f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
             )
         return None
-    if isinstance(up, Tensor) and up.dtype != gate.dtype:
-        if torch.is_autocast_enabled(gate.device.type):
-            up = up.to(gate.dtype)
+    if torch.is_autocast_enabled(gate.device.type) and isinstance(up, Tensor):
+        up = up.to(gate.dtype)
     require_like(op, "up", up, gate, "gate")
     require_shape(op, "up", up, gate.shape)
     return up

@@ -185,9 +185,8 @@ class _TransformedOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # torch.func always builds the graph of the backward; only a second level can ask for it.
-        if ctx.op.differentiable_backward:
-            derive = _backward_flat
-        else:
+        derive: Callable[..., Any] = _backward_flat
+        if not ctx.op.differentiable_backward:
             derive = _second_order_flat if ctx.levels > 1 else once_differentiable(_backward_flat)
         return (None, None, None, *derive(ctx, *grads))
 

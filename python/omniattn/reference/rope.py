@@ -100,7 +100,9 @@ def apply_rotary(
     or the number of the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`.
     """
     cos, sin = (_rows(widen(table), positions, q.shape[1]) for table in (cos, sin))
-    outputs = [None if x is None else _rotate(x, cos, sin, interleaved) for x in (q, k)]
-    if inplace:
-        outputs = [None if x is None else x.copy_(y) for x, y in zip((q, k), outputs, strict=True)]
-    return outputs[0], outputs[1]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        y = _rotate(x, cos, sin, interleaved)
+        return x.copy_(y) if inplace else y
+
+    return turn(q), None if k is None else turn(k)
