@@ -14,11 +14,13 @@ using namespace omniattn::ops;
 // Rows per task: about 16 KiB of work, so that a task costs more than handing it out.
 int64_t grain_of(int64_t cols) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, cols)); }
 
-void check_vector(const char* op, const char* name, const OptTensor& v, DType dtype, int64_t cols) {
-  if (!v.has_value()) return;
+// A per-column vector with unit stride: a copy where `v` has another one.
+OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
+                    int64_t cols) {
+  if (!v.has_value()) return v;
   require_cpu(op, name, *v, dtype);
   require_sizes(op, name, *v, {&cols, 1});
-  require(cols <= 1 || v->stride(0) == 1, op, name, " must be contiguous");
+  return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
 }
 
 std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tensor& x,
@@ -29,8 +31,8 @@ std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tens
   const DType dtype = dtype_of(op, "x", x);
   require_cpu(op, "x", x, dtype);
   const Rows rows = as_rows(op, "x", x);
-  check_vector(op, "weight", weight, dtype, rows.cols);
-  check_vector(op, "bias", bias, dtype, rows.cols);
+  const OptTensor scale = as_vector(op, "weight", weight, dtype, rows.cols);
+  const OptTensor shift = as_vector(op, "bias", bias, dtype, rows.cols);
   const Tensor y = empty_cpu(x.sizes(), dtype);
   const int64_t stats_sizes[] = {rows.rows, 2};
   const Tensor stats = empty_cpu({stats_sizes, 2}, accumulator(dtype));
@@ -41,8 +43,8 @@ std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tens
   p.cols = rows.cols;
   p.x = rows.data();
   p.x_stride = rows.stride;
-  p.weight = data_or_null(weight);
-  p.bias = data_or_null(bias);
+  p.weight = data_or_null(scale);
+  p.bias = data_or_null(shift);
   p.y = y.mutable_data_ptr();
   p.stats = stats.mutable_data_ptr();
   p.eps = eps;
@@ -89,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
   require_sizes(op, "grad_y", grad_y, h.sizes());
   const Rows h_rows = as_rows(op, "h", h), gy_rows = as_rows(op, "grad_y", grad_y);
   const int64_t rows = h_rows.rows, cols = h_rows.cols;
-  check_vector(op, "weight", weight, dtype, cols);
+  const OptTensor scale = as_vector(op, "weight", weight, dtype, cols);
   const int64_t stats_sizes[] = {rows, 2};
   require_cpu(op, "stats", stats, acc);
   require_sizes(op, "stats", stats, {stats_sizes, 2});
@@ -112,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
   }
   p.h = h_rows.data();
   p.h_stride = h_rows.stride;
-  p.weight = data_or_null(weight);
+  p.weight = data_or_null(scale);
   p.stats = stats.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   p.offset = offset;

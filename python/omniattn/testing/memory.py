@@ -19,7 +19,7 @@ def relayout(t: Tensor, layout: Layout) -> Tensor:
     padded: a hole after each row and around the whole, unit last stride, odd offset.
     transposed: the leading dimensions lie in reverse order.
     stepped: last stride 2.
-    far: the leading stride exceeds 2^31 elements; untouched pages cost nothing.
+    far: the last row lies 2^31 elements after the first; untouched pages cost nothing.
     """
     if layout == "contiguous" or t.dim() == 0:
         return t
@@ -31,9 +31,10 @@ def relayout(t: Tensor, layout: Layout) -> Tensor:
     elif layout == "stepped":
         out = _poisoned([*t.shape[:-1], 2 * t.shape[-1]], t.dtype)[..., ::2]
     else:
-        stride = 2**31 + 64
-        storage = torch.empty((t.shape[0] - 1) * stride + t[0].numel() + 1, dtype=t.dtype)
-        out = storage.as_strided(t.shape, (stride, *t[0].contiguous().stride()), 1)
+        rows, inner = t.shape[0], t[0].contiguous()
+        stride = 2**31 // max(rows - 1, 1) + inner.numel()
+        storage = torch.empty((rows - 1) * stride + inner.numel() + 1, dtype=t.dtype)
+        out = storage.as_strided(t.shape, (stride, *inner.stride()), 1)
     return out.copy_(t)
 
 

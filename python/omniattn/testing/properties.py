@@ -1,0 +1,277 @@
+"""What every op promises, as functions of (spec, case, dtype) that raise AssertionError.
+
+`PROPERTIES` maps the name of each to its function; tests/ops/test_specs.py runs them over the
+registry, and the `omniattn_check` fixture runs them on a user's own sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from omniattn.testing.environment import isa, isas, threads
+from omniattn.testing.errors import assert_within_budget
+from omniattn.testing.memory import LAYOUTS, poison_free_memory
+from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
+
+__all__ = ["PROPERTIES", "Property", "recorded_ops"]
+
+Property: TypeAlias = Callable[[OpSpec, Case, torch.dtype], None]
+
+
+def forward(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Outputs are within budget of fp64."""
+    assert_within_budget(spec, case, dtype, "forward")
+
+
+def backward(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Gradients are within budget of fp64, for any subset of inputs that asks for them."""
+    assert_within_budget(spec, case, dtype, "backward")
+    call = spec.call(case, dtype)
+    every = call.gradients(spec.function)
+    for name, expected in zip(call.differentiable, every, strict=True):
+        alone = Call(call.tensors, call.options, (name,)).gradients(spec.function)[0]
+        _assert_same(f"{spec.name}: gradient of {name} alone", alone, expected)
+
+
+def expanded_gradient(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """An incoming gradient with stride 0, as sum() makes it, gives what a dense one gives."""
+    call = spec.call(case, dtype)
+    outputs = call.run(spec.function)
+    scalars = tuple(torch.full((), 0.5, dtype=o.dtype) for o in outputs)
+    dense = tuple(s.expand(o.shape).contiguous() for s, o in zip(scalars, outputs, strict=True))
+    expanded = tuple(s.expand(o.shape) for s, o in zip(scalars, outputs, strict=True))
+    _assert_all_same(
+        spec, call.gradients(spec.function, expanded), call.gradients(spec.function, dense)
+    )
+
+
+def gradcheck(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Gradients equal finite differences (fp64), second ones too or they raise."""
+    call = spec.call(case, dtype).requiring_grad()
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        tensors = {**call.tensors, **dict(zip(call.differentiable, leaves, strict=True))}
+        return Call(tensors, call.options).run(spec.function)
+
+    assert torch.autograd.gradcheck(function, call.leaves)
+    if spec.second_order:
+        assert torch.autograd.gradgradcheck(function, call.leaves)
+        return
+    try:
+        assert torch.autograd.gradgradcheck(function, call.leaves)
+    except NotImplementedError as error:
+        assert spec.family in str(error) or "derivative" in str(error)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "omniattn":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_ops(
+    call: Call, function: Function
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The raw ops (op, args, kwargs) that one forward and backward of a call execute."""
+    recorder = _Recorder()
+    with recorder:
+        if call.differentiable:
+            call.gradients(function)
+        else:
+            call.run(function)
+    return recorder.calls
+
+
+def opcheck(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Schema, fake kernel, autograd and AOT dispatch of every op that the call uses."""
+    for op, args, kwargs in recorded_ops(spec.call(case, dtype), spec.function):
+        name = op._schema.name.split("::")[1]
+        public = getattr(torch.ops.omniattn, name.removesuffix("_raw")).default
+        differentiable = name.endswith("_raw")
+        torch.library.opcheck(public, _fresh(args, differentiable), kwargs)
+
+
+def _fresh(args: tuple[Any, ...], requires_grad: bool) -> tuple[Any, ...]:
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            leaf = value.detach().clone(memory_format=torch.preserve_format)
+            return leaf.requires_grad_(requires_grad and leaf.is_floating_point())
+        return [one(v) for v in value] if isinstance(value, list) else value
+
+    return tuple(one(a) for a in args)
+
+
+def strided(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Any layout is right, and what lies between the elements (NaN here) is never read."""
+    for layout in LAYOUTS:
+        assert_within_budget(spec, case, dtype, layout=layout)
+
+
+def far(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Strides beyond 2^31 elements do not overflow."""
+    assert_within_budget(spec, case, dtype, layout="far")
+
+
+def poisoned(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Results do not depend on uninitialised memory."""
+    clean = _results(spec, case, dtype)
+    poison_free_memory()
+    _assert_all_same(spec, _results(spec, case, dtype), clean)
+
+
+def deterministic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Bitwise the same on 1, 2 and 3 threads, and twice in a row."""
+    with threads(1):
+        expected = _results(spec, case, dtype)
+    for count in (2, 2, 3):
+        with threads(count):
+            _assert_all_same(spec, _results(spec, case, dtype), expected)
+
+
+def every_isa(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Every instruction set of this machine is within budget."""
+    for name in isas():
+        with isa(name):
+            assert_within_budget(spec, case, dtype)
+
+
+def compiled(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """torch.compile(fullgraph=True) gives the same outputs and gradients."""
+    torch._dynamo.reset()
+    function = torch.compile(spec.function, fullgraph=True, backend="aot_eager")
+    _assert_all_same(spec, _results(spec, case, dtype, function), _results(spec, case, dtype))
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, call: Call, function: Function) -> None:
+        super().__init__()
+        self.names, self.options, self.function = list(call.tensors), call.options, function
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return Call(dict(zip(self.names, tensors, strict=True)), self.options).run(self.function)
+
+
+def exported(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """torch.export captures the call as omniattn ops and reproduces it."""
+    call = spec.call(case, dtype)
+    inputs = tuple(call.tensors.values())
+    program = torch.export.export(_Module(call, spec.function), inputs)
+    assert "omniattn" in str(program.graph), f"{spec.name}: not an omniattn op in the graph"
+    _assert_all_same(spec, program.module()(*inputs), call.run(spec.function))
+
+
+def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Recomputation by torch.utils.checkpoint gives the same gradients."""
+
+    def function(**arguments: Any) -> Any:
+        return checkpoint(spec.function, use_reentrant=False, **arguments)
+
+    _assert_all_same(spec, _results(spec, case, dtype, function), _results(spec, case, dtype))
+
+
+def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """fp32 parameters meet low-precision activations as if they had been cast."""
+    low = spec.call(case, dtype)
+    mixed = dict(low.tensors)
+    for name in ("weight", "bias"):
+        if name in mixed:
+            mixed[name] = mixed[name].float()
+    with torch.autocast("cpu", dtype=dtype):
+        actual = Call(mixed, low.options).run(spec.function)
+    _assert_all_same(spec, actual, low.run(spec.function))
+
+
+def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """torch.func: grad equals autograd's, vmap equals a loop or raises."""
+    call = spec.call(case, dtype)
+    grads = output_gradients(call.run(spec.function))
+
+    def loss(leaves: dict[str, Tensor]) -> Tensor:
+        results = Call({**call.tensors, **leaves}, call.options).run(spec.function)
+        return torch.stack([(r * g).sum() for r, g in zip(results, grads, strict=True)]).sum()
+
+    named = {name: call.tensors[name] for name in call.differentiable}
+    found = torch.func.grad(loss)(named)
+    leaves = {n: t.detach().requires_grad_() for n, t in named.items()}
+    expected = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    for (name, actual), wanted in zip(found.items(), expected, strict=True):
+        _assert_same(f"{spec.name}: torch.func.grad of {name}", actual, wanted)
+
+    def one(*tensors: Tensor) -> tuple[Tensor, ...]:
+        stacked = dict(zip(named, tensors, strict=True))
+        return Call({**call.tensors, **stacked}, call.options).run(spec.function)
+
+    batch = [torch.stack([t, t.flip(-1)]) for t in named.values()]
+    try:
+        mapped = torch.func.vmap(one)(*batch)
+    except NotImplementedError:
+        return
+    for i in range(2):
+        single = one(*(t[i] for t in batch))
+        for m, s in zip(mapped, single, strict=True):
+            torch.testing.assert_close(m[i], s)
+
+
+PROPERTIES: dict[str, Property] = {
+    f.__name__: f
+    for f in (
+        forward,
+        backward,
+        expanded_gradient,
+        gradcheck,
+        opcheck,
+        strided,
+        far,
+        poisoned,
+        deterministic,
+        every_isa,
+        compiled,
+        exported,
+        checkpointed,
+        autocast,
+        transforms,
+    )
+}
+
+
+def _results(
+    spec: OpSpec, case: Case, dtype: torch.dtype, function: Function | None = None
+) -> tuple[Tensor, ...]:
+    """Outputs and gradients."""
+    call = spec.call(case, dtype)
+    function = function or spec.function
+    outputs = call.run(function)
+    return (*outputs, *(call.gradients(function) if call.differentiable else ()))
+
+
+def _assert_all_same(
+    spec: OpSpec, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]
+) -> None:
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        _assert_same(f"{spec.name}: tensor {i} of outputs and gradients", a, e)
+
+
+def _assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
+    """Bitwise, NaN equal to NaN."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
+        f"{what} must be {tuple(expected.shape)} {expected.dtype}, "
+        f"got {tuple(actual.shape)} {actual.dtype}"
+    )
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert bool(same.all()), (
+        f"{what} must be bitwise the same, got {int((~same).sum())} of {same.numel()} different, "
+        f"up to {(actual.double() - expected.double()).abs().max().item():.3g}"
+    )

@@ -1,0 +1,89 @@
+"""The matrix of OpSpecs x cases x dtypes x properties of omniattn.testing.
+
+Parity runs on every case and dtype; a property that costs compilation or finite differences runs
+on the cases named here. Ids read `property-op-case-dtype`.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from omniattn import functional, testing
+from omniattn.testing.properties import PROPERTIES
+from omniattn.testing.spec import SHORT_DTYPE
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SPECS = {n: spec for n, spec in testing.registry().items() if hasattr(functional, n)}
+
+#: Cases that exercise what is special about an op, beyond its first two.
+SPECIAL = {
+    "attention": ["offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"],
+    "scaled_dot_product_attention": ["gqa", "bool"],
+    "rms_norm": ["bareresidual"],
+    "layer_norm": ["residual"],
+    "apply_rotary": ["interleaved", "partial", "inplace"],
+    "geglu": ["tanhpacked"],
+    "linear": ["offtile"],
+    "cross_entropy": ["everything"],
+    "linear_cross_entropy": ["everything"],
+}
+
+
+def cases(spec, selection):
+    if selection == "all":
+        return spec.cases
+    special = [spec.case(label) for label in SPECIAL.get(spec.name, [])]
+    return {"tiny": spec.cases[:1], "few": [spec.cases[1], *special]}[selection]
+
+
+#: property: (cases, dtypes)
+MATRIX = {
+    "forward": ("all", (F64, F32, BF16, F16)),
+    "backward": ("all", (F64, F32, BF16, F16)),
+    "expanded_gradient": ("few", (F32,)),
+    "gradcheck": ("tiny", (F64,)),
+    "opcheck": ("tiny", (F32,)),
+    "strided": ("few", (F32, BF16)),
+    "far": ("few", (BF16,)),
+    "poisoned": ("few", (F32, BF16)),
+    "deterministic": ("few", (F32, BF16)),
+    "every_isa": ("few", (F64, F32, BF16, F16)),
+    "compiled": ("tiny", (F32,)),
+    "exported": ("tiny", (F32,)),
+    "checkpointed": ("tiny", (F32,)),
+    "autocast": ("few", (BF16,)),
+    "transforms": ("tiny", (F32,)),
+}
+
+
+def matrix():
+    for name, (selection, dtypes) in MATRIX.items():
+        for spec in SPECS.values():
+            for case in cases(spec, selection):
+                for dtype in dtypes:
+                    if dtype in spec.dtypes:
+                        label = f"{name}-{spec.name}-{case.name}-{SHORT_DTYPE[dtype]}"
+                        yield pytest.param(PROPERTIES[name], spec, case, dtype, id=label)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small shapes: opening the thread pool would cost more than the work."""
+    with testing.threads(1):
+        yield
+
+
+@pytest.mark.parametrize(("check", "spec", "case", "dtype"), list(matrix()))
+def test(check, spec, case, dtype):
+    check(spec, case, dtype)
+
+
+def test_every_property_is_in_the_matrix():
+    assert set(MATRIX) == set(PROPERTIES)
+
+
+def test_every_public_function_has_a_spec():
+    exported = [getattr(functional, name) for name in functional.__all__]
+    functions = {f.__name__ for f in exported if inspect.isfunction(f)}
+    assert functions <= set(testing.registry())
