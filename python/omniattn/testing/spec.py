@@ -90,7 +90,8 @@ class Call:
         call = self.requiring_grad()
         outputs = call.run(function)
         grads = grads or output_gradients(outputs)
-        return torch.autograd.grad(outputs, call.leaves, grads)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        return torch.autograd.grad([o for o, _ in pairs], call.leaves, [g for _, g in pairs])
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
