@@ -18,18 +18,29 @@ set(OMNIATTN_KERNEL_OPTIONS
   -fno-strict-aliasing                # 16-bit storage is read as vectors
 )
 
-# omniattn_add_kernels(source...): defines kernels_<isa> for each ISA and OMNIATTN_KERNEL_OBJECTS.
+# omniattn_isa_library(target isa flags source...): the sources in namespace isa_<isa>.
+function(omniattn_isa_library target isa flags)
+  add_library(${target} OBJECT ${ARGN})
+  target_link_libraries(${target} PRIVATE omniattn_options)
+  target_compile_definitions(${target} PRIVATE OMNIATTN_ISA=isa_${isa})
+  target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
+endfunction()
+
+# omniattn_isa_libraries(prefix source...): <prefix>_<isa> for each ISA; their objects in
+# <prefix>_OBJECTS.
+function(omniattn_isa_libraries prefix)
+  set(objects "")
+  foreach(isa ${OMNIATTN_ISAS})
+    omniattn_isa_library(${prefix}_${isa} ${isa} "${OMNIATTN_FLAGS_${isa}}" ${ARGN})
+    list(APPEND objects $<TARGET_OBJECTS:${prefix}_${isa}>)
+  endforeach()
+  set(${prefix}_OBJECTS ${objects} PARENT_SCOPE)
+endfunction()
+
+# omniattn_add_kernels(source...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
 function(omniattn_add_kernels)
   add_library(kernels_dispatch OBJECT csrc/runtime/cpu_isa.cpp)
   target_link_libraries(kernels_dispatch PRIVATE omniattn_options)
-  set(objects $<TARGET_OBJECTS:kernels_dispatch>)
-  foreach(isa ${OMNIATTN_ISAS})
-    add_library(kernels_${isa} OBJECT ${ARGN})
-    target_link_libraries(kernels_${isa} PRIVATE omniattn_options)
-    target_compile_definitions(kernels_${isa} PRIVATE OMNIATTN_ISA=isa_${isa})
-    target_compile_options(kernels_${isa} PRIVATE
-      ${OMNIATTN_KERNEL_OPTIONS} ${OMNIATTN_FLAGS_${isa}})
-    list(APPEND objects $<TARGET_OBJECTS:kernels_${isa}>)
-  endforeach()
-  set(OMNIATTN_KERNEL_OBJECTS ${objects} PARENT_SCOPE)
+  omniattn_isa_libraries(kernels ${ARGN})
+  set(OMNIATTN_KERNEL_OBJECTS $<TARGET_OBJECTS:kernels_dispatch> ${kernels_OBJECTS} PARENT_SCOPE)
 endfunction()

@@ -4,4 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-namespace omniattn::python {}
+namespace omniattn::python {
+
+void bind_probe(pybind11::module_& m);
+
+}  // namespace omniattn::python

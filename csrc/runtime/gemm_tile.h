@@ -2,9 +2,10 @@
 //
 //   gemm_tile<T, layout>(a, lda, b, c, ldc, m, n, k, accumulate)     C (+)= A B
 //
-//   A  (m, k) row-major, read by broadcast; ALayout::kTransposed: (k, m) row-major, read down
-//   columns B  (k, n) as column panels: packed_panels(...) from pack_b / pack_bt, or plain rows,
-//   row_panels(...) C  (m, n) row-major in compute_t<T>
+//   A  (m, k) row-major, read by broadcast;
+//      with ALayout::kTransposed (k, m) row-major, read down its columns
+//   B  (k, n) as column panels: packed_panels(...) of pack_b or pack_bt, or row_panels(...) of rows
+//   C  (m, n) row-major in compute_t<T>
 //
 // T is the operand type: double, float, or bf16 where the machine has a bf16 dot product. Other
 // storage types are widened to float when they are packed; operand_t<S> names the type for S.
@@ -12,7 +13,7 @@
 // B, and A when transposed, hold [ceil(k / 2)][columns][2] with a zero behind an odd k.
 //
 // A tile keeps kTileRows x kTileVecs accumulators in registers: 6 x 4 of the 32 AVX-512 or NEON
-// registers, 6 x 2 of 16 elsewhere; narrower remainders of n use taller tiles, so that at least 12
+// registers, 6 x 2 of 16 elsewhere; narrower remainders of n use taller tiles, so that at least 8
 // accumulators hide the latency of the multiply-add. Rows are split evenly over tiles.
 #pragma once
 
@@ -29,8 +30,9 @@ constexpr int kTileAccumulators = 12;
 constexpr int kTileVecs = 2;
 #endif
 
+// 8 rows at most: taller tiles need more row addresses than there are registers for them.
 constexpr int tile_rows(int vecs) {
-  return kTileAccumulators / vecs < 12 ? kTileAccumulators / vecs : 12;
+  return kTileAccumulators / vecs < 8 ? kTileAccumulators / vecs : 8;
 }
 
 // The operand type that storage type S is multiplied in.

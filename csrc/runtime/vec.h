@@ -16,8 +16,10 @@
 
 #if defined(__AVX2__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 warns inside this header
+#if !defined(__clang__)  // gcc 12 warns inside this header
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif
@@ -730,7 +732,7 @@ OMNIATTN_INLINE VecF tanh(VecF x) {
   const VecF p = horner(u, -3.333327770e-01f, 1.333132833e-01f, -5.372922868e-02f, 2.060200833e-02f,
                         -5.660789087e-03f);
   const VecF large = 1.0f - 2.0f / (exp(a + a) + 1.0f);
-  return select(a < VecF(0.625f), fma(x * u, p, x), copysign(large, x));
+  return copysign(select(a < VecF(0.625f), fma(a * u, p, a), large), x);
 }
 OMNIATTN_INLINE VecD tanh(VecD x) {
   return map_lanes(x, [](double lane) { return __builtin_tanh(lane); });

@@ -1,0 +1,266 @@
+// _kernels.Probe(isa): SIMD functions, register tiles and ceilings of one instruction set.
+//
+// Half types travel as numpy uint16 arrays beside a dtype name: "f64", "f32", "bf16", "f16".
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bind.h"
+#include "runtime/probe.h"
+
+namespace omniattn {
+
+#if defined(__x86_64__)
+namespace isa_avx512_bf16_emulated {
+extern const ProbeKernels probe_kernels_table;
+}
+#endif
+
+namespace {
+
+namespace py = pybind11;
+
+DType parse_dtype(const std::string& name) {
+  if (name == "f64") return DType::f64;
+  if (name == "f32") return DType::f32;
+  if (name == "bf16") return DType::bf16;
+  if (name == "f16") return DType::f16;
+  throw py::value_error("dtype must be f64, f32, bf16 or f16, got " + name);
+}
+
+const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[] = {"f64", "f32", "bf16", "f16"};
+  return kNames[static_cast<int32_t>(dtype)];
+}
+
+const ProbeKernels* find_table(const std::string& name) {
+#if defined(__x86_64__)
+  const Isa best = detected_isa();
+  if (name == "avx2" && best >= Isa::avx2) return &isa_avx2::probe_kernels_table;
+  if (name == "avx512" && best >= Isa::avx512) return &isa_avx512::probe_kernels_table;
+  if (name == "avx512_bf16" && best >= Isa::avx512_bf16) {
+    return &isa_avx512_bf16::probe_kernels_table;
+  }
+  if (name == "avx512_bf16_emulated" && best >= Isa::avx512) {
+    return &isa_avx512_bf16_emulated::probe_kernels_table;
+  }
+#endif
+  return name == "baseline" ? &isa_baseline::probe_kernels_table : nullptr;
+}
+
+std::vector<std::string> probe_isas() {
+  std::vector<std::string> found;
+  for (const char* name : {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated"}) {
+    if (find_table(name) != nullptr) found.emplace_back(name);
+  }
+  return found;
+}
+
+VecFunction parse_function(const std::string& name) {
+  constexpr const char* kNames[] = {"copy",  "exp", "exp2",    "exp2_degree4", "log",
+                                    "tanh",  "erf", "sigmoid", "sqrt",         "round",
+                                    "floor", "abs", "negate"};
+  for (int32_t i = 0; i < static_cast<int32_t>(std::size(kNames)); ++i) {
+    if (name == kNames[i]) return static_cast<VecFunction>(i);
+  }
+  throw py::value_error("unknown function " + name);
+}
+
+// Highest rate(work)/second over five runs of about `seconds` / 5, all threads at once.
+template <class Run>
+double best_rate(double seconds, int threads, const Run& run) {
+  using Clock = std::chrono::steady_clock;
+  double best = 0;
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    std::vector<double> rates(static_cast<size_t>(threads));
+    std::vector<std::thread> workers;
+    for (int t = 0; t < threads; ++t) {
+      workers.emplace_back([&, t] {
+        double work = 0, elapsed = 0;
+        const auto start = Clock::now();
+        do {
+          work += run(t);
+          elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        } while (elapsed < seconds / 5);
+        rates[static_cast<size_t>(t)] = work / elapsed;
+      });
+    }
+    double total = 0;
+    for (int t = 0; t < threads; ++t) {
+      workers[static_cast<size_t>(t)].join();
+      total += rates[static_cast<size_t>(t)];
+    }
+    best = total > best ? total : best;
+  }
+  return best;
+}
+
+// numpy does not align to cache lines; blocks of a kernel's workspace are.
+struct AlignedFloats {
+  explicit AlignedFloats(int64_t n) : storage(static_cast<size_t>(n) + 16, 1.0f) {
+    data = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~63ull);
+  }
+  std::vector<float> storage;
+  float* data;
+};
+
+class Probe {
+ public:
+  explicit Probe(const std::string& isa) : isa_(isa), table_(find_table(isa)) {
+    if (table_ == nullptr) throw py::value_error("this machine cannot run isa " + isa);
+  }
+
+  const std::string& isa() const { return isa_; }
+  int64_t vec_bytes() const { return table_->vec_bytes; }
+  std::string operand(const std::string& dtype) const {
+    return dtype_name(table_->operand(parse_dtype(dtype)));
+  }
+
+  void map(const std::string& f, const std::string& dtype, py::array x, py::array y,
+           int64_t n) const {
+    table_->map(parse_function(f), parse_dtype(dtype), x.data(), y.mutable_data(), n);
+  }
+
+  std::pair<double, double> reduce(const std::string& dtype, py::array x) const {
+    double sum = 0, maximum = 0;
+    table_->reduce(parse_dtype(dtype), x.data(), x.size(), &sum, &maximum);
+    return {sum, maximum};
+  }
+
+  py::bytes pack(const std::string& dtype, const std::string& layout, py::array b, int64_t ldb,
+                 int64_t n, int64_t k) const {
+    TileProbe p = params(dtype, layout, 0, n, k);
+    std::vector<char> packed(static_cast<size_t>(table_->packed_bytes(p.dtype, k, n)), '\xff');
+    p.b = b.data();
+    p.ldb = ldb;
+    p.packed = packed.data();
+    table_->pack(p);
+    return py::bytes(packed.data(), packed.size());
+  }
+
+  void tile(const std::string& dtype, const std::string& layout, py::array a, int64_t lda,
+            bool a_transposed, py::array b, int64_t ldb, py::array c, int64_t ldc, int64_t m,
+            int64_t n, int64_t k, bool accumulate) const {
+    TileProbe p = params(dtype, layout, m, n, k);
+    std::vector<char> packed(static_cast<size_t>(table_->packed_bytes(p.dtype, k, n)), '\xff');
+    p.a = a.data();
+    p.lda = lda;
+    p.a_transposed = a_transposed;
+    p.b = b.data();
+    p.ldb = ldb;
+    p.packed = packed.data();
+    p.c = c.mutable_data();
+    p.ldc = ldc;
+    p.accumulate = accumulate;
+    table_->pack(p);
+    table_->tile(p, 1);
+  }
+
+  // GFLOP/s of the product alone on one block that stays in the caches.
+  double tile_rate(const std::string& dtype, const std::string& layout, bool a_transposed,
+                   int64_t m, int64_t n, int64_t k, double seconds) const {
+    TileProbe p = params(dtype, layout, m, n, k);
+    const int64_t size = size_of(p.dtype) < 4 ? 4 : size_of(p.dtype);
+    const AlignedFloats a(m * (k + 1) * size / 4), b(n * (k + 1) * size / 4);
+    AlignedFloats c(m * n * size / 4);
+    AlignedFloats packed(table_->packed_bytes(p.dtype, k, n) / 4);
+    p.a = a.data;
+    p.lda = a_transposed ? m : k;
+    p.a_transposed = a_transposed;
+    p.b = b.data;
+    p.ldb = layout == "packed_transposed" ? k : n;
+    p.packed = packed.data;
+    p.c = c.data;
+    p.ldc = n;
+    p.accumulate = true;
+    table_->pack(p);
+    const double flops = 2.0 * static_cast<double>(m * n * k);
+    const auto repeats = static_cast<int64_t>(1e6 / flops) + 1;
+    return 1e-9 * best_rate(seconds, 1, [&](int) {
+             table_->tile(p, repeats);
+             return flops * static_cast<double>(repeats);
+           });
+  }
+
+  // GFLOP/s of independent multiply-adds.
+  double peak(const std::string& operand, int threads, double seconds) const {
+    const DType dtype = parse_dtype(operand);
+    return 1e-9 *
+           best_rate(seconds, threads, [&](int) { return table_->multiply_adds(dtype, 10000); });
+  }
+
+  // GB/s of reading `bytes` per thread over and over.
+  double read_bandwidth(int64_t bytes, int threads, double seconds) const {
+    std::vector<AlignedFloats> data;
+    for (int t = 0; t < threads; ++t) data.emplace_back(bytes / 4);
+    return 1e-9 * best_rate(seconds, threads, [&](int t) {
+             sink_ = table_->read(data[static_cast<size_t>(t)].data, bytes / 4);
+             return static_cast<double>(bytes);
+           });
+  }
+
+  // GB/s of a = b + s c over `bytes` per array and thread, counting 12 bytes per element.
+  double triad(int64_t bytes, int threads, bool stream, double seconds) const {
+    std::vector<AlignedFloats> data;
+    for (int t = 0; t < 3 * threads; ++t) data.emplace_back(bytes / 4);
+    return 1e-9 * best_rate(seconds, threads, [&](int t) {
+             const auto first = static_cast<size_t>(3 * t);
+             table_->triad(data[first].data, data[first + 1].data, data[first + 2].data, 0.5f,
+                           bytes / 4, stream);
+             return 3.0 * static_cast<double>(bytes);
+           });
+  }
+
+ private:
+  TileProbe params(const std::string& dtype, const std::string& layout, int64_t m, int64_t n,
+                   int64_t k) const {
+    TileProbe p{};
+    p.dtype = parse_dtype(dtype);
+    p.b_layout = layout == "rows"          ? BLayout::rows
+                 : layout == "packed_rows" ? BLayout::packed_rows
+                                           : BLayout::packed_transposed;
+    p.m = m;
+    p.n = n;
+    p.k = k;
+    return p;
+  }
+
+  std::string isa_;
+  const ProbeKernels* table_;
+  mutable volatile float sink_ = 0;
+};
+
+}  // namespace
+
+namespace python {
+
+void bind_probe(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  m.def("probe_isas", &probe_isas, "Names that Probe accepts on this machine.");
+  py::class_<Probe>(m, "Probe")
+      .def(py::init<const std::string&>(), py::arg("isa"))
+      .def_property_readonly("isa", &Probe::isa)
+      .def_property_readonly("vec_bytes", &Probe::vec_bytes)
+      .def("operand", &Probe::operand)
+      .def("map", &Probe::map, py::arg("function"), py::arg("dtype"), py::arg("x"), py::arg("y"),
+           py::arg("n"))
+      .def("reduce", &Probe::reduce, py::arg("dtype"), py::arg("x"))
+      .def("pack", &Probe::pack, py::arg("dtype"), py::arg("layout"), py::arg("b"), py::arg("ldb"),
+           py::arg("n"), py::arg("k"))
+      .def("tile", &Probe::tile, py::arg("dtype"), py::arg("layout"), py::arg("a"), py::arg("lda"),
+           py::arg("a_transposed"), py::arg("b"), py::arg("ldb"), py::arg("c"), py::arg("ldc"),
+           py::arg("m"), py::arg("n"), py::arg("k"), py::arg("accumulate"))
+      .def("tile_rate", &Probe::tile_rate, Release(), py::arg("dtype"), py::arg("layout"),
+           py::arg("a_transposed"), py::arg("m"), py::arg("n"), py::arg("k"),
+           py::arg("seconds") = 0.1)
+      .def("peak", &Probe::peak, Release(), py::arg("operand"), py::arg("threads") = 1,
+           py::arg("seconds") = 0.25)
+      .def("read_bandwidth", &Probe::read_bandwidth, Release(), py::arg("bytes"),
+           py::arg("threads") = 1, py::arg("seconds") = 0.25)
+      .def("triad", &Probe::triad, Release(), py::arg("bytes"), py::arg("threads") = 1,
+           py::arg("stream") = false, py::arg("seconds") = 0.25);
+}
+
+}  // namespace python
+}  // namespace omniattn

@@ -1,0 +1,71 @@
+// What tests and benchmarks need to see of one ISA: the SIMD functions element by element, the
+// register tiles on caller-owned blocks, and the ceilings of the machine. Part of `_kernels` only.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+enum class VecFunction : int32_t {
+  copy,  // load and store, whole vectors and a partial one
+  exp,
+  exp2,
+  exp2_degree4,
+  log,
+  tanh,
+  erf,
+  sigmoid,
+  sqrt,
+  round,
+  floor,
+  abs,
+  negate,
+};
+
+enum class BLayout : int32_t { rows, packed_rows, packed_transposed };
+
+// C (m, n) (+)= op(A) B with B (k, n), or (n, k) for packed_transposed, in storage type `dtype`; A
+// in the operand type that storage type is multiplied in, C in its compute type.
+struct TileProbe {
+  DType dtype;
+  BLayout b_layout;
+  bool a_transposed, accumulate;
+  int64_t m, n, k;
+  const void* a;
+  int64_t lda;
+  const void* b;
+  int64_t ldb;
+  void* packed;  // packed_bytes(...) bytes, unless b_layout is rows
+  void* c;
+  int64_t ldc;
+};
+static_assert(std::is_trivially_copyable_v<TileProbe>);
+
+struct ProbeKernels {
+  int64_t vec_bytes;
+  DType (*operand)(DType storage);
+  int64_t (*packed_bytes)(DType storage, int64_t k, int64_t n);
+
+  // y[i] = f(x[i]), x and y of storage type `dtype`.
+  void (*map)(VecFunction f, DType dtype, const void* x, void* y, int64_t n);
+  // The sum and the maximum of whole vectors, n a multiple of the width.
+  void (*reduce)(DType dtype, const void* x, int64_t n, double* sum, double* maximum);
+  void (*pack)(const TileProbe&);
+  // The product alone, `repeats` times.
+  void (*tile)(const TileProbe&, int64_t repeats);
+
+  // FLOPs done by `rounds` of independent multiply-adds on operands of `dtype`; 0 if there are none
+  // such (bf16 without a dot product, f16).
+  double (*multiply_adds)(DType operand, int64_t rounds);
+  // Sum of n floats; a[i] = b[i] + s c[i] with and without write-allocate.
+  float (*read)(const float* x, int64_t n);
+  void (*triad)(float* a, const float* b, const float* c, float s, int64_t n, bool stream);
+};
+
+OMNIATTN_KERNEL_TABLE(ProbeKernels, probe_kernels)
+
+}  // namespace omniattn

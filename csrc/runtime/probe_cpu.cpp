@@ -1,0 +1,196 @@
+#include "runtime/dispatch.h"
+#include "runtime/gemm_tile.h"
+#include "runtime/probe.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// ---- SIMD functions -----------------------------------------------------------------------------
+
+template <class T, class F>
+void map_elements(const T* x, T* y, int64_t n, const F& f) {
+  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(y + i, f(load(x + i)));
+  store_n(y + i, f(load_n(x + i, n - i)), n - i);
+}
+
+template <class T>
+void map_function(VecFunction function, const T* x, T* y, int64_t n) {
+  using V = Vec<compute_t<T>>;
+  switch (function) {
+    case VecFunction::copy:
+      return map_elements(x, y, n, [](V v) { return v; });
+    case VecFunction::exp:
+      return map_elements(x, y, n, [](V v) { return exp(v); });
+    case VecFunction::exp2:
+      return map_elements(x, y, n, [](V v) { return exp2(v); });
+    case VecFunction::exp2_degree4:
+      return map_elements(x, y, n, [](V v) { return exp2<4>(v); });
+    case VecFunction::log:
+      return map_elements(x, y, n, [](V v) { return log(v); });
+    case VecFunction::tanh:
+      return map_elements(x, y, n, [](V v) { return tanh(v); });
+    case VecFunction::erf:
+      return map_elements(x, y, n, [](V v) { return erf(v); });
+    case VecFunction::sigmoid:
+      return map_elements(x, y, n, [](V v) { return sigmoid(v); });
+    case VecFunction::sqrt:
+      return map_elements(x, y, n, [](V v) { return sqrt(v); });
+    case VecFunction::round:
+      return map_elements(x, y, n, [](V v) { return round(v); });
+    case VecFunction::floor:
+      return map_elements(x, y, n, [](V v) { return floor(v); });
+    case VecFunction::abs:
+      return map_elements(x, y, n, [](V v) { return abs(v); });
+    case VecFunction::negate:
+      return map_elements(x, y, n, [](V v) { return -v; });
+  }
+}
+
+void map_any(VecFunction f, DType dtype, const void* x, void* y, int64_t n) {
+  dispatch(dtype,
+           [&]<class T>(T) { map_function(f, static_cast<const T*>(x), static_cast<T*>(y), n); });
+}
+
+void reduce_any(DType dtype, const void* x, int64_t n, double* sum, double* maximum) {
+  dispatch(dtype, [&]<class T>(T) {
+    using V = Vec<compute_t<T>>;
+    const T* const p = static_cast<const T*>(x);
+    V total = load(p), largest = total;
+    for (int64_t i = V::kWidth; i < n; i += V::kWidth) {
+      total += load(p + i);
+      largest = max(largest, load(p + i));
+    }
+    *sum = reduce_add(total);
+    *maximum = reduce_max(largest);
+  });
+}
+
+// ---- tiles --------------------------------------------------------------------------------------
+
+DType operand_of(DType storage) {
+  DType operand = storage;
+  dispatch(storage, [&]<class S>(S) { operand = TypeTraits<operand_t<S>>::kDType; });
+  return operand;
+}
+
+int64_t packed_bytes(DType storage, int64_t k, int64_t n) {
+  int64_t bytes = 0;
+  dispatch(storage, [&]<class S>(S) {
+    using T = operand_t<S>;
+    bytes = packed_elements<T>(k, n) * static_cast<int64_t>(sizeof(T));
+  });
+  return bytes;
+}
+
+void pack_any(const TileProbe& p) {
+  dispatch(p.dtype, [&]<class S>(S) {
+    auto* const packed = static_cast<operand_t<S>*>(p.packed);
+    const S* const b = static_cast<const S*>(p.b);
+    if (p.b_layout == BLayout::packed_rows) pack_b(b, p.ldb, p.k, p.n, packed);
+    if (p.b_layout == BLayout::packed_transposed) pack_bt(b, p.ldb, p.k, p.n, packed);
+  });
+}
+
+template <class T>
+void tile(const TileProbe& p) {
+  const T* const a = static_cast<const T*>(p.a);
+  auto* const c = static_cast<compute_t<T>*>(p.c);
+  const Panels<T> b = p.b_layout == BLayout::rows
+                          ? row_panels(static_cast<const T*>(p.b), p.ldb)
+                          : packed_panels(static_cast<const T*>(p.packed), p.k);
+  if (p.a_transposed) {
+    gemm_tile<T, ALayout::kTransposed>(a, p.lda, b, c, p.ldc, p.m, p.n, p.k, p.accumulate);
+  } else {
+    gemm_tile<T>(a, p.lda, b, c, p.ldc, p.m, p.n, p.k, p.accumulate);
+  }
+}
+
+void tile_any(const TileProbe& p, int64_t repeats) {
+  for (; repeats > 0; --repeats) {
+    dispatch(p.dtype, [&]<class S>(S) { tile<operand_t<S>>(p); });
+  }
+}
+
+// ---- ceilings -----------------------------------------------------------------------------------
+
+// Keeps the compiler from merging or dropping the operations of a probe.
+template <class T>
+OMNIATTN_INLINE void keep_in_register(Vec<T>& x) {
+#if defined(__aarch64__)
+  asm volatile("" : "+w"(x.v));
+#else
+  asm volatile("" : "+v"(x.v));
+#endif
+}
+
+// The accumulators of one tile, so that the probe is bound by the same units and latencies.
+template <class T>
+double multiply_adds(int64_t rounds) {
+  using Op = Operand<T>;
+  using Acc = Vec<compute_t<T>>;
+  const T one[2] = {narrow<T>(1), narrow<T>(0)};
+  typename Op::B a = Op::broadcast(one), b = a;
+  Acc acc[kTileAccumulators];
+#pragma GCC unroll 24
+  for (Acc& sum : acc) sum = zero<compute_t<T>>();
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 24
+    for (Acc& sum : acc) {
+      sum = Op::multiply_add(a, b, sum);
+      keep_in_register(sum);
+    }
+  }
+  return 2.0 * Op::kStep * Acc::kWidth * kTileAccumulators * static_cast<double>(rounds);
+}
+
+double multiply_adds_any(DType operand, int64_t rounds) {
+  switch (operand) {
+    case DType::f64:
+      return multiply_adds<double>(rounds);
+    case DType::f32:
+      return multiply_adds<float>(rounds);
+    case DType::bf16:
+      if constexpr (kHasBf16Dot) return multiply_adds<operand_t<bf16>>(rounds);
+      break;
+    case DType::f16:
+      break;
+  }
+  return 0;
+}
+
+float read(const float* x, int64_t n) {
+  VecF sums[8];
+  for (VecF& sum : sums) sum = zero<float>();
+  for (int64_t i = 0; i + 8 * VecF::kWidth <= n; i += 8 * VecF::kWidth) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) sums[j] += load(x + i + j * VecF::kWidth);
+  }
+  VecF total = zero<float>();
+  for (const VecF& sum : sums) total += sum;
+  return reduce_add(total);
+}
+
+void triad(float* a, const float* b, const float* c, float s, int64_t n, bool non_temporal) {
+  if (non_temporal) {
+    for (int64_t i = 0; i + VecF::kWidth <= n; i += VecF::kWidth) {
+      stream(a + i, fma(VecF(s), load(c + i), load(b + i)));
+    }
+    stream_fence();
+  } else {
+    for (int64_t i = 0; i + VecF::kWidth <= n; i += VecF::kWidth) {
+      store(a + i, fma(VecF(s), load(c + i), load(b + i)));
+    }
+  }
+}
+
+}  // namespace
+
+extern const ProbeKernels probe_kernels_table;
+const ProbeKernels probe_kernels_table{
+    kVecBytes, operand_of, packed_bytes,      map_any, reduce_any,
+    pack_any,  tile_any,   multiply_adds_any, read,    triad,
+};
+
+}  // namespace omniattn::OMNIATTN_ISA
