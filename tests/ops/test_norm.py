@@ -19,3 +19,14 @@ def test_gradcheck(name, dtype, residual):
     torch.autograd.gradcheck(lambda x, w, r: f(x, w, residual=r if residual else None), (x, w, r))
     g = getattr(reference, name)
     torch.testing.assert_close(f(x, w), g(x, w))
+
+
+@pytest.mark.parametrize("op", [F.rms_norm, F.layer_norm])
+def test_autocast_promotes_a_half_branch_to_the_stream(op):
+    x, residual = torch.randn(3, 8).bfloat16(), torch.randn(3, 8)
+    with pytest.raises(TypeError, match="residual must have the dtype of x"):
+        op(x, residual=residual)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, h = op(x, residual=residual)
+    torch.testing.assert_close(h, x + residual)
+    torch.testing.assert_close(y, op(x + residual))

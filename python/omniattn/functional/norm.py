@@ -32,8 +32,9 @@ def rms_norm(
         weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
         eps: added to the mean square, inside the root.
         offset: added to the weight: 1.0 for the Gemma form, whose weights start at 0.
-        residual: of x's shape and dtype. ``h`` is rounded to the dtype before it is normalised, so
-            that the fused call equals ``h = x + residual`` followed by the plain one.
+        residual: of x's shape and dtype; under autocast both are promoted to the wider dtype. ``h``
+            is rounded to it before it is normalised, so that the fused call equals ``h = x +
+            residual`` followed by the plain one.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -58,6 +59,7 @@ def rms_norm(
         >>> rms_norm(x, eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
+    x, residual = _promote("rms_norm", x, residual)
     weight = _prepare("rms_norm", x, weight, "weight", eps)
     if use_reference("rms_norm", backend, x):
         return reference.rms_norm(x, weight, eps=eps, offset=offset, residual=residual)
@@ -103,11 +105,28 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
+    x, residual = _promote("layer_norm", x, residual)
     weight = _prepare("layer_norm", x, weight, "weight", eps)
     bias = _prepare("layer_norm", x, bias, "bias", eps)
     if use_reference("layer_norm", backend, x):
         return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
     return _norm("layer_norm", x, weight, bias, residual, True, eps, 0.0)
+
+
+def _promote(op: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Under autocast a half precision branch joins an fp32 stream, as in x + residual."""
+    if residual is None:
+        return x, None
+    require_float(op, "x", x)
+    require_float(op, "residual", residual)
+    if x.dtype == residual.dtype or not _autocasts(x):
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)
+
+
+def _autocasts(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -> Tensor | None:
@@ -119,7 +138,7 @@ def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -
         raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
     if vector is None:
         return None
-    if vector.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+    if vector.dtype != x.dtype and _autocasts(x):
         vector = vector.to(x.dtype)
     require_like(op, name, vector, x)
     require_shape(op, name, vector, x.shape[-1:])

@@ -1,0 +1,24 @@
+"""The examples in the docstrings do what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import omniattn
+
+MODULES = [
+    m.name
+    for m in pkgutil.walk_packages(omniattn.__path__, "omniattn.")
+    if not m.name.endswith(("__main__", "_kernels", "libomniattn_cpu", "libomniattn_cuda"))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    module = importlib.import_module(name)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=options)
+    assert result.failed == 0
