@@ -1,0 +1,56 @@
+// Shared memory of the block that runs: each array ends at an unreadable page, so that the first
+// access past its end stops at the offending instruction.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+
+#include "emulator/report.h"
+
+namespace omniattn::emulator {
+
+// Bytes of memory that nobody wrote: NaN as fp32, fp64, bf16 and fp16.
+inline constexpr unsigned char kPoison = 0xff;
+
+struct SharedArray {
+  const void* key;   // identifies the declaration
+  const char* name;  // as declared
+  char* data;
+  size_t bytes;
+};
+
+class SharedMemory {
+ public:
+  static constexpr size_t kAlignment = 128;
+
+  SharedMemory();
+  ~SharedMemory();
+
+  // Forgets all arrays; their memory becomes unreadable.
+  void clear();
+  // The array of this key, made at its first request.
+  const SharedArray& array(const void* key, const char* name, size_t bytes);
+  // Fills everything with poison.
+  void poison();
+  // An array whose rounded-up tail was written to, or null. (Only sizes off the alignment have a
+  // tail.)
+  const SharedArray* overrun() const;
+
+  const std::deque<SharedArray>& arrays() const { return arrays_; }
+  // The array that holds [address, address + bytes), or null.
+  const SharedArray* find(const void* address, size_t bytes) const;
+  // The range of addresses reserved for arrays and their guards.
+  static constexpr size_t kReserved = 8 << 20;
+  const char* begin() const { return begin_; }
+  bool reserved(const void* address) const {
+    const char* const p = static_cast<const char*>(address);
+    return p >= begin_ && p < begin_ + kReserved;
+  }
+
+ private:
+  char* begin_;
+  char* next_;
+  std::deque<SharedArray> arrays_;  // references stay valid
+};
+
+}  // namespace omniattn::emulator

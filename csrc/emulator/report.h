@@ -1,0 +1,32 @@
+// Errors that the emulator finds, and the source positions in them.
+#pragma once
+
+#include <source_location>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace omniattn::emulator {
+
+using Location = std::source_location;
+
+// Thrown by a launch whose kernel broke a rule.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// "file.cu:12"
+std::string position(const Location& location);
+// The same for an address of code, from its debug information.
+std::string position(const void* pc);
+
+// All parts, streamed one after another.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+}  // namespace omniattn::emulator
