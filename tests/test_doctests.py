@@ -3,17 +3,16 @@
 import doctest
 import importlib
 import pkgutil
-from pathlib import Path
 
 import pytest
 import torch
 
 import omniattn
 
-# The Python files only: the package's path may also name folders of native libraries.
-SOURCES = [str(Path(omniattn.__file__).parent)]
 MODULES = [
-    m.name for m in pkgutil.walk_packages(SOURCES, "omniattn.") if not m.name.endswith("__main__")
+    m.name
+    for m in pkgutil.walk_packages(omniattn.__path__, "omniattn.")
+    if not m.name.endswith(("__main__", "_kernels", "libomniattn_cpu", "libomniattn_cuda"))
 ]
 
 

@@ -32,18 +32,18 @@ void parallel_shards(int64_t items, int64_t shards, const F& f) {
   });
 }
 
-// f(item) with items handed out one by one in order: put the longest first.
+// f(thread, item) with items handed out one by one in order: put the longest first. 0 <= thread <
+// threads names memory that is the caller's own; results must not depend on it.
 template <class F>
-void parallel_queue(int64_t items, const F& f) {
-  const auto threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+void parallel_queue(int64_t items, int64_t threads, const F& f) {
   if (threads <= 1) {
-    for (int64_t i = 0; i < items; ++i) f(i);
+    for (int64_t i = 0; i < items; ++i) f(int64_t{0}, i);
     return;
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
     for (int64_t thread = first; thread < last; ++thread) {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(i);
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(thread, i);
     }
   });
 }

@@ -7,5 +7,6 @@
 namespace omniattn::python {
 
 void bind_probe(pybind11::module_& m);
+void bind_semantics(pybind11::module_& m);
 
 }  // namespace omniattn::python

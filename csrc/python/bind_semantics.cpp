@@ -1,11 +1,8 @@
 // Development bindings of csrc/semantics, for the brute-force property tests.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <array>
 #include <vector>
 
+#include "bind.h"
 #include "semantics/block_schedule.h"
 #include "semantics/mask.h"
 #include "semantics/philox.h"
@@ -16,7 +13,7 @@
 
 namespace py = pybind11;
 
-namespace omniattn {
+namespace omniattn::python {
 namespace {
 
 using Span = std::pair<int64_t, int64_t>;
@@ -27,7 +24,7 @@ Span span(Range r) { return {r.begin, r.end}; }
 // A mask with the side tensors it borrows; side tensors are numpy arrays: int64 (B,), bool (B, H,
 // Tq, Tk).
 struct OwnedMask {
-  Mask mask;
+  AttentionMask mask;
   std::vector<py::array> side;
 
   OwnedMask(const std::vector<int64_t>& rules, std::vector<py::array> tensors, int64_t tq,
@@ -97,7 +94,7 @@ void bind_semantics(py::module_& m) {
   m.def("make_score", &score_values);
   m.def("softmax_shift", [](double x) { return softmax_shift(x); });
   m.def("softmax_normaliser", [](double x) { return softmax_normaliser(x); });
-  m.def("softmax_lse", [](double x, double l, double log2_l) { return softmax_lse(x, l, log2_l); });
+  m.def("softmax_lse", [](double x, double l, double ln_l) { return softmax_lse(x, l, ln_l); });
   m.def("softmax_backward_shift", [](double x) { return softmax_backward_shift(x); });
 
   m.def("rope_pair", [](int64_t n, int64_t half, bool interleaved) {
@@ -110,4 +107,4 @@ void bind_semantics(py::module_& m) {
   });
 }
 
-}  // namespace omniattn
+}  // namespace omniattn::python

@@ -40,7 +40,7 @@ struct MaskRule {
   int64_t stride_b, stride_h, stride_q;  // of the side tensor, in elements; unit stride over keys
 };
 
-struct Mask {
+struct AttentionMask {
   int64_t tq, tk;
   int32_t count;
   MaskRule rules[kMaxMaskRules];
@@ -61,7 +61,7 @@ namespace mask_detail {
 
 constexpr int64_t kFar = int64_t{1} << 60;
 
-OMNIATTN_FN int64_t diagonal(const MaskRule& rule, const Mask& mask) {
+OMNIATTN_FN int64_t diagonal(const MaskRule& rule, const AttentionMask& mask) {
   return rule.kind == MaskKind::window_bottom_right ? bottom_right_offset(mask.tq, mask.tk) : 0;
 }
 
@@ -70,12 +70,12 @@ OMNIATTN_FN int64_t key_length(const MaskRule& rule, int64_t b) {
 }
 
 // Keys that query q sees under a window.
-OMNIATTN_FN Range window_keys(const MaskRule& rule, const Mask& mask, int64_t q) {
+OMNIATTN_FN Range window_keys(const MaskRule& rule, const AttentionMask& mask, int64_t q) {
   const int64_t centre = q + diagonal(rule, mask);
   return {rule.a < 0 ? -kFar : centre - rule.a, rule.b < 0 ? kFar : centre + rule.b + 1};
 }
 
-OMNIATTN_FN Range keys_any(const MaskRule& rule, const Mask& mask, int64_t b, Range q) {
+OMNIATTN_FN Range keys_any(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range q) {
   switch (rule.kind) {
     case MaskKind::window_bottom_right:
     case MaskKind::window_top_left:
@@ -88,7 +88,7 @@ OMNIATTN_FN Range keys_any(const MaskRule& rule, const Mask& mask, int64_t b, Ra
   return {0, 0};
 }
 
-OMNIATTN_FN Range keys_all(const MaskRule& rule, const Mask& mask, int64_t b, Range q) {
+OMNIATTN_FN Range keys_all(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range q) {
   switch (rule.kind) {
     case MaskKind::window_bottom_right:
     case MaskKind::window_top_left:
@@ -101,7 +101,7 @@ OMNIATTN_FN Range keys_all(const MaskRule& rule, const Mask& mask, int64_t b, Ra
   return {0, 0};
 }
 
-OMNIATTN_FN Range queries_any(const MaskRule& rule, const Mask& mask, int64_t b, Range k) {
+OMNIATTN_FN Range queries_any(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range k) {
   switch (rule.kind) {
     case MaskKind::window_bottom_right:
     case MaskKind::window_top_left: {
@@ -134,7 +134,7 @@ OMNIATTN_FN uint64_t byte_bits(const uint8_t* row, int64_t count) {
 }  // namespace mask_detail
 
 // Every key that some query of q sees lies in the result.
-OMNIATTN_FN Range visible_keys(const Mask& mask, int64_t b, Range q) {
+OMNIATTN_FN Range visible_keys(const AttentionMask& mask, int64_t b, Range q) {
   Range keys{0, mask.tk};
   for (int32_t n = 0; n < mask.count; ++n)
     keys = intersect(keys, mask_detail::keys_any(mask.rules[n], mask, b, q));
@@ -142,7 +142,7 @@ OMNIATTN_FN Range visible_keys(const Mask& mask, int64_t b, Range q) {
 }
 
 // Every query that sees some key of k lies in the result.
-OMNIATTN_FN Range visible_queries(const Mask& mask, int64_t b, Range k) {
+OMNIATTN_FN Range visible_queries(const AttentionMask& mask, int64_t b, Range k) {
   Range queries{0, k.begin < mask.tk ? mask.tq : 0};
   for (int32_t n = 0; n < mask.count; ++n)
     queries = intersect(queries, mask_detail::queries_any(mask.rules[n], mask, b, k));
@@ -150,7 +150,7 @@ OMNIATTN_FN Range visible_queries(const Mask& mask, int64_t b, Range k) {
 }
 
 // Class of the tile q x k (not empty; keys at or beyond Tk count as hidden).
-OMNIATTN_FN TileClass classify(const Mask& mask, int64_t b, Range q, Range k) {
+OMNIATTN_FN TileClass classify(const AttentionMask& mask, int64_t b, Range q, Range k) {
   if (is_empty(intersect(visible_keys(mask, b, q), k))) return TileClass::skip;
   Range common{0, mask.tk};
   for (int32_t n = 0; n < mask.count; ++n)
@@ -159,7 +159,8 @@ OMNIATTN_FN TileClass classify(const Mask& mask, int64_t b, Range q, Range k) {
 }
 
 // Bit n: query q sees key + n, for 0 <= n < 64. This is what kernels apply to partial tiles.
-OMNIATTN_FN uint64_t visible_bits(const Mask& mask, int64_t b, int64_t h, int64_t q, int64_t key) {
+OMNIATTN_FN uint64_t visible_bits(const AttentionMask& mask, int64_t b, int64_t h, int64_t q,
+                                  int64_t key) {
   uint64_t bits = mask_detail::range_bits({0, mask.tk}, key);
   for (int32_t n = 0; n < mask.count && bits != 0; ++n) {
     const MaskRule& rule = mask.rules[n];
@@ -174,7 +175,7 @@ OMNIATTN_FN uint64_t visible_bits(const Mask& mask, int64_t b, int64_t h, int64_
   return bits;
 }
 
-OMNIATTN_FN bool visible(const Mask& mask, int64_t b, int64_t h, int64_t q, int64_t k) {
+OMNIATTN_FN bool visible(const AttentionMask& mask, int64_t b, int64_t h, int64_t q, int64_t k) {
   return (visible_bits(mask, b, h, q, k) & 1) != 0;
 }
 

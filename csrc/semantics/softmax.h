@@ -26,10 +26,10 @@ OMNIATTN_FN T softmax_normaliser(T l) {
   return l > T(0) ? T(1) / l : T(0);
 }
 
-// Natural-log lse from m (log2 units) and log2(l).
+// Natural-log lse from m (log2 units), l and ln(l).
 template <class T>
-OMNIATTN_FN T softmax_lse(T m, T l, T log2_l) {
-  return l > T(0) ? (m + log2_l) * T(kLn2) : negative_infinity<T>();
+OMNIATTN_FN T softmax_lse(T m, T l, T ln_l) {
+  return l > T(0) ? m * T(kLn2) + ln_l : negative_infinity<T>();
 }
 
 // Shift of the backward's 2^(s - shift): +inf makes every probability of a fully masked row 0.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["DifferentiableOp"]
+__all__ = ["DifferentiableOp", "loop_over_vmap"]
 
 Arguments = tuple[Any, ...]
 Saved = tuple[Tensor | None, ...]
@@ -74,7 +74,10 @@ class DifferentiableOp:
             self._remember(ctx, inputs, output)
 
         def registered_backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return self._gradients(ctx, ctx.needs_input_grad, grads)
+            needs = ctx.needs_input_grad
+            found = self._gradients(ctx, needs, grads)
+            # torch.library wants lists where the arguments are lists, the empty ones too.
+            return tuple([] if n == [] else g for n, g in zip(needs, found, strict=True))
 
         torch.library.register_autograd(
             f"omniattn::{name}", registered_backward, setup_context=setup_context
@@ -86,11 +89,13 @@ class DifferentiableOp:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             if self.formula is not None and _inside_jvp():
                 return self._call_formula(args)
-            return _TransformedOp.apply(self, _layout(args), _grad_levels(), *_flatten(args))
+            layout = _layout(args)
+            return _TransformedOp.apply(self, layout, _grad_levels(), *_flatten(layout, args))
         if torch.autograd.forward_ad._current_level >= 0 and _any_dual(args):
             return self._call_formula(args)
         if torch.is_grad_enabled() and _any_requires_grad(args):
-            return _EagerOp.apply(self, _layout(args), *_flatten(args))
+            layout = _layout(args)
+            return _EagerOp.apply(self, layout, *_flatten(layout, args))
         return self.raw(*args)
 
     def _call_formula(self, args: Arguments) -> Any:
@@ -132,10 +137,11 @@ class DifferentiableOp:
                 for o, g in zip(outputs, grads, strict=False)
                 if g is not None and o.requires_grad
             ]
-            flat = _flatten(args)
-            wanted = [i for i, need in enumerate(_flatten(needs)) if need]
+            layout = _layout(args)
+            flat = _flatten(layout, args)
+            wanted = [i for i, need in enumerate(_flatten(layout, needs)) if need]
             if not pairs or not wanted:
-                return _unflatten(_layout(args), [None] * len(flat))
+                return _unflatten(layout, [None] * len(flat))
             found = torch.autograd.grad(
                 [o for o, _ in pairs],
                 [flat[i] for i in wanted],
@@ -146,7 +152,7 @@ class DifferentiableOp:
         result: list[Tensor | None] = [None] * len(flat)
         for i, grad in zip(wanted, found, strict=True):
             result[i] = grad
-        return _unflatten(_layout(args), result)
+        return _unflatten(layout, result)
 
 
 class _EagerOp(torch.autograd.Function):
@@ -164,7 +170,7 @@ class _EagerOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         needs = _unflatten(ctx.layout, ctx.needs_input_grad[2:])
-        return (None, None, *_flatten(ctx.op._gradients(ctx, needs, grads)))
+        return (None, None, *_flatten(ctx.layout, ctx.op._gradients(ctx, needs, grads)))
 
 
 class _TransformedOp(torch.autograd.Function):
@@ -193,12 +199,32 @@ class _TransformedOp(torch.autograd.Function):
 
 def _backward_flat(ctx: Any, *grads: Any) -> Any:
     needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
-    return tuple(_flatten(ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)))
+    return tuple(_flatten(ctx.layout, ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)))
 
 
 def _second_order_flat(ctx: Any, *grads: Any) -> Any:
     needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
-    return tuple(_flatten(ctx.op._second_order(ctx, needs, grads)))
+    return tuple(_flatten(ctx.layout, ctx.op._second_order(ctx, needs, grads)))
+
+
+def loop_over_vmap(name: str) -> None:
+    """Gives an op that torch's fallback cannot batch a vmap rule: one call per element."""
+    op = getattr(torch.ops.omniattn, name).default
+
+    def select(value: Any, dim: Any, i: int) -> Any:
+        if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
+            return [select(v, d, i) for v, d in zip(value, dim, strict=True)]
+        return value if dim is None else value.select(dim, i)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        calls = [
+            op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        outputs = tuple(torch.stack(each) for each in zip(*calls, strict=True))
+        return outputs, (0,) * len(outputs)
+
+    torch.library.register_vmap(f"omniattn::{name}", rule)
 
 
 def _layout(args: Arguments) -> tuple[int | None, ...] | None:
@@ -212,12 +238,15 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
 
 
-def _flatten(args: Sequence[Any]) -> Sequence[Any]:
-    if not any(isinstance(a, list) for a in args):
-        return args
+def _flatten(layout: tuple[int | None, ...] | None, values: Sequence[Any]) -> Sequence[Any]:
+    if layout is None:
+        return values
     flat: list[Any] = []
-    for a in args:
-        flat.extend(a) if isinstance(a, list) else flat.append(a)
+    for n, value in zip(layout, values, strict=True):
+        if n is None:
+            flat.append(value)
+        else:
+            flat.extend(value if value is not None else [None] * n)
     return flat
 
 
@@ -249,7 +278,7 @@ def _any_requires_grad(args: Arguments) -> bool:
 
 def _any_dual(args: Arguments) -> bool:
     unpack = torch.autograd.forward_ad.unpack_dual
-    tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+    tensors = [a for a in _flatten(_layout(args), args) if isinstance(a, Tensor)]
     return any(unpack(t).tangent is not None for t in tensors)
 
 

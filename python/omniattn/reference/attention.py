@@ -1,46 +1,38 @@
-"""softmax attention, O = softmax(cap(scale q k^T) + bias) v, layout (B, T, H, D)."""
+"""Softmax attention, O = softmax(f(scale q k^T) + bias) v, layout (B, T, H, D)."""
+
+from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from omniattn.reference import philox
+from omniattn.reference import masks, philox
 from omniattn.reference.precision import widen
 
 
-def visible(
-    tq: int, tk: int, causal: bool, window_size: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """Boolean (Tq, Tk), True = attend. Row i sits at key position i + Tk - Tq (bottom-right)."""
-    left, right = window_size
-    if causal:
-        right = 0
-    distance = torch.arange(tk, device=device) - (
-        torch.arange(tq, device=device)[:, None] + tk - tq
-    )
-    allowed = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        allowed &= distance >= -left
-    if right >= 0:
-        allowed &= distance <= right
-    return allowed
+class MaskRules(Protocol):
+    """What `functional.masks` objects offer."""
+
+    def rules(self) -> list[masks.Rule]: ...
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    mask: Tensor | MaskRules | None = None,
+    bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: torch.Tensor | None = None,
+    seed: Tensor | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, lse (B,Hq,Tq)].
 
     Query head h reads kv head h // (Hq / Hkv). `mask` (True = attend) and `bias` broadcast to
@@ -48,19 +40,23 @@ def attention(
     """
     (batch, tq, heads, dim), (tk, kv_heads) = q.shape, k.shape[1:3]
     qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))
-    kw, vw = (t.repeat_interleave(heads // kv_heads, 1) for t in (kw, vw))
+    if kv_heads != heads:
+        kw, vw = (t.repeat_interleave(heads // kv_heads, 1) for t in (kw, vw))
 
-    s = (1 / math.sqrt(dim) if scale is None else scale) * (qw @ kw.transpose(-1, -2))
+    s = (default_scale(dim) if scale is None else scale) * (qw @ kw.transpose(-1, -2))
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
-        s = s + widen(bias)
-    if mask is not None:
-        s = s.masked_fill(~mask, -math.inf)
-    s = s.masked_fill(~visible(tq, tk, causal, window_size, q.device), -math.inf)
+        s = s + widen(bias).to(s.dtype)
+    rules = [masks.window_rule(causal, window_size)]
+    if isinstance(mask, Tensor):
+        rules.append((masks.MaskKind.TENSOR, 0, 0, mask))
+    elif mask is not None:
+        rules += mask.rules()
+    s = s.masked_fill(~masks.visible(rules, tq, tk, q.device), -math.inf)
 
     # Finite stand-ins for the statistics of a row without a key keep its gradients zero, not NaN.
-    top = s.amax(-1, keepdim=True).detach() if tk > 0 else s.new_zeros(batch, heads, tq, 1)
+    top = s.detach().amax(-1, keepdim=True) if tk > 0 else s.new_zeros(batch, heads, tq, 1)
     top = top.masked_fill(top == -math.inf, 0)
     p = torch.exp(s - top)
     total = p.sum(-1, keepdim=True)
@@ -77,26 +73,32 @@ def attention(
     return out, (top + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
 
 
+def default_scale(dim: int) -> float:
+    """1 / sqrt(D), and 1 for D = 0, where the logits are 0 anyway."""
+    return 1 / math.sqrt(dim) if dim > 0 else 1.0
+
+
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """torch's signature and layout (B,H,T,D); `is_causal` aligns top-left, as in torch."""
     tq, tk = query.shape[-2], key.shape[-2]
     mask = bias = None
     if is_causal:
-        mask = torch.ones(tq, tk, dtype=torch.bool, device=query.device).tril()
+        rule = (masks.MaskKind.WINDOW_TOP_LEFT, -1, 0, None)
+        mask = masks.visible([rule], tq, tk, query.device)
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         mask = attn_mask
     else:
         bias = attn_mask
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
-    assert isinstance(out, torch.Tensor)
+    assert isinstance(out, Tensor)
     return out.transpose(1, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.reference.attention import visible
+from omniattn.reference.masks import visible, window_rule
 from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 
@@ -31,6 +31,9 @@ def registry() -> dict[str, OpSpec]:
     """All OpSpecs by name."""
     return {spec.name: spec for spec in (*_attention(), *_norms(), _rotary(), *_glus(), *_gemms())}
 
+
+# The backward of flash attention takes rowsum(dO * O) from O as it was rounded to the dtype.
+ATTENTION_GRADIENT_FACTOR = 4.0
 
 # attention ----------------------------------------------------------------------------------------
 
@@ -86,7 +89,8 @@ def _attention_flops(case: Case, pass_: Pass) -> float:
     window = case.options.get("window_size", (-1, -1))
     pairs = s["Tq"] * s["Tk"]
     if causal or window != (-1, -1):
-        seen = visible(s["Tq"], s["Tk"], causal, window, torch.device("cpu"))
+        rule = window_rule(causal, window)
+        seen = visible([rule], s["Tq"], s["Tk"], torch.device("cpu"))
         pairs = int(seen.sum())
     d, dv = s["D"], s.get("Dv", s["D"])
     forward, backward = 2.0 * (d + dv), 2.0 * (3 * d + 2 * dv)
@@ -109,6 +113,7 @@ def _attention() -> tuple[OpSpec, OpSpec]:
         inputs=_attention_inputs,
         differentiable=("q", "k", "v", "bias"),
         flops=_attention_flops,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
         second_order=True,
         rivals=rivals.ATTENTION,
         cases=(
@@ -164,6 +169,7 @@ def _attention() -> tuple[OpSpec, OpSpec]:
         inputs=_sdpa_inputs,
         differentiable=("query", "key", "value", "attn_mask"),
         flops=_attention_flops,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
         second_order=True,
         rivals=rivals.SDPA,
         cases=(

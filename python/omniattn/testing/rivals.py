@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from omniattn.reference.attention import visible
+from omniattn.reference.masks import visible, window_rule
 
 __all__ = [
     "ATTENTION",
@@ -75,7 +75,7 @@ def _sdpa_attention(
     top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
     attn_mask = mask
     if (causal or window_size != (-1, -1)) and not top_left:
-        seen = visible(tq, tk, causal, window_size, q.device)
+        seen = visible([window_rule(causal, window_size)], tq, tk, q.device)
         attn_mask = seen if mask is None else mask & seen
     if bias is not None:
         hidden = float("-inf")

@@ -133,6 +133,7 @@ class OpSpec:
         flops: floating-point operations of (case, pass), as counted in the literature.
         rivals: what users run today, by provider; same signature, NotImplementedError where a
             case is beyond it. The first one is the eager form.
+        gradient_factor: how much more than eager the gradients may err.
         second_order: whether second derivatives exist; without, they must raise.
     """
 
@@ -147,6 +148,7 @@ class OpSpec:
     rivals: Mapping[str, Function] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
     devices: tuple[str, ...] = ("cpu",)
+    gradient_factor: float = 3.0
     second_order: bool = False
 
     @property

@@ -1,0 +1,207 @@
+// Softmax attention on the CPU (spec attention 1-3): O = Z . softmax(f(scale q k^T) + bias) v per
+// (b, h).
+//
+//   forward     pack (b, kv head, 64 keys), then tiles (b, head, query block): online softmax after
+//               Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (arXiv
+//               2307.08691)
+//   decode      few query rows: split (b, kv heads, key range), then merge (b, head, query) in key
+//   order backward    prepare (b, head, query block), then gradients (b's, kv heads, key blocks):
+//   dK, dV and
+//               dbias are private to a work item, dQ goes to one buffer per key split; finish adds
+//               them up
+//
+// What is stored as 16-bit floats is widened when it is packed; all arithmetic is in compute_t<T>.
+// Every number depends on shapes and values only, never on the number of threads or the order of
+// the items.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+#include "semantics/block_schedule.h"
+#include "semantics/mask.h"
+#include "semantics/philox.h"
+#include "semantics/score.h"
+#include "semantics/seqlen.h"
+
+namespace omniattn {
+
+// (B, T, H, D), unit stride over D; strides in elements.
+struct HeadView {
+  const void* data;
+  int64_t stride_b, stride_t, stride_h;
+};
+struct MutableHeadView {
+  void* data;
+  int64_t stride_b, stride_t, stride_h;
+};
+
+// (B, Hq, Tq, Tk) by strides (0: broadcast), unit stride over keys. data == nullptr: none.
+struct ScoreView {
+  const void* data;
+  DType dtype;
+  int64_t stride_b, stride_h, stride_q;
+};
+
+struct AttentionProblem {
+  DType dtype;
+  int64_t batch, tq, tk, hq, hkv, d, dv;
+  HeadView q;  // (B, Tq, Hq, D)
+  HeadView k;  // (B, Tk, Hkv, D)
+  HeadView v;  // (B, Tk, Hkv, Dv)
+  AttentionMask mask;
+  Score score;
+  ScoreView bias;
+  Dropout dropout;
+};
+
+// Rows are padded to a multiple of 16 elements, and off multiples of 256 bytes, which would put the
+// rows of one tile into few cache sets.
+OMNIATTN_FN int64_t padded_row(int64_t width) {
+  const int64_t padded = round_up(width, 16);
+  return padded % 64 == 0 ? padded + 16 : padded;
+}
+
+constexpr int64_t kKeyPanel = 64;       // keys side by side in packed K^T
+constexpr int64_t kKeyBlock = 128;      // keys of one tile
+constexpr int64_t kQueryBlock = 96;     // queries of one tile
+constexpr int64_t kSplitKeys = 256;     // keys of one decode work item
+constexpr int64_t kDecodeRows = 16;     // most query rows of one kv head that take the decode path
+constexpr int64_t kBackwardItems = 16;  // work items the backward splits keys for, and
+constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
+
+OMNIATTN_FN int64_t accumulator_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+
+struct AttentionForwardParams {
+  AttentionProblem problem;
+  MutableHeadView out;  // (B, Tq, Hq, Dv)
+  void* lse;            // (B, Hq, Tq) in the compute type
+  void* workspace;      // forward_workspace_elements or decode_workspace_elements
+  void* scratch;        // of the calling thread, *_scratch_elements
+};
+
+struct AttentionBackwardParams {
+  AttentionProblem problem;
+  HeadView out;          // (B, Tq, Hq, Dv)
+  HeadView grad_out;     // the same shape
+  const void* lse;       // (B, Hq, Tq) in the compute type
+  const void* grad_lse;  // the same, or null
+  MutableHeadView grad_q, grad_k, grad_v;
+  // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
+  // broadcast; zero on entry. Null: not wanted.
+  void* grad_bias;
+  int64_t grad_bias_stride_b, grad_bias_stride_h, grad_bias_stride_q;
+  int64_t splits;   // key splits = dQ buffers
+  void* workspace;  // backward_workspace_elements
+  void* scratch;
+};
+
+static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
+static_assert(std::is_trivially_copyable_v<AttentionBackwardParams>);
+
+// ---- work items and memory, in elements of the compute type
+// ----------------------------------------
+
+OMNIATTN_FN int64_t group_size(const AttentionProblem& p) { return p.hq / p.hkv; }
+OMNIATTN_FN int64_t query_block_count(const AttentionProblem& p) {
+  return ceil_div(p.tq, kQueryBlock);
+}
+OMNIATTN_FN int64_t key_block_count(const AttentionProblem& p) { return ceil_div(p.tk, kKeyBlock); }
+
+// Packed K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head.
+OMNIATTN_FN int64_t packed_keys(const AttentionProblem& p) { return round_up(p.tk, kKeyPanel); }
+OMNIATTN_FN int64_t packed_head_elements(const AttentionProblem& p) {
+  return packed_keys(p) * (p.d + padded_row(p.dv));
+}
+
+OMNIATTN_FN int64_t pack_items(const AttentionProblem& p) {
+  return p.batch * p.hkv * ceil_div(p.tk, kKeyPanel);
+}
+OMNIATTN_FN int64_t forward_items(const AttentionProblem& p) {
+  return p.batch * p.hq * query_block_count(p);
+}
+OMNIATTN_FN int64_t forward_workspace_elements(const AttentionProblem& p) {
+  return p.batch * p.hkv * packed_head_elements(p);
+}
+// q, S and O tiles, m and l.
+OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
+  return kQueryBlock * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 2);
+}
+
+OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
+  return p.tq * group_size(p) <= kDecodeRows;
+}
+OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplitKeys); }
+// Kv heads are work items of their own only where batch and splits give few.
+OMNIATTN_FN int64_t decode_head_items(const AttentionProblem& p) {
+  return p.batch * decode_splits(p) >= kBackwardItems ? 1 : p.hkv;
+}
+OMNIATTN_FN int64_t decode_items(const AttentionProblem& p) {
+  return p.batch * decode_splits(p) * decode_head_items(p);
+}
+OMNIATTN_FN int64_t merge_items(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
+// One partial result per row and split: O (dv), m, l.
+OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_row(p.dv) + 16; }
+OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
+  return p.batch * decode_splits(p) * p.hq * p.tq * partial_elements(p);
+}
+// The query rows of all heads of an item, and the logits of one kv head for 64 keys.
+OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
+  return p.hq * p.tq * padded_row(p.d) + kDecodeRows * kKeyPanel;
+}
+
+// Items of the backward own everything they add to: a bias that is broadcast over the batch or over
+// heads puts those into one item.
+OMNIATTN_FN bool one_item_per_batch(const AttentionBackwardParams& p) {
+  return p.grad_bias == nullptr || p.grad_bias_stride_b != 0 || p.problem.batch == 1;
+}
+OMNIATTN_FN bool one_item_per_head(const AttentionBackwardParams& p) {
+  return p.grad_bias == nullptr || p.grad_bias_stride_h != 0 || p.problem.hkv == 1;
+}
+OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
+  return (one_item_per_batch(p) ? p.problem.batch : 1) * (one_item_per_head(p) ? p.problem.hkv : 1);
+}
+OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p) {
+  const int64_t wanted = ceil_div(kBackwardItems, backward_owners(p));
+  const int64_t limit = wanted < kBackwardSplits ? wanted : kBackwardSplits;
+  return limit < key_block_count(p.problem) ? limit : key_block_count(p.problem);
+}
+OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
+  return backward_owners(p) * p.splits;
+}
+// Per query row: pre * q, dO, one dQ per split, Delta and the exponent's shift.
+OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p) {
+  const AttentionProblem& x = p.problem;
+  return x.batch * x.hq * x.tq * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 2);
+}
+// Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles.
+OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {
+  const AttentionProblem& x = p.problem;
+  return kKeyBlock * (x.d + x.dv + 2 * padded_row(x.d) + padded_row(x.dv)) +
+         2 * kQueryBlock * kKeyBlock;
+}
+
+// ---- entries: one table per file and ISA --------------------------------------------------------
+
+using AttentionForwardKernel = void (*)(const AttentionForwardParams&, int64_t begin, int64_t end);
+using AttentionBackwardKernel = void (*)(const AttentionBackwardParams&, int64_t begin,
+                                         int64_t end);
+
+struct AttentionForwardKernels {
+  AttentionForwardKernel pack, forward;  // pack_items, forward_items
+};
+struct AttentionDecodeKernels {
+  AttentionForwardKernel decode, merge;  // decode_items, merge_items
+};
+struct AttentionBackwardKernels {
+  AttentionBackwardKernel prepare, backward,
+      finish;  // forward_items, backward_items, forward_items
+};
+
+OMNIATTN_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
+OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
+OMNIATTN_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
+
+}  // namespace omniattn

@@ -1,0 +1,289 @@
+// Backward in five products per tile (see attention.h; spec attention 2). A work item owns a set of
+// (b, kv head) and every splits-th key block: for each it recomputes P from lse and adds
+//
+//   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
+//
+// with dx = dS * slope of the softcap. dK and dV of the block stay in L2 and are written once.
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_tile.h"
+#include "runtime/dispatch.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// Workspace: rows (b, h, q) of x_q = pre * q, dO, dQ once per split, Delta and shift.
+template <class A>
+struct QueryRows {
+  A *q, *grad_out, *grad_q, *delta, *shift;
+  int64_t count, ldq, ldo;
+
+  explicit QueryRows(const AttentionBackwardParams& params)
+      : count(params.problem.batch * params.problem.hq * params.problem.tq),
+        ldq(padded_row(params.problem.d)),
+        ldo(padded_row(params.problem.dv)) {
+    Carver<A> carve{static_cast<A*>(params.workspace)};
+    q = carve.take(count * ldq);
+    grad_out = carve.take(count * ldo);
+    grad_q = carve.take(count * ldq * params.splits);
+    delta = carve.take(count);
+    shift = carve.take(count);
+  }
+  OMNIATTN_INLINE A* grad_q_of(int64_t split, int64_t row) const {
+    return grad_q + (split * count + row) * ldq;
+  }
+};
+
+struct QueryBlock {
+  int64_t b, h;
+  Range queries;
+  int64_t first_row;  // of QueryRows
+};
+inline QueryBlock query_block(const AttentionProblem& p, int64_t item) {
+  const int64_t blocks = query_block_count(p), head = item / blocks;
+  const Range queries = block(item % blocks, kQueryBlock, p.tq);
+  return {head / p.hq, head % p.hq, queries, head * p.tq + queries.begin};
+}
+
+template <class T>
+void prepare_block(const AttentionBackwardParams& params, int64_t item) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& p = params.problem;
+  const QueryRows<A> rows(params);
+  const auto [b, h, queries, first] = query_block(p, item);
+  const int64_t count = queries.end - queries.begin;
+  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, count, p.d,
+               static_cast<A>(p.score.pre), rows.q + first * rows.ldq);
+  pack_rows<T>(row_of<T>(params.grad_out, b, queries.begin, h), params.grad_out.stride_t, count,
+               p.dv, A(1), rows.grad_out + first * rows.ldo);
+  const A* const grad_lse = static_cast<const A*>(params.grad_lse);
+  for (int64_t r = 0; r < count; ++r) {
+    const T* const out = row_of<T>(params.out, b, queries.begin + r, h);
+    const A* const grad = rows.grad_out + (first + r) * rows.ldo;
+    V sum = zero<A>();
+    for (int64_t c = 0; c < p.dv; c += V::kWidth) {
+      sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
+    }
+    rows.delta[first + r] = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[first + r] : A(0));
+    rows.shift[first + r] = softmax_backward_shift(static_cast<const A*>(params.lse)[first + r]);
+  }
+  for (int64_t split = 0; split < params.splits; ++split) {
+    fill_zero(rows.grad_q_of(split, first), count * rows.ldq);
+  }
+}
+
+// Tiles and key-side operands of one work item.
+template <class A>
+struct KeySide {
+  A *kt, *vt, *k, *grad_k, *grad_v, *p, *ds;
+
+  KeySide(const AttentionProblem& x, void* scratch) {
+    Carver<A> carve{static_cast<A*>(scratch)};
+    kt = carve.take(kKeyBlock * x.d);
+    vt = carve.take(kKeyBlock * x.dv);
+    k = carve.take(kKeyBlock * padded_row(x.d));
+    grad_k = carve.take(kKeyBlock * padded_row(x.d));
+    grad_v = carve.take(kKeyBlock * padded_row(x.dv));
+    p = carve.take(kQueryBlock * kKeyBlock);
+    ds = carve.take(kQueryBlock * kKeyBlock);
+  }
+};
+
+// P = 2^(x - shift), dS = P (dP - Delta) with nothing else in the way.
+template <class A>
+OMNIATTN_INLINE void plain_row(A* p, A* ds, Range columns, A shift, A delta) {
+  using V = Vec<A>;
+  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+    const V e = exp2(load(p + n) - V(shift));
+    store(p + n, e);
+    store(ds + n, e * (load(ds + n) - V(delta)));
+  }
+}
+
+// The same with softcap, bias, mask and dropout; adds to the bias gradient.
+template <class A>
+void general_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
+                 A* grad_bias) {
+  using V = Vec<A>;
+  const AttentionProblem& x = score.p;
+  const bool drops = x.dropout.threshold != 0;
+  const RowDropout<A> dropout =
+      drops ? RowDropout<A>(x, score.b, score.h, score.q, score.key) : RowDropout<A>();
+  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+    V t = zero<A>();
+    const V z = drops ? dropout.factor(n) : V(A(1));
+    const V e = exp2(score.logit(load(p + n), n, t) - V(shift));
+    V grad = e * (z * load(ds + n) - V(delta));
+    if (score.visible != nullptr) {  // a hidden key may hold anything, 0 * NaN included
+      grad = select(lanes_of<A>(score.visible[n / 64] >> (n % 64)), grad, zero<A>());
+    }
+    if (grad_bias != nullptr) {
+      const int64_t left = x.tk - score.key - n;
+      store_n(grad_bias + n, load_n(grad_bias + n, left) + grad, left);
+    }
+    store(p + n, e * z);
+    store(ds + n, x.score.post != 0 ? grad * softcap_slope(t) : grad);
+  }
+}
+
+template <class A>
+void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t b,
+                   int64_t h, const TilePlan& plan, A* p, A* ds) {
+  const AttentionProblem& problem = params.problem;
+  for (int64_t g = 0; g < plan.groups(); ++g) {
+    const Range columns = plan.columns[g], group = plan.group_rows(g);
+    for (int64_t r = group.begin; r < group.end; ++r) {
+      A* const p_row = p + r * kKeyBlock;
+      A* const ds_row = ds + r * kKeyBlock;
+      A* const both[] = {p_row, ds_row};
+      for (A* const x : both) {  // the products down the columns read whole rows
+        fill_zero(x, columns.begin);
+        fill_zero(x + columns.end, kKeyBlock - columns.end);
+      }
+      const int64_t q = plan.queries.begin + r, row = (b * problem.hq + h) * problem.tq + q;
+      const RowScore<A> score{
+          problem, b, h, q, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+      A* const grad_bias = params.grad_bias == nullptr
+                               ? nullptr
+                               : static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
+                                     h * params.grad_bias_stride_h + q * params.grad_bias_stride_q +
+                                     plan.keys.begin;
+      if (score.plain() && grad_bias == nullptr && problem.dropout.threshold == 0) {
+        plain_row(p_row, ds_row, columns, rows.shift[row], rows.delta[row]);
+      } else {
+        general_row(score, p_row, ds_row, columns, rows.shift[row], rows.delta[row], grad_bias);
+      }
+    }
+  }
+}
+
+// The columns that some group of the plan computed.
+inline Range computed_columns(const TilePlan& plan) {
+  Range all = {kKeyBlock, 0};
+  for (int64_t g = 0; g < plan.groups(); ++g) {
+    if (is_empty(plan.columns[g])) continue;
+    if (plan.columns[g].begin < all.begin) all.begin = plan.columns[g].begin;
+    if (plan.columns[g].end > all.end) all.end = plan.columns[g].end;
+  }
+  return all;
+}
+
+template <class T>
+void gradient_tile(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+                   const KeySide<compute_t<T>>& side, int64_t split, int64_t b, int64_t h,
+                   const TilePlan& plan) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t first = (b * p.hq + h) * p.tq + plan.queries.begin, count = plan.rows();
+  const A* const q = rows.q + first * rows.ldq;
+  const A* const grad_out = rows.grad_out + first * rows.ldo;
+  multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p);
+  multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds);
+  gradient_rows(params, rows, b, h, plan, side.p, side.ds);
+  const Range keys = computed_columns(plan);
+  const int64_t n = keys.end - keys.begin;
+  gemm_tile<A, ALayout::kTransposed>(side.p + keys.begin, kKeyBlock, row_panels(grad_out, rows.ldo),
+                                     side.grad_v + keys.begin * rows.ldo, rows.ldo, n,
+                                     round_up(p.dv, 16), count, true);
+  gemm_tile<A, ALayout::kTransposed>(side.ds + keys.begin, kKeyBlock, row_panels(q, rows.ldq),
+                                     side.grad_k + keys.begin * rows.ldq, rows.ldq, n,
+                                     round_up(p.d, 16), count, true);
+  accumulate_keys(plan, side.ds, side.k, rows.ldq, round_up(p.d, 16), rows.grad_q_of(split, first),
+                  rows.ldq);
+}
+
+// All queries of one kv head against one key block.
+template <class T>
+void gradient_key_block(const AttentionBackwardParams& params, int64_t split, int64_t b, int64_t h,
+                        Range keys) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const QueryRows<A> rows(params);
+  const KeySide<A> side(p, params.scratch);
+  const int64_t count = keys.end - keys.begin;
+  const T* const k = row_of<T>(p.k, b, keys.begin, h);
+  const T* const v = row_of<T>(p.v, b, keys.begin, h);
+  pack_keys_as_columns(k, p.k.stride_t, p.d, count, kKeyBlock, side.kt);
+  pack_keys_as_columns(v, p.v.stride_t, p.dv, count, kKeyBlock, side.vt);
+  pack_rows<T>(k, p.k.stride_t, count, p.d, A(1), side.k);
+  fill_zero(side.grad_k, kKeyBlock * rows.ldq);
+  fill_zero(side.grad_v, kKeyBlock * rows.ldo);
+
+  const Range blocks = query_blocks(p.mask, b, keys, kQueryBlock);
+  TilePlan plan;
+  for (int64_t head = h * group_size(p); head < (h + 1) * group_size(p); ++head) {
+    for (int64_t n = blocks.begin; n < blocks.end; ++n) {
+      if (!plan_tile(p, b, head, block(n, kQueryBlock, p.tq), keys, plan)) continue;
+      gradient_tile<T>(params, rows, side, split, b, head, plan);
+    }
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    store_row(side.grad_k + n * rows.ldq, static_cast<A>(p.score.chain), p.d,
+              row_of<T>(params.grad_k, b, keys.begin + n, h));
+    store_row(side.grad_v + n * rows.ldo, A(1), p.dv,
+              row_of<T>(params.grad_v, b, keys.begin + n, h));
+  }
+}
+
+template <class T>
+void backward_item(const AttentionBackwardParams& params, int64_t item) {
+  const AttentionProblem& p = params.problem;
+  const int64_t owner = item % backward_owners(params), split = item / backward_owners(params);
+  const int64_t head_owners = one_item_per_head(params) ? p.hkv : 1;
+  const int64_t b = owner / head_owners, h = owner % head_owners;
+  const Range batches = one_item_per_batch(params) ? Range{b, b + 1} : Range{0, p.batch};
+  const Range heads = one_item_per_head(params) ? Range{h, h + 1} : Range{0, p.hkv};
+  for (int64_t i = batches.begin; i < batches.end; ++i) {
+    for (int64_t j = heads.begin; j < heads.end; ++j) {
+      for (int64_t n = split; n < key_block_count(p); n += params.splits) {
+        gradient_key_block<T>(params, split, i, j, block(n, kKeyBlock, p.tk));
+      }
+    }
+  }
+}
+
+// dQ: the sum over splits, in order, times the scale.
+template <class T>
+void finish_block(const AttentionBackwardParams& params, int64_t item) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& p = params.problem;
+  const QueryRows<A> rows(params);
+  const auto [b, h, queries, first] = query_block(p, item);
+  for (int64_t r = 0; r < queries.end - queries.begin; ++r) {
+    A* const sum = rows.grad_q_of(0, first + r);
+    for (int64_t split = 1; split < params.splits; ++split) {
+      const A* const part = rows.grad_q_of(split, first + r);
+      for (int64_t c = 0; c < rows.ldq; c += V::kWidth)
+        store(sum + c, load(sum + c) + load(part + c));
+    }
+    store_row(sum, static_cast<A>(p.score.pre * p.score.chain), p.d,
+              row_of<T>(params.grad_q, b, queries.begin + r, h));
+  }
+}
+
+void prepare(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) prepare_block<decltype(type)>(p, i);
+  });
+}
+
+void backward(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(p, i);
+  });
+}
+
+void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) finish_block<decltype(type)>(p, i);
+  });
+}
+
+}  // namespace
+
+extern const AttentionBackwardKernels attention_backward_kernels_table = {prepare, backward,
+                                                                          finish};
+
+}  // namespace omniattn::OMNIATTN_ISA

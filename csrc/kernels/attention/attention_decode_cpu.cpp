@@ -1,0 +1,279 @@
+// Few query rows against many keys (see attention.h): keys are split at fixed places, each work
+// item reads its K and V rows once, in memory order, for all query rows that share them, and leaves
+// one partial (O, m, l) per row; merge adds the partials in key order. K and V are read as they
+// are, not packed.
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_tile.h"
+#include "runtime/dispatch.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr int kRows = 4;  // query rows in registers, beside
+constexpr int kKeys = 4;  // keys (in q.k) or vectors of a V row (in P V)
+
+// The rows of one kv head: (head of the group, query).
+struct Rows {
+  int64_t b, kv_head, count;
+  int64_t first_head, queries;
+  OMNIATTN_INLINE int64_t head(int64_t r) const { return first_head + r / queries; }
+  OMNIATTN_INLINE int64_t query(int64_t r) const { return r % queries; }
+};
+
+// s[r][n] = q_r . k_n for up to kKeys keys; q rows are padded with zeros.
+template <class T, int kCount>
+OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, int64_t stride,
+                              int64_t keys, int64_t d, compute_t<T>* s) {
+  using V = Vec<compute_t<T>>;
+  V acc[kCount][kKeys];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kKeys; ++n) acc[r][n] = zero<compute_t<T>>();
+  }
+  const T* key[kKeys];  // a missing key repeats the last one
+  for (int n = 0; n < kKeys; ++n) key[n] = k + (n < keys ? n : keys - 1) * stride;
+  for (int64_t c = 0; c < d; c += V::kWidth) {
+    V x[kKeys];
+#pragma GCC unroll 4
+    for (int n = 0; n < kKeys; ++n) {
+      x[n] = c + V::kWidth <= d ? load(key[n] + c) : load_n(key[n] + c, d - c);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      const V row = load(q + r * ldq + c);
+#pragma GCC unroll 4
+      for (int n = 0; n < kKeys; ++n) acc[r][n] = fma(row, x[n], acc[r][n]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kKeys; ++n) s[r * kKeyPanel + n] = reduce_add(acc[r][n]);
+  }
+}
+
+// o[r][0 .. cols) += sum_n s[r][n] v_n; kCount rows, kVecs vectors of which the last may be
+// partial.
+template <class T, int kCount, int kVecs>
+OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, int64_t stride, int64_t keys,
+                                int64_t cols, compute_t<T>* o, int64_t ldo) {
+  using V = Vec<compute_t<T>>;
+  V acc[kCount][kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) acc[r][c] = load(o + r * ldo + c * V::kWidth);
+  }
+  const bool whole = cols >= kVecs * V::kWidth;
+  for (int64_t n = 0; n < keys; ++n, v += stride) {
+    V x[kVecs];
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) {
+      x[c] = whole ? load(v + c * V::kWidth) : load_n(v + c * V::kWidth, cols - c * V::kWidth);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      const V p(s[r * kKeyPanel + n]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVecs; ++c) acc[r][c] = fma(p, x[c], acc[r][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) store(o + r * ldo + c * V::kWidth, acc[r][c]);
+  }
+}
+
+// f(first row, Count<rows>) for tiles of kRows rows and a remainder.
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+template <class F>
+OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows) f(r, Count<kRows>{});
+  switch (rows - r) {
+    case 3:
+      return f(r, Count<3>{});
+    case 2:
+      return f(r, Count<2>{});
+    case 1:
+      return f(r, Count<1>{});
+    default:
+      return;
+  }
+}
+
+// One partial result: O, m, l.
+template <class A>
+struct Partial {
+  A* o;
+  int64_t width;
+  OMNIATTN_INLINE A& m() const { return o[width]; }
+  OMNIATTN_INLINE A& l() const { return o[width + 1]; }
+};
+template <class A>
+OMNIATTN_INLINE Partial<A> partial_of(const AttentionForwardParams& params, int64_t b,
+                                      int64_t split, int64_t h, int64_t q) {
+  const AttentionProblem& p = params.problem;
+  const int64_t row = ((b * decode_splits(p) + split) * p.hq + h) * p.tq + q;
+  return {static_cast<A*>(params.workspace) + row * partial_elements(p), padded_row(p.dv)};
+}
+
+// Logits to probabilities for up to 64 keys of one row; updates its partial.
+template <class A>
+void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_t keys, A* s,
+                     const Partial<A>& row) {
+  using V = Vec<A>;
+  V top(negative_infinity<A>()), unused;
+  for (int64_t n = 0; n < keys; n += V::kWidth) {
+    V x = score.logit(load(s + n), n, unused);
+    x = select(lanes_below<A>(keys - n), x, V(negative_infinity<A>()));
+    store(s + n, x);
+    top = max(top, x);
+  }
+  const A highest = reduce_max(top);
+  if (highest > row.m()) {
+    const V alpha = exp2(V(row.m() - highest));
+    row.l() *= alpha.v[0];
+    for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
+    row.m() = highest;
+  }
+  const V shift(softmax_shift(row.m()));
+  V sum = zero<A>();
+  for (int64_t n = 0; n < keys; n += V::kWidth) {
+    const V e = exp2(load(s + n) - shift);
+    sum += e;
+    store(s + n, e);
+  }
+  row.l() += reduce_add(sum);
+  if (p.dropout.threshold == 0) return;
+  const RowDropout<A> dropout(p, score.b, score.h, score.q, score.key);
+  for (int64_t n = 0; n < keys; n += V::kWidth) store(s + n, load(s + n) * dropout.factor(n));
+}
+
+// Keys [keys.begin, keys.end), at most 64, for all rows of one kv head.
+template <class T>
+void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t split, Range keys,
+                 const compute_t<T>* q, compute_t<T>* s) {
+  using A = compute_t<T>;
+  constexpr int64_t kWidth = Vec<A>::kWidth;
+  const AttentionProblem& p = params.problem;
+  const int64_t count = keys.end - keys.begin, ldq = padded_row(p.d);
+  const T* const k = row_of<T>(p.k, rows.b, keys.begin, rows.kv_head);
+  const T* const v = row_of<T>(p.v, rows.b, keys.begin, rows.kv_head);
+  for_row_tiles(rows.count, [&](int64_t r, auto tile) {
+    for (int64_t n = 0; n < count; n += kKeys) {
+      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k + n * p.k.stride_t, p.k.stride_t,
+                                         count - n, p.d, s + r * kKeyPanel + n);
+    }
+  });
+  const bool masked = classify(p.mask, rows.b, {0, p.tq}, keys) != TileClass::full;
+  for (int64_t r = 0; r < rows.count; ++r) {
+    uint64_t visible[kMaskWords] = {};
+    if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
+    const RowScore<A> score{
+        p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr};
+    softmax_partial(p, score, count, s + r * kKeyPanel,
+                    partial_of<A>(params, rows.b, split, rows.head(r), rows.query(r)));
+  }
+  // The partials of one kv head lie one behind the other, as its rows do.
+  A* const o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
+  const int64_t ldo = partial_elements(p);
+  for_row_tiles(rows.count, [&](int64_t r, auto tile) {
+    int64_t c = 0;
+    for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) {
+      weigh_tile<T, decltype(tile)::value, 4>(s + r * kKeyPanel, v + c, p.v.stride_t, count,
+                                              p.dv - c, o + r * ldo + c, ldo);
+    }
+    for (; c < p.dv; c += kWidth) {
+      weigh_tile<T, decltype(tile)::value, 1>(s + r * kKeyPanel, v + c, p.v.stride_t, count,
+                                              p.dv - c, o + r * ldo + c, ldo);
+    }
+  });
+}
+
+template <class T>
+void decode_item(const AttentionForwardParams& params, int64_t item) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t splits = decode_splits(p), head_items = decode_head_items(p);
+  const int64_t b = item / (splits * head_items), split = item / head_items % splits;
+  const Range heads = head_items == 1 ? Range{0, p.hkv} : Range{item % p.hkv, item % p.hkv + 1};
+  const int64_t group = group_size(p), ldq = padded_row(p.d), head_rows = group * p.tq;
+
+  Carver<A> carve{static_cast<A*>(params.scratch)};
+  A* const s = carve.take(kDecodeRows * kKeyPanel);
+  A* const q = carve.take((heads.end - heads.begin) * head_rows * ldq);
+  for (int64_t h = heads.begin * group; h < heads.end * group; ++h) {
+    pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, static_cast<A>(p.score.pre),
+                 q + (h - heads.begin * group) * p.tq * ldq);
+    for (int64_t i = 0; i < p.tq; ++i) {
+      const Partial<A> row = partial_of<A>(params, b, split, h, i);
+      for (int64_t c = 0; c < row.width; ++c) row.o[c] = A(0);
+      row.m() = negative_infinity<A>();
+      row.l() = A(0);
+    }
+  }
+  Range seen = intersect(visible_keys(p.mask, b, {0, p.tq}), block(split, kSplitKeys, p.tk));
+  seen.begin = seen.begin / 4 * 4;  // dropout bits come in groups of four keys
+  for (int64_t key = seen.begin / kKeyPanel * kKeyPanel; key < seen.end; key += kKeyPanel) {
+    const Range keys = intersect(seen, {key, key + kKeyPanel});
+    for (int64_t h = heads.begin; h < heads.end; ++h) {
+      const Rows rows{b, h, head_rows, h * group, p.tq};
+      decode_keys<T>(params, rows, split, keys, q + (h - heads.begin) * head_rows * ldq, s);
+    }
+  }
+}
+
+template <class T>
+void merge_row(const AttentionForwardParams& params, int64_t item) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& p = params.problem;
+  const int64_t b = item / (p.hq * p.tq), h = item / p.tq % p.hq, q = item % p.tq;
+  const int64_t splits = decode_splits(p), stride = p.hq * p.tq * partial_elements(p);
+  const Partial<A> first = partial_of<A>(params, b, 0, h, q);
+  A m = negative_infinity<A>(), l = A(0);
+  for (int64_t n = 0; n < splits; ++n) {
+    const A top = Partial<A>{first.o + n * stride, first.width}.m();
+    if (top > m) m = top;
+  }
+  for (int64_t n = 0; n < splits; ++n) {  // m of a partial becomes its weight
+    const Partial<A> part{first.o + n * stride, first.width};
+    part.m() = exp2(V(part.m() - softmax_shift(m))).v[0];
+    l += part.m() * part.l();
+  }
+  for (int64_t c = 0; c < p.dv; c += V::kWidth) {
+    V sum = zero<A>();
+    for (int64_t n = 0; n < splits; ++n) {
+      const Partial<A> part{first.o + n * stride, first.width};
+      sum = fma(V(part.m()), load(part.o + c), sum);
+    }
+    store(first.o + c, sum);
+  }
+  store_row(first.o, softmax_normaliser(l), p.dv, row_of<T>(params.out, b, q, h));
+  static_cast<A*>(params.lse)[item] = softmax_lse(m, l, log(V(l)).v[0]);
+}
+
+void decode(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) decode_item<decltype(type)>(p, i);
+  });
+}
+
+void merge(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) merge_row<decltype(type)>(p, i);
+  });
+}
+
+}  // namespace
+
+extern const AttentionDecodeKernels attention_decode_kernels_table = {decode, merge};
+
+}  // namespace omniattn::OMNIATTN_ISA

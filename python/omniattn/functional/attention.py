@@ -1,0 +1,357 @@
+"""Softmax attention with masks, biases, softcap and dropout; torch's drop-in beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import require_float, require_like, use_reference
+from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
+from omniattn.functional.scores import Bias, ScoreRule, Softcap
+from omniattn.ops import attention as ops
+from omniattn.reference.attention import default_scale
+from omniattn.reference.masks import MaskKind, Rule, visible
+from omniattn.reference.philox import new_seed
+
+__all__ = ["attention", "scaled_dot_product_attention"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
+
+    ``O = softmax(f(scale * q k^T) + bias) v`` over the allowed keys, ``f`` the identity or
+    ``softcap * tanh(. / softcap)``. Query head h reads kv head ``h // (Hq / Hkv)``.
+
+    Args:
+        q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; any strides, copied only where the
+            last one is not 1. Under autocast q, k and v are cast to its dtype.
+        k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
+        v: (B, Tk, Hkv, Dv) of q's dtype; Dv may differ from D.
+        causal: query i sees keys up to i + Tk - Tq (bottom-right aligned).
+        window_size: (left, right): keys from left before to right behind that position, inclusive;
+            -1 is unbounded.
+        mask: bool, True = attend, broadcastable to (B, Hq, Tq, Tk), or a value of
+            `functional.masks`. Everything is ANDed.
+        bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
+            floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
+        scale: factor on q k^T; None is 1 / sqrt(D).
+        softcap: 0 is off.
+        dropout_p: probability of dropping an attention weight; kept ones are multiplied by
+            1 / (1 - dropout_p).
+        seed: int64 (2,) on the CPU, [seed, offset] of the dropout mask, which is a function of
+            (seed, offset, b, h, i, j) alone. None draws one from torch's generator.
+        return_lse: also return the log-sum-exp of the masked logits.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype, and with return_lse lse (B, Hq, Tq) in float32 (float64 for
+        float64). A query that sees no key gives O = 0, lse = -inf and zero gradients.
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit the others.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
+        backward do not depend on the number of threads. Gradients flow to q, k, v and bias, through
+        O and lse; second and forward-mode derivatives recompute through the eager definition.
+
+    Reference:
+        Vaswani et al., Attention Is All You Need, 2017, arXiv:1706.03762; Dao et al.,
+        FlashAttention, 2022, arXiv:2205.14135; Dao, FlashAttention-2, 2023, arXiv:2307.08691.
+
+    Example:
+        >>> q = k = torch.zeros(1, 2, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+        >>> attention(q, k, v, causal=True).flatten()
+        tensor([1., 2.])
+    """
+    op = "attention"
+    q, k, v = _autocast(op, q, k, v)
+    _check_shapes(op, q, k, v)
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    _check_numbers(op, scale, softcap, dropout_p)
+    rules = _mask(op, causal, window_size, mask, q, full)
+    if bias is not None:
+        bias = _bias(op, bias, q, full)
+    seed = _seed(op, seed) if dropout_p > 0 else None
+    if use_reference(op, backend, q):
+        return reference.attention(
+            q,
+            k,
+            v,
+            mask=visible(rules, q.shape[1], k.shape[1], q.device),
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            seed=seed,
+            return_lse=return_lse,
+        )
+
+    aux: list[Tensor] = []
+    mask_codes: list[int] = []
+    for kind, a, b, side in rules:
+        mask_codes += [kind, a, b, _index(aux, side)]
+    params = [scale, dropout_p]
+    score_codes: list[int] = []
+    for code, side, parameter in _scores(softcap, bias):
+        score_codes += [code, _index(aux, side), _index(params, parameter)]
+    out, lse = ops.attention(q, k, v, aux, seed, mask_codes, score_codes, params)
+    return (out, lse) if return_lse else out
+
+
+def _index(values: list[Any], value: Any) -> int:
+    """Where `value` is appended to `values`; -1 for None."""
+    if value is None:
+        return -1
+    values.append(value)
+    return len(values) - 1
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention, computed by :func:`attention`.
+
+    Args:
+        query: (..., Hq, Tq, D).
+        key: (..., Hkv, Tk, D).
+        value: (..., Hkv, Tk, Dv).
+        attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk).
+        dropout_p: applied whenever positive, as in torch. The mask of dropped weights is drawn from
+            torch's generator, but is not torch's own.
+        is_causal: query i sees keys up to i: aligned top-left, as in torch.
+        scale: None is 1 / sqrt(D).
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        backend: see :func:`attention`.
+
+    Returns:
+        (..., Hq, Tq, Dv) of the query's dtype; 0 for a query that sees no key.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Example:
+        >>> q = torch.zeros(1, 1, 2, 4)
+        >>> scaled_dot_product_attention(q, q, torch.ones(1, 1, 2, 1)).flatten()
+        tensor([1., 1.])
+    """
+    op = "scaled_dot_product_attention"
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        require_float(op, name, t)
+        if t.dim() < 3 or t.dim() != query.dim():
+            raise ValueError(
+                f"{op}: {name} must have at least 3 dimensions and as many as query, "
+                f"got {name}.shape={tuple(t.shape)}"
+            )
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"{op}: heads must agree without enable_gqa, got Hq={query.shape[-3]}, "
+            f"Hkv={key.shape[-3]}"
+        )
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(f"{op}: attn_mask must be None with is_causal=True")
+        full = torch.Size((*query.shape[:-1], key.shape[-2]))
+        attn_mask = _as_four_dims(op, attn_mask, full)
+        if attn_mask.dtype == torch.bool:
+            mask = BoolMask(attn_mask)
+        else:
+            bias = attn_mask
+    elif is_causal:
+        mask = SlidingWindow(-1, 0, top_left=True)
+    q, k, v = (_merge_batch(t).transpose(1, 2) for t in (query, key, value))
+    out = attention(
+        q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, backend=backend
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _as_four_dims(op: str, mask: Tensor, full: torch.Size) -> Tensor:
+    """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
+    if mask.dim() > len(full):
+        raise ValueError(
+            f"{op}: attn_mask must be broadcastable to {tuple(full)}, "
+            f"got attn_mask.shape={tuple(mask.shape)}"
+        )
+    mask = mask[(None,) * (len(full) - mask.dim())]
+    return mask if len(full) == 4 else _merge_batch(mask.expand(*full[:-3], *mask.shape[-3:]))
+
+
+def _merge_batch(t: Tensor) -> Tensor:
+    """(..., H, T, D) as (prod(...), H, T, D)."""
+    return t if t.dim() == 4 else t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
+
+
+def _autocast(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    require_float(op, "q", q)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (q, k, v)
+        )
+    require_like(op, "k", k, q, "q")
+    require_like(op, "v", v, q, "q")
+    return q, k, v
+
+
+def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t, layout in (
+        ("q", q, "(B, Tq, Hq, D)"),
+        ("k", k, "(B, Tk, Hkv, D)"),
+        ("v", v, "(B, Tk, Hkv, Dv)"),
+    ):
+        if t.dim() != 4:
+            raise ValueError(
+                f"{op}: {name} must have 4 dimensions {layout}, got {name}.shape={tuple(t.shape)}"
+            )
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{op}: q and k must have the same B and D, got q.shape={tuple(q.shape)}, "
+            f"k.shape={tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{op}: k and v must have the same B, Tk and Hkv, got k.shape={tuple(k.shape)}, "
+            f"v.shape={tuple(v.shape)}"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(f"{op}: Hq must be a multiple of Hkv, got Hq={heads}, Hkv={kv_heads}")
+
+
+def _check_numbers(op: str, scale: float, softcap: float, dropout_p: float) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be finite, got scale={scale}")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be finite and >= 0, got softcap={softcap}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must be in [0, 1], got dropout_p={dropout_p}")
+
+
+def _mask(
+    op: str,
+    causal: bool,
+    window_size: tuple[int, int],
+    mask: Tensor | Mask | None,
+    q: Tensor,
+    full: tuple[int, ...],
+) -> list[Rule]:
+    """All rules of a call, checked."""
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: window_size must be (left, right) >= -1, got window_size={window_size}"
+        )
+    found: list[Mask] = []
+    if causal or left >= 0 or right >= 0:
+        found.append(SlidingWindow(left, 0 if causal else right))
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"{op}: mask must be bool, True = attend (additive masks go to bias), "
+                f"got mask.dtype={mask.dtype}"
+            )
+        found.append(BoolMask(mask))
+    elif isinstance(mask, Mask):
+        found.append(mask)
+    elif mask is not None:
+        raise TypeError(f"{op}: mask must be a Tensor or a Mask, got mask={mask!r}")
+    rules: list[Rule] = []
+    for kind, a, b, side in All(tuple(found)).rules():
+        if kind == MaskKind.TENSOR:
+            assert side is not None
+            side = _broadcastable(op, "mask", side, q, full)
+        elif side is not None and side.shape != full[:1]:
+            raise ValueError(
+                f"{op}: lengths must have shape {full[:1]}, got lengths.shape={tuple(side.shape)}"
+            )
+        rules.append((kind, a, b, side))
+    return rules
+
+
+def _broadcastable(op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
+    """`t` with 4 dimensions; all but the last stay broadcast."""
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
+            f"q.device={q.device}"
+        )
+    fits = t.dim() <= 4 and all(
+        n in (1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{op}: {name} must be broadcastable to (B, Hq, Tq, Tk)={full}, "
+            f"got {name}.shape={tuple(t.shape)}"
+        )
+    t = t[(None,) * (4 - t.dim())]
+    return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
+
+
+def _bias(op: str, bias: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
+    require_float(op, "bias", bias)
+    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if bias.dtype != q.dtype and bias.dtype != torch.float32 and widest != torch.float32:
+        raise TypeError(
+            f"{op}: bias must be float64 or float32 for float64 inputs, got bias.dtype={bias.dtype}"
+        )
+    if bias.dtype == torch.float64 and widest != torch.float64:
+        raise TypeError(
+            f"{op}: bias must not be float64 unless q is, got bias.dtype={bias.dtype}, "
+            f"q.dtype={q.dtype}"
+        )
+    return _broadcastable(op, "bias", bias, q, full)
+
+
+def _seed(op: str, seed: Tensor | None) -> Tensor:
+    if seed is None:
+        return new_seed()
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
+        raise ValueError(f"{op}: seed must be an int64 tensor [seed, offset], got seed={seed!r}")
+    return seed
+
+
+def _scores(softcap: float, bias: Tensor | None) -> list[ScoreRule]:
+    rules = []
+    if softcap > 0:
+        rules.append(Softcap(softcap).rule())
+    if bias is not None:
+        rules.append(Bias(bias).rule())
+    return rules

@@ -1,0 +1,370 @@
+"""attention: what the registry's generic properties do not cover."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as torch_F
+
+from omniattn import reference
+from omniattn.functional import attention, masks, scaled_dot_product_attention
+from omniattn.reference import philox
+from omniattn.testing import isa, isas, poison_free_memory, threads
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = {F64: 1e-11, F32: 1e-5, BF16: 2e-2, F16: 3e-3}
+
+
+def qkv(b, tq, tk, h, g, d, dv=None, dtype=F32, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((b, tq, h, d), (b, tk, g, d), (b, tk, g, d if dv is None else dv))
+    return [torch.randn(s, generator=make, dtype=F64).to(dtype) for s in shapes]
+
+
+def gradients(function, inputs, **options):
+    """Outputs and gradients of `inputs` for fixed random gradients of O and of the finite lse."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out, lse = function(
+        *leaves[:3], **dict(zip(("bias",), leaves[3:], strict=False)), return_lse=True, **options
+    )
+    make = torch.Generator().manual_seed(1)
+    grad = torch.randn(out.shape, generator=make, dtype=F64).to(out.dtype)
+    finite = lse.isfinite()
+    grad_lse = torch.randn(lse.shape, generator=make, dtype=F64).to(lse.dtype) * finite
+    grads = torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
+    return [out.detach(), lse.detach(), *grads]
+
+
+def assert_matches_fp64(inputs, **options):
+    got = gradients(attention, inputs, **options)
+    want = gradients(reference.attention, [t.double() for t in inputs], **options)
+    for a, w in zip(got, want, strict=True):
+        scale = max([1.0, *w[w.isfinite()].abs().flatten().tolist()])
+        torch.testing.assert_close(
+            a.double(), w, rtol=0, atol=TOLERANCE[inputs[0].dtype] * scale, msg=str(options)
+        )
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 7)},
+    "softcap": {"softcap": 3.0, "scale": 0.4},
+    "negative-scale": {"scale": -0.3},
+    "dropout": {"dropout_p": 0.3, "seed": torch.tensor([-5, 7])},
+    "lengths": {"mask": masks.KeyLengths(torch.tensor([0, 70]))},
+    "all": {
+        "mask": masks.Causal(top_left=True) & masks.SlidingWindow(40, 40),
+        "softcap": 5.0,
+        "dropout_p": 0.5,
+        "seed": torch.tensor([1, 2]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", isas())
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_every_isa_matches_fp64(name, dtype, options):
+    with isa(name):
+        for shape in [(2, 63, 100, 4, 2, 40), (2, 100, 129, 2, 1, 65, 33), (2, 3, 130, 4, 2, 24)]:
+            assert_matches_fp64(qkv(*shape, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("tq", (1, 16, 17, 97))
+@pytest.mark.parametrize("tk", (1, 15, 64, 65, 300))
+def test_lengths_off_the_tile(tq, tk):
+    assert_matches_fp64(qkv(1, tq, tk, 2, 1, 32))
+    assert_matches_fp64(qkv(1, tq, tk, 2, 1, 32), causal=True)
+
+
+@pytest.mark.parametrize("d,dv", [(1, 1), (3, 200), (8, 8), (100, 16), (192, 128), (256, 256)])
+def test_head_sizes(d, dv):
+    assert_matches_fp64(qkv(1, 33, 70, 2, 2, d, dv), causal=True)
+    assert_matches_fp64(qkv(1, 2, 70, 2, 2, d, dv), causal=True)
+
+
+BIAS_SHAPES = list(itertools.product((1, 2), (1, 4), (1, 70)))
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_bias_gradient_of_every_broadcast_shape(shape, dtype):
+    b, h, t = shape
+    bias = torch.randn(b, h, t, 130, dtype=F64).to(dtype)
+    assert_matches_fp64([*qkv(2, 70, 130, 4, 2, 16, dtype=dtype), bias], causal=True)
+
+
+def test_bias_of_another_dtype_and_shape():
+    q, k, v = qkv(2, 5, 9, 2, 2, 8, dtype=BF16)
+    for shape in [(1, 1, 1, 9), (9,), (5, 9), (2, 5, 9), (2, 1, 5, 1)]:
+        bias = torch.randn(shape, requires_grad=True)
+        attention(q, k, v, bias=bias).sum().backward()
+        assert bias.grad.shape == bias.shape and bias.grad.dtype == F32
+    assert_matches_fp64([*qkv(2, 50, 70, 2, 2, 8, dtype=F64), torch.randn(2, 50, 70, dtype=F64)])
+
+
+def test_minus_infinity_in_the_bias_hides_a_key():
+    inputs = qkv(1, 40, 70, 2, 2, 16)
+    bias = torch.zeros(1, 1, 40, 70).masked_fill(torch.rand(40, 70) < 0.5, -math.inf)
+    bias[0, 0, 3] = -math.inf
+    out, lse = attention(*inputs, bias=bias, return_lse=True)
+    want = attention(*inputs, mask=bias.isfinite(), return_lse=True)
+    torch.testing.assert_close((out, lse), want)
+    assert (out[0, 3] == 0).all() and (lse[0, :, 3] == -math.inf).all()
+    assert all(t.isfinite().all() for t in gradients(attention, [*inputs, bias])[2:])
+
+
+@pytest.mark.parametrize("tq", [40, 2])
+def test_masked_rows_give_zero_and_no_gradient(tq):
+    inputs = qkv(1, tq, 70, 2, 1, 16)
+    mask = torch.rand(1, 2, tq, 70) < 0.5
+    mask[0, :, 1] = False
+    out, lse, grad_q, grad_k, grad_v = gradients(attention, inputs, mask=mask)
+    assert (out[0, 1] == 0).all() and (lse[0, :, 1] == -math.inf).all()
+    assert (grad_q[0, 1] == 0).all()
+    assert all(t.isfinite().all() for t in (grad_q, grad_k, grad_v))
+    assert_matches_fp64(inputs, mask=mask)
+    nothing = gradients(attention, inputs, mask=torch.zeros(1, 1, 1, 70, dtype=torch.bool))
+    assert all((t == 0).all() for t in (nothing[0], *nothing[2:]))
+
+
+@pytest.mark.parametrize("tq", [60, 1])
+def test_hidden_keys_may_hold_nan(tq):
+    q, k, v = qkv(2, tq, 200, 4, 2, 32)
+    lengths = torch.tensor([50, 131])
+    want = gradients(attention, [q, k, v], mask=masks.KeyLengths(lengths))
+    for b, n in enumerate(lengths):
+        k[b, n:], v[b, n:] = math.nan, math.nan
+    got = gradients(attention, [q, k, v], mask=masks.KeyLengths(lengths))
+    for a, w in zip(got, want, strict=True):
+        torch.testing.assert_close(a, w, rtol=0, atol=0)
+
+
+def test_masks_combine():
+    q, k, v = qkv(2, 50, 90, 2, 2, 8)
+    real = torch.rand(2, 90) < 0.8
+    dense = torch.rand(1, 2, 50, 90) < 0.7
+    combined = masks.Causal() & masks.KeyPadding(real) & masks.BoolMask(dense)
+    want = attention(q, k, v, causal=True, mask=real[:, None, None] & dense)
+    torch.testing.assert_close(attention(q, k, v, mask=combined), want)
+    window = masks.SlidingWindow(9, 2)
+    torch.testing.assert_close(
+        attention(q, k, v, mask=window), attention(q, k, v, window_size=(9, 2))
+    )
+    torch.testing.assert_close(
+        attention(q, k, v, mask=window, backend="reference"), attention(q, k, v, mask=window)
+    )
+
+
+def test_strides_are_read_in_place():
+    packed = torch.randn(2, 65, 3, 4, 24).transpose(1, 3)  # last stride 1, odd order elsewhere
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    want = attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
+    torch.testing.assert_close(attention(q, k, v, causal=True), want, rtol=0, atol=0)
+    shared = k[:, :, :1].expand(-1, -1, 4, -1)  # stride 0 over heads
+    torch.testing.assert_close(
+        attention(q, shared, v), attention(q, shared.contiguous(), v), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_threads_do_not_change_a_bit(options):
+    bias = torch.randn(1, 1, 200, 300)
+    for inputs in [
+        [*qkv(2, 200, 300, 4, 2, 32), bias],
+        qkv(2, 200, 300, 4, 2, 32),
+        qkv(2, 2, 900, 4, 2, 32),
+    ]:
+        results = []
+        for count in (1, 2):
+            with threads(count):
+                poison_free_memory()
+                results.append(gradients(attention, inputs, **options))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_dropout_mask_is_the_specified_one():
+    b, h, tq, tk, p = 2, 3, 70, 150, 0.4
+    seed = torch.tensor([123456789012, 5])
+    q, k = torch.zeros(b, tq, h, 4), torch.zeros(b, tk, h, 4)
+    v = torch.eye(tk).expand(b, h, tk, tk).transpose(1, 2)
+    weights = attention(q, k, v, dropout_p=p, seed=seed).transpose(1, 2)
+    keep = philox.attention_keep(b, h, tq, tk, p, seed)
+    torch.testing.assert_close(weights, keep / (tk * (1 - p)))
+    assert (attention(q, k, v, dropout_p=1.0, seed=seed) == 0).all()
+    lse = attention(q, k, v, dropout_p=p, seed=seed, return_lse=True)[1]
+    torch.testing.assert_close(lse, torch.full((b, h, tq), math.log(tk)))
+
+
+def test_dropout_draws_from_the_generator_of_torch():
+    q, k, v = qkv(1, 20, 20, 2, 2, 8)
+    torch.manual_seed(3)
+    first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(first, attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 33, 8), (3, 33, 8), (2, 3, 4, 33, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_sdpa_is_torch_s(shape, dtype):
+    q = torch.randn(shape, dtype=F64).to(dtype)
+    k, v = (torch.randn(*shape[:-2], 50, 8, dtype=F64).to(dtype) for _ in range(2))
+    bool_mask = torch.rand(33, 50) < 0.7
+    cases = [
+        {},
+        {"is_causal": True},
+        {"attn_mask": bool_mask},
+        {"attn_mask": torch.randn(33, 50, dtype=F64).to(dtype), "scale": 0.2},
+    ]
+    for options in cases:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        want = torch_F.scaled_dot_product_attention(*leaves, **options)
+        grad = torch.randn_like(want)
+        want_grads = torch.autograd.grad(want, leaves, grad)
+        got = scaled_dot_product_attention(*leaves, **options)
+        got_grads = torch.autograd.grad(got, leaves, grad)
+        for a, w in zip((got, *got_grads), (want, *want_grads), strict=True):
+            torch.testing.assert_close(
+                a, w, rtol=2e-2 if dtype == BF16 else 1e-4, atol=TOLERANCE[dtype] * 2
+            )
+
+
+def test_sdpa_grouped_heads():
+    q, k, v = torch.randn(2, 8, 20, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    want = torch_F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, enable_gqa=True), want)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        scaled_dot_product_attention(q, k, v)
+
+
+DERIVATIVES = {
+    "causal": {"causal": True},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout_p": 0.4, "seed": torch.tensor([3, 4])},
+}
+
+
+@pytest.mark.parametrize("options", DERIVATIVES.values(), ids=DERIVATIVES.keys())
+def test_first_and_second_derivatives(options):
+    inputs = [t.requires_grad_() for t in qkv(1, 3, 4, 2, 1, 3, 2, dtype=F64)]
+    inputs.append(torch.randn(1, 2, 1, 4, dtype=F64, requires_grad=True))
+
+    def call(q, k, v, bias):
+        return attention(q, k, v, bias=bias, return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_derivative_of_lse_alone():
+    q, k, v = (t.requires_grad_() for t in qkv(1, 3, 4, 1, 1, 3, dtype=F64))
+    assert torch.autograd.gradcheck(lambda q, k: attention(q, k, v, return_lse=True)[1], (q, k))
+
+
+def test_opcheck():
+    q, k, v = qkv(1, 4, 6, 2, 1, 8)
+    bias = torch.randn(1, 2, 1, 6)
+    leaves = [t.requires_grad_() for t in (q, k, v, bias)]
+    op = torch.ops.omniattn.attention.default
+    args = (*leaves[:3], [bias], None, [0, -1, 0, -1], [1, -1, 2, 0, 0, -1], [0.5, 0.0, 3.0])
+    torch.library.opcheck(op, args)
+    torch.library.opcheck(op, (q, k, v, [], None, [], [], [0.5, 0.0]))
+
+
+def test_compile_export_checkpoint():
+    q, k, v = (t.requires_grad_() for t in qkv(1, 20, 30, 2, 1, 8))
+    bias = torch.randn(2, 20, 30, requires_grad=True)
+
+    def model(q, k, v, bias):
+        return attention(q, k, v, causal=True, bias=bias, softcap=3.0).sin().sum()
+
+    want = torch.autograd.grad(model(q, k, v, bias), (q, k, v, bias))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(q, k, v, bias), (q, k, v, bias))
+    torch.testing.assert_close(got, want)
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, window_size=(3, 3))
+
+    program = torch.export.export(Module(), (q, k, v))
+    torch.testing.assert_close(program.module()(q, k, v), Module()(q, k, v))
+
+    def dropping(q, k, v):
+        return attention(q, k, v, dropout_p=0.5).sin().sum()
+
+    torch.manual_seed(0)
+    want = torch.autograd.grad(dropping(q, k, v), (q, k, v))
+    torch.manual_seed(0)
+    out = torch.utils.checkpoint.checkpoint(dropping, q, k, v, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v)), want, rtol=0, atol=0)
+
+
+def test_function_transforms():
+    q, k, v = qkv(3, 5, 6, 2, 1, 8, dtype=F64)
+
+    def loss(q, k, v):
+        return attention(q, k, v, causal=True).square().sum()
+
+    want = torch.func.grad(lambda *x: reference.attention(*x, causal=True).square().sum())(q, k, v)
+    torch.testing.assert_close(torch.func.grad(loss)(q, k, v), want)
+    stacked = [torch.stack((t, 2 * t)) for t in (q, k, v)]
+    got = torch.func.vmap(lambda *x: attention(*x, causal=True))(*stacked)
+    each = [attention(*(t[i] for t in stacked), causal=True) for i in range(2)]
+    torch.testing.assert_close(got, torch.stack(each))
+
+
+def test_autocast_casts_to_its_dtype():
+    q, k, v = qkv(1, 20, 20, 2, 2, 8)
+    with torch.autocast("cpu", dtype=BF16):
+        out = attention(q, k, v)
+    assert out.dtype == BF16
+    torch.testing.assert_close(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+EMPTY = [
+    (0, 3, 4, 2, 2, 8, 8),
+    (2, 0, 4, 2, 2, 8, 8),
+    (2, 3, 0, 2, 2, 8, 8),
+    (2, 3, 4, 0, 0, 8, 8),
+    (2, 3, 4, 2, 2, 0, 8),
+    (2, 3, 4, 2, 2, 8, 0),
+]
+
+
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
+def test_empty_dimensions(sizes):
+    assert_matches_fp64(qkv(*sizes))
+    assert_matches_fp64(qkv(*sizes), causal=True)
+
+
+BAD_CALLS = [
+    ({"q": (2, 3, 4)}, {}, ValueError, r"q must have 4 dimensions .* got q.shape=\(2, 3, 4\)"),
+    ({"q": (2, 3, 4, 9)}, {}, ValueError, "q and k must have the same B and D"),
+    ({"v": (2, 6, 2, 8)}, {}, ValueError, "k and v must have the same B, Tk and Hkv"),
+    ({"q": (2, 3, 5, 8)}, {}, ValueError, "Hq must be a multiple of Hkv, got Hq=5, Hkv=2"),
+    ({}, {"softcap": -1.0}, ValueError, "softcap must be finite and >= 0, got softcap=-1.0"),
+    ({}, {"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\], got dropout_p=1.5"),
+    ({}, {"dropout_p": 0.5, "seed": torch.zeros(3)}, ValueError, "seed must be an int64 tensor"),
+    ({}, {"scale": math.nan}, ValueError, "scale must be finite, got scale=nan"),
+    ({}, {"window_size": (-2, 0)}, ValueError, "window_size must be"),
+    ({}, {"mask": torch.zeros(3, 5)}, TypeError, "mask must be bool"),
+    ({}, {"mask": torch.ones(3, 4) > 0}, ValueError, r"got mask.shape=\(3, 4\)"),
+    ({}, {"mask": masks.KeyLengths(torch.ones(3))}, ValueError, r"got lengths.shape=\(3,\)"),
+    ({}, {"bias": torch.zeros(5, 3, 5)}, ValueError, r"got bias.shape=\(5, 3, 5\)"),
+    ({}, {"bias": torch.zeros(3, 5, dtype=F64)}, TypeError, "bias must not be float64"),
+    ({}, {"backend": "cuda"}, ValueError, "backend must match"),
+]
+
+
+@pytest.mark.parametrize("shapes,options,error,message", BAD_CALLS)
+def test_errors_name_argument_and_value(shapes, options, error, message):
+    sizes = {"q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8)} | shapes
+    with pytest.raises(error, match="attention: .*" + message):
+        attention(*(torch.zeros(sizes[n]) for n in "qkv"), **options)
