@@ -221,8 +221,8 @@ OMNIATTN_COMPARE(!=)
 #endif
 
 // ---- backend: AVX-512 ---------------------------------------------------------------------------
-// Every backend gives fma, max, min, sqrt, round, floor, scale2, reciprocal, whole and partial loads
-// and stores of each storage type, and stream.
+// Every backend gives fma, max, min, sqrt, round, floor, scale2, reciprocal, whole and partial
+// loads and stores of each storage type, and stream.
 
 #if defined(__AVX512F__)
 
@@ -509,6 +509,9 @@ OMNIATTN_INLINE Mask<T> load_mask(const uint8_t* p) {
   return load_mask_n<T>(p, Vec<T>::kWidth);
 }
 
+// Brings the cache line of p near; any address is allowed.
+OMNIATTN_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
 // Orders stream() stores before whatever another thread is told afterwards.
 OMNIATTN_INLINE void stream_fence() {
 #if defined(__AVX2__)
@@ -767,9 +770,7 @@ OMNIATTN_INLINE VecD erf(VecD x) {
 }
 
 // 1 / (1 + e^-x), within 4 ULP where the result is normal.
-OMNIATTN_INLINE VecF sigmoid(VecF x) {
-  return reciprocal(1.0f + exp(min(VecF(87.0f), -x)));
-}
+OMNIATTN_INLINE VecF sigmoid(VecF x) { return reciprocal(1.0f + exp(min(VecF(87.0f), -x))); }
 OMNIATTN_INLINE VecD sigmoid(VecD x) { return 1.0 / (1.0 + exp(-x)); }
 
 }  // namespace

@@ -56,8 +56,10 @@ void glu(const GluParams& p, int64_t begin, int64_t end) {
     const T* const gate = static_cast<const T*>(p.gate) + row * p.gate_row + first;
     const T* const up = static_cast<const T*>(p.up) + row * p.up_row + first;
     T* const y = static_cast<T*>(p.y) + row * p.y_row + first;
-    for_row<T>(n, [&](int64_t i, auto part) {
-      part.store(y + i, activate<kAct>(part.load(gate + i)).value * part.load(up + i));
+    for_row<T, Order::any>(n, [&](int64_t i, auto part) {
+      const auto act =
+          lanewise([](auto x) { return activate<kAct>(x).value; }, part.load(gate + i));
+      part.store(y + i, act * part.load(up + i));
     });
   });
 }
@@ -70,11 +72,12 @@ void glu_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
     const T* const up = static_cast<const T*>(p.up) + row * p.up_row + first;
     T* const dgate = static_cast<T*>(p.dgate) + row * p.dgate_row + first;
     T* const dup = static_cast<T*>(p.dup) + row * p.dup_row + first;
-    for_row<T>(n, [&](int64_t i, auto part) {
-      const auto g = part.load(grad_y + i);
-      const auto act = activate<kAct>(part.load(gate + i));
-      part.store(dgate + i, g * part.load(up + i) * act.slope);
-      part.store(dup + i, g * act.value);
+    for_row<T, Order::any>(n, [&](int64_t i, auto part) {
+      const auto g = part.load(grad_y + i), x = part.load(gate + i);
+      const auto value = lanewise([](auto v) { return activate<kAct>(v).value; }, x);
+      const auto slope = lanewise([](auto v) { return activate<kAct>(v).slope; }, x);
+      part.store(dgate + i, g * part.load(up + i) * slope);
+      part.store(dup + i, g * value);
     });
   });
 }
