@@ -66,4 +66,10 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def(
       "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act) -> (Tensor dgate, Tensor "
       "dup)");
+
+  // gemm: y = x weight^T + bias with x (..., K), weight (N, K)
+  define(m, "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool x_grad, bool weight_grad, bool "
+      "bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }

@@ -243,24 +243,32 @@ OMNIATTN_INLINE int64_t packed_elements(int64_t k, int64_t n) {
   return panels * kPanelCols<T> * k_steps<T>(k) * Operand<T>::kStep;
 }
 
+// (rows, cols) row-major -> [ceil(rows / kStep)][stride][kStep], zeros up to `padded` columns.
+template <class T, class S>
+void pack_rows(const S* x, int64_t ldx, int64_t rows, int64_t cols, T* out, int64_t stride,
+               int64_t padded) {
+  constexpr int64_t kStep = Operand<T>::kStep;
+  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
+  for (int64_t row = 0; row < rows; row += kStep, x += kStep * ldx, out += kStep * stride) {
+    for (int64_t i = 0; i < padded; i += kWidth) {
+      if constexpr (kStep == 1) {
+        store_n(out + i, load_n(x + i, cols - i), padded - i);
+      } else {
+        const int64_t second = row + 1 < rows ? cols - i : 0;
+        store_pairs_n(out + i * kStep, load_pairs_of_rows_n(x + i, cols - i, x + ldx + i, second),
+                      padded - i);
+      }
+    }
+  }
+}
+
 // B given as (k, n) row-major.
 template <class T, class S>
 void pack_b(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
-  constexpr int64_t kStep = Operand<T>::kStep;
-  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
-  for (int64_t panel = 0; panel < n; panel += kPanelCols<T>) {
-    for (int64_t row = 0; row < k; row += kStep) {
-#pragma GCC unroll 4
-      for (int64_t v = 0; v < kPanelCols<T>; v += kWidth, packed += kWidth * kStep) {
-        const int64_t columns = n - panel - v;
-        const S* p = b + row * ldb + panel + v;
-        if constexpr (kStep == 1) {
-          store(packed, load_n(p, columns));
-        } else {
-          store_pairs(packed, load_pairs_of_rows_n(p, columns, p + ldb, row + 1 < k ? columns : 0));
-        }
-      }
-    }
+  constexpr int64_t kCols = kPanelCols<T>;
+  for (int64_t panel = 0; panel < n; panel += kCols) {
+    pack_rows(b + panel, ldb, k, n - panel < kCols ? n - panel : kCols, packed, kCols, kCols);
+    packed += kCols * k_steps<T>(k) * Operand<T>::kStep;
   }
 }
 

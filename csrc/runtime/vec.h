@@ -540,6 +540,9 @@ OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
 // The first term of a pair, with 0 behind it, in every lane.
 OMNIATTN_INLINE PairVec broadcast_half_pair(const bf16* p) { return {_mm512_set1_epi32(p->bits)}; }
 OMNIATTN_INLINE void store_pairs(bf16* p, PairVec x) { _mm512_storeu_si512(p, x.v); }
+OMNIATTN_INLINE void store_pairs_n(bf16* p, PairVec x, int64_t pairs) {
+  _mm512_mask_storeu_epi32(p, first16(pairs), x.v);
+}
 // The 32-bit lanes as they are, to be moved about.
 OMNIATTN_INLINE VecF as_lanes(PairVec x) { return VecF(_mm512_castsi512_ps(x.v)); }
 OMNIATTN_INLINE PairVec as_pairs(VecF x) { return {_mm512_castps_si512(x.v)}; }

@@ -3,6 +3,7 @@
 from omniattn.functional import masks as masks
 from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
 from omniattn.functional.attention import attention, scaled_dot_product_attention
+from omniattn.functional.gemm import linear
 from omniattn.functional.norm import layer_norm, rms_norm
 from omniattn.functional.rope import apply_rotary, rope_frequencies, rotary_tables
 
@@ -12,6 +13,7 @@ __all__ = [
     "bilinear",
     "geglu",
     "layer_norm",
+    "linear",
     "reglu",
     "rms_norm",
     "rope_frequencies",

@@ -409,6 +409,8 @@ def _gemms() -> tuple[OpSpec, ...]:
         inputs=_linear_inputs,
         differentiable=("x", "weight", "bias"),
         flops=_gemm_flops,
+        second_order=True,
+        forced={"backend": "cpu"},
         rivals=rivals.LINEAR,
         cases=(
             _gemm("tiny", 2, 3, 4, ("bias",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -135,6 +136,7 @@ class OpSpec:
             case is beyond it. The first one is the eager form.
         gradient_factor: how much more than eager the gradients may err.
         second_order: whether second derivatives exist; without, they must raise.
+        forced: arguments that hold the function to its native kernel where it may choose torch's.
     """
 
     name: str
@@ -150,11 +152,12 @@ class OpSpec:
     devices: tuple[str, ...] = ("cpu",)
     gradient_factor: float = 3.0
     second_order: bool = False
+    forced: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def function(self) -> Function:
         function: Function = getattr(functional, self.name)
-        return function
+        return functools.partial(function, **self.forced) if self.forced else function
 
     @property
     def reference(self) -> Function:

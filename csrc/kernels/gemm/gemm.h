@@ -1,0 +1,46 @@
+// Matrix product C = A B + bias for matrices beyond the caches, and what `linear` needs beside it.
+//
+//   A (m, k), B (k, n), C (m, n), each row-major or, A and B, stored transposed
+//
+// Blocked as in Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053): a work item is a block of
+// C; for each block of k its part of B is packed into panels that stay in L2, and the register
+// tiles of runtime/gemm_tile.h run over rows of A. Each item packs its own part of B: that costs
+// 25 / rows of its time, and no thread ever waits for another.
+// Sums are taken in compute precision in an order that depends on k alone.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+struct GemmParams {
+  // A and B of one dtype, or A in the compute type of B's dtype. C in A's dtype or compute type.
+  DType a_dtype, b_dtype, c_dtype;
+  int64_t m, n, k;
+  const void* a;     // (m, k), or (k, m) where a_transposed
+  const void* b;     // (k, n), or (n, k) where b_transposed
+  const void* bias;  // (n) of b_dtype, or null
+  void* c;           // (m, n)
+  int64_t lda, ldb, ldc;
+  bool a_transposed, b_transposed;
+  bool accumulate;  // C += A B; C is in compute type and there is no bias
+};
+static_assert(std::is_trivially_copyable_v<GemmParams>);
+
+struct GemmKernels {
+  int64_t (*items)(const GemmParams&);
+  int64_t (*workspace_bytes)(const GemmParams&);  // of one worker
+  void (*run)(const GemmParams&, void* workspace, int64_t begin, int64_t end);
+
+  // out (cols) = sum over rows of x (rows, cols), for columns [begin, end).
+  void (*column_sums)(DType dtype, const void* x, int64_t stride, int64_t rows, void* out,
+                      int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(GemmKernels, gemm_kernels)
+
+}  // namespace omniattn

@@ -1,0 +1,298 @@
+#include "kernels/gemm/gemm.h"
+
+#include "runtime/dispatch.h"
+#include "runtime/gemm_tile.h"
+#include "runtime/row.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// Sizes of the blocks: B 256 KiB and A 96 KiB of fp32 share an L2 of 1 MiB or more. Rows of one
+// item: few enough to give every thread work, enough to make packing B cheap.
+constexpr int64_t kBlockK = 256;
+constexpr int64_t kBlockN = 256;
+constexpr int64_t kBlockM = 96;
+constexpr int64_t kMaxItemRows = 1024;
+constexpr int64_t kEnoughItems = 8;
+// Up to this many rows, B^T is streamed once and dotted with all rows of A.
+constexpr int64_t kMaxDotRows = 4;
+constexpr int64_t kDotColumns = 64;
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+bool is_dot(const GemmParams& p) {
+  return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
+}
+
+// The grid of blocks of C.
+struct Grid {
+  int64_t rows, cols;              // of one block
+  int64_t row_blocks, col_blocks;  // items = row_blocks * col_blocks
+
+  explicit Grid(const GemmParams& p) {
+    col_blocks = divide_up(p.n, kBlockN);
+    cols = round_up(divide_up(p.n, larger(col_blocks, 1)), kPanelCols<float>);
+    col_blocks = divide_up(p.n, larger(cols, 1));
+    const int64_t wanted = divide_up(kEnoughItems, larger(col_blocks, 1));
+    row_blocks = larger(divide_up(p.m, kMaxItemRows), smaller(wanted, p.m / kBlockM));
+    rows = divide_up(p.m, larger(row_blocks, 1));
+    row_blocks = divide_up(p.m, larger(rows, 1));
+  }
+};
+
+// The operand type T of a product, as a value to dispatch on.
+template <class F>
+OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
+  if (p.b_dtype == DType::f64) {
+    f(double{});
+  } else if (kHasBf16Dot && p.a_dtype == DType::bf16 && p.b_dtype == DType::bf16) {
+    f(operand_t<bf16>{});
+  } else {
+    f(float{});
+  }
+}
+
+// ---- blocked ------------------------------------------------------------------------------------
+
+template <class T>
+struct Workspace {
+  T* b;             // kBlockK x cols of the grid, in panels
+  T* a;             // kBlockM x kBlockK, where A cannot be read in place
+  compute_t<T>* c;  // rows x cols of the grid, where C is narrower than sums
+
+  static int64_t b_bytes(const Grid& grid) {
+    return packed_elements<T>(kBlockK, grid.cols) * static_cast<int64_t>(sizeof(T));
+  }
+  static constexpr int64_t a_bytes() { return kBlockM * kBlockK * sizeof(T); }
+
+  Workspace(void* memory, const Grid& grid) {
+    char* const p = static_cast<char*>(memory);
+    b = reinterpret_cast<T*>(p);
+    a = reinterpret_cast<T*>(p + b_bytes(grid));
+    c = reinterpret_cast<compute_t<T>*>(p + b_bytes(grid) + a_bytes());
+  }
+  static int64_t bytes(const GemmParams& p, const Grid& grid) {
+    const bool in_place = p.c_dtype == TypeTraits<compute_t<T>>::kDType;
+    const int64_t sums = in_place ? 0 : grid.rows * grid.cols;
+    return b_bytes(grid) + a_bytes() + sums * static_cast<int64_t>(sizeof(compute_t<T>));
+  }
+};
+
+// f(typed pointer to element `offset` of x) for the dtypes that widen to T or are T.
+template <class T, class F>
+OMNIATTN_INLINE void with_elements(DType dtype, const void* x, int64_t offset, const F& f) {
+  dispatch(dtype, [&]<class S>(S) {
+    if constexpr (TypeTraits<T>::kDType == TypeTraits<S>::kDType ||
+                  (TypeTraits<T>::kDType == DType::f32 && sizeof(S) == 2)) {
+      f(static_cast<const S*>(x) + offset);
+    }
+  });
+}
+
+template <class T>
+void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64_t cols,
+                  T* packed) {
+  const int64_t offset = p.b_transposed ? n * p.ldb + k : k * p.ldb + n;
+  with_elements<T>(p.b_dtype, p.b, offset, [&](const auto* b) {
+    if (p.b_transposed) {
+      pack_bt(b, p.ldb, rows, cols, packed);
+    } else {
+      pack_b(b, p.ldb, rows, cols, packed);
+    }
+  });
+}
+
+// C block (+)= A[row .. row + rows) * the packed block of B that starts at k.
+template <class T>
+void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, int64_t depth,
+                   int64_t cols, const Workspace<T>& work, compute_t<T>* c, int64_t ldc,
+                   bool accumulate) {
+  const Panels<T> b = packed_panels<T>(work.b, depth);
+  if (p.a_transposed) {
+    with_elements<T>(p.a_dtype, p.a, k * p.lda + row, [&](const auto* a) {
+      pack_rows(a, p.lda, depth, rows, work.a, kBlockM, rows);
+    });
+    gemm_tile<T, ALayout::kTransposed>(work.a, kBlockM, b, c, ldc, rows, cols, depth, accumulate);
+  } else if (p.a_dtype == TypeTraits<T>::kDType) {
+    const T* const a = static_cast<const T*>(p.a) + row * p.lda + k;
+    gemm_tile<T>(a, p.lda, b, c, ldc, rows, cols, depth, accumulate);
+  } else if constexpr (Operand<T>::kStep == 1) {
+    with_elements<T>(p.a_dtype, p.a, row * p.lda + k, [&](const auto* a) {
+      pack_rows(a, p.lda, rows, depth, work.a, kBlockK, depth);
+    });
+    gemm_tile<T>(work.a, kBlockK, b, c, ldc, rows, cols, depth, accumulate);
+  }
+}
+
+template <class C>
+void start_rows(const GemmParams& p, int64_t n, int64_t rows, int64_t cols, C* c, int64_t ldc) {
+  if (p.bias != nullptr) {
+    with_elements<C>(p.b_dtype, p.bias, n, [&](const auto* bias) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for_row<C>(cols,
+                   [&](int64_t i, auto part) { part.store(c + r * ldc + i, part.load(bias + i)); });
+      }
+    });
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      for_row<C>(cols, [&](int64_t i, auto part) { part.store(c + r * ldc + i, Vec<C>(C(0))); });
+    }
+  }
+}
+
+template <class T>
+void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspace<T>& work) {
+  using C = compute_t<T>;
+  const int64_t n = item % grid.col_blocks * grid.cols;
+  const int64_t cols = smaller(grid.cols, p.n - n);
+  const int64_t m = item / grid.col_blocks * grid.rows;
+  const int64_t rows = smaller(grid.rows, p.m - m);
+  const bool in_place = p.c_dtype == TypeTraits<C>::kDType;
+  C* const c = in_place ? static_cast<C*>(p.c) + m * p.ldc + n : work.c;
+  const int64_t ldc = in_place ? p.ldc : grid.cols;
+
+  const bool started = p.bias != nullptr || p.k == 0;
+  if (started && !p.accumulate) start_rows(p, n, rows, cols, c, ldc);
+  for (int64_t k = 0; k < p.k; k += kBlockK) {
+    const int64_t depth = smaller(kBlockK, p.k - k);
+    pack_b_block(p, k, depth, n, cols, work.b);
+    for (int64_t r = 0; r < rows; r += kBlockM) {
+      multiply_rows(p, m + r, smaller(kBlockM, rows - r), k, depth, cols, work, c + r * ldc, ldc,
+                    k > 0 || started || p.accumulate);
+    }
+  }
+  if (!in_place) {
+    dispatch(p.c_dtype, [&]<class S>(S) {
+      if constexpr (sizeof(S) == 2 && sizeof(C) == 4) {
+        for (int64_t r = 0; r < rows; ++r) {
+          S* const out = static_cast<S*>(p.c) + (m + r) * p.ldc + n;
+          for_row<S>(
+              cols, [&](int64_t i, auto part) { part.store(out + i, part.load(c + r * ldc + i)); });
+        }
+      }
+    });
+  }
+}
+
+// ---- few rows -----------------------------------------------------------------------------------
+
+// Columns [begin, end) of C, four rows of B^T at a time.
+template <class SA, class SB, int kRows>
+void dot_columns(const GemmParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<SB>;
+  constexpr int kColumns = 4;
+  const SA* const a = static_cast<const SA*>(p.a);
+  const SB* const b = static_cast<const SB*>(p.b);
+  for (int64_t n = begin; n < end; n += kColumns) {
+    Vec<C> sums[kRows][kColumns];
+    for (auto& row : sums) {
+      for (auto& sum : row) sum = zero<C>();
+    }
+    // Columns behind the end repeat the last one.
+    const SB* columns[kColumns];
+    for (int j = 0; j < kColumns; ++j) columns[j] = b + smaller(n + j, end - 1) * p.ldb;
+    for_row<C>(p.k, [&](int64_t i, auto part) {
+      Vec<C> rows[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) rows[r] = part.load(a + r * p.lda + i);
+#pragma GCC unroll 4
+      for (int j = 0; j < kColumns; ++j) {
+        const Vec<C> column = part.load(columns[j] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sums[r][j] = fma(rows[r], column, sums[r][j]);
+      }
+    });
+    for (int j = 0; j < smaller(kColumns, end - n); ++j) {
+      const C bias = p.bias != nullptr ? widen(static_cast<const SB*>(p.bias)[n + j]) : C(0);
+      for (int r = 0; r < kRows; ++r) {
+        const C value = reduce_add(sums[r][j]) + bias;
+        const int64_t at = r * p.ldc + n + j;
+        if (p.c_dtype == TypeTraits<C>::kDType) {
+          static_cast<C*>(p.c)[at] = value;
+        } else {
+          static_cast<SB*>(p.c)[at] = narrow<SB>(value);
+        }
+      }
+    }
+  }
+}
+
+template <class SA, class SB, int kRows = kMaxDotRows>
+OMNIATTN_INLINE void dot_rows(const GemmParams& p, int64_t begin, int64_t end) {
+  if constexpr (kRows == 0) {
+    return;
+  } else if (p.m == kRows) {
+    dot_columns<SA, SB, kRows>(p, begin, end);
+  } else {
+    dot_rows<SA, SB, kRows - 1>(p, begin, end);
+  }
+}
+
+void run_dot(const GemmParams& p, int64_t begin, int64_t end) {
+  const int64_t first = begin * kDotColumns, last = smaller(end * kDotColumns, p.n);
+  dispatch(p.b_dtype, [&]<class SB>(SB) {
+    if (p.a_dtype == p.b_dtype) {
+      dot_rows<SB, SB>(p, first, last);
+    } else {
+      dot_rows<compute_t<SB>, SB>(p, first, last);
+    }
+  });
+}
+
+// ---- entries ------------------------------------------------------------------------------------
+
+int64_t items(const GemmParams& p) {
+  if (is_dot(p)) return divide_up(p.n, kDotColumns);
+  const Grid grid(p);
+  return grid.row_blocks * grid.col_blocks;
+}
+
+int64_t workspace_bytes(const GemmParams& p) {
+  if (is_dot(p)) return 0;
+  int64_t bytes = 0;
+  dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
+  return bytes;
+}
+
+void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
+  if (is_dot(p)) return run_dot(p, begin, end);
+  dispatch_operand(p, [&]<class T>(T) {
+    const Grid grid(p);
+    const Workspace<T> work(workspace, grid);
+    for (int64_t item = begin; item < end; ++item) run_item(p, grid, item, work);
+  });
+}
+
+// Sums of 64 rows are added to the total, so that rounding grows with rows / 64.
+template <class T>
+void column_sums(const T* x, int64_t stride, int64_t rows, T* out, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  for_row<T>(end - begin, [&](int64_t i, auto part) {
+    Vec<C> total = zero<C>();
+    for (int64_t first = 0; first < rows; first += 64) {
+      Vec<C> sum = zero<C>();
+      for (int64_t r = first; r < smaller(first + 64, rows); ++r) {
+        sum += part.load(x + r * stride + begin + i);
+      }
+      total += sum;
+    }
+    part.store(out + begin + i, total);
+  });
+}
+
+void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, void* out,
+                     int64_t begin, int64_t end) {
+  dispatch(dtype, [&]<class T>(T) {
+    column_sums(static_cast<const T*>(x), stride, rows, static_cast<T*>(out), begin, end);
+  });
+}
+
+}  // namespace
+
+extern const GemmKernels gemm_kernels_table;
+const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any};
+
+}  // namespace omniattn::OMNIATTN_ISA

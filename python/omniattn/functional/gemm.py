@@ -1,0 +1,80 @@
+"""Linear layer, on this package's kernel or torch's, whichever was measured to be faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.ops import gemm as ops
+from omniattn.ops.gemm_choice import native_is_faster
+
+__all__ = ["linear"]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Linear layer.
+
+    ``y = x weight^T + bias``
+
+    Args:
+        x: (..., K), float64, float32, bfloat16 or float16, any strides. Under autocast all tensors
+            are cast to its dtype.
+        weight: (N, K) of x's dtype.
+        bias: (N,) of x's dtype, or None.
+        backend: None for the kernel that was measured to be faster on this kind of machine, this
+            package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" or
+            "cuda" for this package's; "reference" for the eager definition.
+
+    Returns:
+        y (..., N) of x's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        The native kernel multiplies and adds in fp32 (fp64 for fp64) and rounds once; its results
+        and gradients do not depend on the number of threads.
+
+    Reference:
+        Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
+
+    Example:
+        >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
+        tensor([13.,  2.])
+    """
+    x, weight, bias = _autocast(x, weight, bias)
+    require_float("linear", "x", x)
+    require_like("linear", "weight", weight, x)
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            "linear: x must have shape (..., K) and weight (N, K), "
+            f"got x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}"
+        )
+    if bias is not None:
+        require_like("linear", "bias", bias, x)
+        require_shape("linear", "bias", bias, weight.shape[:1])
+    if use_reference("linear", backend, x):
+        return reference.linear(x, weight, bias)
+    if backend is None and not native_is_faster(x):
+        return torch.nn.functional.linear(x, weight, bias)
+    return ops.linear(x, weight, bias)
+
+
+def _autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype == torch.float64 else t.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)

@@ -1,0 +1,53 @@
+"""linear: x weight^T + bias on the register tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp
+
+__all__ = ["linear"]
+
+_backward_op = torch.ops.omniattn.linear_backward.default
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("omniattn::linear_backward")
+def _fake_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape if x_grad else (0,)),
+        x.new_empty(weight.shape if weight_grad else (0,)),
+        x.new_empty((weight.shape[0] if bias_grad else 0,)),
+    )
+
+
+def _backward(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    (grad_y,) = grads
+    if grad_y is None:
+        return None, None, None
+    x, weight, _ = saved
+    found = _backward_op(grad_y, x, weight, *needs)
+    return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
+
+
+#: (x, weight, bias) -> y
+linear = DifferentiableOp(
+    "linear",
+    fake=_fake,
+    save=lambda args, output: (args, None),
+    backward=_backward,
+    formula=reference.linear,
+    restore=lambda saved, _: saved,
+)
