@@ -9,6 +9,7 @@
 
 #include "emulator/block.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 #define __global__
 #define __device__
@@ -26,17 +27,15 @@
 #define OMNIATTN_HERE \
   const ::omniattn::emulator::Location& where = ::omniattn::emulator::Location::current()
 
-using cudaStream_t = void*;
-using cudaError_t = int;
-inline constexpr cudaError_t cudaSuccess = 0;
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return ""; }
-
 using std::max;
 using std::min;
 
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+template <class T>
+inline T __ldg(const T* p) {
+  return *p;
+}
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
@@ -161,9 +160,12 @@ inline int __all_sync(uint32_t mask, int predicate, OMNIATTN_HERE) {
 
 // Runs at once; the stream is ignored.
 #define GPU_LAUNCH(kernel, grid, threads, shared_bytes, stream, ...) \
-  ::omniattn::emulator::launch((grid), (threads), (shared_bytes), [&] { kernel(__VA_ARGS__); })
+  (static_cast<void>(stream),                                        \
+   ::omniattn::emulator::launch((grid), (threads), (shared_bytes), [&] { kernel(__VA_ARGS__); }))
 
 namespace omniattn::gpu {
+
+inline Status launch_status() { return nullptr; }  // errors are thrown
 
 template <class T>
 T* dynamic_shared() {
@@ -193,7 +195,7 @@ template <class Half>
 inline void mma_16(const emulator::Slots& slots) {
   float a[16][16], b[16][8];
   const auto part = [](uint32_t pair, int high) {
-    return widen(Half{static_cast<uint16_t>(pair >> 16 * high)});
+    return omniattn::widen(Half{static_cast<uint16_t>(pair >> 16 * high)});
   };
   for (int lane = 0; lane < 32; ++lane) {
     const auto& in = *static_cast<MmaOperands*>(slots[static_cast<size_t>(lane)]);
@@ -285,6 +287,9 @@ inline void barrier_sync(int id, int count, OMNIATTN_HERE) {
 inline void barrier_arrive(int id, int count, OMNIATTN_HERE) {
   emulator::barrier(id, count, false, "bar.arrive", where);
 }
+
+using omniattn::narrow;
+using omniattn::widen;
 
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);

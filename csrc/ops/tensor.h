@@ -1,7 +1,10 @@
 // Tensors at the torch boundary: names, dtypes, allocation, row views. Stable ABI only.
+//
+// Files of this folder are for one device: the CPU, or CUDA if OMNIATTN_CUDA is defined.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -54,11 +57,41 @@ inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
 // dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
 inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-// Requires `t` to be a CPU tensor of this dtype.
-inline void require_cpu(const char* op, const char* name, const Tensor& t, DType dtype) {
-  require(t.is_cpu(), op, name, " must be on the CPU");
+#if defined(OMNIATTN_CUDA)
+#define OMNIATTN_DISPATCH_KEY CUDA
+inline constexpr const char* kDeviceName = "the CUDA device of the first argument";
+inline int32_t device_index() { return torch::stable::accelerator::getCurrentDeviceIndex(); }
+inline bool is_here(const Tensor& t) {
+  return t.is_cuda() && t.get_device_index() == device_index();
+}
+inline int32_t device_type() { return aoti_torch_device_type_cuda(); }
+// Makes the device of an op's first argument the current one.
+class DeviceScope {
+ public:
+  explicit DeviceScope(const Tensor& first) : guard_(first.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+#else
+#define OMNIATTN_DISPATCH_KEY CPU
+inline constexpr const char* kDeviceName = "the CPU";
+inline int32_t device_index() { return 0; }
+inline bool is_here(const Tensor& t) { return t.is_cpu(); }
+inline int32_t device_type() { return aoti_torch_device_type_cpu(); }
+struct DeviceScope {
+  explicit DeviceScope(const Tensor&) {}
+};
+#endif
+
+// Requires `t` to be a tensor of this dtype on the device of this file.
+inline void require_tensor(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require(is_here(t), op, name, " must be on ", kDeviceName);
   require(t.scalar_type() == scalar_type(dtype), op, name, " must have scalar type ",
           static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(t.scalar_type()));
+}
+inline void require_cpu(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require_tensor(op, name, t, dtype);
 }
 
 // Requires `t` to have exactly these sizes.
@@ -70,8 +103,8 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
           Shape{got.data(), got.size()});
 }
 
-// A new contiguous CPU tensor, uninitialised.
-inline Tensor empty_cpu(Sizes sizes, DType dtype) {
+// A new contiguous tensor on the device of this file, uninitialised.
+inline Tensor empty_tensor(Sizes sizes, DType dtype) {
   constexpr size_t kMaxDims = 16;
   require(sizes.size() <= kMaxDims, "empty", "tensors have at most 16 dimensions, got ",
           sizes.size());
@@ -84,9 +117,10 @@ inline Tensor empty_cpu(Sizes sizes, DType dtype) {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      static_cast<int32_t>(scalar_type(dtype)), aoti_torch_device_type_cpu(), 0, &handle));
+      static_cast<int32_t>(scalar_type(dtype)), device_type(), device_index(), &handle));
   return Tensor(handle);
 }
+inline Tensor empty_cpu(Sizes sizes, DType dtype) { return empty_tensor(sizes, dtype); }
 
 inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;
@@ -127,7 +161,7 @@ inline Rows as_rows(const char* op, const char* name, const Tensor& t) {
 
 }  // namespace omniattn::ops
 
-// Registers one CPU implementation under both names of an op (see schema.cpp).
+// Registers one implementation under both names of an op (see schema.cpp).
 #define OMNIATTN_IMPL(m, name, function) \
   m.impl(name, TORCH_BOX(&function));    \
   m.impl(name "_raw", TORCH_BOX(&function))

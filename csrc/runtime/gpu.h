@@ -6,6 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "runtime/dtype.h"
+#include "runtime/stream.h"
+
 #if !defined(__CUDACC__)
 #include "emulator/cuda.h"
 #else
@@ -106,10 +109,41 @@ __device__ __forceinline__ void barrier_arrive(int id, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
+// One instruction each, instead of the bit operations of runtime/dtype.h; a NaN loses its payload.
+template <class T>
+__device__ __forceinline__ compute_t<T> widen(T x) {
+  if constexpr (TypeTraits<T>::kDType == DType::f16) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+  } else {
+    return omniattn::widen(x);
+  }
+}
+template <class T>
+__device__ __forceinline__ T narrow(compute_t<T> x) {
+  if constexpr (TypeTraits<T>::kDType == DType::f16) {
+    T y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  } else if constexpr (TypeTraits<T>::kDType == DType::bf16) {
+    T y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  } else {
+    return x;
+  }
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+inline Status launch_status() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace omniattn::gpu

@@ -16,3 +16,7 @@ if CPU_ISA is not None and CPU_ISA not in CPU_ISAS:
 LIBRARY_DIR = (
     Path(os.environ["OMNIATTN_LIBRARY_DIR"]) if "OMNIATTN_LIBRARY_DIR" in os.environ else None
 )
+
+#: File with the ops of CPU tensors (`OMNIATTN_CPU_LIBRARY`). Development builds have others, where
+#: CPU tensors run through the CUDA kernels under emulation: `libomniattn_emulated_value.so`.
+CPU_LIBRARY = os.environ.get("OMNIATTN_CPU_LIBRARY", "libomniattn_cpu.so")

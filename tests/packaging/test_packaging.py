@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -52,9 +53,10 @@ def unpacked(wheel, tmp_path_factory):
 
 
 def kernel_objects():
-    objects = sorted((ROOT / "build/wheel/CMakeFiles").glob("kernels_*.dir/csrc/kernels/**/*.o"))
-    assert objects
-    return objects
+    objects = (ROOT / "build/wheel/CMakeFiles").glob("kernels_*.dir/csrc/kernels/**/*_cpu.cpp.o")
+    found = sorted(objects)
+    assert found
+    return found
 
 
 def test_kernel_objects_share_no_function(wheel):
@@ -72,17 +74,35 @@ def test_kernel_objects_need_only_the_c_library(wheel):
         assert not stray, f"{path.name}: {stray[:5]}"
 
 
-def test_library_uses_the_stable_abi_only(unpacked):
-    names = run("nm", "-D", "--undefined-only", unpacked / "omniattn/libomniattn_cpu.so")
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def library(request, unpacked):
+    """A library of the wheel; the CUDA one is there where nvcc is."""
+    path = unpacked / f"omniattn/libomniattn_{request.param}.so"
+    if request.param == "cuda" and shutil.which("nvcc") is None:
+        assert not path.exists()
+        pytest.skip("no nvcc")
+    return path
+
+
+def test_library_uses_the_stable_abi_only(library):
+    names = run("nm", "-D", "--undefined-only", library)
     names = [line.split()[-1] for line in names.splitlines()]
     stray = [n for n in names if not SHIMS.match(n) and not RUNTIME.search(n)]
     assert not [n for n in stray if not n.startswith(OPTIONAL)]
 
 
-def test_library_exports_nothing_but_registration(unpacked):
-    names = run("nm", "-D", "--defined-only", unpacked / "omniattn/libomniattn_cpu.so")
+def test_library_exports_nothing_but_registration(library):
+    names = run("nm", "-D", "--defined-only", library)
     stray = [line for line in names.splitlines() if "omniattn" in line]
     assert not stray
+
+
+def test_cuda_library_names_what_it_needs(library):
+    """libtorch_cuda must be in DT_NEEDED: its symbols are not global in a process."""
+    if "cuda" in library.name:
+        needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", library))
+        assert "libtorch_cuda.so" in needed
+        assert not [n for n in needed if n.startswith(("libcudart", "libcuda."))]
 
 
 def test_wheel_is_for_every_python(wheel):

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 import omniattn
+from omniattn import config
 
 MINIMUM_TORCH = (2, 11)
+CUDA_LIBRARY = "libomniattn_cuda.so"
 
 #: Paths of the loaded libraries by device type.
 loaded: dict[str, Path] = {}
@@ -25,8 +27,7 @@ def find(name: str) -> Path | None:
     return next((Path(f) / name for f in omniattn.__path__ if (Path(f) / name).exists()), None)
 
 
-def _load(device: str) -> None:
-    name = f"libomniattn_{device}.so"
+def _load(device: str, name: str) -> None:
     path = find(name)
     if path is None:
         raise ImportError(
@@ -40,12 +41,12 @@ def _load(device: str) -> None:
 def _load_cuda() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
-    if find("libomniattn_cuda.so") is None:
+    if find(CUDA_LIBRARY) is None:
         return "this build of omniattn has no CUDA library"
     try:
-        _load("cuda")
+        _load("cuda", CUDA_LIBRARY)
     except OSError as error:
-        return f"libomniattn_cuda.so did not load: {error}"
+        return f"{CUDA_LIBRARY} did not load: {error}"
     return None
 
 
@@ -59,5 +60,5 @@ def _check_torch() -> None:
 
 
 _check_torch()
-_load("cpu")
+_load("cpu", config.CPU_LIBRARY)
 cuda_unavailable = _load_cuda()

@@ -1,0 +1,60 @@
+# libomniattn_cuda.so: the CUDA implementations of the ops, loaded where torch sees a GPU. Optional: on
+# where nvcc works. A torch without CUDA is enough to build it.
+include(CheckLanguage)
+if(NOT DEFINED OMNIATTN_CUDA AND NOT OMNIATTN_SANITIZE)
+  check_language(CUDA)
+endif()
+if(CMAKE_CUDA_COMPILER)
+  set(found ON)
+else()
+  set(found OFF)
+endif()
+option(OMNIATTN_CUDA "Build libomniattn_cuda.so (needs nvcc >= 12)" ${found})
+set(OMNIATTN_CUDA_ARCHS "80-real;90a-real" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
+if(NOT OMNIATTN_CUDA)
+  return()
+endif()
+
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12)
+  message(WARNING "omniattn: no CUDA library, it needs nvcc >= 12, got ${CMAKE_CUDA_COMPILER_VERSION}")
+  return()
+endif()
+if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+endif()
+
+# The one function that is taken from libtorch_cuda.so, which a CPU-only torch lacks. Linking against a
+# stub of that name puts it into DT_NEEDED; leaving the symbol open instead would fail at load time,
+# because torch does not make libtorch_cuda's symbols global.
+set(stub "${PROJECT_BINARY_DIR}/torch_cuda_stub")
+file(CONFIGURE OUTPUT "${stub}/torch_cuda_stub.c" CONTENT
+  "int aoti_torch_get_current_cuda_stream(int device, void** stream) { return device && stream; }\n")
+enable_language(C)
+add_library(torch_cuda_stub SHARED "${stub}/torch_cuda_stub.c")
+set_target_properties(torch_cuda_stub PROPERTIES
+  OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY "${stub}" C_VISIBILITY_PRESET default)
+
+# CMake 3.25 does not know that nvcc 13 speaks C++20.
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
+
+# Torch-free kernels.
+add_library(kernels_cuda OBJECT ${OMNIATTN_CUDA_KERNELS})
+target_include_directories(kernels_cuda PRIVATE csrc)
+target_compile_options(kernels_cuda PRIVATE -Xptxas=-warn-spills
+  $<$<BOOL:${OMNIATTN_WERROR}>:-Werror=all-warnings -Xptxas=-Werror>)
+set_target_properties(kernels_cuda PROPERTIES
+  CUDA_ARCHITECTURES "${OMNIATTN_CUDA_ARCHS}" CUDA_VISIBILITY_PRESET hidden)
+
+find_package(CUDAToolkit REQUIRED)
+add_library(omniattn_cuda SHARED $<TARGET_OBJECTS:kernels_cuda> ${OMNIATTN_CUDA_OPS})
+target_compile_definitions(omniattn_cuda PRIVATE OMNIATTN_CUDA USE_CUDA)
+target_link_libraries(omniattn_cuda PRIVATE
+  omniattn_options torch_stable torch_cuda_stub CUDA::cudart_static)
+target_link_options(omniattn_cuda PRIVATE -Wl,--as-needed -Wl,-z,defs)
+set_target_properties(omniattn_cuda PROPERTIES
+  CUDA_RUNTIME_LIBRARY Static SKIP_BUILD_RPATH ON INSTALL_RPATH "")
+install(TARGETS omniattn_cuda LIBRARY DESTINATION . COMPONENT omniattn)

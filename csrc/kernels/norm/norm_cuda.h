@@ -1,0 +1,22 @@
+// CUDA launchers of the row normalisations, see norm.h.
+#pragma once
+
+#include "kernels/norm/norm.h"
+#include "runtime/stream.h"
+
+namespace omniattn {
+
+Status launch_norm(const NormParams& p, Stream stream);
+
+// Partial sums of dweight and dbias that the backward keeps; depends on the shape only.
+int64_t norm_backward_shards(const NormBackwardParams& p);
+
+struct NormWeightGradients {
+  void* partial;          // (shards, width) in the accumulator type; width: of those not null
+  void *dweight, *dbias;  // (cols) or null
+};
+
+Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradients& weights,
+                            Stream stream);
+
+}  // namespace omniattn

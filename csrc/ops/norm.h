@@ -1,0 +1,140 @@
+// norm, add_norm, norm_backward: checks and allocation for either device. Included by norm_cpu.cpp
+// and norm_cuda.cpp, each of which defines the two run functions.
+#pragma once
+
+#include "kernels/norm/norm.h"
+
+#include <tuple>
+
+#include "ops/tensor.h"
+
+namespace {
+
+using namespace omniattn;
+using namespace omniattn::ops;
+
+void run_forward(const NormParams& p);
+// dweight, dbias: (cols) or null.
+void run_backward(const NormBackwardParams& p, void* dweight, void* dbias);
+
+// A per-column vector with unit stride: a copy where `v` has another one.
+OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
+                    int64_t cols) {
+  if (!v.has_value()) return v;
+  require_tensor(op, name, *v, dtype);
+  require_sizes(op, name, *v, {&cols, 1});
+  return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
+}
+
+std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tensor& x,
+                                                      const OptTensor& residual,
+                                                      const OptTensor& weight,
+                                                      const OptTensor& bias, bool center,
+                                                      double eps, double offset) {
+  const DeviceScope scope(x);
+  const DType dtype = dtype_of(op, "x", x);
+  require_tensor(op, "x", x, dtype);
+  const Rows rows = as_rows(op, "x", x);
+  const OptTensor scale = as_vector(op, "weight", weight, dtype, rows.cols);
+  const OptTensor shift = as_vector(op, "bias", bias, dtype, rows.cols);
+  const Tensor y = empty_tensor(x.sizes(), dtype);
+  const int64_t stats_sizes[] = {rows.rows, 2};
+  const Tensor stats = empty_tensor({stats_sizes, 2}, accumulator(dtype));
+
+  NormParams p{};
+  p.dtype = dtype;
+  p.rows = rows.rows;
+  p.cols = rows.cols;
+  p.x = rows.data();
+  p.x_stride = rows.stride;
+  p.weight = data_or_null(scale);
+  p.bias = data_or_null(shift);
+  p.y = y.mutable_data_ptr();
+  p.stats = stats.mutable_data_ptr();
+  p.eps = eps;
+  p.offset = offset;
+  p.center = center;
+  std::optional<Rows> residual_rows;
+  std::optional<Tensor> h;
+  if (residual.has_value()) {
+    require_tensor(op, "residual", *residual, dtype);
+    require_sizes(op, "residual", *residual, x.sizes());
+    residual_rows = as_rows(op, "residual", *residual);
+    h = empty_tensor(x.sizes(), dtype);
+    p.residual = residual_rows->data();
+    p.residual_stride = residual_rows->stride;
+    p.h = h->mutable_data_ptr();
+  }
+  run_forward(p);
+  return {y, h, stats};
+}
+
+std::tuple<Tensor, Tensor> norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                bool center, double eps, double offset) {
+  auto [y, h, stats] = run("norm", x, std::nullopt, weight, bias, center, eps, offset);
+  return {y, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor& residual,
+                                            const OptTensor& weight, const OptTensor& bias,
+                                            bool center, double eps, double offset) {
+  auto [y, h, stats] = run("add_norm", x, residual, weight, bias, center, eps, offset);
+  return {y, *h, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const OptTensor& grad_h,
+                                                 const Tensor& h, const OptTensor& weight,
+                                                 const Tensor& stats, bool center, double offset,
+                                                 bool weight_grad, bool bias_grad) {
+  constexpr const char* op = "norm_backward";
+  const DeviceScope scope(h);
+  const DType dtype = dtype_of(op, "h", h);
+  require_tensor(op, "h", h, dtype);
+  require_tensor(op, "grad_y", grad_y, dtype);
+  require_sizes(op, "grad_y", grad_y, h.sizes());
+  const Rows h_rows = as_rows(op, "h", h), gy_rows = as_rows(op, "grad_y", grad_y);
+  const int64_t rows = h_rows.rows, cols = h_rows.cols;
+  const OptTensor scale = as_vector(op, "weight", weight, dtype, cols);
+  const int64_t stats_sizes[] = {rows, 2};
+  require_tensor(op, "stats", stats, accumulator(dtype));
+  require_sizes(op, "stats", stats, {stats_sizes, 2});
+  require(stats.is_contiguous(), op, "stats must be contiguous");
+
+  const Tensor dx = empty_tensor(h.sizes(), dtype);
+  NormBackwardParams p{};
+  p.dtype = dtype;
+  p.rows = rows;
+  p.cols = cols;
+  p.grad_y = gy_rows.data();
+  p.grad_y_stride = gy_rows.stride;
+  std::optional<Rows> gh_rows;
+  if (grad_h.has_value()) {
+    require_tensor(op, "grad_h", *grad_h, dtype);
+    require_sizes(op, "grad_h", *grad_h, h.sizes());
+    gh_rows = as_rows(op, "grad_h", *grad_h);
+    p.grad_h = gh_rows->data();
+    p.grad_h_stride = gh_rows->stride;
+  }
+  p.h = h_rows.data();
+  p.h_stride = h_rows.stride;
+  p.weight = data_or_null(scale);
+  p.stats = stats.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.offset = offset;
+  p.center = center;
+
+  const int64_t dw_cols = weight_grad ? cols : 0, db_cols = bias_grad ? cols : 0;
+  const Tensor dweight = empty_tensor({&dw_cols, 1}, dtype);
+  const Tensor dbias = empty_tensor({&db_cols, 1}, dtype);
+  run_backward(p, weight_grad ? dweight.mutable_data_ptr() : nullptr,
+               bias_grad ? dbias.mutable_data_ptr() : nullptr);
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
+  OMNIATTN_IMPL(m, "norm", norm);
+  OMNIATTN_IMPL(m, "add_norm", add_norm);
+  m.impl("norm_backward", TORCH_BOX(&norm_backward));
+}

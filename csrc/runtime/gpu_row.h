@@ -1,0 +1,109 @@
+// Rows on the GPU: 16-byte accesses, sums over a row by one block or one warp, and sweeps over a
+// row that keep their elements in registers for the next sweep.
+//
+// A row belongs to the blockDim.x threads of one threadIdx.y. Either blockDim.x is 32, and each
+// warp of the block has a row of its own, or blockDim.y is 1.
+#pragma once
+
+#include "runtime/dtype.h"
+#include "runtime/gpu.h"
+
+namespace omniattn::gpu {
+
+// W neighbours of a row, as stored.
+template <class T, int W>
+struct alignas(sizeof(T) * W) Pack {
+  T v[W];
+
+  __device__ __forceinline__ compute_t<T> operator[](int j) const { return gpu::widen(v[j]); }
+};
+
+// Elements in 16 bytes.
+template <class T>
+inline constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(T));
+
+// Loads and stores of a Pack are one instruction: of 16 bytes, or of one element if W is 1.
+template <int W, class T>
+__device__ __forceinline__ Pack<T, W> load(const T* p) {
+  if constexpr (W == 1) {
+    return {{*p}};
+  } else {
+    static_assert(sizeof(T) * W == 16);
+    return __builtin_bit_cast(Pack<T, W>, *reinterpret_cast<const uint4*>(p));
+  }
+}
+// For memory that no kernel writes meanwhile: such loads may be moved over stores, so that several
+// are in flight.
+template <int W, class T>
+__device__ __forceinline__ Pack<T, W> load_constant(const T* p) {
+  if constexpr (W == 1) {
+    return load<1>(p);
+  } else {
+    return __builtin_bit_cast(Pack<T, W>, __ldg(reinterpret_cast<const uint4*>(p)));
+  }
+}
+template <int W, class T>
+__device__ __forceinline__ void store(T* p, const Pack<T, W>& x) {
+  if constexpr (W == 1) {
+    *p = x.v[0];
+  } else {
+    *reinterpret_cast<uint4*>(p) = __builtin_bit_cast(uint4, x);
+  }
+}
+
+// f(i, k) for the elements i, ..., i + W - 1 that belong to this thread. The first kKept calls are
+// unrolled and have k = 0, 1, ..., so that f can keep its values in registers as array[k]; all
+// further ones have k = kKept. n is a multiple of W.
+template <int W, int kKept, class F>
+__device__ __forceinline__ void sweep_row(int64_t n, const F& f) {
+  const int64_t step = static_cast<int64_t>(blockDim.x) * W;
+  int64_t i = static_cast<int64_t>(threadIdx.x) * W;
+#pragma unroll
+  for (int k = 0; k < kKept; ++k, i += step) {
+    if (i < n) f(i, k);
+  }
+  for (; i < n; i += step) f(i, kKept);
+}
+
+// The same total in every lane, in an order of additions that is always the same.
+template <class C>
+__device__ __forceinline__ C warp_sum(C x) {
+#pragma unroll
+  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(0xffffffffu, x, bits);
+  return x;
+}
+
+// Sum over the threads of a row. All threads of the block must take part.
+template <class C>
+__device__ __forceinline__ C row_sum(C x) {
+  x = warp_sum(x);
+  if (blockDim.x == 32) return x;
+  GPU_SHARED(C, sums, 32);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) sums[warp] = x;
+  __syncthreads();
+  const C total = warp_sum(lane < static_cast<int>(blockDim.x) / 32 ? sums[lane] : C(0));
+  __syncthreads();  // the next sum writes the array again
+  return total;
+}
+
+// A block for rows of `packs` Packs: the fewest threads, of at most max_threads, that keep the
+// whole row at `kept` Packs each; short rows share a block, so that an SM can hold its full number
+// of warps.
+inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
+  constexpr unsigned kShortRows = 4;
+  if (packs <= 32 * kept) return dim3(32, kShortRows);
+  unsigned threads = 64;
+  while (threads < max_threads && static_cast<int64_t>(threads) * kept < packs) threads *= 2;
+  return dim3(threads);
+}
+
+// Blocks for `rows` rows at block.y each; kernels step by the grid where there are more.
+inline unsigned row_grid(int64_t rows, dim3 block) {
+  constexpr int64_t kMaxGrid = 0x7fffffff;
+  return static_cast<unsigned>(min((rows + block.y - 1) / block.y, kMaxGrid));
+}
+
+inline bool aligned_16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+}  // namespace omniattn::gpu

@@ -1,0 +1,56 @@
+"""Every CUDA kernel passes the OpSpecs' tests on the CPU, under emulation.
+
+The emulated library takes the place of the CPU library, so the tests of tests/ops run as they are,
+in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omniattn.ops import _library
+
+ROOT = Path(__file__).parents[2]
+OPS = ("rms_norm", "layer_norm")
+
+VALUES = ("forward", "backward")
+LAYOUTS = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
+#: (variant of the library, schedules, properties, dtypes); the dtype hardly changes control flow.
+RUNS = [
+    ("value", "ascending", VALUES + LAYOUTS, ("f64", "f32", "bf16", "f16")),
+    ("value", "descending shuffled", VALUES, ("f64", "bf16")),
+    ("race", "ascending", VALUES, ("bf16",)),
+    ("sanitized", "shuffled", (*VALUES, "strided"), ("bf16",)),
+]
+
+
+def preloaded():
+    """Sanitizer runtimes must come before all other libraries; libstdc++ so that C++ can throw."""
+    names = ("libasan.so", "libubsan.so", "libstdc++.so")
+    found = (subprocess.check_output(["gcc", f"-print-file-name={n}"], text=True) for n in names)
+    return " ".join(path.strip() for path in found)
+
+
+@pytest.mark.parametrize(("variant", "schedules", "properties", "dtypes"), RUNS)
+def test_kernels_pass_the_specs_under_emulation(variant, schedules, properties, dtypes):
+    name = f"libomniattn_emulated_{variant}.so"
+    assert _library.find(name) is not None, "the development build has the emulated libraries"
+    env = os.environ | {
+        "OMNIATTN_CPU_LIBRARY": name,
+        "OMNIATTN_TEST_SCHEDULES": schedules,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/cuda"), *filter(None, sys.path)]),
+    }
+    if variant == "sanitized":
+        env |= {
+            "LD_PRELOAD": preloaded(),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "halt_on_error=1",
+        }
+    selection = " and ".join(f"({' or '.join(words)})" for words in (properties, OPS, dtypes))
+    command = [sys.executable, "-m", "pytest", "-p", "schedules", "-k", selection]
+    command += ["-p", "no:cacheprovider", str(ROOT / "tests/ops/test_specs.py")]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
