@@ -1,0 +1,75 @@
+"""Pre-norm decoder block: attention and gated feed-forward layer, each on a residual stream."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from omniattn.modules.attention import Attention
+from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.mlp import GatedMLP
+from omniattn.modules.norm import RMSNorm
+
+
+class DecoderBlock(nn.Module):
+    """h = h + Attention(Norm(h)); h = h + MLP(Norm(h)).
+
+    Each addition is done by the norm that follows it, in one pass over memory. The block therefore
+    takes and returns a pair (x, residual) whose sum is h; the norm after the last block adds them.
+
+    Args:
+        config: of the two layers and of the norms in front of them.
+        device, dtype: of the parameters.
+
+    Shape:
+        x, residual (B, T, dim) -> x, residual (B, T, dim).
+        Parameters input_layernorm, self_attn, post_attention_layernorm, mlp.
+
+    Example:
+        >>> config = DecoderBlock.Config(
+        ...     Attention.Config(8, 2), GatedMLP.Config(8, 16), RMSNorm.Config(8)
+        ... )
+        >>> x, residual = DecoderBlock(config)(torch.ones(1, 3, 8))
+        >>> x.shape, residual.shape
+        (torch.Size([1, 3, 8]), torch.Size([1, 3, 8]))
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Configs of the layers; `norm` is used in front of both."""
+
+        attention: Attention.Config
+        mlp: GatedMLP.Config
+        norm: RMSNorm.Config
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.input_layernorm = RMSNorm(config.norm, device=device, dtype=dtype)
+        self.self_attn = Attention(config.attention, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.norm, device=device, dtype=dtype)
+        self.mlp = GatedMLP(config.mlp, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: KVCache | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block; `residual` is None in front of the first one. The rest as in Attention."""
+        if residual is None:
+            y, residual = self.input_layernorm(x), x
+        else:
+            y, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(y, rope=rope, cache=cache, mask=mask)
+        y, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(y), residual

@@ -1,0 +1,150 @@
+"""Attention layer and KV cache: head sharing, cross-attention, decoding equals the full forward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from omniattn.modules import Attention, KVCache, RotaryEmbedding
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def by_hand(layer: Attention, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The layer in terms of torch alone, without rotary embedding and cache."""
+    c = layer.config
+    q, k, v = (
+        F.linear(t, p.weight, p.bias).unflatten(-1, (-1, c.head_size)).transpose(1, 2)
+        for t, p in ((x, layer.q_proj), (source, layer.k_proj), (source, layer.v_proj))
+    )
+    if c.qk_norm:
+        q = F.rms_norm(q, (c.head_size,), layer.q_norm.weight, c.qk_norm_eps)
+        k = F.rms_norm(k, (c.head_size,), layer.k_norm.weight, c.qk_norm_eps)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=c.causal, enable_gqa=True)
+    return F.linear(out.transpose(1, 2).flatten(-2), layer.o_proj.weight, layer.o_proj.bias)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
+def test_equals_torch(kv_heads, qk_norm, cross):
+    config = Attention.Config(
+        dim=24,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        head_dim=5,
+        qk_norm=qk_norm,
+        bias=True,
+        causal=not cross,
+        cross=cross,
+        source_dim=7 if cross else None,
+        init_std=0.5,
+    )
+    layer = Attention(config, dtype=torch.float64)
+    x = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
+    source = torch.randn(2, 6, 7, dtype=torch.float64) if cross else None
+    actual = layer(x, source)
+    expected = by_hand(layer, x, source if cross else x)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(actual)
+    inputs = [x, *layer.parameters()]
+    for a, e in zip(
+        torch.autograd.grad(actual, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
+@torch.no_grad()
+def test_prefill_and_steps_equal_the_full_forward(window):
+    layer = Attention(Attention.Config(24, 4, 2, window_size=window, init_std=0.5))
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
+    x = torch.randn(2, 11, 24)
+    full = layer(x, rope=rotary(torch.arange(11)))
+    cache = layer.new_cache(2, 11)
+    parts = [
+        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), cache=cache)
+        for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+def test_cross_attention_projects_the_source_once():
+    layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
+    x, source = torch.randn(1, 3, 8), torch.randn(1, 5, 8)
+    cache = layer.new_cache(1, 5)
+    first = layer(x, source, cache=cache)
+    torch.testing.assert_close(first, layer(x, source))
+    torch.testing.assert_close(layer(x, cache=cache), first)
+
+
+def test_mask_and_bias_reach_the_scores():
+    layer = Attention(Attention.Config(8, 2, causal=False, init_std=0.5))
+    x = torch.randn(1, 4, 8)
+    mask = torch.ones(4, 4).tril().bool()
+    causal = Attention(Attention.Config(8, 2, causal=True))
+    causal.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x, mask=mask), causal(x))
+    torch.testing.assert_close(layer(x, bias=mask.float().log()), causal(x))
+
+
+def test_dropout_acts_in_training_only():
+    layer = Attention(Attention.Config(8, 2, dropout_p=0.5, init_std=0.5))
+    x = torch.randn(1, 16, 8)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dim": 8, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3"),
+        ({"dim": 9, "num_heads": 4}, "dim=9"),
+        ({"dim": 8, "num_heads": 4, "cross": True}, "causal=True"),
+    ],
+)
+def test_config_names_the_wrong_value(values, message):
+    with pytest.raises(ValueError, match=message):
+        Attention.Config(**values)
+
+
+def test_forward_names_what_is_missing():
+    x = torch.randn(1, 2, 8)
+    self_attention = Attention(Attention.Config(8, 2))
+    with pytest.raises(ValueError, match="source must be None"):
+        self_attention(x, x)
+    cross = Attention(Attention.Config(8, 2, causal=False, cross=True))
+    with pytest.raises(ValueError, match="source must be given"):
+        cross(x)
+    with pytest.raises(ValueError, match="rope must be None"):
+        cross(x, x, rope=(x, x))
+    with pytest.raises(RuntimeError, match="no_grad"):
+        self_attention(x, cache=self_attention.new_cache(1, 2))
+
+
+def test_cache_append_crop_reorder_bytes():
+    cache = KVCache(2, 4, 3, 5, v_head_dim=7, dtype=torch.bfloat16)
+    assert cache.nbytes == 2 * 4 * 3 * (5 + 7) * 2
+    k, v = torch.randn(2, 3, 3, 5).bfloat16(), torch.randn(2, 3, 3, 7).bfloat16()
+    stored_k, stored_v = cache.append(k, v)
+    assert torch.equal(stored_k, k)
+    assert torch.equal(stored_v, v)
+    assert stored_k.stride(-1) == 1
+    with pytest.raises(ValueError, match="length=6"):
+        cache.append(k, v)
+    with pytest.raises(ValueError, match="v must have shape"):
+        cache.append(k[:, :1], v[:, :1, :2])
+    assert cache.length == 3
+    cache.crop(1)
+    assert torch.equal(cache.views()[0], k[:, :1])
+    with pytest.raises(ValueError, match="length=2"):
+        cache.crop(2)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert cache.batch == 3
+    assert torch.equal(cache.views()[1], v[[1, 1, 0], :1])
