@@ -1,0 +1,111 @@
+"""Checkpoints: one safetensors file with tensors and metadata, written whole or not at all."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import torch
+
+from omniattn.models.llama import Llama, LlamaConfig
+
+
+class CheckpointError(ValueError):
+    """The file is not a checkpoint of this package, or is damaged."""
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    """CRC-32 of all bytes in the order of the names: safetensors alone misses flipped bits."""
+    crc = 0
+    for name in sorted(tensors):
+        data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(data.numpy().data, crc)
+    return f"{crc:08x}"
+
+
+def write_checkpoint(
+    path: Path | str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> None:
+    """Writes atomically: a crash, an interrupt or a full disk leaves the previous file intact.
+
+    Raises:
+        OSError: if the file cannot be written; the partial one is removed.
+    """
+    from safetensors.torch import save
+
+    path = Path(path)
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
+    content = save(tensors, metadata | {"crc32": _digest(tensors)})
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors (on the CPU) and metadata of a file of `write_checkpoint`.
+
+    Raises:
+        OSError: if the file cannot be read.
+        CheckpointError: if it is damaged or not a checkpoint.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with open(path, "rb"):  # a missing or unreadable file is an OSError with its own message
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"checkpoint: {path} is damaged or no checkpoint ({error})"
+        ) from error
+    if metadata.get("crc32") != _digest(tensors):
+        raise CheckpointError(f"checkpoint: {path} is damaged (its checksum does not match)")
+    return tensors, metadata
+
+
+def model_metadata(model: Llama) -> dict[str, str]:
+    """What `load_model` needs besides the weights."""
+    return {"architecture": "llama", "config": json.dumps(model.config.to_dict())}
+
+
+def save_model(model: Llama, path: Path | str) -> None:
+    """Writes weights and config, atomically; needs safetensors."""
+    write_checkpoint(path, model.state_dict(), model_metadata(model))
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Llama:
+    """The model of a file of `save_model` or of a training checkpoint, in eval mode.
+
+    Args:
+        path: the safetensors file.
+        device: of the parameters, default CPU; they keep the dtype of the file.
+        backend: of all ops of the model.
+
+    Raises:
+        OSError: if the file cannot be read.
+        CheckpointError: if it is damaged or holds another architecture.
+    """
+    tensors, metadata = read_checkpoint(path)
+    if metadata.get("architecture") != "llama":
+        raise CheckpointError(
+            f"checkpoint: architecture must be 'llama', got {metadata.get('architecture')!r}"
+        )
+    config = LlamaConfig.from_dict(json.loads(metadata["config"]) | {"backend": backend})
+    weights = {name: t for name, t in tensors.items() if "/" not in name}
+    model = Llama(config, device=device, dtype=weights["norm.weight"].dtype)
+    model.load_state_dict(weights)
+    return model.eval()

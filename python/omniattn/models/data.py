@@ -1,0 +1,80 @@
+"""Byte-level text for language modelling: a training and a held-out split, windows by position."""
+
+import random
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+
+from omniattn.reference import philox
+
+_HELD_OUT = 0.05
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def standard_library() -> list[Path]:
+    """The Python source files of the running interpreter's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.rglob("*.py"))
+    return [f for f in files if _SKIPPED.isdisjoint(f.relative_to(root).parts)]
+
+
+def read_documents(path: Path | None) -> bytes:
+    """The bytes of a file, of all text files below a directory, or (None) of the standard library.
+
+    Files come in an order that is shuffled, but always the same, so that both splits are alike.
+
+    Raises:
+        OSError: if the path cannot be read.
+    """
+    if path is not None and not path.is_dir():
+        return path.read_bytes()
+    if path is None:
+        files = standard_library()
+    else:
+        files = sorted(f for f in path.rglob("*") if f.is_file())
+    random.Random(0).shuffle(files)
+    documents = (f.read_bytes() for f in files)
+    return b"\n".join(text for text in documents if b"\0" not in text)
+
+
+class ByteData:
+    """Windows of `length` + 1 bytes; the last 5 percent of the text are held out.
+
+    Args:
+        text: at least 4 (length + 1) bytes.
+        length: tokens per window.
+
+    Raises:
+        ValueError: if the text is too short.
+    """
+
+    def __init__(self, text: bytes, length: int) -> None:
+        window = length + 1
+        if len(text) < 4 * window:
+            raise ValueError(
+                f"the text must have at least {4 * window} bytes for windows of {length} tokens, "
+                f"got {len(text)} bytes"
+            )
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        held_out = max(window, int(_HELD_OUT * len(text)))
+        self.train, self.held_out = tokens[:-held_out], tokens[-held_out:]
+        self.length = length
+        self.digest = f"{len(text)}-{zlib.crc32(text):08x}"
+
+    def _windows(self, split: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return split[start[:, None] + torch.arange(self.length + 1)].long()
+
+    def batch(self, size: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets (size, length) of a step: a function of (seed, step) alone."""
+        words = philox.elementwise_words(size, torch.tensor([seed, step]))
+        window = self._windows(self.train, (words * (len(self.train) - self.length)) >> 32)
+        return window[:, :-1], window[:, 1:]
+
+    def held_out_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to `size` windows spread evenly over the held-out split, without overlap."""
+        count = min(size, len(self.held_out) // (self.length + 1))
+        start = torch.arange(count) * (len(self.held_out) // count)
+        window = self._windows(self.held_out, start)
+        return window[:, :-1], window[:, 1:]

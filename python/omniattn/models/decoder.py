@@ -1,0 +1,136 @@
+"""The decoder that all decoder-only architectures share; an architecture is a Config for it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from omniattn import functional, reference
+from omniattn.modules import Attention, DecoderBlock, KVCache, Linear, RMSNorm, RotaryEmbedding
+
+
+class Decoder(nn.Module):
+    """x = E[tokens]; blocks; norm; logits = x W_head^T.
+
+    Args:
+        config: sizes, one block config per layer, rotary embedding, head.
+        device, dtype: of the parameters.
+
+    Shape:
+        tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with `targets` (B, T).
+
+    Notes:
+        The loss goes through `linear_cross_entropy`, in fp32.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and parts.
+
+        Args:
+            vocab_size, dim: of the embedding.
+            blocks: config of each layer.
+            norm: the norm in front of the head.
+            rope: rotary embedding of all layers, None for no positions.
+            tie_embeddings: the head uses the weight of the embedding.
+            init_std: of the embedding and the head.
+            gradient_checkpointing: keep only the input of each block, recompute it in backward.
+            backend: of the loss and the head.
+        """
+
+        vocab_size: int
+        dim: int
+        blocks: tuple[DecoderBlock.Config, ...]
+        norm: RMSNorm.Config
+        rope: RotaryEmbedding.Config | None
+        tie_embeddings: bool = False
+        init_std: float = 0.02
+        gradient_checkpointing: bool = False
+        backend: str | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        c = config
+        self.decoder_config = c
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
+        nn.init.normal_(self.embed_tokens.weight, std=c.init_std)
+        self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
+        self.layers = nn.ModuleList(
+            DecoderBlock(block, device=device, dtype=dtype) for block in c.blocks
+        )
+        self.norm = RMSNorm(c.norm, device=device, dtype=dtype)
+        head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
+        self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
+
+    def new_cache(
+        self, batch: int, max_length: int, dtype: torch.dtype | None = None
+    ) -> list[KVCache]:
+        """One empty cache per layer for sequences of up to max_length tokens."""
+        attention = [module for module in self.modules() if isinstance(module, Attention)]
+        return [layer.new_cache(batch, max_length, dtype) for layer in attention]
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Weight (vocab_size, dim) of the head."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> torch.Tensor:
+        """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
+        if positions is None:
+            past = 0 if cache is None else cache[0].length
+            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        rope = None if self.rotary is None else self.rotary(positions)
+        x, residual = self.embed_tokens(tokens), None
+        recompute = self.decoder_config.gradient_checkpointing and torch.is_grad_enabled()
+        for i, layer in enumerate(self.layers):
+            if recompute:
+                x, residual = checkpoint(
+                    layer, x, residual, rope=rope, mask=mask, use_reentrant=False
+                )
+            else:
+                layer_cache = None if cache is None else cache[i]
+                x, residual = layer(x, residual, rope=rope, cache=layer_cache, mask=mask)
+        y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
+        return y
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Normed states (..., dim) -> logits (..., vocab_size)."""
+        return functional.linear(x, self.head_weight, backend=self.decoder_config.backend)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> torch.Tensor:
+        """Logits (B, T, vocab_size), or with targets the mean loss.
+
+        Args:
+            tokens: (B, T) int.
+            targets: (B, T) int, already shifted by one; -100 is left out of the mean.
+            positions: (T,) or (B, T) int, default: counted on from the cache.
+            mask: boolean, True = attend, broadcastable to (B, heads, T, past + T).
+            cache: from `new_cache`; the tokens are appended to it. Under torch.no_grad() only.
+        """
+        x = self.hidden(tokens, positions=positions, mask=mask, cache=cache)
+        if targets is None:
+            return self.head(x)
+        # functional has no fused loss yet
+        return reference.linear_cross_entropy(x, self.head_weight, targets)

@@ -1,0 +1,120 @@
+"""Token generation on a KV cache."""
+
+import math
+
+import torch
+
+from omniattn.models.decoder import Decoder
+from omniattn.reference import philox
+
+
+def sample(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> torch.Tensor:
+    """One token per row: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) int64.
+
+    The distribution softmax(logits / temperature) is cut to its top_k largest tokens (0: all),
+    then to the smallest prefix, in descending order, whose probabilities sum to at least top_p. Of
+    equal logits the smaller token comes first. The token is the first, in index order, whose
+    cumulative probability exceeds `uniform`. temperature = 0 takes the largest logit.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1)
+    ordered, index = (logits / temperature).sort(stable=True, dim=-1, descending=True)
+    if top_k > 0:
+        ordered[:, top_k:] = -math.inf
+    p = ordered.softmax(-1)
+    if top_p < 1:
+        p = p * (p.cumsum(-1) - p < top_p)
+    # Summed in fp64, so that uniform < 1 stays below the total for any vocabulary.
+    cdf = torch.zeros_like(p).scatter(-1, index, p).double().cumsum(-1)
+    return torch.searchsorted(cdf, uniform.double()[:, None] * cdf[:, -1:], right=True).squeeze(-1)
+
+
+def _check(
+    tokens: torch.Tensor, max_new_tokens: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"generate: tokens must have shape (B, T) with T > 0, got tokens={tuple(tokens.shape)}"
+        )
+    for name, value, holds, rule in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "not be negative"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "be finite and not negative"),
+        ("top_k", top_k, top_k >= 0, "not be negative"),
+        ("top_p", top_p, 0 < top_p <= 1, "be in (0, 1]"),
+    ):
+        if not holds:
+            raise ValueError(f"generate: {name} must {rule}, got {name}={value}")
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos: int | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Continues each row of tokens.
+
+    Args:
+        model: any Decoder; it runs in eval mode and its mode is restored.
+        tokens: (B, T) int64, the prompts, T > 0.
+        max_new_tokens: upper bound; generation stops earlier when all rows have ended.
+        temperature: 0 (greedy, default) or the divisor of the logits.
+        top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
+        eos: token that ends a row; it is kept and repeated up to the common length.
+        seed: of the uniform numbers, which depend on (seed, step, row) only.
+
+    Returns:
+        (B, T + n) int64 with n <= max_new_tokens.
+
+    Raises:
+        ValueError: for an empty prompt or a value out of range.
+
+    Example:
+        >>> from omniattn.models import PRESETS, Llama
+        >>> model = Llama(PRESETS["llama-test"])
+        >>> generate(model, torch.zeros(1, 4, dtype=torch.long), 3).shape
+        torch.Size([1, 7])
+    """
+    _check(tokens, max_new_tokens, temperature, top_k, top_p)
+    batch, start = tokens.shape
+    training = model.training
+    model.eval()
+    cache = model.new_cache(batch, start + max_new_tokens)
+    out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
+    ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    fed, end = 0, start
+    try:
+        while end < out.shape[1] and not ended.all():
+            # Only the last position predicts the next token: the head runs on one row.
+            x = model.hidden(out[:, fed:end], cache=cache)[:, -1:]
+            logits = model.head(x)[:, 0]
+            uniform = philox.uniform(batch, torch.tensor([seed, end - start]))
+            token = sample(
+                logits,
+                uniform.to(logits.device),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+            )
+            if eos is not None:
+                token = token.masked_fill(ended, eos)
+                ended |= token == eos
+            out[:, end] = token
+            fed, end = end, end + 1
+    finally:
+        model.train(training)
+    return out[:, :end]

@@ -1,0 +1,182 @@
+"""Llama: parity with Hugging Face, decoding, compile, checkpointing, autocast, files."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from omniattn import reference
+from omniattn.models import PRESETS, CheckpointError, Llama, LlamaConfig, load_model, save_model
+
+TEST = replace(PRESETS["llama-test"], init_std=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def tokens(batch: int = 2, length: int = 33) -> torch.Tensor:
+    return torch.randint(TEST.vocab_size, (batch, length))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"tie_embeddings": True, "num_kv_heads": 1, "head_dim": 20},
+        {"rope_scaling": reference.LinearScaling(2.0)},
+        {"rope_scaling": reference.Llama3Scaling(8.0, 1.0, 4.0, 16), "rope_base": 5e5},
+    ],
+    ids=["gqa", "tied-mqa-head20", "linear", "llama3"],
+)
+def test_hugging_face_gives_the_same_logits_and_gradients(variant):
+    ours = Llama(replace(TEST, **variant), dtype=torch.float64)
+    hf = ours.to_hf()
+    x = tokens()
+    # 1e-6: Hugging Face computes the rotary tables and its norms in fp32.
+    torch.testing.assert_close(ours(x), hf(x).logits, rtol=1e-5, atol=1e-5)
+
+    targets = tokens()
+    loss = ours(x, targets)
+    expected = torch.nn.functional.cross_entropy(hf(x).logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    theirs = dict(hf.named_parameters())
+    for name, p in ours.named_parameters():
+        key = name if name.startswith("lm_head") else f"model.{name}"
+        torch.testing.assert_close(p.grad, theirs[key].grad, rtol=1e-4, atol=1e-6)
+
+    back = Llama.from_hf(hf)
+    assert back.config == ours.config
+    torch.testing.assert_close(back.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+
+def test_from_hf_rejects_what_it_does_not_compute():
+    config = TEST.to_hf()
+    config.attention_bias = True
+    with pytest.raises(NotImplementedError, match="attention_bias=True"):
+        LlamaConfig.from_hf(config)
+    config = TEST.to_hf()
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(NotImplementedError, match="rope_type='dynamic'"):
+        LlamaConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+    ],
+)
+def test_parameter_counts_of_the_releases(name, count):
+    assert PRESETS[name].num_parameters == count
+
+
+def test_parameter_count_is_that_of_the_module():
+    for config in (TEST, replace(TEST, tie_embeddings=True, head_dim=6)):
+        assert sum(p.numel() for p in Llama(config).parameters()) == config.num_parameters
+
+
+def test_native_and_reference_backends_agree():
+    native = Llama(TEST)
+    eager = Llama(replace(TEST, backend="reference"))
+    eager.load_state_dict(native.state_dict())
+    x, targets = tokens(), tokens()
+    torch.testing.assert_close(native(x), eager(x), rtol=1e-4, atol=1e-4)
+    native(x, targets).backward()
+    eager(x, targets).backward()
+    for a, e in zip(native.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_prefill_and_steps_equal_the_full_forward():
+    model = Llama(TEST)
+    x = tokens()
+    cache = model.new_cache(2, 33)
+    parts = [model(x[:, a:b], cache=cache) for a, b in ((0, 20), (20, 21), (21, 30), (30, 33))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_left_padding_with_positions_and_mask():
+    model = Llama(TEST)
+    x = tokens(1, 9)
+    padded = torch.cat([x.new_zeros(1, 4), x], 1)
+    positions = (torch.arange(13) - 4).clamp(min=0)
+    mask = (torch.arange(13) >= 4)[None, None, None]
+    out = model(padded, positions=positions, mask=mask)
+    torch.testing.assert_close(out[:, 4:], model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    x, targets = tokens(), tokens()
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = Llama(replace(TEST, gradient_checkpointing=checkpointing))
+        model(x, targets).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiles_as_one_graph():
+    model = Llama(TEST)
+    x, targets = tokens(), tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(x, targets)
+    torch.testing.assert_close(loss, model(x, targets))
+    loss.backward()
+    compiled_grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x, targets).backward()
+    for p, g in zip(model.parameters(), compiled_grads, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_trains_in_bf16_with_fp32_weights():
+    model = Llama(TEST)
+    x, targets = tokens(), tokens()
+    exact = model(x, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, targets)
+    torch.testing.assert_close(loss.float(), exact, rtol=2e-2, atol=0)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"tie_embeddings": True, "rope_scaling": reference.Llama3Scaling()}]
+)
+def test_save_and_load(tmp_path, variant):
+    model = Llama(replace(TEST, **variant), dtype=torch.bfloat16)
+    save_model(model, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path / "model.safetensors")
+    assert loaded.config == model.config
+    assert not loaded.training
+    x = tokens()
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_load_names_what_is_wrong(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(FileNotFoundError):
+        load_model(path)
+    save_model(Llama(TEST), path)
+    content = bytearray(path.read_bytes())
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(path)
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        load_model(path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(path)
