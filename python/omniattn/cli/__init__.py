@@ -1,0 +1,35 @@
+"""The command line: python -m omniattn {train, check, info}."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from omniattn.cli import check, info, train
+from omniattn.cli.errors import CommandError
+
+COMMANDS = (train, check, info)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one sub-command and returns its exit code; expected failures are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m omniattn", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        summary = (module.__doc__ or "").partition("\n")[0]
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, name=name)
+    args = parser.parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except CommandError as error:
+        print(f"{args.name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{args.name}: interrupted", file=sys.stderr)
+        return 130
+    return code

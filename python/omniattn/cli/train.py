@@ -1,0 +1,298 @@
+"""Train a byte-level decoder on text, by default the source of Python's standard library.
+
+Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
+loss.png, sample.txt. Ctrl-C saves and stops; --resume continues bit for bit. The first steps are
+repeated with the plain-torch reference of every op, to show the difference in loss and in speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from omniattn.cli.errors import CommandError, require
+from omniattn.models import PRESETS, CheckpointError, generate
+from omniattn.models.data import ByteData, read_documents
+from omniattn.models.training import TrainConfig, Trainer, saved_config
+
+_RUNS = Path("runs")
+_INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command. A default of None means: that of TrainConfig, or of the saved run."""
+    byte_models = [name for name, config in PRESETS.items() if config.vocab_size == 256]
+    parser.add_argument("--data", type=Path, metavar="PATH", help="text file, or folder of them")
+    parser.add_argument("--model", choices=byte_models, help="default: llama-small")
+    parser.add_argument("--steps", type=_positive, help="optimizer steps (default: 200)")
+    parser.add_argument("--batch", type=_positive, help="windows per step (default: 8)")
+    parser.add_argument("--length", type=_positive, help="bytes per window (default: 256)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32")
+    parser.add_argument("--seed", type=int, help="of weights, data order and sample (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], help="force all ops")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="output folder (default: the next runs/train-N)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out (default: the latest)"
+    )
+    parser.add_argument(
+        "--compare",
+        type=_not_negative,
+        default=20,
+        metavar="N",
+        help="repeat the first N steps with the reference; 0: do not (default: 20)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, compares, plots and samples."""
+    require("tqdm", "matplotlib", "safetensors")
+    trainer, checkpoint = _prepare(args)
+    c, model = trainer.config, trainer.model
+    print(
+        f"{c.model}: {model.config.num_parameters:,} parameters, {c.dtype}, "
+        f"{trainer.device}, {torch.get_num_threads()} threads; "
+        f"{len(trainer.data.train):,} bytes to train on, {len(trainer.data.held_out):,} held out; "
+        f"output in {checkpoint.parent}",
+        flush=True,
+    )
+    if not _train(trainer, checkpoint):
+        print(
+            f"interrupted at step {trainer.step} of {c.steps}; nothing is lost, continue with: "
+            f"python -m omniattn train --out {checkpoint.parent} --resume"
+            + (f" --data {args.data}" if args.data else "")
+        )
+        return _INTERRUPTED
+    loss = trainer.held_out[-1][1]
+    print(
+        f"held-out loss {loss:.4f} nats per byte after {c.steps} steps, "
+        f"{trainer.tokens_per_second:,.0f} tokens/s"
+    )
+    reference = _compare(trainer, min(args.compare, c.steps)) if args.compare else None
+    with _writing(checkpoint.parent):
+        _plot(trainer, reference, checkpoint.parent / "loss.png")
+        _sample(trainer, checkpoint.parent / "sample.txt")
+    print(f"wrote {', '.join(sorted(f.name for f in checkpoint.parent.iterdir()))}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def _output_folder(args: argparse.Namespace) -> Path:
+    if args.out is not None:
+        out: Path = args.out
+        if not args.resume and (out / "checkpoint.safetensors").exists():
+            raise CommandError(f"{out} holds a run already; add --resume or give another --out")
+        return out
+    numbers = [int(f.name[6:]) for f in _RUNS.glob("train-*") if f.name[6:].isdecimal()]
+    last = max(numbers, default=0)
+    if args.resume and last == 0:
+        raise CommandError(f"there is no run in {_RUNS.absolute()} to resume; give its --out")
+    return _RUNS / f"train-{last if args.resume else last + 1}"
+
+
+def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
+    """The options that were given, on top of the saved run or of the defaults."""
+    given = {
+        f.name: getattr(args, f.name)
+        for f in fields(TrainConfig)
+        if getattr(args, f.name, None) is not None
+    }
+    if saved is None:
+        return replace(TrainConfig(), **given)
+    for name, value in given.items():
+        if value != getattr(saved, name):
+            raise CommandError(
+                f"--{name} must be that of the run to resume, "
+                f"got {value}, the run has {getattr(saved, name)}"
+            )
+    return saved
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
+    checkpoint = _output_folder(args) / "checkpoint.safetensors"
+    try:
+        saved = saved_config(checkpoint) if args.resume else None
+    except OSError as error:
+        raise CommandError(f"cannot read {checkpoint}: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
+    config = _config(args, saved)
+
+    source = args.data if args.data is not None else "Python's standard library"
+    try:
+        data = ByteData(read_documents(args.data), config.length)
+    except OSError as error:
+        raise CommandError(f"cannot read {source}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CommandError(f"{source}: {error}; give other text with --data") from error
+
+    with _writing(checkpoint.parent):
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        probe = checkpoint.with_name(f".probe-{os.getpid()}")
+        probe.touch()
+        probe.unlink()
+    try:
+        trainer = Trainer(config, data, device=args.device, backend=args.backend)
+    except (RuntimeError, AssertionError) as error:  # torch's own words for a device it lacks
+        raise CommandError(f"cannot use --device {args.device}: {error}") from error
+    if args.resume:
+        try:
+            trainer.load(checkpoint)
+        except CheckpointError as error:
+            raise CommandError(str(error)) from error
+    return trainer, checkpoint
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in the list that it yields; a second one acts at once."""
+    caught: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, previous[number])
+
+    previous: dict[int, Any] = {
+        n: signal.signal(n, remember) for n in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _train(trainer: Trainer, checkpoint: Path) -> bool:
+    """Runs the remaining steps; False if interrupted. Either way the checkpoint is up to date."""
+    from tqdm import tqdm
+
+    c = trainer.config
+    every = max(1, c.steps // 10)
+
+    def save() -> None:
+        try:
+            trainer.save(checkpoint)
+        except OSError as error:
+            kept = "the one of an earlier step is intact" if checkpoint.exists() else "none yet"
+            raise CommandError(
+                f"cannot write {checkpoint} at step {trainer.step}: "
+                f"{error.strerror or error} (checkpoint: {kept})"
+            ) from error
+
+    with (
+        _until_interrupted() as caught,
+        # disable=None: no bar where the output is not a terminal, a line per evaluation instead
+        tqdm(
+            total=c.steps, initial=trainer.step, unit="step", file=sys.stdout, disable=None
+        ) as bar,
+    ):
+        if not trainer.held_out:
+            trainer.evaluate()
+        while trainer.step < c.steps:
+            try:
+                loss = trainer.train_step()
+            except FloatingPointError as error:
+                raise CommandError(f"{error}; try a smaller model or --dtype float32") from error
+            evaluated = trainer.step % every == 0 or trainer.step == c.steps
+            if evaluated:
+                trainer.evaluate()
+                save()
+            status = (
+                f"loss {loss:.3f}, held out {trainer.held_out[-1][1]:.3f}, "
+                f"{trainer.tokens_per_second:,.0f} tokens/s"
+            )
+            bar.set_postfix_str(status, refresh=False)
+            bar.update()
+            if bar.disable and evaluated:
+                print(f"step {trainer.step}/{c.steps}: {status}", flush=True)
+            if caught and trainer.step < c.steps:
+                save()
+                return False
+    return True
+
+
+def _compare(trainer: Trainer, steps: int) -> Trainer:
+    """Trains the same model from the same seed through the reference and prints both."""
+    from tqdm import trange
+
+    reference = Trainer(trainer.config, trainer.data, device=trainer.device, backend="reference")
+    for _ in trange(steps, desc="reference", unit="step", file=sys.stdout, disable=None):
+        reference.train_step()
+    difference = max(
+        abs(a - b) for a, b in zip(trainer.losses[:steps], reference.losses, strict=True)
+    )
+    print(
+        f"reference: largest difference in loss {difference:.1e} over {steps} steps; "
+        f"{reference.tokens_per_second:,.0f} tokens/s, "
+        f"speed-up {trainer.tokens_per_second / reference.tokens_per_second:.2f}x"
+    )
+    return reference
+
+
+def _plot(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
+    axes.plot(*zip(*trainer.held_out, strict=True), "o-", color="tab:orange", label="held out")
+    if reference is not None:
+        label = f"training, plain-torch reference ({reference.tokens_per_second:,.0f} tokens/s)"
+        axes.plot(reference.losses, "--", lw=2, color="black", label=label)
+    c = trainer.config
+    axes.set_title(
+        f"{c.model}, {trainer.model.config.num_parameters:,} parameters, {c.dtype}, "
+        f"{trainer.tokens_per_second:,.0f} tokens/s on {trainer.device}"
+    )
+    axes.set_xlabel(f"step ({c.batch} x {c.length} bytes)")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _sample(trainer: Trainer, path: Path) -> None:
+    prompt = b"def "
+    tokens = torch.tensor([list(prompt)], device=trainer.device)
+    out = generate(
+        trainer.model, tokens, 300, temperature=0.8, top_p=0.95, seed=trainer.config.seed
+    )
+    text = bytes(out[0].tolist()).decode(errors="replace")
+    path.write_text(text)
+    print("sample:", *text.splitlines()[:12], sep="\n  | ")

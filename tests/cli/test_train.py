@@ -1,0 +1,206 @@
+"""python -m omniattn train as a user meets it: results, interruption, every kind of bad input."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from omniattn.cli import main
+from omniattn.models import load_model
+from omniattn.models.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = ["--model", "llama-tiny", "--batch", "2", "--length", "32"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(2000)))
+    return path
+
+
+def train(out: Path, *options: object) -> int:
+    return main(["train", *SMALL, "--out", str(out), *map(str, options)])
+
+
+def start(out: Path, *options: object, limit: int | None = None) -> subprocess.Popen[str]:
+    """The command in a process of its own, with an optional limit on the size of its files."""
+
+    def limit_files() -> None:
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "omniattn", "train", *SMALL, "--out", out, *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit_files,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_writes_checkpoint_plot_and_sample(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    assert train(out, "--data", text, "--steps", 12, "--compare", 3) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"held-out loss \d\.\d+ nats per byte after 12 steps, [\d,]+ tokens/s", printed
+    )
+    difference = re.search(r"largest difference in loss (\S+) over 3 steps", printed)
+    assert difference is not None
+    assert float(difference[1]) < 1e-4
+    assert re.search(r"speed-up \d+\.\d\dx", printed)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    assert load_model(out / "checkpoint.safetensors").config.dim == 64
+    assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png", "sample.txt"}
+
+
+def test_interrupted_and_resumed_equals_straight(tmp_path, text):
+    options = ("--data", text, "--steps", 30, "--compare", 0)
+    assert train(tmp_path / "straight", *options) == 0
+
+    process = start(tmp_path / "broken", *options)
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("step "):
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    step = re.search(r"interrupted at step (\d+) of 30; .* --resume --data", rest)
+    assert step is not None, rest
+    assert 0 < int(step[1]) < 30
+
+    assert train(tmp_path / "broken", *options, "--resume") == 0
+    a, b = (
+        read_checkpoint(tmp_path / run / "checkpoint.safetensors")[0]
+        for run in ("straight", "broken")
+    )
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_killed_and_resumed_equals_straight(tmp_path, text):
+    options = ("--data", text, "--steps", 40, "--compare", 0)
+    assert train(tmp_path / "straight", *options) == 0
+    process = start(tmp_path / "broken", *options)
+    checkpoint = tmp_path / "broken" / "checkpoint.safetensors"
+    while not checkpoint.exists():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    assert train(tmp_path / "broken", *options, "--resume") == 0
+    a, b = (
+        read_checkpoint(tmp_path / run / "checkpoint.safetensors")[0]
+        for run in ("straight", "broken")
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def fails(capsys: pytest.CaptureFixture[str], out: Path, *options: object) -> str:
+    assert train(out, *options) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("train: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_missing_empty_and_tiny_text(tmp_path, capsys):
+    assert "No such file" in fails(capsys, tmp_path / "o", "--data", tmp_path / "none")
+    (tmp_path / "empty").touch()
+    assert "got 0 bytes" in fails(capsys, tmp_path / "o", "--data", tmp_path / "empty")
+    (tmp_path / "tiny").write_bytes(b"x" * 131)
+    message = fails(capsys, tmp_path / "o", "--data", tmp_path / "tiny")
+    assert "at least 132 bytes" in message
+    assert "got 131 bytes" in message
+    (tmp_path / "folder").mkdir()
+    assert "got 0 bytes" in fails(capsys, tmp_path / "o", "--data", tmp_path / "folder")
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_smallest_text_trains(tmp_path):
+    (tmp_path / "text").write_bytes(b"ab" * 66)
+    assert train(tmp_path / "o", "--data", tmp_path / "text", "--steps", 2, "--compare", 0) == 0
+
+
+def test_output_folder_that_cannot_be_written(tmp_path, text, capsys):
+    (tmp_path / "file").touch()
+    message = fails(capsys, tmp_path / "file" / "out", "--data", text)
+    assert "cannot write to" in message
+
+
+def test_existing_run_is_not_overwritten(tmp_path, text, capsys):
+    assert train(tmp_path / "o", "--data", text, "--steps", 2, "--compare", 0) == 0
+    assert "--resume" in fails(capsys, tmp_path / "o", "--data", text)
+
+
+def test_resume_checks_run_options_and_text(tmp_path, text, capsys):
+    assert "No such file" in fails(capsys, tmp_path / "none", "--data", text, "--resume")
+    options = ("--data", text, "--steps", 2, "--compare", 0)
+    assert train(tmp_path / "o", *options) == 0
+    assert "--seed must be that of the run" in fails(
+        capsys, tmp_path / "o", *options, "--resume", "--seed", 3
+    )
+    text.write_bytes(text.read_bytes() + b"more")
+    assert "another text" in fails(capsys, tmp_path / "o", *options, "--resume")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+def test_damaged_checkpoint_is_named_and_kept(tmp_path, text, capsys, damage):
+    assert train(tmp_path / "o", "--data", text, "--steps", 2, "--compare", 0) == 0
+    path = tmp_path / "o" / "checkpoint.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        del content[len(content) // 2 :]
+    elif damage == "flipped":
+        content[-9] ^= 4
+    else:
+        content[:] = b"not a checkpoint"
+    path.write_bytes(content)
+    assert "damaged" in fails(capsys, tmp_path / "o", "--data", text, "--resume")
+    assert path.read_bytes() == content
+
+
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, text):
+    assert train(tmp_path / "o", "--data", text, "--steps", 20, "--compare", 0) == 0
+    process = start(tmp_path / "full", "--data", text, "--steps", 20, limit=100_000)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    assert re.search(r"train: cannot write .* at step 2: .* \(checkpoint: none yet\)", errors)
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_a_device_that_is_not_there(tmp_path, text, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    message = fails(capsys, tmp_path / "o", "--data", text, "--device", "cuda")
+    assert "--device cuda" in message
+
+
+def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setattr("omniattn.cli.errors.importlib.util.find_spec", lambda name: None)
+    message = fails(capsys, tmp_path / "o", "--data", text)
+    assert "pip install 'omniattn[train]'" in message
+
+
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--steps", "x"], ["--model", "gpt"]])
+def test_wrong_options_are_a_usage_error(tmp_path, options):
+    with pytest.raises(SystemExit) as caught:
+        train(tmp_path / "o", *options)
+    assert caught.value.code == 2
+
+
+def test_info_names_versions_instruction_set_and_ops(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for word in (torch.__version__, "found", "ops cpu", "norm", "threads"):
+        assert word in printed
