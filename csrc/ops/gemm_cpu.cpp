@@ -33,13 +33,13 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   if (bias.has_value()) {
     require_cpu(op, "bias", *bias, dtype);
     require_sizes(op, "bias", *bias, {&n, 1});
-    require(n <= 1 || bias->stride(0) == 1, op, "bias must be contiguous");
   }
+  const OptTensor dense_bias = contiguous(bias);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = n;
   const Tensor y = empty_cpu({sizes.data(), sizes.size()}, dtype);
   multiply({rows.data(), dtype, rows.stride}, {matrix.data(), dtype, matrix.stride, true},
-           data_or_null(bias), y.mutable_data_ptr(), dtype, n, rows.rows, n, rows.cols);
+           data_or_null(dense_bias), y.mutable_data_ptr(), dtype, n, rows.rows, n, rows.cols);
   return y;
 }
 

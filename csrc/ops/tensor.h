@@ -9,6 +9,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <array>
 #include <optional>
 #include <vector>
@@ -120,7 +124,29 @@ inline Tensor empty_tensor(Sizes sizes, DType dtype) {
       static_cast<int32_t>(scalar_type(dtype)), device_type(), device_index(), &handle));
   return Tensor(handle);
 }
-inline Tensor empty_cpu(Sizes sizes, DType dtype) { return empty_tensor(sizes, dtype); }
+
+// Results above this size are fresh memory at every call (glibc) and do not fit into the caches.
+constexpr int64_t kLargeBytes = int64_t{32} << 20;
+
+// Asks for 2 MiB pages behind a large result: first touching 4 KiB pages costs more than writing
+// them (1.7 us each where this was measured).
+inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (address + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+inline Tensor empty_cpu(Sizes sizes, DType dtype) {
+  const Tensor result = empty_tensor(sizes, dtype);
+  int64_t bytes = size_of(dtype);
+  for (const int64_t size : sizes) bytes *= size;
+  if (bytes > kLargeBytes) advise_huge_pages(result.mutable_data_ptr(), bytes);
+  return result;
+}
 
 inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;

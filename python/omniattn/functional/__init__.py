@@ -4,6 +4,7 @@ from omniattn.functional import masks as masks
 from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
 from omniattn.functional.attention import attention, scaled_dot_product_attention
 from omniattn.functional.gemm import linear
+from omniattn.functional.loss import cross_entropy, linear_cross_entropy
 from omniattn.functional.norm import layer_norm, rms_norm
 from omniattn.functional.rope import apply_rotary, rope_frequencies, rotary_tables
 
@@ -11,9 +12,11 @@ __all__ = [
     "apply_rotary",
     "attention",
     "bilinear",
+    "cross_entropy",
     "geglu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "reglu",
     "rms_norm",
     "rope_frequencies",

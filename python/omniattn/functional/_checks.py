@@ -63,3 +63,17 @@ def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None
         raise ValueError(
             f"{op}: {name} must have shape {tuple(shape)}, got {name}.shape={tuple(t.shape)}"
         )
+
+
+def autocast_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype == torch.float64 else t.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)

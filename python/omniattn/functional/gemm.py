@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.functional._checks import (
+    autocast_linear,
+    require_float,
+    require_like,
+    require_shape,
+    use_reference,
+)
 from omniattn.ops import gemm as ops
 from omniattn.ops.gemm_choice import native_is_faster
 
@@ -48,7 +54,7 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast_linear(x, weight, bias)
     require_float("linear", "x", x)
     require_like("linear", "weight", weight, x)
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -64,17 +70,3 @@ def linear(
     if backend is None and not native_is_faster(x):
         return torch.nn.functional.linear(x, weight, bias)
     return ops.linear(x, weight, bias)
-
-
-def _autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype == torch.float64 else t.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)

@@ -1,0 +1,119 @@
+"""Losses beyond what tests/ops/test_specs.py runs for every op: targets, memory, options."""
+
+import pytest
+import torch
+
+from omniattn import reference
+from omniattn.functional import cross_entropy, linear_cross_entropy
+
+
+def logits_and_target(rows=5, vocab=7, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=generator).to(dtype)
+    return logits, torch.randint(vocab, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_is_torchs(reduction, label_smoothing):
+    logits, target = logits_and_target(33, 5000)
+    target[::4] = -100
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    actual = cross_entropy(logits, target, **options)
+    expected = torch.nn.functional.cross_entropy(logits, target, **options)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_extreme_logits():
+    logits, target = logits_and_target(4, 5000)
+    logits[0] = -torch.inf
+    logits[0, target[0]] = 3.0
+    logits[1] *= 1e18
+    logits[2, 4500] = 300.0  # the maximum comes late
+    logits[3, 10] = torch.nan
+    actual = cross_entropy(logits, target, reduction="none")
+    expected = reference.cross_entropy(logits, target, reduction="none")
+    assert actual[0] == 0 and actual[3].isnan()
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [7, -1, -101])
+def test_a_target_out_of_range_is_named(bad):
+    logits, target = logits_and_target()
+    target[3] = bad
+    x, weight = torch.ones(5, 2), torch.ones(7, 2)
+    for call in (
+        lambda: cross_entropy(logits, target),
+        lambda: linear_cross_entropy(x, weight, target),
+    ):
+        with pytest.raises(
+            RuntimeError, match=rf"target must be in \[0, 7\).*target={bad} at flat index 3"
+        ):
+            call()
+
+
+def test_int32_targets():
+    logits, target = logits_and_target()
+    assert cross_entropy(logits, target.int()) == cross_entropy(logits, target)
+
+
+def test_nothing_kept_gives_zero_loss_and_gradients():
+    logits, target = logits_and_target()
+    logits.requires_grad_()
+    loss = cross_entropy(logits, target.fill_(-100))
+    loss.backward()
+    assert loss == 0 and logits.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"), [("mean", torch.float32), ("none", torch.bfloat16)], ids=str
+)
+def test_many_chunks_equal_the_reference(reduction, dtype):
+    """A vocabulary of 2^22 leaves room for 4 tokens at a time."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = 2**22
+    x = torch.randn(6, 2, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, 2, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (6,), generator=generator)
+    found = []
+    for function in (linear_cross_entropy, reference.linear_cross_entropy):
+        loss = function(x, weight, target, bias=bias, reduction=reduction)
+        found.append((loss, *torch.autograd.grad(loss.sum(), (x, weight, bias))))
+    for actual, expected in zip(*found, strict=True):
+        scale = float(expected.detach().abs().max())
+        tolerance = (1e-4 if dtype == torch.float32 else 2e-2) * scale
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def test_gradients_only_where_wanted():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
+    linear_cross_entropy(x, weight, torch.tensor([0, 1, 4])).backward()
+    assert x.grad is None and weight.grad is not None
+
+
+def test_large_results_are_streamed_past_the_caches():
+    logits, target = logits_and_target(300, 30000)
+    logits.requires_grad_()
+    cross_entropy(logits, target).backward()
+    expected = logits.detach().softmax(-1)
+    expected[torch.arange(300), target] -= 1
+    torch.testing.assert_close(logits.grad, expected / 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": torch.ones(4).long()}, ValueError, r"target must have shape \(5,\)"),
+        ({"target": torch.ones(5)}, TypeError, "target must be an int64 or int32 tensor"),
+        ({"logits": torch.ones(5, 7).int()}, TypeError, "logits must be float64, float32"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss=nan"),
+        ({"reduction": "median"}, ValueError, "reduction='median'"),
+        ({"backend": "cuda"}, ValueError, "backend must match the device"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    logits, target = logits_and_target()
+    with pytest.raises(error, match=f"cross_entropy: .*{message}"):
+        cross_entropy(**({"logits": logits, "target": target} | change))
