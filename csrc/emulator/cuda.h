@@ -2,8 +2,10 @@
 // names their meaning under nvcc.
 #pragma once
 
+#include <math.h>  // with the float overloads in the global namespace
+
+#include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -30,8 +32,6 @@
 using std::max;
 using std::min;
 
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 template <class T>
 inline T __ldg(const T* p) {
   return *p;

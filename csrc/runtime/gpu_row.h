@@ -5,7 +5,7 @@
 // warp of the block has a row of its own, or blockDim.y is 1.
 #pragma once
 
-#include "runtime/dtype.h"
+#include "runtime/dispatch.h"
 #include "runtime/gpu.h"
 
 namespace omniattn::gpu {
@@ -22,14 +22,24 @@ struct alignas(sizeof(T) * W) Pack {
 template <class T>
 inline constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(T));
 
-// Loads and stores of a Pack are one instruction: of 16 bytes, or of one element if W is 1.
+// A Pack as 16-byte pieces.
+template <class T, int W>
+struct Pieces {
+  static constexpr int kCount = static_cast<int>(sizeof(T)) * W / 16;
+  static_assert(kCount * 16 == static_cast<int>(sizeof(T)) * W);
+  uint4 v[kCount];
+};
+
+// Loads and stores of a Pack take one instruction per 16 bytes, or one if W is 1.
 template <int W, class T>
 __device__ __forceinline__ Pack<T, W> load(const T* p) {
   if constexpr (W == 1) {
     return {{*p}};
   } else {
-    static_assert(sizeof(T) * W == 16);
-    return __builtin_bit_cast(Pack<T, W>, *reinterpret_cast<const uint4*>(p));
+    Pieces<T, W> pieces;
+#pragma unroll
+    for (int i = 0; i < pieces.kCount; ++i) pieces.v[i] = reinterpret_cast<const uint4*>(p)[i];
+    return __builtin_bit_cast(Pack<T, W>, pieces);
   }
 }
 // For memory that no kernel writes meanwhile: such loads may be moved over stores, so that several
@@ -39,7 +49,12 @@ __device__ __forceinline__ Pack<T, W> load_constant(const T* p) {
   if constexpr (W == 1) {
     return load<1>(p);
   } else {
-    return __builtin_bit_cast(Pack<T, W>, __ldg(reinterpret_cast<const uint4*>(p)));
+    Pieces<T, W> pieces;
+#pragma unroll
+    for (int i = 0; i < pieces.kCount; ++i) {
+      pieces.v[i] = __ldg(reinterpret_cast<const uint4*>(p) + i);
+    }
+    return __builtin_bit_cast(Pack<T, W>, pieces);
   }
 }
 template <int W, class T>
@@ -47,7 +62,10 @@ __device__ __forceinline__ void store(T* p, const Pack<T, W>& x) {
   if constexpr (W == 1) {
     *p = x.v[0];
   } else {
-    *reinterpret_cast<uint4*>(p) = __builtin_bit_cast(uint4, x);
+    using Parts = Pieces<T, W>;
+    const auto pieces = __builtin_bit_cast(Parts, x);
+#pragma unroll
+    for (int i = 0; i < pieces.kCount; ++i) reinterpret_cast<uint4*>(p)[i] = pieces.v[i];
   }
 }
 
@@ -102,6 +120,22 @@ inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
 inline unsigned row_grid(int64_t rows, dim3 block) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
   return static_cast<unsigned>(min((rows + block.y - 1) / block.y, kMaxGrid));
+}
+
+// f(T{}, Width<W>{}) with the dtype and the widest access; vectorised(T{}, Width<W>{}) tells
+// whether all pointers and strides allow 16 bytes.
+template <int W>
+struct Width {};
+template <class V, class F>
+void dispatch_width(DType dtype, const V& vectorised, const F& f) {
+  dispatch(dtype, [&]<class T>(T) {
+    constexpr Width<kVectorWidth<T>> wide{};
+    if (vectorised(T{}, wide)) {
+      f(T{}, wide);
+    } else {
+      f(T{}, Width<1>{});
+    }
+  });
 }
 
 inline bool aligned_16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }

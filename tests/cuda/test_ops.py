@@ -14,7 +14,7 @@ import pytest
 from omniattn.ops import _library
 
 ROOT = Path(__file__).parents[2]
-OPS = ("rms_norm", "layer_norm")
+OPS = ("rms_norm", "layer_norm", "apply_rotary", "swiglu", "geglu", "reglu", "bilinear")
 
 VALUES = ("forward", "backward")
 LAYOUTS = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")

@@ -4,7 +4,6 @@
 // added in order.
 #include "kernels/norm/norm_cuda.h"
 
-#include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < W; ++j) out.v[j] = gpu::narrow<T>(s[j]);
       gpu::store(y + i, out);
     });
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && p.stats != nullptr) {
       C* const stats = static_cast<C*>(p.stats) + row * 2;
       stats[0] = mean;
       stats[1] = rstd;
@@ -239,33 +238,29 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   }
 }
 
-template <class T>
-bool vectorised(const NormParams& p) {
-  constexpr int64_t W = gpu::kVectorWidth<T>;
-  return p.cols % W == 0 && p.x_stride % W == 0 && p.residual_stride % W == 0 &&
-         gpu::aligned_16(p.x) && gpu::aligned_16(p.residual) && gpu::aligned_16(p.weight) &&
-         gpu::aligned_16(p.bias);
-}
-template <class T>
-bool vectorised(const NormBackwardParams& p) {
-  constexpr int64_t W = gpu::kVectorWidth<T>;
-  return p.cols % W == 0 && p.grad_y_stride % W == 0 && p.grad_h_stride % W == 0 &&
-         p.h_stride % W == 0 && gpu::aligned_16(p.grad_y) && gpu::aligned_16(p.grad_h) &&
-         gpu::aligned_16(p.h) && gpu::aligned_16(p.weight);
-}
+using gpu::Width;
 
-// f(T{}, Width<W>{}) with the dtype and the widest access that all pointers and strides allow.
-template <int W>
-struct Width {};
-template <class Params, class F>
-void dispatch_row(const Params& p, const F& f) {
-  dispatch(p.dtype, [&]<class T>(T) {
-    if (vectorised<T>(p)) {
-      f(T{}, Width<gpu::kVectorWidth<T>>{});
-    } else {
-      f(T{}, Width<1>{});
-    }
-  });
+template <class F>
+void dispatch_row(const NormParams& p, const F& f) {
+  gpu::dispatch_width(
+      p.dtype,
+      [&]<class T, int W>(T, Width<W>) {
+        return p.cols % W == 0 && p.x_stride % W == 0 && p.residual_stride % W == 0 &&
+               gpu::aligned_16(p.x) && gpu::aligned_16(p.residual) && gpu::aligned_16(p.weight) &&
+               gpu::aligned_16(p.bias);
+      },
+      f);
+}
+template <class F>
+void dispatch_row(const NormBackwardParams& p, const F& f) {
+  gpu::dispatch_width(
+      p.dtype,
+      [&]<class T, int W>(T, Width<W>) {
+        return p.cols % W == 0 && p.grad_y_stride % W == 0 && p.grad_h_stride % W == 0 &&
+               p.h_stride % W == 0 && gpu::aligned_16(p.grad_y) && gpu::aligned_16(p.grad_h) &&
+               gpu::aligned_16(p.h) && gpu::aligned_16(p.weight);
+      },
+      f);
 }
 
 template <int W>

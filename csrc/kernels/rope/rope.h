@@ -25,6 +25,7 @@ struct RopeParams {
   DType dtype;
   int64_t tokens;  // per batch entry; item i is token i % tokens of entry i / tokens
   int64_t dim, half;
+  int64_t rows;  // of the tables
   RopeTensor tensors[2];
   int32_t tensor_count;
   const void *cos, *sin;  // (batch, rows, half) in the compute type, unit stride in half

@@ -1,0 +1,96 @@
+"""Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
+
+Writes docs/cuda_resources.md, or compares with it: an increase that nobody meant shows in review.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/cuda_resources.md"
+ARCHS = ("sm_80", "sm_90a")
+HEAD = f"""# Registers and shared memory of the CUDA kernels
+
+Registers per thread / bytes of shared memory per block. No kernel spills: the build fails where one
+does. Written by `python benchmarks/cuda_resources.py`.
+
+| kernel | {" | ".join(ARCHS)} |
+|---|{"---|" * len(ARCHS)}
+"""
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def compile_for(source: Path, arch: str) -> str:
+    """What ptxas says about a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*filter(None, [shutil.which("ccache")]), "nvcc", "-std=c++20", "-O3", "-c"]
+        command += [f"-arch={arch}", "-Xptxas=-v", f"-I{ROOT / 'csrc'}", str(source)]
+        command += ["-o", f"{folder}/kernel.o"]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(result.stdout + result.stderr)
+    return result.stdout + result.stderr
+
+
+def demangled(names: list[str]) -> list[str]:
+    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
+    short = re.compile(r"^.*::(\w+_kernel(?:<.*?>)?)\(.*$")
+    lines = text.stdout.replace("omniattn::", "").splitlines()
+    return [short.sub(r"\1", "::" + line.removeprefix("void ")) for line in lines]
+
+
+def measure(arch: str) -> dict[str, str]:
+    """kernel -> "registers / bytes" of all kernels."""
+    sources = sorted((ROOT / "csrc/kernels").glob("*/*.cu"))
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(lambda source: compile_for(source, arch), sources)
+        lines = [line for report in reports for line in report.splitlines()]
+    found: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        if entry := ENTRY.search(line):
+            name = entry.group(1)
+        elif used := USED.search(line):
+            shared = SHARED.search(line)
+            found[name] = f"{used.group(1)} / {shared.group(1) if shared else 0}"
+    return dict(sorted(zip(demangled(list(found)), found.values(), strict=True)))
+
+
+def read_table() -> dict[str, list[str]]:
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {cell[0].strip("`"): cell[1:] for cell in cells}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", choices=ARCHS, help="compare this column instead of writing")
+    check = parser.parse_args().check
+    if check:
+        column = ARCHS.index(check)
+        expected = {kernel: cells[column] for kernel, cells in read_table().items()}
+        actual = measure(check)
+        changed = [k for k in {**expected, **actual} if expected.get(k) != actual.get(k)]
+        for kernel in changed:
+            print(f"{kernel}: was {expected.get(kernel)}, now {actual.get(kernel)}")
+        if changed:
+            sys.exit("run python benchmarks/cuda_resources.py and review the difference")
+        return
+    columns = [measure(arch) for arch in ARCHS]
+    rows = [f"| `{k}` | {' | '.join(c[k] for c in columns)} |\n" for k in columns[0]]
+    TABLE.write_text(HEAD + "".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+// glu, glu_backward: checks and allocation for either device. Included by activation_cpu.cpp and
+// activation_cuda.cpp, each of which defines the two run functions.
+#pragma once
+#include "kernels/activation/activation.h"
+
+#include <tuple>
+
+#include "ops/tensor.h"
+
+namespace {
+
+using namespace omniattn;
+using namespace omniattn::ops;
+
+void run_glu(const GluParams& p, int64_t rows);
+void run_glu_backward(const GluBackwardParams& p, int64_t rows);
+
+// The gate and up halves as rows of `cols` columns each.
+struct Halves {
+  Rows gate;
+  std::optional<Rows> up;  // empty: the right half of the gate's rows
+  int64_t cols;
+  DType dtype;
+
+  const void* gate_data() const { return gate.data(); }
+  const void* up_data() const {
+    return up ? up->data() : static_cast<const char*>(gate.data()) + cols * size_of(dtype);
+  }
+  int64_t up_row() const { return up ? up->stride : gate.stride; }
+};
+
+Halves halves(const char* op, const Tensor& gate, const OptTensor& up, int64_t act) {
+  require(act >= 0 && act < kActivationCount, op, "act must be in [0, ", kActivationCount,
+          "), got act=", act);
+  const DType dtype = dtype_of(op, "gate", gate);
+  require_tensor(op, "gate", gate, dtype);
+  Halves h{as_rows(op, "gate", gate), std::nullopt, 0, dtype};
+  h.cols = h.gate.cols;
+  if (up.has_value()) {
+    require_tensor(op, "up", *up, dtype);
+    require_sizes(op, "up", *up, gate.sizes());
+    h.up = as_rows(op, "up", *up);
+  } else {
+    require(h.cols % 2 == 0, op, "packed gate must have an even last size, got ", h.cols);
+    h.cols /= 2;
+  }
+  return h;
+}
+
+Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act) {
+  const DeviceScope scope(gate);
+  const Halves h = halves("glu", gate, up, act);
+  std::vector<int64_t> sizes(gate.sizes().begin(), gate.sizes().end());
+  sizes.back() = h.cols;
+  const Tensor y = empty_tensor({sizes.data(), sizes.size()}, h.dtype);
+  GluParams p{};
+  p.dtype = h.dtype;
+  p.act = static_cast<Activation>(act);
+  p.cols = h.cols;
+  p.gate = h.gate_data();
+  p.up = h.up_data();
+  p.y = y.mutable_data_ptr();
+  p.gate_row = h.gate.stride;
+  p.up_row = h.up_row();
+  p.y_row = h.cols;
+  run_glu(p, h.gate.rows);
+  return y;
+}
+
+// A packed gate has one packed gradient; dup is then empty.
+std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
+                                        const OptTensor& up, int64_t act) {
+  constexpr const char* op = "glu_backward";
+  const DeviceScope scope(gate);
+  const Halves h = halves(op, gate, up, act);
+  std::vector<int64_t> sizes(gate.sizes().begin(), gate.sizes().end());
+  sizes.back() = h.cols;
+  require_tensor(op, "grad_y", grad_y, h.dtype);
+  require_sizes(op, "grad_y", grad_y, {sizes.data(), sizes.size()});
+  const Rows gy = as_rows(op, "grad_y", grad_y);
+  const int64_t none = 0;
+  const Tensor dgate = empty_tensor(gate.sizes(), h.dtype);
+  const Tensor dup = empty_tensor(h.up ? gate.sizes() : Sizes(&none, 1), h.dtype);
+  GluBackwardParams p{};
+  p.dtype = h.dtype;
+  p.act = static_cast<Activation>(act);
+  p.cols = h.cols;
+  p.grad_y = gy.data();
+  p.gate = h.gate_data();
+  p.up = h.up_data();
+  p.dgate = dgate.mutable_data_ptr();
+  p.dup = h.up ? dup.mutable_data_ptr() : static_cast<char*>(p.dgate) + h.cols * size_of(h.dtype);
+  p.grad_y_row = gy.stride;
+  p.gate_row = h.gate.stride;
+  p.up_row = h.up_row();
+  p.dgate_row = h.gate.cols;
+  p.dup_row = h.gate.cols;
+  run_glu_backward(p, h.gate.rows);
+  return {dgate, dup};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
+  OMNIATTN_IMPL(m, "glu", glu);
+  m.impl("glu_backward", TORCH_BOX(&glu_backward));
+}
