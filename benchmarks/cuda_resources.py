@@ -1,6 +1,7 @@
 """Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
 
 Writes docs/cuda_resources.md, or compares with it: an increase that nobody meant shows in review.
+Another release of nvcc than the one of the table allocates differently and is not compared.
 """
 
 from __future__ import annotations
@@ -17,18 +18,27 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/cuda_resources.md"
 ARCHS = ("sm_80", "sm_90a")
-HEAD = f"""# Registers and shared memory of the CUDA kernels
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def release() -> str:
+    out = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release ([\d.]+)", out)
+    assert found, out
+    return found.group(1)
+
+
+def heading() -> str:
+    return f"""# Registers and shared memory of the CUDA kernels
 
 Registers per thread / bytes of shared memory per block. No kernel spills: the build fails where one
-does. Written by `python benchmarks/cuda_resources.py`.
+does. Written by `python benchmarks/cuda_resources.py` with nvcc {release()}.
 
 | kernel | {" | ".join(ARCHS)} |
 |---|{"---|" * len(ARCHS)}
 """
-
-ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-USED = re.compile(r"Used (\d+) registers")
-SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def compile_for(source: Path, arch: str) -> str:
@@ -78,6 +88,9 @@ def main() -> None:
     parser.add_argument("--check", choices=ARCHS, help="compare this column instead of writing")
     check = parser.parse_args().check
     if check:
+        if f"with nvcc {release()}." not in TABLE.read_text():
+            print(f"{TABLE.name} is of another nvcc than {release()}: not compared")
+            return
         column = ARCHS.index(check)
         expected = {kernel: cells[column] for kernel, cells in read_table().items()}
         actual = measure(check)
@@ -89,7 +102,7 @@ def main() -> None:
         return
     columns = [measure(arch) for arch in ARCHS]
     rows = [f"| `{k}` | {' | '.join(c[k] for c in columns)} |\n" for k in columns[0]]
-    TABLE.write_text(HEAD + "".join(rows))
+    TABLE.write_text(heading() + "".join(rows))
 
 
 if __name__ == "__main__":
