@@ -199,25 +199,48 @@ Tensor buffer(int64_t elements, DType dtype) {
   return empty_cpu({&elements, 1}, accumulator(dtype));
 }
 
-// Items of a stage over the threads, each with a scratch of its own. Small problems stay on this
-// thread: opening the pool costs about 2 us, some 100 kFLOP.
+int64_t thread_count(const AttentionProblem& p, int64_t items) {
+  // Small problems stay on this thread: opening the pool costs about 2 us, some 100 kFLOP.
+  const bool small = p.batch * p.hq * p.tq * p.tk * (p.d + p.dv) < 50'000;
+  return small ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
+}
+
+// Memory of which each thread has a part of its own.
+class PerThread {
+ public:
+  PerThread(int64_t threads, int64_t elements, DType dtype)
+      : buffer_(buffer(threads * elements, dtype)),
+        base_(static_cast<char*>(buffer_.mutable_data_ptr())),
+        bytes_(elements * size_of(accumulator(dtype))) {}
+  void* of(int64_t thread) const { return base_ + thread * bytes_; }
+
+ private:
+  Tensor buffer_;
+  char* base_;
+  int64_t bytes_;
+};
+
+// Items of a stage over the threads, each with a scratch of its own, and with a workspace of its
+// own where `workspace_elements` asks for one.
 template <class Params, class Kernel>
 void run_stage(Kernel kernel, const Params& params, int64_t items, int64_t scratch_elements,
-               bool small) {
+               int64_t workspace_elements = 0) {
   if (items == 0) return;
-  const int64_t threads = small ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
-  const Tensor scratch = buffer(threads * scratch_elements, params.problem.dtype);
-  char* const base = static_cast<char*>(scratch.mutable_data_ptr());
-  const int64_t bytes = scratch_elements * size_of(accumulator(params.problem.dtype));
+  const AttentionProblem& p = params.problem;
+  const int64_t threads = thread_count(p, items);
+  const PerThread scratch(threads, scratch_elements, p.dtype);
+  const PerThread workspace(threads, workspace_elements, p.dtype);
   parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
     Params mine = params;
-    mine.scratch = base + thread * bytes;
+    mine.scratch = scratch.of(thread);
+    if (workspace_elements > 0) mine.workspace = workspace.of(thread);
     kernel(mine, item, item + 1);
   });
 }
 
-bool is_small(const AttentionProblem& p) {
-  return p.batch * p.hq * p.tq * p.tk * (p.d + p.dv) < 50'000;
+// Whether whole kv heads, each with its own workspace, keep the threads busy.
+bool has_heads_enough(const AttentionProblem& p) {
+  return kv_head_items(p) >= 4 * thread_count(p, kv_head_items(p));
 }
 
 void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
@@ -236,19 +259,20 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
     return {out, lse};
   }
   AttentionForwardParams f{p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr};
-  const bool small = is_small(p);
   if (takes_decode_path(p)) {
     const Tensor workspace = buffer(decode_workspace_elements(p), p.dtype);
     f.workspace = workspace.mutable_data_ptr();
     const auto& kernels = attention_decode_kernels();
-    run_stage(kernels.decode, f, decode_items(p), decode_scratch_elements(p), small);
-    run_stage(kernels.merge, f, merge_items(p), 0, true);
+    run_stage(kernels.decode, f, decode_items(p), decode_scratch_elements(p));
+    kernels.merge(f, 0, merge_items(p));
+  } else if (const auto& kernels = attention_forward_kernels(); has_heads_enough(p)) {
+    run_stage(kernels.forward_heads, f, kv_head_items(p), forward_scratch_elements(p),
+              packed_head_elements(p));
   } else {
     const Tensor workspace = buffer(forward_workspace_elements(p), p.dtype);
     f.workspace = workspace.mutable_data_ptr();
-    const auto& kernels = attention_forward_kernels();
-    run_stage(kernels.pack, f, pack_items(p), 0, small);
-    run_stage(kernels.forward, f, forward_items(p), forward_scratch_elements(p), small);
+    run_stage(kernels.pack, f, pack_items(p), 0);
+    run_stage(kernels.forward, f, forward_items(p), forward_scratch_elements(p));
   }
   return {out, lse};
 }
@@ -274,7 +298,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     require_sizes(op, "grad_lse", *grad_lse, {lse_sizes, 3});
     grad_lse_rows = torch::stable::contiguous(*grad_lse);
   }
-  require(!bias_grad || p.bias.data != nullptr, op, "bias_grad needs a bias");
+  require(!bias_grad || call.bias_index >= 0, op, "bias_grad needs a bias");
 
   const Tensor grad_q = empty_cpu(q.sizes(), p.dtype);
   const Tensor grad_k = empty_cpu(k.sizes(), p.dtype), grad_v = empty_cpu(v.sizes(), p.dtype);
@@ -302,13 +326,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
   if (p.tq > 0 && p.tk > 0 && p.hq > 0 && p.batch > 0) {
     b.splits = backward_splits(b);
-    const Tensor workspace = buffer(backward_workspace_elements(b), p.dtype);
-    b.workspace = workspace.mutable_data_ptr();
     const auto& kernels = attention_backward_kernels();
-    const bool small = is_small(p);
-    run_stage(kernels.prepare, b, forward_items(p), 0, small);
-    run_stage(kernels.backward, b, backward_items(b), backward_scratch_elements(b), small);
-    run_stage(kernels.finish, b, forward_items(p), 0, small);
+    const int64_t scratch = backward_scratch_elements(b);
+    if (b.splits == 1 && backward_owners(b) == kv_head_items(p) && has_heads_enough(p)) {
+      run_stage(kernels.backward_heads, b, kv_head_items(p), scratch,
+                backward_workspace_elements(b, group_size(p) * p.tq));
+    } else {
+      const Tensor workspace = buffer(backward_workspace_elements(b, query_rows(p)), p.dtype);
+      b.workspace = workspace.mutable_data_ptr();
+      run_stage(kernels.prepare, b, forward_items(p), 0);
+      run_stage(kernels.backward, b, backward_items(b), scratch);
+      run_stage(kernels.finish, b, forward_items(p), 0);
+    }
   } else {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }

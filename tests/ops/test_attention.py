@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as torch_F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from omniattn import reference
 from omniattn.functional import attention, masks, scaled_dot_product_attention
@@ -368,3 +370,63 @@ def test_errors_name_argument_and_value(shapes, options, error, message):
     sizes = {"q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8)} | shapes
     with pytest.raises(error, match="attention: .*" + message):
         attention(*(torch.zeros(sizes[n]) for n in "qkv"), **options)
+
+
+sizes = st.integers(0, 70)
+few = st.integers(0, 3)
+dtypes = st.sampled_from([F64, F32, BF16, F16, torch.int64, torch.bool])
+numbers = st.integers(-3, 5) | st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def raw_calls(draw):
+    """Arguments of the raw op: each part right or, now and then, wrong."""
+    b, h, tq, tk, d, dv = (draw(s) for s in (few, few, sizes, sizes, few, few))
+    dtype = draw(st.sampled_from([F64, F32, BF16]))
+    shapes = [[b, tq, h, d], [b, tk, h, d], [b, tk, h, dv]]
+    if draw(st.integers(0, 3)) == 0:
+        shapes[draw(st.integers(0, 2))][draw(st.integers(0, 3))] = draw(sizes)
+    q, k, v = (
+        torch.randn(s).to(draw(dtypes) if draw(st.integers(0, 9)) == 0 else dtype) for s in shapes
+    )
+    side = [draw(st.sampled_from([1, n])) for n in (b, h, tq)]
+    aux = [
+        torch.randn(*side, tk).to(dtype),
+        torch.rand(*side, draw(st.sampled_from([tk, tk, tk, 1]))) < 0.5,
+        torch.randint(-(2**40), 2**40, (b,)),
+    ]
+    mask = draw(
+        st.sampled_from([[], [0, -1, 0, -1], [3, 0, 0, 1], [2, 0, 0, 2], [1, 3, 4, -1, 2, 0, 0, 2]])
+        | st.lists(numbers, max_size=8)
+    )
+    score = draw(
+        st.sampled_from([[], [0, 0, -1], [1, -1, 2], [1, -1, 2, 0, 0, -1]])
+        | st.lists(numbers, max_size=6)
+    )
+    params = draw(
+        st.sampled_from([[0.5, 0.0, 3.0], [1.0, 0.5, 1.0]]) | st.lists(st.floats(), max_size=4)
+    )
+    seed = draw(st.sampled_from([torch.tensor([1, 2]), torch.tensor([1]), None]))
+    return q, k, v, aux, seed, mask, score, params
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw_calls())
+def test_raw_op_raises_or_is_right(args):
+    q, k, v, aux, seed, mask, score, params = args
+    try:
+        out, lse = torch.ops.omniattn.attention_raw(*args)
+    except (RuntimeError, TypeError) as error:
+        assert "attention: " in str(error) or "expected" in str(error).lower(), error
+        return
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (
+        q.shape[0],
+        q.shape[2],
+        q.shape[1],
+    )
+    bias_grad = 0 in score[::3]
+    grads = torch.ops.omniattn.attention_backward(
+        torch.ones_like(out), None, q, k, v, aux, seed, out, lse, mask, score, params, bias_grad
+    )
+    assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
+    assert not bias_grad or grads[3].shape == aux[score[score[::3].index(0) * 3 + 1]].shape

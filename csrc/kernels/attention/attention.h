@@ -69,7 +69,7 @@ constexpr int64_t kKeyBlock = 128;      // keys of one tile
 constexpr int64_t kQueryBlock = 96;     // queries of one tile
 constexpr int64_t kSplitKeys = 256;     // keys of one decode work item
 constexpr int64_t kDecodeRows = 16;     // most query rows of one kv head that take the decode path
-constexpr int64_t kBackwardItems = 16;  // work items the backward splits keys for, and
+constexpr int64_t kBackwardItems = 8;   // work items the backward splits keys for, and
 constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
 
 OMNIATTN_FN int64_t accumulator_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
@@ -122,12 +122,13 @@ OMNIATTN_FN int64_t pack_items(const AttentionProblem& p) {
 OMNIATTN_FN int64_t forward_items(const AttentionProblem& p) {
   return p.batch * p.hq * query_block_count(p);
 }
+OMNIATTN_FN int64_t kv_head_items(const AttentionProblem& p) { return p.batch * p.hkv; }
 OMNIATTN_FN int64_t forward_workspace_elements(const AttentionProblem& p) {
   return p.batch * p.hkv * packed_head_elements(p);
 }
-// q, S and O tiles, m and l.
+// q, S and O tiles, m and the lanes of l.
 OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
-  return kQueryBlock * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 2);
+  return kQueryBlock * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 1 + 16);
 }
 
 OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
@@ -171,10 +172,10 @@ OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p) {
 OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;
 }
-// Per query row: pre * q, dO, one dQ per split, Delta and the exponent's shift.
-OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p) {
-  const AttentionProblem& x = p.problem;
-  return x.batch * x.hq * x.tq * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 2);
+OMNIATTN_FN int64_t query_rows(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
+// For `rows` query rows: pre * q, dO, one dQ per split, Delta and the exponent's shift.
+OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
+  return rows * (padded_row(p.problem.d) * (1 + p.splits) + padded_row(p.problem.dv) + 2);
 }
 // Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles.
 OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {
@@ -190,14 +191,21 @@ using AttentionBackwardKernel = void (*)(const AttentionBackwardParams&, int64_t
                                          int64_t end);
 
 struct AttentionForwardKernels {
-  AttentionForwardKernel pack, forward;  // pack_items, forward_items
+  // Keys packed once for all threads: pack_items, then forward_items ...
+  AttentionForwardKernel pack, forward;
+  // ... or by the item that needs them, into a workspace of its thread: kv_head_items. The results
+  // are the same to the bit.
+  AttentionForwardKernel forward_heads;
 };
 struct AttentionDecodeKernels {
   AttentionForwardKernel decode, merge;  // decode_items, merge_items
 };
 struct AttentionBackwardKernels {
-  AttentionBackwardKernel prepare, backward,
-      finish;  // forward_items, backward_items, forward_items
+  // forward_items, backward_items, forward_items
+  AttentionBackwardKernel prepare, backward, finish;
+  // All three for one kv head, in a workspace of its thread, where splits is 1 and the bias
+  // gradient is not shared: kv_head_items.
+  AttentionBackwardKernel backward_heads;
 };
 
 OMNIATTN_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)

@@ -12,64 +12,78 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Workspace: rows (b, h, q) of x_q = pre * q, dO, dQ once per split, Delta and shift.
+// Workspace: x_q = pre * q, dO, dQ once per split, Delta and shift, for rows [first, first + count)
+// of all (b, h, q).
 template <class A>
 struct QueryRows {
-  A *q, *grad_out, *grad_q, *delta, *shift;
-  int64_t count, ldq, ldo;
+  int64_t first, count, ldq, ldo;
+  A *q_, *grad_out_, *grad_q_, *delta_, *shift_;
 
-  explicit QueryRows(const AttentionBackwardParams& params)
-      : count(params.problem.batch * params.problem.hq * params.problem.tq),
+  QueryRows(const AttentionBackwardParams& params, int64_t first_row, int64_t rows)
+      : first(first_row),
+        count(rows),
         ldq(padded_row(params.problem.d)),
         ldo(padded_row(params.problem.dv)) {
     Carver<A> carve{static_cast<A*>(params.workspace)};
-    q = carve.take(count * ldq);
-    grad_out = carve.take(count * ldo);
-    grad_q = carve.take(count * ldq * params.splits);
-    delta = carve.take(count);
-    shift = carve.take(count);
+    q_ = carve.take(count * ldq);
+    grad_out_ = carve.take(count * ldo);
+    grad_q_ = carve.take(count * ldq * params.splits);
+    delta_ = carve.take(count);
+    shift_ = carve.take(count);
   }
-  OMNIATTN_INLINE A* grad_q_of(int64_t split, int64_t row) const {
-    return grad_q + (split * count + row) * ldq;
+  OMNIATTN_INLINE A* q(int64_t row) const { return q_ + (row - first) * ldq; }
+  OMNIATTN_INLINE A* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
+  OMNIATTN_INLINE A* grad_q(int64_t split, int64_t row) const {
+    return grad_q_ + (split * count + row - first) * ldq;
   }
+  OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
+  OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
 };
+template <class A>
+QueryRows<A> all_rows(const AttentionBackwardParams& params) {
+  return QueryRows<A>(params, 0, query_rows(params.problem));
+}
 
+// One block of queries of one head.
 struct QueryBlock {
   int64_t b, h;
   Range queries;
-  int64_t first_row;  // of QueryRows
+  int64_t row;  // of the first query among all (b, h, q)
 };
-inline QueryBlock query_block(const AttentionProblem& p, int64_t item) {
-  const int64_t blocks = query_block_count(p), head = item / blocks;
-  const Range queries = block(item % blocks, kQueryBlock, p.tq);
-  return {head / p.hq, head % p.hq, queries, head * p.tq + queries.begin};
+inline QueryBlock query_block(const AttentionProblem& p, int64_t b, int64_t h, int64_t n) {
+  const Range queries = block(n, kQueryBlock, p.tq);
+  return {b, h, queries, (b * p.hq + h) * p.tq + queries.begin};
+}
+inline QueryBlock query_block_item(const AttentionProblem& p, int64_t item) {
+  const int64_t head = item / query_block_count(p);
+  return query_block(p, head / p.hq, head % p.hq, item % query_block_count(p));
 }
 
 template <class T>
-void prepare_block(const AttentionBackwardParams& params, int64_t item) {
+void prepare_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+                   const QueryBlock& x) {
   using A = compute_t<T>;
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
-  const QueryRows<A> rows(params);
-  const auto [b, h, queries, first] = query_block(p, item);
-  const int64_t count = queries.end - queries.begin;
-  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, count, p.d,
-               static_cast<A>(p.score.pre), rows.q + first * rows.ldq);
-  pack_rows<T>(row_of<T>(params.grad_out, b, queries.begin, h), params.grad_out.stride_t, count,
-               p.dv, A(1), rows.grad_out + first * rows.ldo);
+  const int64_t count = x.queries.end - x.queries.begin;
+  pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
+               static_cast<A>(p.score.pre), rows.q(x.row));
+  pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin, x.h), params.grad_out.stride_t,
+               count, p.dv, A(1), rows.grad_out(x.row));
   const A* const grad_lse = static_cast<const A*>(params.grad_lse);
   for (int64_t r = 0; r < count; ++r) {
-    const T* const out = row_of<T>(params.out, b, queries.begin + r, h);
-    const A* const grad = rows.grad_out + (first + r) * rows.ldo;
+    const int64_t row = x.row + r;
+    const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
+    const A* const grad = rows.grad_out(row);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
-    rows.delta[first + r] = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[first + r] : A(0));
-    rows.shift[first + r] = softmax_backward_shift(static_cast<const A*>(params.lse)[first + r]);
+    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[row] : A(0));
+    rows.shift(row) = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
   }
   for (int64_t split = 0; split < params.splits; ++split) {
-    fill_zero(rows.grad_q_of(split, first), count * rows.ldq);
+    fill_zero(rows.grad_q(split, x.row), count * rows.ldq);
   }
 }
 
@@ -150,23 +164,33 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
                                      h * params.grad_bias_stride_h + q * params.grad_bias_stride_q +
                                      plan.keys.begin;
       if (score.plain() && grad_bias == nullptr && problem.dropout.threshold == 0) {
-        plain_row(p_row, ds_row, columns, rows.shift[row], rows.delta[row]);
+        plain_row(p_row, ds_row, columns, rows.shift(row), rows.delta(row));
       } else {
-        general_row(score, p_row, ds_row, columns, rows.shift[row], rows.delta[row], grad_bias);
+        general_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row), grad_bias);
       }
     }
   }
 }
 
-// The columns that some group of the plan computed.
-inline Range computed_columns(const TilePlan& plan) {
-  Range all = {kKeyBlock, 0};
-  for (int64_t g = 0; g < plan.groups(); ++g) {
-    if (is_empty(plan.columns[g])) continue;
-    if (plan.columns[g].begin < all.begin) all.begin = plan.columns[g].begin;
-    if (plan.columns[g].end > all.end) all.end = plan.columns[g].end;
+// sum += X^T Y: X (queries x keys of the tile), Y rows of queries. Where the mask cuts the tile, a
+// few keys at a time take only the groups that see them.
+template <class A>
+void accumulate_queries(const TilePlan& plan, const A* x, const A* y, int64_t ld, int64_t width,
+                        A* sum) {
+  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
+  for (int64_t key = 0; key < kKeyBlock; key += step) {
+    const Range keys = intersect({key, key + step}, {0, kKeyBlock});
+    Range rows = {kQueryBlock, 0};
+    for (int64_t g = 0; g < plan.groups(); ++g) {
+      if (is_empty(intersect(plan.columns[g], keys))) continue;
+      const Range group = plan.group_rows(g);
+      rows = {group.begin < rows.begin ? group.begin : rows.begin, group.end};
+    }
+    if (is_empty(rows)) continue;
+    gemm_tile<A, ALayout::kTransposed>(x + rows.begin * kKeyBlock + key, kKeyBlock,
+                                       row_panels(y + rows.begin * ld, ld), sum + key * ld, ld,
+                                       keys.end - keys.begin, width, rows.end - rows.begin, true);
   }
-  return all;
 }
 
 template <class T>
@@ -175,31 +199,24 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
                    const TilePlan& plan) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const int64_t first = (b * p.hq + h) * p.tq + plan.queries.begin, count = plan.rows();
-  const A* const q = rows.q + first * rows.ldq;
-  const A* const grad_out = rows.grad_out + first * rows.ldo;
+  const int64_t row = (b * p.hq + h) * p.tq + plan.queries.begin;
+  const A* const q = rows.q(row);
+  const A* const grad_out = rows.grad_out(row);
+  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p);
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds);
   gradient_rows(params, rows, b, h, plan, side.p, side.ds);
-  const Range keys = computed_columns(plan);
-  const int64_t n = keys.end - keys.begin;
-  gemm_tile<A, ALayout::kTransposed>(side.p + keys.begin, kKeyBlock, row_panels(grad_out, rows.ldo),
-                                     side.grad_v + keys.begin * rows.ldo, rows.ldo, n,
-                                     round_up(p.dv, 16), count, true);
-  gemm_tile<A, ALayout::kTransposed>(side.ds + keys.begin, kKeyBlock, row_panels(q, rows.ldq),
-                                     side.grad_k + keys.begin * rows.ldq, rows.ldq, n,
-                                     round_up(p.d, 16), count, true);
-  accumulate_keys(plan, side.ds, side.k, rows.ldq, round_up(p.d, 16), rows.grad_q_of(split, first),
-                  rows.ldq);
+  accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
+  accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
+  accumulate_keys(plan, side.ds, side.k, rows.ldq, width_k, rows.grad_q(split, row), rows.ldq);
 }
 
 // All queries of one kv head against one key block.
 template <class T>
-void gradient_key_block(const AttentionBackwardParams& params, int64_t split, int64_t b, int64_t h,
-                        Range keys) {
+void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+                        int64_t split, int64_t b, int64_t h, Range keys) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const QueryRows<A> rows(params);
   const KeySide<A> side(p, params.scratch);
   const int64_t count = keys.end - keys.begin;
   const T* const k = row_of<T>(p.k, b, keys.begin, h);
@@ -226,9 +243,32 @@ void gradient_key_block(const AttentionBackwardParams& params, int64_t split, in
   }
 }
 
+// dQ of one block of queries: the sum over splits, in order, times the scale.
+template <class T>
+void finish_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+                  const QueryBlock& x) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& p = params.problem;
+  for (int64_t r = 0; r < x.queries.end - x.queries.begin; ++r) {
+    A* const sum = rows.grad_q(0, x.row + r);
+    for (int64_t split = 1; split < params.splits; ++split) {
+      const A* const part = rows.grad_q(split, x.row + r);
+      for (int64_t c = 0; c < rows.ldq; c += V::kWidth) {
+        store(sum + c, load(sum + c) + load(part + c));
+      }
+    }
+    store_row(sum, static_cast<A>(p.score.pre * p.score.chain), p.d,
+              row_of<T>(params.grad_q, x.b, x.queries.begin + r, x.h));
+  }
+}
+
+// ---- work items --------------------------------------------------------------------------------
+
 template <class T>
 void backward_item(const AttentionBackwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
+  const auto rows = all_rows<compute_t<T>>(params);
   const int64_t owner = item % backward_owners(params), split = item / backward_owners(params);
   const int64_t head_owners = one_item_per_head(params) ? p.hkv : 1;
   const int64_t b = owner / head_owners, h = owner % head_owners;
@@ -237,35 +277,36 @@ void backward_item(const AttentionBackwardParams& params, int64_t item) {
   for (int64_t i = batches.begin; i < batches.end; ++i) {
     for (int64_t j = heads.begin; j < heads.end; ++j) {
       for (int64_t n = split; n < key_block_count(p); n += params.splits) {
-        gradient_key_block<T>(params, split, i, j, block(n, kKeyBlock, p.tk));
+        gradient_key_block<T>(params, rows, split, i, j, block(n, kKeyBlock, p.tk));
       }
     }
   }
 }
 
-// dQ: the sum over splits, in order, times the scale.
 template <class T>
-void finish_block(const AttentionBackwardParams& params, int64_t item) {
-  using A = compute_t<T>;
-  using V = Vec<A>;
+void head_item(const AttentionBackwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
-  const QueryRows<A> rows(params);
-  const auto [b, h, queries, first] = query_block(p, item);
-  for (int64_t r = 0; r < queries.end - queries.begin; ++r) {
-    A* const sum = rows.grad_q_of(0, first + r);
-    for (int64_t split = 1; split < params.splits; ++split) {
-      const A* const part = rows.grad_q_of(split, first + r);
-      for (int64_t c = 0; c < rows.ldq; c += V::kWidth)
-        store(sum + c, load(sum + c) + load(part + c));
+  const int64_t b = item / p.hkv, h = item % p.hkv, group = group_size(p);
+  const QueryRows<compute_t<T>> rows(params, item * group * p.tq, group * p.tq);
+  const auto for_query_blocks = [&](auto f) {
+    for (int64_t head = h * group; head < (h + 1) * group; ++head) {
+      for (int64_t n = 0; n < query_block_count(p); ++n) f(query_block(p, b, head, n));
     }
-    store_row(sum, static_cast<A>(p.score.pre * p.score.chain), p.d,
-              row_of<T>(params.grad_q, b, queries.begin + r, h));
+  };
+  for_query_blocks([&](const QueryBlock& x) { prepare_block<T>(params, rows, x); });
+  for (int64_t n = 0; n < key_block_count(p); ++n) {
+    gradient_key_block<T>(params, rows, 0, b, h, block(n, kKeyBlock, p.tk));
   }
+  for_query_blocks([&](const QueryBlock& x) { finish_block<T>(params, rows, x); });
 }
 
 void prepare(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) prepare_block<decltype(type)>(p, i);
+    using T = decltype(type);
+    const auto rows = all_rows<compute_t<T>>(p);
+    for (int64_t i = begin; i < end; ++i) {
+      prepare_block<T>(p, rows, query_block_item(p.problem, i));
+    }
   });
 }
 
@@ -277,13 +318,23 @@ void backward(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
 
 void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) finish_block<decltype(type)>(p, i);
+    using T = decltype(type);
+    const auto rows = all_rows<compute_t<T>>(p);
+    for (int64_t i = begin; i < end; ++i) {
+      finish_block<T>(p, rows, query_block_item(p.problem, i));
+    }
+  });
+}
+
+void backward_heads(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, i);
   });
 }
 
 }  // namespace
 
-extern const AttentionBackwardKernels attention_backward_kernels_table = {prepare, backward,
-                                                                          finish};
+extern const AttentionBackwardKernels attention_backward_kernels_table = {prepare, backward, finish,
+                                                                          backward_heads};
 
 }  // namespace omniattn::OMNIATTN_ISA

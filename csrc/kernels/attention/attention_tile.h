@@ -163,6 +163,12 @@ struct TilePlan {
 
   OMNIATTN_INLINE int64_t rows() const { return queries.end - queries.begin; }
   OMNIATTN_INLINE int64_t groups() const { return ceil_div(rows(), kRowGroup); }
+  OMNIATTN_INLINE bool is_full() const {
+    for (int64_t g = 0; g < groups(); ++g) {
+      if (columns[g].begin != 0 || columns[g].end != kKeyBlock) return false;
+    }
+    return true;
+  }
   OMNIATTN_INLINE Range group_rows(int64_t g) const {
     return intersect({g * kRowGroup, (g + 1) * kRowGroup}, {0, rows()});
   }
