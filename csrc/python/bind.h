@@ -6,6 +6,7 @@
 
 namespace omniattn::python {
 
+void bind_gemm(pybind11::module_& m);
 void bind_probe(pybind11::module_& m);
 void bind_semantics(pybind11::module_& m);
 

@@ -1,0 +1,66 @@
+// _kernels.gemm: the blocked matrix product of one instruction set, on one thread.
+#include <string>
+#include <vector>
+
+#include "bind.h"
+#include "kernels/gemm/gemm.h"
+
+namespace omniattn {
+
+#if defined(__x86_64__)
+namespace isa_avx512_bf16_emulated {
+extern const GemmKernels gemm_kernels_table;
+}
+#endif
+
+namespace python {
+namespace {
+
+const GemmKernels& kernels_of(const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512_bf16_emulated") return isa_avx512_bf16_emulated::gemm_kernels_table;
+  if (isa == "avx512_bf16") return isa_avx512_bf16::gemm_kernels_table;
+  if (isa == "avx512") return isa_avx512::gemm_kernels_table;
+  if (isa == "avx2") return isa_avx2::gemm_kernels_table;
+#endif
+  return isa_baseline::gemm_kernels_table;
+}
+
+// C = op(A) op(B) + bias; half types as uint16, `accumulate` adds to C in compute type.
+void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array a,
+          bool a_transposed, pybind11::array b, bool b_transposed, pybind11::object bias,
+          pybind11::array c, int64_t k, bool accumulate) {
+  GemmParams p{};
+  p.a_dtype = static_cast<DType>(dtypes[0]);
+  p.b_dtype = static_cast<DType>(dtypes[1]);
+  p.c_dtype = static_cast<DType>(dtypes[2]);
+  p.m = c.shape(0);
+  p.n = c.shape(1);
+  p.k = k;
+  p.a = a.data();
+  p.b = b.data();
+  p.bias = bias.is_none() ? nullptr : bias.cast<pybind11::array>().data();
+  p.c = c.mutable_data();
+  p.lda = a.shape(1);
+  p.ldb = b.shape(1);
+  p.ldc = p.n;
+  p.a_transposed = a_transposed;
+  p.b_transposed = b_transposed;
+  p.accumulate = accumulate;
+  const GemmKernels& kernels = kernels_of(isa);
+  std::vector<char> memory(static_cast<size_t>(kernels.workspace_bytes(p)) + 64, '\xff');
+  const auto aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63};
+  kernels.run(p, reinterpret_cast<void*>(aligned), 0, kernels.items(p));
+}
+
+}  // namespace
+
+void bind_gemm(pybind11::module_& m) {
+  namespace py = pybind11;
+  m.def("gemm", &gemm, py::arg("isa"), py::arg("dtypes"), py::arg("a"), py::arg("a_transposed"),
+        py::arg("b"), py::arg("b_transposed"), py::arg("bias"), py::arg("c"), py::arg("k"),
+        py::arg("accumulate"));
+}
+
+}  // namespace python
+}  // namespace omniattn
