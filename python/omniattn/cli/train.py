@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     c, model = trainer.config, trainer.model
     print(
         f"{c.model}: {model.config.num_parameters:,} parameters, {c.dtype}, "
-        f"{trainer.device}, {torch.get_num_threads()} threads; "
+        f"{trainer.device}, threads: {torch.get_num_threads()}; "
         f"{len(trainer.data.train):,} bytes to train on, {len(trainer.data.held_out):,} held out; "
         f"output in {checkpoint.parent}",
         flush=True,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from omniattn import functional, reference
+from omniattn import functional
 from omniattn.modules import Attention, DecoderBlock, KVCache, Linear, RMSNorm, RotaryEmbedding
 
 
@@ -21,7 +21,7 @@ class Decoder(nn.Module):
         tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with `targets` (B, T).
 
     Notes:
-        The loss goes through `linear_cross_entropy`, in fp32.
+        The loss goes through `linear_cross_entropy`, which never holds (B * T, vocab_size).
     """
 
     @dataclass(frozen=True)
@@ -132,5 +132,5 @@ class Decoder(nn.Module):
         x = self.hidden(tokens, positions=positions, mask=mask, cache=cache)
         if targets is None:
             return self.head(x)
-        # functional has no fused loss yet
-        return reference.linear_cross_entropy(x, self.head_weight, targets)
+        backend = self.decoder_config.backend
+        return functional.linear_cross_entropy(x, self.head_weight, targets, backend=backend)
