@@ -132,7 +132,7 @@ def _autocasts(x: Tensor) -> bool:
 def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -> Tensor | None:
     """Checks x, eps and one per-column vector, which autocast brings to x's dtype."""
     require_float(op, "x", x)
-    if x.dim() == 0:
+    if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least 1 dimension, got x.shape=()")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
@@ -141,7 +141,8 @@ def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -
     if vector.dtype != x.dtype and _autocasts(x):
         vector = vector.to(x.dtype)
     require_like(op, name, vector, x)
-    require_shape(op, name, vector, x.shape[-1:])
+    if vector.ndim != 1 or vector.numel() != x.shape[-1]:
+        require_shape(op, name, vector, x.shape[-1:])
     return vector
 
 
@@ -156,8 +157,9 @@ def _norm(
     offset: float,
 ) -> Tensor | tuple[Tensor, Tensor]:
     if residual is None:
-        return ops.norm(x, weight, bias, center, eps, offset)[0]
+        y: Tensor = ops.norm(x, weight, bias, center, eps, offset)
+        return y
     require_like(op, "residual", residual, x)
     require_shape(op, "residual", residual, x.shape)
-    y, h, _ = ops.add_norm(x, residual, weight, bias, center, eps, offset)
-    return y, h
+    pair: tuple[Tensor, Tensor] = ops.add_norm(x, residual, weight, bias, center, eps, offset)
+    return pair

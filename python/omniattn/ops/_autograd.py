@@ -26,6 +26,8 @@ __all__ = ["DifferentiableOp", "loop_over_vmap"]
 
 Arguments = tuple[Any, ...]
 Saved = tuple[Tensor | None, ...]
+#: Per argument the length of a list of tensors, or None; None where an op takes no lists.
+Layout = tuple[int | None, ...] | None
 
 
 class DifferentiableOp:
@@ -38,8 +40,8 @@ class DifferentiableOp:
         backward: (saved tensors, kept, needs, gradients of the outputs) -> one gradient per
             argument, None where there is none. `needs[i]` tells whether argument i needs one (a
             list for a list). Gradients of unused outputs come as None.
-        constant_outputs: indices of the outputs that have no gradient (statistics kept for
-            backward).
+        private_outputs: how many outputs, at the end, are there for `save` only (statistics): calls
+            do not return them.
         formula: the op in plain torch, from the arguments to its differentiable outputs.
         restore: (saved tensors, kept) -> the arguments, for `formula`.
         differentiable_backward: `backward` calls differentiable functions only, so that second
@@ -53,7 +55,7 @@ class DifferentiableOp:
         fake: Callable[..., Any],
         save: Callable[[Arguments, Any], tuple[Saved, Any]],
         backward: Callable[[Saved, Any, Sequence[Any], Sequence[Tensor | None]], Arguments],
-        constant_outputs: Sequence[int] = (),
+        private_outputs: int = 0,
         formula: Callable[..., Any] | None = None,
         restore: Callable[[Saved, Any], Arguments] | None = None,
         differentiable_backward: bool = False,
@@ -63,15 +65,19 @@ class DifferentiableOp:
         self.raw = getattr(torch.ops.omniattn, name + "_raw").default
         self.save = save
         self.backward = backward
-        self.constant_outputs = tuple(constant_outputs)
+        self.private_outputs = private_outputs
         self.formula = formula
         self.restore = restore
         self.differentiable_backward = differentiable_backward
+        kinds = [str(argument.type) for argument in self.registered._schema.arguments]
+        self.tensors = [i for i, k in enumerate(kinds) if k in ("Tensor", "Optional[Tensor]")]
+        self.tensor_lists = [i for i, k in enumerate(kinds) if k.startswith("List[") and "Ten" in k]
         torch.library.register_fake(f"omniattn::{name}", fake)
         torch.library.register_fake(f"omniattn::{name}_raw", fake)
 
         def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
             self._remember(ctx, inputs, output)
+            self._mark_private(ctx, output)
 
         def registered_backward(ctx: Any, *grads: Tensor | None) -> Any:
             needs = ctx.needs_input_grad
@@ -85,18 +91,43 @@ class DifferentiableOp:
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.registered(*args)
+            return self._public(self.registered(*args))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             if self.formula is not None and _inside_jvp():
                 return self._call_formula(args)
-            layout = _layout(args)
-            return _TransformedOp.apply(self, layout, _grad_levels(), *_flatten(layout, args))
+            layout, levels = self._layout(args), _grad_levels()
+            return self._public(_TransformedOp.apply(self, layout, levels, *_flatten(layout, args)))
         if torch.autograd.forward_ad._current_level >= 0 and _any_dual(args):
             return self._call_formula(args)
-        if torch.is_grad_enabled() and _any_requires_grad(args):
-            layout = _layout(args)
-            return _EagerOp.apply(self, layout, *_flatten(layout, args))
-        return self.raw(*args)
+        if torch.is_grad_enabled() and self._any_requires_grad(args):
+            if not self.tensor_lists:
+                return _apply_eager(self, None, *args)
+            layout = self._layout(args)
+            return _apply_eager(self, layout, *_flatten(layout, args))
+        output = self.raw(*args)
+        return self._public(output) if self.private_outputs else output
+
+    def _layout(self, args: Arguments) -> Layout:
+        """Lengths of the arguments that are lists of tensors, None for the others."""
+        if not self.tensor_lists:
+            return None
+        return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
+
+    def _any_requires_grad(self, args: Arguments) -> bool:
+        for i in self.tensors:
+            if args[i] is not None and args[i].requires_grad:
+                return True
+        return any(t.requires_grad for i in self.tensor_lists for t in args[i])
+
+    def _public(self, output: Any) -> Any:
+        if not self.private_outputs:
+            return output
+        public = output[: -self.private_outputs]
+        return public[0] if len(public) == 1 else public
+
+    def _mark_private(self, ctx: Any, output: Any) -> None:
+        if self.private_outputs:
+            ctx.mark_non_differentiable(*output[-self.private_outputs :])
 
     def _call_formula(self, args: Arguments) -> Any:
         if self.formula is None:
@@ -107,11 +138,8 @@ class DifferentiableOp:
         return self.formula(*args)
 
     def _remember(self, ctx: Any, args: Arguments, output: Any) -> None:
-        saved, kept = self.save(args, output)
+        saved, ctx.kept = self.save(args, output)
         ctx.save_for_backward(*saved)
-        ctx.kept = kept
-        if self.constant_outputs:
-            ctx.mark_non_differentiable(*(output[i] for i in self.constant_outputs))
         ctx.set_materialize_grads(False)
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
@@ -137,7 +165,7 @@ class DifferentiableOp:
                 for o, g in zip(outputs, grads, strict=False)
                 if g is not None and o.requires_grad
             ]
-            layout = _layout(args)
+            layout = self._layout(args)
             flat = _flatten(layout, args)
             wanted = [i for i, need in enumerate(_flatten(layout, needs)) if need]
             if not pairs or not wanted:
@@ -160,17 +188,21 @@ class _EagerOp(torch.autograd.Function):
     them."""
 
     @staticmethod
-    def forward(ctx: Any, op: DifferentiableOp, layout: Any, *flat: Any) -> Any:
-        args = _unflatten(layout, flat)
+    def forward(ctx: Any, op: DifferentiableOp, layout: Layout, *flat: Any) -> Any:
+        args = flat if layout is None else _unflatten(layout, flat)
         output = op.raw(*args)
         op._remember(ctx, args, output)
         ctx.op, ctx.layout = op, layout
-        return output
+        return op._public(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         needs = _unflatten(ctx.layout, ctx.needs_input_grad[2:])
         return (None, None, *_flatten(ctx.layout, ctx.op._gradients(ctx, needs, grads)))
+
+
+# What Function.apply does but for unwrapping dead functorch tensors, which took 1 us of a call.
+_apply_eager = super(torch.autograd.Function, _EagerOp).apply
 
 
 class _TransformedOp(torch.autograd.Function):
@@ -179,13 +211,14 @@ class _TransformedOp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(op: DifferentiableOp, layout: Any, levels: int, *flat: Any) -> Any:
+    def forward(op: DifferentiableOp, layout: Layout, levels: int, *flat: Any) -> Any:
         return op.raw(*_unflatten(layout, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
         op, layout, levels, *flat = inputs
         op._remember(ctx, _unflatten(layout, flat), output)
+        op._mark_private(ctx, output)
         ctx.op, ctx.layout, ctx.levels = op, layout, levels
 
     @staticmethod
@@ -199,7 +232,8 @@ class _TransformedOp(torch.autograd.Function):
 
 def _backward_flat(ctx: Any, *grads: Any) -> Any:
     needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
-    return tuple(_flatten(ctx.layout, ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)))
+    found = ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)
+    return tuple(_flatten(ctx.layout, found))
 
 
 def _second_order_flat(ctx: Any, *grads: Any) -> Any:
@@ -227,30 +261,19 @@ def loop_over_vmap(name: str) -> None:
     torch.library.register_vmap(f"omniattn::{name}", rule)
 
 
-def _layout(args: Arguments) -> tuple[int | None, ...] | None:
-    """Which arguments are lists of tensors (their length) and which are not (None)."""
-    if not any(_is_tensor_list(a) for a in args):
-        return None
-    return tuple(len(a) if _is_tensor_list(a) else None for a in args)
-
-
-def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
-
-
-def _flatten(layout: tuple[int | None, ...] | None, values: Sequence[Any]) -> Sequence[Any]:
+def _flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:
     if layout is None:
-        return values
+        return args
     flat: list[Any] = []
-    for n, value in zip(layout, values, strict=True):
-        if n is None:
-            flat.append(value)
+    for a, length in zip(args, layout, strict=True):
+        if length is None:
+            flat.append(a)
         else:
-            flat.extend(value if value is not None else [None] * n)
+            flat.extend([None] * length if a is None else a)
     return flat
 
 
-def _unflatten(layout: tuple[int | None, ...] | None, flat: Sequence[Any]) -> Arguments:
+def _unflatten(layout: Layout, flat: Sequence[Any]) -> Arguments:
     if layout is None:
         return tuple(flat)
     values = iter(flat)
@@ -261,25 +284,15 @@ def _map_tensors(f: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
             return f(value)
-        return [f(t) for t in value] if _is_tensor_list(value) else value
+        return [convert(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return tuple(convert(a) for a in args)
 
 
-def _any_requires_grad(args: Arguments) -> bool:
-    for a in args:
-        if isinstance(a, Tensor):
-            if a.requires_grad:
-                return True
-        elif _is_tensor_list(a) and any(t.requires_grad for t in a):
-            return True
-    return False
-
-
 def _any_dual(args: Arguments) -> bool:
     unpack = torch.autograd.forward_ad.unpack_dual
-    tensors = [a for a in _flatten(_layout(args), args) if isinstance(a, Tensor)]
-    return any(unpack(t).tangent is not None for t in tensors)
+    flat = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
+    return any(isinstance(t, Tensor) and unpack(t).tangent is not None for t in flat)
 
 
 def is_transformed(*args: Any) -> bool:

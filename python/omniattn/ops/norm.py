@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
+from omniattn.reference.precision import widen
 
 __all__ = ["add_norm", "norm"]
 
@@ -49,8 +51,8 @@ def _fake_backward(
 
 
 def _save_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    x, weight, _, center, _, offset = args
-    return (x, weight, output[1]), (center, offset)
+    x, weight, bias, *kept = args
+    return (x, weight, bias, output[1]), kept
 
 
 def _backward_norm(
@@ -59,8 +61,9 @@ def _backward_norm(
     grad_y = grads[0]
     if grad_y is None:
         return (None,) * 6
-    h, weight, stats = saved
-    dx, dw, db = _backward_op(grad_y, None, h, weight, stats, *kept, needs[1], needs[2])
+    h, weight, _, stats = saved
+    center, _, offset = kept
+    dx, dw, db = _backward_op(grad_y, None, h, weight, stats, center, offset, needs[1], needs[2])
     return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
 
 
@@ -80,16 +83,37 @@ def _backward_add_norm(
     return dx, dx, dw if needs[2] else None, db if needs[3] else None, None, None, None
 
 
-#: (x, weight, bias, center, eps, offset) -> (y, stats)
+def _formula_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, center: bool, eps: float, offset: float
+) -> Any:
+    if center:
+        return reference.layer_norm(x, weight, bias, eps=eps)
+    return reference.rms_norm(x, weight, eps=eps, offset=offset)
+
+
+def _formula_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Any, Tensor]:
+    h = (widen(x) + widen(residual)).to(x.dtype)
+    return _formula_norm(h, *args), h
+
+
+#: (x, weight, bias, center, eps, offset) -> y
 norm = DifferentiableOp(
-    "norm", fake=_fake_norm, save=_save_norm, backward=_backward_norm, constant_outputs=(1,)
+    "norm",
+    fake=_fake_norm,
+    save=_save_norm,
+    backward=_backward_norm,
+    private_outputs=1,
+    formula=_formula_norm,
+    restore=lambda saved, kept: (*saved[:3], *kept),
 )
 
-#: (x, residual, weight, bias, center, eps, offset) -> (y, h, stats)
+#: (x, residual, weight, bias, center, eps, offset) -> (y, h); no second derivative, because x and
+#: residual are not kept
 add_norm = DifferentiableOp(
     "add_norm",
     fake=_fake_add_norm,
     save=_save_add_norm,
     backward=_backward_add_norm,
-    constant_outputs=(2,),
+    private_outputs=1,
+    formula=_formula_add_norm,
 )
