@@ -26,20 +26,20 @@ OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType 
   return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
 }
 
-std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tensor& x,
-                                                      const OptTensor& residual,
-                                                      const OptTensor& weight,
-                                                      const OptTensor& bias, bool center,
-                                                      double eps, double offset) {
+struct NormResult {
+  Tensor y;
+  OptTensor h, stats;
+};
+
+NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const OptTensor& weight,
+               const OptTensor& bias, bool center, double eps, double offset, bool with_stats) {
   const DeviceScope scope(x);
   const DType dtype = dtype_of(op, "x", x);
   require_tensor(op, "x", x, dtype);
   const Rows rows = as_rows(op, "x", x);
   const OptTensor scale = as_vector(op, "weight", weight, dtype, rows.cols);
   const OptTensor shift = as_vector(op, "bias", bias, dtype, rows.cols);
-  const Tensor y = empty_tensor(x.sizes(), dtype);
-  const int64_t stats_sizes[] = {rows.rows, 2};
-  const Tensor stats = empty_tensor({stats_sizes, 2}, accumulator(dtype));
+  NormResult result{empty_tensor(x.sizes(), dtype), std::nullopt, std::nullopt};
 
   NormParams p{};
   p.dtype = dtype;
@@ -49,37 +49,52 @@ std::tuple<Tensor, std::optional<Tensor>, Tensor> run(const char* op, const Tens
   p.x_stride = rows.stride;
   p.weight = data_or_null(scale);
   p.bias = data_or_null(shift);
-  p.y = y.mutable_data_ptr();
-  p.stats = stats.mutable_data_ptr();
+  p.y = result.y.mutable_data_ptr();
   p.eps = eps;
   p.offset = offset;
   p.center = center;
+  if (with_stats) {
+    const int64_t stats_sizes[] = {rows.rows, 2};
+    result.stats = empty_tensor({stats_sizes, 2}, accumulator(dtype));
+    p.stats = result.stats->mutable_data_ptr();
+  }
   std::optional<Rows> residual_rows;
-  std::optional<Tensor> h;
   if (residual.has_value()) {
     require_tensor(op, "residual", *residual, dtype);
     require_sizes(op, "residual", *residual, x.sizes());
     residual_rows = as_rows(op, "residual", *residual);
-    h = empty_tensor(x.sizes(), dtype);
+    result.h = empty_tensor(x.sizes(), dtype);
     p.residual = residual_rows->data();
     p.residual_stride = residual_rows->stride;
-    p.h = h->mutable_data_ptr();
+    p.h = result.h->mutable_data_ptr();
   }
   run_forward(p);
-  return {y, h, stats};
+  return result;
 }
 
 std::tuple<Tensor, Tensor> norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                 bool center, double eps, double offset) {
-  auto [y, h, stats] = run("norm", x, std::nullopt, weight, bias, center, eps, offset);
-  return {y, stats};
+  const NormResult r = run("norm", x, std::nullopt, weight, bias, center, eps, offset, true);
+  return {r.y, *r.stats};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor& residual,
                                             const OptTensor& weight, const OptTensor& bias,
                                             bool center, double eps, double offset) {
-  auto [y, h, stats] = run("add_norm", x, residual, weight, bias, center, eps, offset);
-  return {y, *h, stats};
+  const NormResult r = run("add_norm", x, residual, weight, bias, center, eps, offset, true);
+  return {r.y, *r.h, *r.stats};
+}
+
+Tensor norm_only(const Tensor& x, const OptTensor& weight, const OptTensor& bias, bool center,
+                 double eps, double offset) {
+  return run("norm", x, std::nullopt, weight, bias, center, eps, offset, false).y;
+}
+
+std::tuple<Tensor, Tensor> add_norm_only(const Tensor& x, const Tensor& residual,
+                                         const OptTensor& weight, const OptTensor& bias,
+                                         bool center, double eps, double offset) {
+  const NormResult r = run("add_norm", x, residual, weight, bias, center, eps, offset, false);
+  return {r.y, *r.h};
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const OptTensor& grad_h,
@@ -136,5 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
 STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
   OMNIATTN_IMPL(m, "norm", norm);
   OMNIATTN_IMPL(m, "add_norm", add_norm);
+  m.impl("norm_only", TORCH_BOX(&norm_only));
+  m.impl("add_norm_only", TORCH_BOX(&add_norm_only));
   m.impl("norm_backward", TORCH_BOX(&norm_backward));
 }

@@ -46,6 +46,13 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float eps, float "
          "offset)"
          " -> (Tensor y, Tensor h, Tensor stats)");
+  // the same without statistics, for calls without gradients
+  m.def(
+      "norm_only(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset)"
+      " -> Tensor y");
+  m.def(
+      "add_norm_only(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float "
+      "eps, float offset) -> (Tensor y, Tensor h)");
   m.def(
       "norm_backward(Tensor grad_y, Tensor? grad_h, Tensor h, Tensor? weight, Tensor stats, bool "
       "center,"

@@ -1,8 +1,10 @@
 // Row normalisation: RMSNorm and LayerNorm with an optional fused residual add, forward and
 // backward.
 //
-//   h = x + residual (rounded to T)      mean = center ? avg(h) : 0      rstd = 1/sqrt(avg((h -
-//   mean)^2) + eps) y = (h - mean) * rstd * (weight + offset) + bias
+//   h = x + residual (rounded to T)
+//   mean = center ? avg(h) : 0
+//   rstd = 1 / sqrt(avg((h - mean)^2) + eps)
+//   y = (h - mean) * rstd * (weight + offset) + bias
 //
 // Zhang and Sennrich 2019 (arXiv 1910.07467), Ba et al. 2016 (arXiv 1607.06450). Statistics in fp32
 // (fp64 for T = fp64). Work items are rows; each row is read once from memory.
@@ -25,7 +27,7 @@ struct NormParams {
   const void* bias;      // (cols) or null
   void* y;               // (rows, cols) contiguous
   void* h;               // (rows, cols) contiguous; only with a residual
-  void* stats;           // (rows, 2): mean, rstd in the accumulator type
+  void* stats;           // (rows, 2): mean, rstd in the accumulator type; or null
   int64_t x_stride, residual_stride;
   double eps, offset;
   bool center;

@@ -65,9 +65,11 @@ void forward(const NormParams& p, int64_t begin, int64_t end) {
       if (bias != nullptr) v += part.load(bias + i);
       part.store(y + i, v);
     });
-    C* const stats = static_cast<C*>(p.stats) + row * 2;
-    stats[0] = mean;
-    stats[1] = rstd;
+    if (p.stats != nullptr) {
+      C* const stats = static_cast<C*>(p.stats) + row * 2;
+      stats[0] = mean;
+      stats[1] = rstd;
+    }
   }
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,11 +62,16 @@ def rms_norm(
         >>> rms_norm(x, eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
-    x, residual = _promote("rms_norm", x, residual)
-    weight = _prepare("rms_norm", x, weight, "weight", eps)
+    if residual is not None:
+        x, residual = _promote("rms_norm", x, residual)
+    _check("rms_norm", x, eps)
+    weight = _vector("rms_norm", "weight", weight, x)
     if use_reference("rms_norm", backend, x):
         return reference.rms_norm(x, weight, eps=eps, offset=offset, residual=residual)
-    return _norm("rms_norm", x, weight, None, residual, False, eps, offset)
+    if residual is None:
+        y: Tensor = ops.norm(x, weight, None, False, eps, offset)
+        return y
+    return _add_norm("rms_norm", x, residual, weight, None, False, eps, offset)
 
 
 def layer_norm(
@@ -105,18 +113,21 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
-    x, residual = _promote("layer_norm", x, residual)
-    weight = _prepare("layer_norm", x, weight, "weight", eps)
-    bias = _prepare("layer_norm", x, bias, "bias", eps)
+    if residual is not None:
+        x, residual = _promote("layer_norm", x, residual)
+    _check("layer_norm", x, eps)
+    weight = _vector("layer_norm", "weight", weight, x)
+    bias = _vector("layer_norm", "bias", bias, x)
     if use_reference("layer_norm", backend, x):
         return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
-    return _norm("layer_norm", x, weight, bias, residual, True, eps, 0.0)
-
-
-def _promote(op: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Under autocast a half precision branch joins an fp32 stream, as in x + residual."""
     if residual is None:
-        return x, None
+        y: Tensor = ops.norm(x, weight, bias, True, eps, 0.0)
+        return y
+    return _add_norm("layer_norm", x, residual, weight, bias, True, eps, 0.0)
+
+
+def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast a half precision branch joins an fp32 stream, as in x + residual."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
     if x.dtype == residual.dtype or not _autocasts(x):
@@ -129,37 +140,28 @@ def _autocasts(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _prepare(op: str, x: Tensor, vector: Tensor | None, name: str, eps: float) -> Tensor | None:
-    """Checks x, eps and one per-column vector, which autocast brings to x's dtype."""
+def _check(op: str, x: Tensor, eps: float) -> None:
     require_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least 1 dimension, got x.shape=()")
-    if not 0.0 <= eps < float("inf"):
+    if not 0.0 <= eps < math.inf:
         raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
-    if vector is None:
+
+
+def _vector(op: str, name: str, v: Tensor | None, x: Tensor) -> Tensor | None:
+    """Checks one value per column, which autocast brings to x's dtype."""
+    if v is None:
         return None
-    if vector.dtype != x.dtype and _autocasts(x):
-        vector = vector.to(x.dtype)
-    require_like(op, name, vector, x)
-    if vector.ndim != 1 or vector.numel() != x.shape[-1]:
-        require_shape(op, name, vector, x.shape[-1:])
-    return vector
+    if isinstance(v, Tensor) and v.dtype != x.dtype and _autocasts(x):
+        v = v.to(x.dtype)
+    require_like(op, name, v, x)
+    if v.ndim != 1 or v.numel() != x.shape[-1]:
+        require_shape(op, name, v, x.shape[-1:])
+    return v
 
 
-def _norm(
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    center: bool,
-    eps: float,
-    offset: float,
-) -> Tensor | tuple[Tensor, Tensor]:
-    if residual is None:
-        y: Tensor = ops.norm(x, weight, bias, center, eps, offset)
-        return y
+def _add_norm(op: str, x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     require_like(op, "residual", residual, x)
     require_shape(op, "residual", residual, x.shape)
-    pair: tuple[Tensor, Tensor] = ops.add_norm(x, residual, weight, bias, center, eps, offset)
+    pair: tuple[Tensor, Tensor] = ops.add_norm(x, residual, *args)
     return pair

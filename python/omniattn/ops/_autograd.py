@@ -6,7 +6,7 @@ A call takes one of four paths, so that each costs no more than it must and all 
 compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
 functorch transforms   an `autograd.Function` with `setup_context` and a generated vmap rule
 gradients needed       an `autograd.Function` whose forward receives ctx: the cheaper form
-nothing of these       the raw op
+nothing of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
 Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
@@ -19,8 +19,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 __all__ = ["DifferentiableOp", "loop_over_vmap"]
 
@@ -41,7 +44,7 @@ class DifferentiableOp:
             argument, None where there is none. `needs[i]` tells whether argument i needs one (a
             list for a list). Gradients of unused outputs come as None.
         private_outputs: how many outputs, at the end, are there for `save` only (statistics): calls
-            do not return them.
+            do not return them. `<name>_only`, an op without them, serves calls without gradients.
         formula: the op in plain torch, from the arguments to its differentiable outputs.
         restore: (saved tensors, kept) -> the arguments, for `formula`.
         differentiable_backward: `backward` calls differentiable functions only, so that second
@@ -63,9 +66,14 @@ class DifferentiableOp:
         self.name = name
         self.registered = getattr(torch.ops.omniattn, name).default
         self.raw = getattr(torch.ops.omniattn, name + "_raw").default
+        only = name + ("_only" if private_outputs else "_raw")
+        self.only = getattr(torch.ops.omniattn, only).default
         self.save = save
         self.backward = backward
         self.private_outputs = private_outputs
+        count = len(self.registered._schema.returns) - private_outputs
+        #: Subscript of the outputs that calls return, None for all.
+        self.public: Any = None if not private_outputs else 0 if count == 1 else slice(count)
         self.formula = formula
         self.restore = restore
         self.differentiable_backward = differentiable_backward
@@ -74,6 +82,10 @@ class DifferentiableOp:
         self.tensor_lists = [i for i, k in enumerate(kinds) if k.startswith("List[") and "Ten" in k]
         torch.library.register_fake(f"omniattn::{name}", fake)
         torch.library.register_fake(f"omniattn::{name}_raw", fake)
+        if private_outputs:
+            torch.library.register_fake(
+                f"omniattn::{name}_only", lambda *args: self._public(fake(*args))
+            )
 
         def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
             self._remember(ctx, inputs, output)
@@ -90,22 +102,21 @@ class DifferentiableOp:
         )
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._public(self.registered(*args))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             if self.formula is not None and _inside_jvp():
                 return self._call_formula(args)
             layout, levels = self._layout(args), _grad_levels()
             return self._public(_TransformedOp.apply(self, layout, levels, *_flatten(layout, args)))
-        if torch.autograd.forward_ad._current_level >= 0 and _any_dual(args):
+        if forward_ad._current_level >= 0 and _any_dual(args):
             return self._call_formula(args)
-        if torch.is_grad_enabled() and self._any_requires_grad(args):
+        if is_grad_enabled() and self._any_requires_grad(args):
             if not self.tensor_lists:
                 return _apply_eager(self, None, *args)
             layout = self._layout(args)
             return _apply_eager(self, layout, *_flatten(layout, args))
-        output = self.raw(*args)
-        return self._public(output) if self.private_outputs else output
+        return self.only(*args)
 
     def _layout(self, args: Arguments) -> Layout:
         """Lengths of the arguments that are lists of tensors, None for the others."""
@@ -117,13 +128,12 @@ class DifferentiableOp:
         for i in self.tensors:
             if args[i] is not None and args[i].requires_grad:
                 return True
+        if not self.tensor_lists:
+            return False
         return any(t.requires_grad for i in self.tensor_lists for t in args[i])
 
     def _public(self, output: Any) -> Any:
-        if not self.private_outputs:
-            return output
-        public = output[: -self.private_outputs]
-        return public[0] if len(public) == 1 else public
+        return output if self.public is None else output[self.public]
 
     def _mark_private(self, ctx: Any, output: Any) -> None:
         if self.private_outputs:
@@ -144,7 +154,7 @@ class DifferentiableOp:
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """The gradients; differentiable where grad mode asks for it (create_graph=True)."""
-        if torch.is_grad_enabled() and not self.differentiable_backward:
+        if is_grad_enabled() and not self.differentiable_backward:
             return self._second_order(ctx, needs, grads)
         return self.backward(ctx.saved_tensors, ctx.kept, needs, grads)
 
@@ -290,7 +300,7 @@ def _map_tensors(f: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
 
 
 def _any_dual(args: Arguments) -> bool:
-    unpack = torch.autograd.forward_ad.unpack_dual
+    unpack = forward_ad.unpack_dual
     flat = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
     return any(isinstance(t, Tensor) and unpack(t).tangent is not None for t in flat)
 
@@ -298,19 +308,19 @@ def _any_dual(args: Arguments) -> bool:
 def is_transformed(*args: Any) -> bool:
     """Whether a call is compiled, under a functorch transform or carries tangents."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (torch.autograd.forward_ad._current_level >= 0 and _any_dual(args))
+        is_compiling()
+        or peek_interpreter_stack() is not None
+        or (forward_ad._current_level >= 0 and _any_dual(args))
     )
 
 
 def _transforms() -> list[Any]:
-    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return [level.key() for level in get_interpreter_stack() or ()]
 
 
 def _inside_jvp() -> bool:
-    return torch._C._functorch.TransformType.Jvp in _transforms()
+    return TransformType.Jvp in _transforms()
 
 
 def _grad_levels() -> int:
-    return _transforms().count(torch._C._functorch.TransformType.Grad)
+    return _transforms().count(TransformType.Grad)
