@@ -1,27 +1,42 @@
+"""What the specs of test_specs.py do not say about the norms: accuracy, bad input, derivatives."""
+
 import pytest
 import torch
 
 import omniattn.functional as F
-from omniattn import reference
+from omniattn import reference, testing
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_gradcheck(name, dtype, residual):
-    if dtype != torch.float64:
-        return
-    x, r = (torch.randn(3, 7, dtype=dtype, requires_grad=True) for _ in range(2))
-    w = torch.randn(7, dtype=dtype, requires_grad=True)
-    f = getattr(F, name)
-    torch.autograd.gradcheck(lambda x, w, r: f(x, w, residual=r if residual else None), (x, w, r))
-    g = getattr(reference, name)
-    torch.testing.assert_close(f(x, w), g(x, w))
+NORMS = {"rms_norm": F.rms_norm, "layer_norm": F.layer_norm}
 
 
-@pytest.mark.parametrize("op", [F.rms_norm, F.layer_norm])
+@pytest.fixture(params=NORMS)
+def op(request):
+    return NORMS[request.param]
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 31, 32, 33, 63, 127, 129, 257])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_remainder_of_rows_and_columns(op, isa, n, dtype):
+    x, gy = (torch.randn(5, n).to(dtype) for _ in range(2))
+    w = torch.randn(n).to(dtype).requires_grad_()
+    x.requires_grad_()
+    with testing.isa(isa):
+        y = op(x, w)
+        got = torch.autograd.grad(y, (x, w), gy)
+    expected = op(x, w, backend="reference")
+    torch.testing.assert_close(y, expected)
+    tight = {} if dtype.itemsize > 2 else {"rtol": 2e-2, "atol": 2e-2}
+    for a, b in zip(got, torch.autograd.grad(expected, (x, w), gy), strict=True):
+        torch.testing.assert_close(a, b, **({"rtol": 1e-4, "atol": 1e-5} | tight))
+
+
+def test_the_variance_survives_a_large_mean():
+    x = torch.randn(4, 1000, dtype=torch.float64) + 4096
+    expected = reference.layer_norm(x.float().double())
+    assert (F.layer_norm(x.float()) - expected).abs().max() < 2e-3
+
+
 def test_autocast_promotes_a_half_branch_to_the_stream(op):
     x, residual = torch.randn(3, 8).bfloat16(), torch.randn(3, 8)
     with pytest.raises(TypeError, match="residual must have the dtype of x"):
@@ -30,3 +45,61 @@ def test_autocast_promotes_a_half_branch_to_the_stream(op):
         y, h = op(x, residual=residual)
     torch.testing.assert_close(h, x + residual)
     torch.testing.assert_close(y, op(x + residual))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 5)])
+def test_empty(op, shape):
+    x = torch.empty(shape, requires_grad=True)
+    w = torch.ones(shape[-1], requires_grad=True)
+    y = op(x, w)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert y.shape == dx.shape == x.shape
+    assert torch.equal(dw, torch.zeros_like(w))
+
+
+def test_without_gradients_equals_with(op):
+    x, w, r = torch.randn(3, 40), torch.randn(40), torch.randn(3, 40)
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(op(x, w), op(leaf, w))
+    for a, b in zip(op(x, w, residual=r), op(leaf, w, residual=r), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_second_derivatives_are_right_or_raise(op):
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(op, (x, w))
+    y, h = op(x, w, residual=x.detach())
+    with pytest.raises(NotImplementedError, match="add_norm has no second derivative"):
+        torch.autograd.grad((y * h).sum(), x, create_graph=True)
+
+
+def test_forward_derivatives(op):
+    x, w, t = torch.randn(2, 5), torch.randn(5), torch.randn(2, 5)
+    for f in (lambda x: op(x, w), lambda x: op(x, w, residual=t)[0]):
+        assert_close = torch.testing.assert_close
+        step = 1e-2 * t
+        _, tangent = torch.func.jvp(f, (x,), (t,))
+        assert_close(tangent, (f(x + step) - f(x - step)) / 2e-2, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(x=torch.ones(3).long()), TypeError, "x must be float64"),
+        (dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
+        (dict(x=torch.tensor(1.0)), ValueError, "at least 1 dimension"),
+        (dict(weight=torch.ones(3)), ValueError, r"weight must have shape \(4,\)"),
+        (dict(weight=torch.ones(1, 4)), ValueError, r"weight must have shape \(4,\)"),
+        (dict(weight=torch.ones(4).double()), TypeError, "weight must have the dtype of x"),
+        (dict(weight=1.0), TypeError, "weight must be a torch.Tensor"),
+        (dict(weight=torch.ones(4, device="meta")), ValueError, "weight must be on the device"),
+        (dict(eps=-1.0), ValueError, "eps must be finite"),
+        (dict(eps=float("nan")), ValueError, "eps must be finite"),
+        (dict(residual=torch.ones(4)), ValueError, r"residual must have shape \(2, 4\)"),
+        (dict(backend="tpu"), ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_input(op, arguments, error, message):
+    with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
+        op(**({"x": torch.ones(2, 4)} | arguments))

@@ -21,7 +21,9 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   } else if constexpr (kAct == Activation::relu) {
     return {max(V(T{0}), x), select(x > V(T{0}), V(T{1}), V(T{0}))};
   } else if constexpr (kAct == Activation::silu) {
-    const V s = sigmoid(x);
+    // Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
+    constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
+    const V s = select(x < V(kTail), V(T{0}), sigmoid(x));
     return {x * s, fma(x * s, T{1} - s, s)};
   } else if constexpr (kAct == Activation::gelu) {
     constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);

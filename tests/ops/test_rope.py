@@ -1,0 +1,131 @@
+"""What the spec of apply_rotary does not say: positions, in-place calls, derivatives, bad input."""
+
+import pytest
+import torch
+
+import omniattn.functional as F
+from omniattn import reference, testing
+
+THETA = F.rope_frequencies(6)
+COS, SIN = F.rotary_tables(THETA, torch.arange(9))
+
+
+def qk(*, grad=False, dtype=torch.float32):
+    q, k = torch.randn(2, 5, 3, 8, dtype=dtype), torch.randn(2, 5, 1, 8, dtype=dtype)
+    return q.requires_grad_(grad), k.requires_grad_(grad)
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(3, 1), (32, 15), (66, 33), (128, 64), (5, 0)])
+def test_every_remainder(isa, interleaved, dim, half):
+    cos, sin = torch.randn(2, 4, half).unbind()
+    x = torch.randn(1, 4, 2, dim)
+    with testing.isa(isa):
+        got, _ = F.apply_rotary(x, None, cos, sin, interleaved=interleaved)
+    expected, _ = reference.apply_rotary(x, None, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [4, torch.tensor([8, 0, 3, 3, 1]), torch.randint(9, (2, 5)), torch.tensor([[7] * 5])],
+)
+def test_positions_choose_rows(positions):
+    q, k = qk()
+    got = F.apply_rotary(q, k, COS, SIN, positions=positions)
+    expected = reference.apply_rotary(q, k, COS, SIN, positions=positions)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_in_place_equals_out_of_place_with_its_gradients():
+    leaves = qk(grad=True)
+    expected = F.apply_rotary(*leaves, COS[:5], SIN[:5])
+    views = [(x * 1)[:, :, :, :] for x in leaves]
+    got = F.apply_rotary(*views, COS[:5], SIN[:5], inplace=True)
+    grads = [torch.randn_like(x) for x in expected]
+    for a, view, b in zip(got, views, expected, strict=True):
+        assert a is view and torch.equal(a, b)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, grads),
+        torch.autograd.grad(expected, leaves, grads),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_in_place_refuses_what_it_would_spoil():
+    q, _ = qk()
+    with pytest.raises(RuntimeError, match="expanded"):
+        F.apply_rotary(q[:1].expand(2, -1, -1, -1), None, COS[:5], SIN[:5], inplace=True)
+    with pytest.raises(RuntimeError, match="unit stride"):
+        strided = torch.randn(2, 5, 3, 16)[..., ::2]
+        F.apply_rotary(strided, None, COS[:5], SIN[:5], inplace=True)
+    with pytest.raises(RuntimeError, match="leaf"):
+        F.apply_rotary(q.requires_grad_(), None, COS[:5], SIN[:5], inplace=True)
+
+
+def test_the_backward_is_differentiable_and_an_unused_k_costs_nothing():
+    cos, sin = (t[:5].double() for t in (COS, SIN))
+    q, k = qk(grad=True, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda q, k: F.apply_rotary(q, k, cos, sin), (q, k))
+    q_out, _ = F.apply_rotary(q, k, cos, sin)
+    dq, dk = torch.autograd.grad(q_out.sum(), (q, k), allow_unused=True)
+    assert dk is None and dq is not None
+
+
+def test_compiled_in_place():
+    def f(q):
+        q = q * 2
+        return F.apply_rotary(q, None, COS[:5], SIN[:5], inplace=True)[0]
+
+    q, _ = qk()
+    assert torch.equal(torch.compile(f, fullgraph=True)(q), f(q))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(q=torch.ones(5, 3, 8)), ValueError, r"q must have shape \(B, T, H, D\)"),
+        (dict(k=torch.ones(2, 4, 1, 8)), ValueError, r"k must have shape \(2, 5, Hkv, 8\)"),
+        (dict(k=torch.ones(2, 5, 1, 8).half()), TypeError, "k must have the dtype of q"),
+        (dict(cos=COS, sin=SIN), ValueError, "one row for each token"),
+        (dict(cos=COS[:4], sin=SIN[:4]), ValueError, "one row for each token"),
+        (dict(sin=SIN[:5, :1]), ValueError, "same shape"),
+        (dict(cos=torch.ones(5, 5), sin=torch.ones(5, 5)), ValueError, "at most D / 2 columns"),
+        (dict(cos=torch.ones(3, 5, 2), sin=torch.ones(3, 5, 2)), ValueError, "cos must have shape"),
+        (dict(positions=-1), ValueError, "positions must start"),
+        (dict(positions=1), ValueError, "end within the tables"),
+        (dict(positions=torch.arange(4)), ValueError, "positions must have shape"),
+        (dict(positions=torch.arange(5).float()), TypeError, "positions must be integers"),
+        (dict(positions=torch.arange(5).int()), TypeError, "positions must be int64"),
+        (dict(positions=torch.arange(1, 6)), RuntimeError, r"positions must be in \[0, 5\)"),
+        (dict(positions=torch.arange(-1, 4)), RuntimeError, r"positions must be in \[0, 5\)"),
+        (dict(cos=COS[:5].clone().requires_grad_()), NotImplementedError, "no gradient"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    valid = {"q": torch.ones(2, 5, 3, 8), "k": None, "cos": COS[:5], "sin": SIN[:5]}
+    with pytest.raises(error, match=message):
+        F.apply_rotary(**(valid | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(rotary_dim=5), ValueError, "rotary_dim must be even"),
+        (dict(rotary_dim=-2), ValueError, "rotary_dim must be even"),
+        (dict(base=0.0), ValueError, "base must be finite"),
+        (dict(scaling="linear"), TypeError, "scaling must be"),
+        (dict(scaling=reference.LinearScaling(0.0)), ValueError, "scaling.factor must be"),
+        (
+            dict(scaling=reference.Llama3Scaling(low_freq_factor=4.0)),
+            ValueError,
+            "scaling must have 0 < low_freq_factor",
+        ),
+    ],
+)
+def test_bad_frequencies(arguments, error, message):
+    with pytest.raises(error, match=f"rope_frequencies: {message}"):
+        F.rope_frequencies(**({"rotary_dim": 4} | arguments))
