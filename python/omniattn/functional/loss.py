@@ -81,9 +81,7 @@ def cross_entropy(
             z_loss=z_loss,
             reduction=reduction,
         )
-    loss: Tensor = ops.cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, number)[
-        0
-    ]
+    loss: Tensor = ops.cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, number)
     return loss
 
 
@@ -156,7 +154,7 @@ def linear_cross_entropy(
     wanted = [now and t is not None and t.requires_grad for t in (x, weight, bias)]
     loss: Tensor = ops.linear_cross_entropy(
         x, weight, bias, target, ignore_index, label_smoothing, z_loss, number, *wanted
-    )[0]
+    )
     return loss
 
 

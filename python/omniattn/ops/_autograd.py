@@ -44,7 +44,8 @@ class DifferentiableOp:
             argument, None where there is none. `needs[i]` tells whether argument i needs one (a
             list for a list). Gradients of unused outputs come as None.
         private_outputs: how many outputs, at the end, are there for `save` only (statistics): calls
-            do not return them. `<name>_only`, an op without them, serves calls without gradients.
+            do not return them.
+        inference: name of an op without the private outputs, for calls without gradients.
         formula: the op in plain torch, from the arguments to its differentiable outputs.
         restore: (saved tensors, kept) -> the arguments, for `formula`.
         differentiable_backward: `backward` calls differentiable functions only, so that second
@@ -59,6 +60,7 @@ class DifferentiableOp:
         save: Callable[[Arguments, Any], tuple[Saved, Any]],
         backward: Callable[[Saved, Any, Sequence[Any], Sequence[Tensor | None]], Arguments],
         private_outputs: int = 0,
+        inference: str | None = None,
         formula: Callable[..., Any] | None = None,
         restore: Callable[[Saved, Any], Arguments] | None = None,
         differentiable_backward: bool = False,
@@ -66,8 +68,9 @@ class DifferentiableOp:
         self.name = name
         self.registered = getattr(torch.ops.omniattn, name).default
         self.raw = getattr(torch.ops.omniattn, name + "_raw").default
-        only = name + ("_only" if private_outputs else "_raw")
-        self.only = getattr(torch.ops.omniattn, only).default
+        self.inference = (
+            None if inference is None else getattr(torch.ops.omniattn, inference).default
+        )
         self.save = save
         self.backward = backward
         self.private_outputs = private_outputs
@@ -82,9 +85,9 @@ class DifferentiableOp:
         self.tensor_lists = [i for i, k in enumerate(kinds) if k.startswith("List[") and "Ten" in k]
         torch.library.register_fake(f"omniattn::{name}", fake)
         torch.library.register_fake(f"omniattn::{name}_raw", fake)
-        if private_outputs:
+        if inference is not None:
             torch.library.register_fake(
-                f"omniattn::{name}_only", lambda *args: self._public(fake(*args))
+                f"omniattn::{inference}", lambda *args: self._public(fake(*args))
             )
 
         def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
@@ -116,7 +119,9 @@ class DifferentiableOp:
                 return _apply_eager(self, None, *args)
             layout = self._layout(args)
             return _apply_eager(self, layout, *_flatten(layout, args))
-        return self.only(*args)
+        if self.inference is not None:
+            return self.inference(*args)
+        return self._public(self.raw(*args))
 
     def _layout(self, args: Arguments) -> Layout:
         """Lengths of the arguments that are lists of tensors, None for the others."""

@@ -52,13 +52,13 @@ def _backward(
     return dlogits, None, None, None, None, None
 
 
-#: (logits, target, ignore_index, label_smoothing, z_loss, reduction) -> (loss, lse)
+#: (logits, target, ignore_index, label_smoothing, z_loss, reduction) -> loss
 cross_entropy = DifferentiableOp(
     "cross_entropy",
     fake=_fake,
     save=lambda args, output: ((*args[:2], output[1]), args[2:]),
     backward=_backward,
-    constant_outputs=(1,),
+    private_outputs=1,
 )
 
 
@@ -131,12 +131,12 @@ def _backward_linear(
 
 
 #: (x, weight, bias, target, ignore_index, label_smoothing, z_loss, reduction, x_grad, weight_grad,
-#: bias_grad) -> (loss, dx, dweight, dbias), all in the compute dtype; with a reduction the last
-#: three must say which gradients will be asked for, without one they are False
+#: bias_grad) -> loss in the compute dtype; with a reduction the last three must say which gradients
+#: will be asked for, without one they are False
 linear_cross_entropy = DifferentiableOp(
     "linear_cross_entropy",
     fake=_fake_linear,
     save=_save_linear,
     backward=_backward_linear,
-    constant_outputs=(1, 2, 3),
+    private_outputs=3,
 )

@@ -103,6 +103,7 @@ norm = DifferentiableOp(
     save=_save_norm,
     backward=_backward_norm,
     private_outputs=1,
+    inference="norm_only",
     formula=_formula_norm,
     restore=lambda saved, kept: (*saved[:3], *kept),
 )
@@ -115,5 +116,6 @@ add_norm = DifferentiableOp(
     save=_save_add_norm,
     backward=_backward_add_norm,
     private_outputs=1,
+    inference="add_norm_only",
     formula=_formula_add_norm,
 )
