@@ -1,8 +1,8 @@
 """Which kernel `linear` runs on when it is free to choose: this package's or torch's.
 
 The figures are gains, torch's time over ours, from `benchmarks/linear_choice.py --threads 1` on an
-Intel Ice Lake server and torch 2.13, over products of 256^3 to 1024^3 and of 1 to 32 rows. The first
-rule that fits decides.
+Intel Ice Lake server and torch 2.13, over products of 256^3 to 1024^3 and of 1 to 32 rows. The
+first rule that fits decides.
 """
 
 from __future__ import annotations
