@@ -1,18 +1,17 @@
-// Softmax attention on the CPU (spec attention 1-3): O = Z . softmax(f(scale q k^T) + bias) v per
-// (b, h).
+// Softmax attention on the CPU (spec attention 1-3): O = Z . softmax(f(scale q k^T) + bias) v.
 //
-//   forward     pack (b, kv head, 64 keys), then tiles (b, head, query block): online softmax after
-//               Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (arXiv
-//               2307.08691)
-//   decode      few query rows: split (b, kv heads, key range), then merge (b, head, query) in key
-//   order backward    prepare (b, head, query block), then gradients (b's, kv heads, key blocks):
-//   dK, dV and
-//               dbias are private to a work item, dQ goes to one buffer per key split; finish adds
-//               them up
+//   forward   pack (b, kv head, 64 keys), then tiles (b, head, query block), or both at once per
+//             (b, kv head): online softmax after Dao et al., FlashAttention (arXiv 2205.14135) and
+//             FlashAttention-2 (arXiv 2307.08691)
+//   decode    few query rows: split (b, kv heads, key range), then merge (b, head, query), in key
+//             order
+//   backward  prepare (b, head, query block), gradients (b's, kv heads, key blocks) and finish (b,
+//             head, query block), or all three per (b, kv head): dK, dV and dbias are private to an
+//             item, dQ goes to one buffer per key split, which finish adds up in order
 //
 // What is stored as 16-bit floats is widened when it is packed; all arithmetic is in compute_t<T>.
-// Every number depends on shapes and values only, never on the number of threads or the order of
-// the items.
+// Every number depends on shapes and values only, not on the number of threads or on the order of
+// items.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +71,6 @@ constexpr int64_t kDecodeRows = 16;     // most query rows of one kv head that t
 constexpr int64_t kBackwardItems = 8;   // work items the backward splits keys for, and
 constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
 
-OMNIATTN_FN int64_t accumulator_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
-
 struct AttentionForwardParams {
   AttentionProblem problem;
   MutableHeadView out;  // (B, Tq, Hq, Dv)
@@ -101,8 +98,7 @@ struct AttentionBackwardParams {
 static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
 static_assert(std::is_trivially_copyable_v<AttentionBackwardParams>);
 
-// ---- work items and memory, in elements of the compute type
-// ----------------------------------------
+// ---- work items; memory in elements of the compute type -----------------------------------------
 
 OMNIATTN_FN int64_t group_size(const AttentionProblem& p) { return p.hq / p.hkv; }
 OMNIATTN_FN int64_t query_block_count(const AttentionProblem& p) {
