@@ -1,5 +1,7 @@
-// Tiled forward (see attention.h). A work item is one query block of one head: it walks the visible
-// key blocks, keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once.
+// Tiled forward (see attention.h). One query block of one head walks the visible key blocks, keeps
+// S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is such a
+// block, or all blocks of a kv head where there are heads enough: its packed K and V then stay in
+// the caches of one core.
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
