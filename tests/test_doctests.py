@@ -12,7 +12,8 @@ import omniattn
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(omniattn.__path__, "omniattn.")
-    if not m.name.endswith(("__main__", "_kernels", "libomniattn_cpu", "libomniattn_cuda"))
+    # native libraries can lie beside the Python files
+    if not m.name.startswith("omniattn.lib") and not m.name.endswith(("__main__", "_kernels"))
 ]
 
 
