@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ _backward_op = torch.ops.omniattn.norm_backward.default
 
 
 def _stats(x: Tensor) -> Tensor:
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else x[..., None].numel()
+    rows = math.prod(x.shape[:-1])
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty((rows, 2), dtype=dtype)
 

@@ -85,14 +85,12 @@ class _Recorder(TorchDispatchMode):
 def recorded_ops(
     call: Call, function: Function
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The raw ops (op, args, kwargs) that one forward and backward of a call execute."""
+    """The raw ops (op, args, kwargs) that inference, forward and backward execute, each once."""
     recorder = _Recorder()
     with recorder:
-        if call.differentiable:
-            call.gradients(function)
-        else:
-            call.run(function)
-    return recorder.calls
+        call.run(function)
+        call.gradients(function)
+    return list({op: (op, args, kwargs) for op, args, kwargs in recorder.calls}.values())
 
 
 def opcheck(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:

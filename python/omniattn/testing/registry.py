@@ -274,13 +274,14 @@ def _heads(
 
 def _rotary_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, t, h, g, d = (case.sizes[k] for k in ("B", "T", "H", "G", "D"))
-    position = torch.arange(t)
+    position = torch.arange(100 if "long tables" in case.tensors else t)
     if "tables per batch" in case.tensors:
         position = position + random.integers(1000, b, 1)
     theta = reference.rope_frequencies(case.sizes.get("R", d))
     table_dtype = torch.float64 if random.dtype == torch.float64 else torch.float32
     cos, sin = reference.rotary_tables(theta, position, table_dtype)
-    return {"q": random.normal(b, t, h, d), "k": random.normal(b, t, g, d), "cos": cos, "sin": sin}
+    made = {"q": random.normal(b, t, h, d), "k": random.normal(b, t, g, d), "cos": cos, "sin": sin}
+    return made | {"positions": random.integers(t, b, t)} if "positions" in case.tensors else made
 
 
 def _rotary_flops(case: Case, pass_: Pass) -> float:
@@ -306,6 +307,8 @@ def _rotary() -> OpSpec:
             _heads("partialpairs", 2, 33, 3, 1, 40, 10, interleaved=True),
             _heads("offtile", 1, 5, 2, 2, 130),
             _heads("batchtables", 3, 20, 2, 1, 32, None, ("tables per batch",)),
+            _heads("positions", 2, 30, 2, 1, 32, None, ("positions",)),
+            _heads("offset", 2, 1, 2, 1, 32, None, ("long tables",), positions=77),
             _heads("inplace", 2, 33, 4, 2, 48, 32, inplace=True),
             _heads("decode", 2, 1, 8, 2, 128),
             _heads("empty", 2, 0, 4, 2, 64),

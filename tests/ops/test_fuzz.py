@@ -1,0 +1,178 @@
+"""Raw ops with arguments that are wrong in one or two places: a clear error or a right result.
+
+Valid calls are recorded from the OpSpecs, so that a new op is fuzzed without a line here. Run it
+under ASan and UBSan with .ci/asan.
+"""
+
+import collections
+import functools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from omniattn import functional, testing
+from omniattn.testing.properties import recorded_ops
+
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+INTS = (-1, 0, 1, 3, 2**31, 2**40, 2**63 - 1, -(2**63))
+FLOATS = (0.0, -1.0, math.nan, math.inf, -math.inf, 6e4)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+OTHER_DTYPES = (torch.bool, torch.uint8, torch.complex64)
+SPECS = {n: spec for n, spec in testing.registry().items() if hasattr(functional, n)}
+FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small shapes: opening the thread pool would cost more than the work."""
+    with testing.threads(1):
+        yield
+
+
+@functools.cache
+def valid_calls():
+    """Name of each raw op to the argument tuples that the specs' smaller cases call it with."""
+    calls = collections.defaultdict(list)
+    for spec in SPECS.values():
+        for case in spec.cases:
+            call = spec.call(case, torch.float32)
+            if sum(t.numel() for t in call.tensors.values()) < 30_000:
+                for op, args, kwargs in recorded_ops(call, spec.function):
+                    assert not kwargs
+                    calls[op._schema.name.split("::")[1]].append((op, args))
+    return calls
+
+
+def test_every_op_is_fuzzed():
+    names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "omniattn::" in n}
+    twins = {n for n in names if n + "_raw" in names}  # the same implementation under two names
+    machine = {n for n in names if n.endswith("cpu_isa")}
+    assert names - twins - machine == set(valid_calls())
+
+
+def mutate_tensor(t, draw):
+    dim = draw(st.integers(0, max(t.dim() - 1, 0)))
+    kind = draw(st.sampled_from(["shape", "rank", "dtype", "layout", "values", "meta", "none"]))
+    if kind == "shape" and t.dim():
+        size = draw(st.sampled_from([0, 1, t.shape[dim] + 1, max(t.shape[dim] - 1, 0)]))
+        shape = [*t.shape[:dim], size, *t.shape[dim + 1 :]]
+        return torch.zeros(shape, dtype=t.dtype)
+    if kind == "rank":
+        return draw(st.sampled_from([t.flatten(), t[None], t.new_zeros(()), t.new_zeros(0)]))
+    if kind == "dtype":
+        return t.to(draw(st.sampled_from(DTYPES + OTHER_DTYPES)))
+    if kind == "layout":
+        if draw(st.booleans()) and t.numel():
+            return t.flatten()[0].expand(t.shape)
+        return testing.relayout(t, draw(st.sampled_from(testing.LAYOUTS)))
+    if kind == "values":
+        value = draw(st.sampled_from(FLOATS if t.is_floating_point() else INTS))
+        return torch.full_like(t, t.dtype != torch.bool and value)
+    return t.to("meta") if kind == "meta" else None
+
+
+def mutate(value, draw):
+    if isinstance(value, torch.Tensor):
+        return mutate_tensor(value, draw)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return draw(st.sampled_from(INTS))
+    if isinstance(value, float):
+        return draw(st.sampled_from(FLOATS))
+    if isinstance(value, list):
+        at = draw(st.integers(0, max(len(value) - 1, 0)))
+        changed = [mutate(v, draw) if i == at else v for i, v in enumerate(value)]
+        return draw(st.sampled_from([changed, value[:-1], value + value[-1:], value * 40]))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    return torch.zeros(shape, dtype=draw(st.sampled_from(DTYPES)))
+
+
+def shapes(outputs):
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return [(tuple(t.shape), t.dtype) for t in outputs if t is not None]
+
+
+def fake_shapes(op, args):
+    with FakeTensorMode() as mode:
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+        return shapes(op(*fakes))
+
+
+@pytest.mark.parametrize("name", sorted(valid_calls()))
+@FUZZ
+@given(data=st.data())
+def test_raw_op(name, data):
+    op, args = data.draw(st.sampled_from(valid_calls()[name]))
+    args = list(args)
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(args) - 1))
+        args[at] = mutate(args[at], data.draw)
+    args = (
+        torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args)
+        if (op._schema.is_mutable)
+        else args
+    )
+    try:
+        outputs = op(*args)
+    except ERRORS as error:
+        assert str(error)
+        return
+    if any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args):
+        return
+    assert shapes(outputs) == fake_shapes(op, args)
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+@FUZZ
+@given(data=st.data())
+def test_public_function(name, data):
+    spec = SPECS[name]
+    call = spec.call(data.draw(st.sampled_from(spec.cases[:6])), torch.float32)
+    tensors, options = dict(call.tensors), dict(call.options)
+    changed = data.draw(st.sampled_from(sorted(tensors) + sorted(options)))
+    group = tensors if changed in tensors else options
+    group[changed] = mutate(group[changed], data.draw)
+    try:
+        expected = spec.reference(**tensors, **options)
+    except Exception:
+        expected = None
+    try:
+        actual = spec.function(**tensors, **options)
+    except ERRORS as error:
+        assert str(error)
+        return
+    if expected is not None and actual is not None:
+        assert [s for s, _ in shapes(actual)] == [s for s, _ in shapes(expected)]
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+@FUZZ
+@given(data=st.data())
+def test_nan_and_inf_stay_in_their_rows(name, data):
+    """Where the reference is finite we are finite and close, in outputs and gradients.
+
+    Except the gradient of relu, which torch selects and we multiply: 0 where it is not NaN.
+    """
+    spec = SPECS[name]
+    call = spec.call(data.draw(st.sampled_from(spec.cases[:8])), torch.float32)
+    tensors = dict(call.tensors)
+    changed = data.draw(st.sampled_from(call.differentiable))
+    if tensors[changed].numel() == 0:
+        return
+    tensors[changed] = tensors[changed].clone()
+    at = data.draw(st.integers(0, tensors[changed].numel() - 1))
+    value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    tensors[changed].view(-1)[at] = value
+    broken = testing.Call(tensors, call.options, call.differentiable)
+    expected, actual = broken.run(spec.reference), broken.run(spec.function)
+    if name != "reglu":
+        expected += broken.gradients(spec.reference)
+        actual += broken.gradients(spec.function)
+    for a, e in zip(actual, expected, strict=True):
+        finite = e.isfinite()
+        torch.testing.assert_close(a[finite], e[finite], rtol=1e-4, atol=1e-4)
