@@ -101,7 +101,8 @@ def _attention_flops(case: Case, pass_: Pass) -> float:
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     made = _attention_inputs(case, random)
     names = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask"}
-    return {names[n]: t.transpose(1, 2) if n in ("q", "k", "v") else t for n, t in made.items()}
+    heads_first = {n: t.transpose(1, 2).contiguous() for n, t in made.items() if n in "qkv"}
+    return {names[n]: heads_first.get(n, t) for n, t in made.items()}
 
 
 def _attention() -> tuple[OpSpec, OpSpec]:
@@ -298,6 +299,7 @@ def _rotary() -> OpSpec:
         inputs=_rotary_inputs,
         differentiable=("q", "k"),
         flops=_rotary_flops,
+        second_order=True,
         rivals=rivals.ROTARY,
         cases=(
             _heads("tiny", 1, 2, 2, 1, 6, 4),

@@ -1,0 +1,109 @@
+"""Interleaved timing of several providers of one task, with ratios that survive a drifting machine.
+
+A round times every provider once, A B C in even rounds and C B A in odd ones, each sample long
+enough to be read from the clock. Ratios are taken within a round; their median and a bootstrap
+interval are what is reported. A round whose multiply-add probe falls 10 % short of the best one is
+dropped: another process had the core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from omniattn import _kernels
+from omniattn.testing.timing import once
+
+SAMPLE_SECONDS = 5e-3
+LEAST_ROUNDS, MOST_ROUNDS = 5, 60
+PROBE_SECONDS = 5e-3
+QUIET = 0.9
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine can do, probed in this process: GFLOP/s by operand, GB/s from memory."""
+
+    compute: Mapping[str, float]
+    bandwidth: float
+    operand: Mapping[str, str]
+
+    @staticmethod
+    def measure(threads: int, isa: str) -> Ceilings:
+        probe = _kernels.Probe(isa)
+        operand = {dtype: probe.operand(dtype) for dtype in ("f64", "f32", "bf16", "f16")}
+        compute = {o: probe.peak(o, threads, 0.5) for o in sorted(set(operand.values()))}
+        return Ceilings(compute, probe.read_bandwidth(256 * MIB, threads, 0.5), operand)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster ours is: median over rounds, and a 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of each provider, ratios to "ours", rounds kept and made."""
+
+    seconds: Mapping[str, float]
+    ratios: Mapping[str, Ratio]
+    kept: int
+    rounds: int
+
+
+def interleave(providers: Mapping[str, Callable[[], object]], seconds: float, isa: str) -> Timing:
+    """Rounds over all providers for about `seconds` in total, warm-up apart."""
+    probe = _kernels.Probe(isa)
+    repeats = {}
+    for name, run in providers.items():
+        run()
+        repeats[name] = max(1, round(SAMPLE_SECONDS / once(run, 1)))
+    samples: list[dict[str, float]] = []
+    quiet: list[float] = []
+    start = time.perf_counter()
+    while len(samples) < MOST_ROUNDS:
+        if len(samples) >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
+            break
+        names = list(providers) if len(samples) % 2 == 0 else list(reversed(providers))
+        samples.append({name: once(providers[name], repeats[name]) for name in names})
+        quiet.append(probe.peak("f32", 1, PROBE_SECONDS))
+    kept = [s for s, q in zip(samples, quiet, strict=True) if q >= QUIET * max(quiet)]
+    times = {name: statistics.median(s[name] for s in kept) for name in providers}
+    ratios = {
+        name: _ratio([s[name] / s["ours"] for s in kept]) for name in providers if name != "ours"
+    }
+    return Timing(times, ratios, len(kept), len(samples))
+
+
+def _ratio(values: list[float]) -> Ratio:
+    """Median, and the 2.5 and 97.5 percentiles of medians of resampled rounds."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(500))
+    return Ratio(statistics.median(values), medians[12], medians[487])
+
+
+def peak_memory(run: Callable[[], object]) -> float:
+    """MiB that one call adds to the resident memory at its highest; nan where Linux cannot tell."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the high-water mark starts again from here
+        before = _status("VmRSS")
+        run()
+        return (_status("VmHWM") - before) / 1024
+    except OSError:
+        return float("nan")
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field))

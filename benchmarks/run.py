@@ -1,0 +1,220 @@
+"""Times omniattn against what users run today, on the cases of the OpSpecs.
+
+    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--readme]
+
+Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
+benchmarks/results/<name>.{json,csv,png}; --readme also writes the table of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import harness
+import report
+import torch
+from tqdm import tqdm
+
+from omniattn.config import CPU_ISAS
+from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
+from omniattn.testing.spec import SHORT_DTYPE, Function
+
+#: A rival may round more often than we do: it is wrong beyond this many of our budgets.
+RIVAL_BUDGETS = 64
+#: Longest sequence that is compared with fp64 at full length; the score matrix is held in memory.
+LONGEST_CHECK = 1200
+SECONDS, QUICK_SECONDS = 6.0, 1.5
+LARGEST_LOAD = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of the benchmark: providers that do the same work, ours first."""
+
+    op: str
+    case: str
+    dtype: str
+    pass_: str
+    bound: str
+    flops: float
+    bytes: float
+    providers: dict[str, Callable[[], object]]
+
+
+def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
+    """A maker for each task, so that only one task's tensors are alive at a time."""
+    for spec in (registry()[name] for name in names):
+        for benchmark in spec.benchmarks:
+            for dtype in benchmark.dtypes:
+                for pass_ in benchmark.passes:
+                    yield lambda s=spec, b=benchmark, d=dtype, p=pass_: op_task(s, b, d, p)
+
+
+def op_task(spec: OpSpec, benchmark, dtype: torch.dtype, pass_) -> Task:
+    call = spec.call(benchmark.case, dtype)
+    providers = {}
+    for name, function in {"ours": spec.function, **spec.rivals}.items():
+        try:
+            check(spec, benchmark.case, dtype, pass_, name, function)
+            providers[name] = prepare(call, function, pass_)
+        except (NotImplementedError, WrongProvider) as reason:
+            if name == "ours":
+                raise
+            tqdm.write(f"{spec.name} {benchmark.case.name}: no {name}: {reason}")
+    with torch.no_grad():
+        outputs = call.run(spec.function)
+    return Task(
+        spec.name,
+        benchmark.case.name,
+        SHORT_DTYPE[dtype],
+        pass_,
+        benchmark.bound,
+        spec.flops(benchmark.case, pass_),
+        spec.bytes(call, outputs, pass_),
+        providers,
+    )
+
+
+class WrongProvider(Exception):
+    """A provider whose results are not those of the op."""
+
+
+def check(
+    spec: OpSpec, case: Case, dtype: torch.dtype, pass_: str, name: str, function: Function
+) -> None:
+    sizes = {k: min(n, LONGEST_CHECK) if k in ("Tq", "Tk") else n for k, n in case.sizes.items()}
+    small = dataclasses.replace(case, sizes=sizes)
+    found = measure_error(spec, small, dtype, pass_, function=function)
+    if found.error > found.budget * (1 if name == "ours" else RIVAL_BUDGETS):
+        raise WrongProvider(
+            f"{name} is {found.error:.3g} from fp64 in {found.tensor}, budget {found.budget:.3g}"
+        )
+
+
+def training_task() -> Task:
+    """One optimiser step of the default model of `omniattn train`, against Hugging Face's Llama."""
+    from omniattn.models import Llama, LlamaConfig, llama_to_hf
+    from omniattn.models.training import TrainConfig
+
+    config, training = LlamaConfig(), TrainConfig()
+    batch, length = training.batch_size, training.seq_len
+    torch.manual_seed(0)
+    model = Llama(config)
+    tokens = torch.randint(config.vocab_size, (batch, length + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def step(module: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        optimiser = torch.optim.AdamW(module.parameters(), fused=True)
+
+        def run() -> None:
+            optimiser.zero_grad()
+            loss_of().backward()
+            optimiser.step()
+
+        return run
+
+    def hf_step(compiled: bool) -> Callable[[], object]:
+        hf = llama_to_hf(model)
+        forward = torch.compile(hf) if compiled else hf
+
+        def loss() -> torch.Tensor:
+            logits = forward(inputs, use_cache=False).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        return step(hf, loss)
+
+    flops = 6.0 * config.num_parameters * batch * length
+    return Task(
+        "training step",
+        f"Llama-{config.num_parameters / 1e6:.1f}M-B{batch}T{length}",
+        "f32",
+        "step",
+        "compute",
+        flops,
+        0.0,
+        {
+            "ours": step(model, lambda: model.loss(inputs, targets)),
+            "hf": hf_step(False),
+            "compiled": hf_step(True),
+        },
+    )
+
+
+def rows_of(task: Task, timing: harness.Timing, ceilings: harness.Ceilings) -> list[report.Row]:
+    rows = []
+    for name, seconds in timing.seconds.items():
+        ratio = timing.ratios.get(name, harness.Ratio(1.0, 1.0, 1.0))
+        gflops, gbytes = 1e-9 * task.flops / seconds, 1e-9 * task.bytes / seconds
+        peak = ceilings.compute[ceilings.operand[task.dtype]]
+        share = gflops / peak if task.bound == "compute" else gbytes / ceilings.bandwidth
+        rows.append(
+            {
+                "op": task.op,
+                "case": task.case,
+                "dtype": task.dtype,
+                "pass": task.pass_,
+                "provider": name,
+                "bound": task.bound,
+                "milliseconds": round(1e3 * seconds, 6),
+                "gflops": round(gflops, 3),
+                "gbytes_per_s": round(gbytes, 3),
+                "of_ceiling": round(share, 4),
+                "ratio": round(ratio.median, 4),
+                "ratio_low": round(ratio.low, 4),
+                "ratio_high": round(ratio.high, 4),
+                "memory_mib": round(harness.peak_memory(task.providers[name]), 2),
+                "rounds": timing.kept,
+                "dropped": timing.rounds - timing.kept,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    benchmarked = [name for name, spec in registry().items() if spec.benchmarks]
+    choices = [*benchmarked, "training"]
+    parser.add_argument("--op", nargs="*", choices=choices, default=choices, metavar="OP")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the time per case")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--name", default="cpu", help="of the files in benchmarks/results")
+    parser.add_argument("--readme", action="store_true", help="write the table of README.md")
+    parser.add_argument("--force", action="store_true", help="run although the machine is busy")
+    args = parser.parse_args()
+    if os.getloadavg()[0] > LARGEST_LOAD and not args.force:
+        sys.exit(
+            f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
+        )
+
+    torch.set_num_threads(args.threads)
+    isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
+    ceilings = harness.Ceilings.measure(args.threads, isa)
+    record = {
+        "machine": report.machine(args.threads, isa),
+        "commit": report.commit(),
+        "ceilings": dataclasses.asdict(ceilings),
+        "rows": [],
+    }
+    makers = list(op_tasks([op for op in args.op if op in benchmarked]))
+    if "training" in args.op:
+        makers.append(training_task)
+    for make in tqdm(makers, unit="case"):
+        task = make()
+        seconds = QUICK_SECONDS if args.quick else SECONDS
+        timing = harness.interleave(task.providers, seconds, isa)
+        record["rows"] += rows_of(task, timing, ceilings)
+        report.save(args.name, record)
+        line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())
+        tqdm.write(f"{task.op} {task.case} {task.dtype} {task.pass_}: {line}")
+    report.plot(args.name)
+    if args.readme:
+        report.update_readme(args.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The README's table of supported ops, from the registry.
+
+python -m omniattn.testing.table [--check] [README.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from omniattn.config import CPU_ISAS
+from omniattn.testing.registry import registry
+from omniattn.testing.spec import SHORT_DTYPE, OpSpec
+
+__all__ = ["replace_block", "support_table"]
+
+_HEAD = """\
+| op | dtypes | forward | backward | second order | CPU | CUDA | paper |
+|---|---|---|---|---|---|---|---|"""
+
+
+def support_table() -> str:
+    """One row per OpSpec."""
+    rows = [_row(spec) for spec in registry().values()]
+    isas = ", ".join(CPU_ISAS)
+    return "\n".join(
+        [_HEAD, *rows, "", f"CPU kernels: {isas}; the best of the machine is chosen at run time."]
+    )
+
+
+def _row(spec: OpSpec) -> str:
+    cells = (
+        f"`{spec.name}`",
+        ", ".join(SHORT_DTYPE[d] for d in spec.dtypes),
+        "yes",
+        "yes" if spec.differentiable else "-",
+        "yes" if spec.second_order else "raises",
+        *("yes" if device in spec.devices else "planned" for device in ("cpu", "cuda")),
+        spec.paper,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def replace_block(text: str, name: str, block: str) -> str:
+    """`text` with new lines between `<!-- <name>: begin -->` and `<!-- <name>: end -->`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"replace_block: text must have the markers {begin} and {end}")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    return f"{before}{begin}\n{block}\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes the README's table of supported ops.")
+    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+    parser.add_argument("--check", action="store_true", help="exit 1 if it is out of date")
+    args = parser.parse_args()
+    text = args.readme.read_text()
+    wanted = replace_block(text, "support table", support_table())
+    if args.check:
+        hint = f"{args.readme} is out of date: run python -m omniattn.testing.table"
+        sys.exit(hint if text != wanted else 0)
+    args.readme.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
