@@ -346,6 +346,7 @@ def _glus() -> tuple[OpSpec, ...]:
             inputs=_glu_inputs,
             differentiable=("gate", "up"),
             flops=_element_flops(6),
+            second_order=True,
             rivals=rivals.GLU[name],
             cases=cases + extra,
             benchmarks=speed if name in ("swiglu", "geglu") else (),
