@@ -5,6 +5,7 @@
 >>> assert error <= budget
 """
 
+from omniattn.testing.check import check_op
 from omniattn.testing.environment import isa, isas, threads
 from omniattn.testing.errors import Measured, assert_within_budget, measure_error
 from omniattn.testing.memory import LAYOUTS, Layout, poison_free_memory, relayout
@@ -23,6 +24,7 @@ __all__ = [
     "Pass",
     "Random",
     "assert_within_budget",
+    "check_op",
     "isa",
     "isas",
     "measure_error",

@@ -22,7 +22,7 @@ def isas() -> tuple[str, ...]:
 def isa(name: str) -> Iterator[None]:
     """Runs the kernels of one instruction set."""
     before = torch.ops.omniattn.cpu_isa()
-    if not torch.ops.omniattn.set_cpu_isa(CPU_ISAS.index(name)):
+    if name not in CPU_ISAS or not torch.ops.omniattn.set_cpu_isa(CPU_ISAS.index(name)):
         raise ValueError(f"isa: name must be one of {isas()}, got name={name!r}")
     try:
         yield

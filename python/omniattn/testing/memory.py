@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Literal, TypeAlias
 
 import torch
@@ -44,15 +45,17 @@ def _poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 1 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype)
 
 
-def poison_free_memory(largest: int = 24 << 20) -> None:
+def poison_free_memory() -> None:
     """Fills the allocator's free memory with 0xFF, a NaN in every dtype.
 
-    A kernel that reads what it has not written then gives NaN. The first large block only raises
-    glibc's mmap threshold, so that the second one comes from the heap and its pages stay there.
+    A kernel that reads what it has not written then gives NaN. glibc is told to keep all memory in
+    its heap, then blocks of falling sizes are held together, so that each takes another free one.
     """
-    for size in (largest, largest):
-        torch.full((size,), -1, dtype=torch.int8)
-    blocks = [
-        torch.full((size,), -1, dtype=torch.int8) for size in range(16, 4096, 16) for _ in range(8)
-    ]
-    del blocks
+    mmap_threshold, trim_threshold = -3, -1
+    for option in (mmap_threshold, trim_threshold):
+        ctypes.CDLL(None).mallopt(option, 1 << 30)
+    blocks, size = [], 8 << 20
+    while size >= 1024:
+        count = 2 if size > 1 << 20 else 8
+        blocks += [torch.full((size,), -1, dtype=torch.int8) for _ in range(count)]
+        size = size * 3 // 4

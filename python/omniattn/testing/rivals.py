@@ -171,10 +171,12 @@ def _hf_rotary(
     cos: Tensor,
     sin: Tensor,
     *,
+    positions: Tensor | int | None = None,
     interleaved: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _lacks(interleaved=interleaved, inplace=inplace, partial=2 * cos.shape[-1] != q.shape[-1])
+    _lacks(positions=positions is not None, interleaved=interleaved, inplace=inplace)
+    _lacks(partial=2 * cos.shape[-1] != q.shape[-1])
     rotate = importlib.import_module("transformers.models.llama.modeling_llama")
     cos, sin = (torch.cat((t, t), -1).to(q.dtype) for t in (cos, sin))
     if cos.dim() == 2:

@@ -1,0 +1,33 @@
+import subprocess
+import sys
+
+pytest_plugins = "pytester"
+
+
+def test_fixture_runs_the_checks(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_right(omniattn_check):
+            omniattn_check("layer_norm", M=5, N=33, tensors=["weight", "bias"])
+
+        def test_wrong(omniattn_check, monkeypatch):
+            import omniattn.functional
+            halved = lambda x, **kwargs: x / 2
+            monkeypatch.setattr(omniattn.functional, "rms_norm", halved)
+            omniattn_check("rms_norm", M=5, N=33)
+
+        def test_missing_size(omniattn_check):
+            with pytest.raises(ValueError, match="got none for"):
+                omniattn_check("rms_norm", M=5)
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "omniattn_pytest")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: rms_norm?user-M5N33?*must be within*"])
+
+
+def test_plugin_does_not_import_torch():
+    code = "import sys, omniattn_pytest; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,110 @@
+"""The checks themselves: each must fail on an op that breaks what it promises."""
+
+import pytest
+import torch
+
+from omniattn import functional, reference, testing
+from omniattn.testing.properties import PROPERTIES
+from omniattn.testing.spec import OpSpec
+from omniattn.testing.table import replace_block
+
+SPEC = testing.registry()["swiglu"]
+CASE = SPEC.cases[2]
+
+
+def scratch(gate, up=None):
+    """Right, except that it adds what it finds in fresh memory."""
+    return reference.swiglu(gate, up) + 0 * torch.empty_like(gate)
+
+
+def neighbour(gate, up=None):
+    """Right on dense tensors: reads the row as if it were contiguous."""
+    y = reference.swiglu(gate, up)
+    dense = gate.detach().as_strided(gate.shape, (gate.shape[-1], 1))
+    return y + 0 * dense if gate.stride(-1) == 1 else y
+
+
+def threaded(gate, up=None):
+    return reference.swiglu(gate, up) * (1 + 1e-7 * torch.get_num_threads())
+
+
+def slow_isa(gate, up=None):
+    return reference.swiglu(gate, up) * (1 if torch.ops.omniattn.cpu_isa() else 1.1)
+
+
+def no_gradient(gate, up=None):
+    return reference.swiglu(gate, up.detach() + 0 * up)
+
+
+def graph_break(gate, up=None):
+    torch._dynamo.graph_break()
+    return reference.swiglu(gate, up)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "error"),
+    [
+        ("forward", lambda gate, up=None: 1.001 * reference.swiglu(gate, up), "must be within"),
+        ("backward", no_gradient, "gradient of up must be within"),
+        ("gradcheck", no_gradient, "Jacobian mismatch"),
+        ("strided", neighbour, "got inf"),
+        ("poisoned", scratch, "bitwise the same"),
+        ("deterministic", threaded, "bitwise the same"),
+        ("every_isa", slow_isa, "must be within"),
+        ("compiled", graph_break, "graph_break"),
+        ("exported", reference.swiglu, "not an omniattn op"),
+    ],
+)
+def test_a_broken_op_is_found(name, broken, error, monkeypatch):
+    monkeypatch.setattr(OpSpec, "function", property(lambda spec: broken))
+    dtype = torch.float64 if name == "gradcheck" else torch.float32
+    with pytest.raises(Exception, match=error):
+        PROPERTIES[name](SPEC, CASE, dtype)
+
+
+@pytest.mark.parametrize("layout", [*testing.LAYOUTS, "far"])
+def test_layouts_keep_the_values(layout):
+    t = torch.randn(3, 4, 5)
+    assert torch.equal(testing.relayout(t, layout), t)
+
+
+def test_freed_memory_is_poisoned():
+    scattered = [torch.zeros(n) for n in range(1000, 100_000, 777)]
+    del scattered[::2]
+    for size in (5000, 100_000, 1_000_000):
+        testing.poison_free_memory()
+        # All but what the allocator itself keeps in free blocks.
+        assert torch.empty(size).isnan().double().mean() > 0.9
+
+
+def test_isa_and_threads_are_restored():
+    before = torch.ops.omniattn.cpu_isa(), torch.get_num_threads()
+    for name in testing.isas():
+        with testing.isa(name), testing.threads(3):
+            assert torch.get_num_threads() == 3
+    assert (torch.ops.omniattn.cpu_isa(), torch.get_num_threads()) == before
+    with pytest.raises(ValueError, match="sse9"), testing.isa("sse9"):
+        pass
+
+
+def test_rivals_compute_the_same():
+    for spec in testing.registry().values():
+        for name, rival in spec.rivals.items():
+            if name in ("compiled", "flex") or not hasattr(functional, spec.name):
+                continue
+            for case in spec.cases:
+                call = spec.call(case, torch.float32)
+                try:
+                    actual = call.run(rival)
+                except NotImplementedError:
+                    continue
+                if all(case.sizes.values()) and "emptyrows" not in case.label:
+                    expected = call.run(spec.reference)
+                    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_block_is_replaced_between_its_markers():
+    text = "a\n<!-- t: begin -->\nold\n<!-- t: end -->\nb\n"
+    assert replace_block(text, "t", "new") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="markers"):
+        replace_block("a", "t", "new")
