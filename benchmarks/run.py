@@ -58,7 +58,7 @@ def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
 def op_task(spec: OpSpec, benchmark, dtype: torch.dtype, pass_) -> Task:
     call = spec.call(benchmark.case, dtype)
     providers = {}
-    for name, function in {"ours": spec.function, **spec.rivals}.items():
+    for name, function in {"ours": spec.public, **spec.rivals}.items():
         try:
             check(spec, benchmark.case, dtype, pass_, name, function)
             providers[name] = prepare(call, function, pass_)

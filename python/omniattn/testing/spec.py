@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
