@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
