@@ -14,7 +14,7 @@ from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-SPECS = {n: spec for n, spec in testing.registry().items() if hasattr(functional, n)}
+SPECS = testing.registry()
 
 #: Cases that exercise what is special about an op, beyond its first two.
 SPECIAL = {

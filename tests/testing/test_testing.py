@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from omniattn import functional, reference, testing
+from omniattn import reference, testing
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import OpSpec
 from omniattn.testing.table import replace_block
 
 SPEC = testing.registry()["swiglu"]
-CASE = SPEC.cases[2]
+CASE = SPEC.cases[5]
 
 
 def scratch(gate, up=None):
@@ -90,7 +90,7 @@ def test_isa_and_threads_are_restored():
 def test_rivals_compute_the_same():
     for spec in testing.registry().values():
         for name, rival in spec.rivals.items():
-            if name in ("compiled", "flex") or not hasattr(functional, spec.name):
+            if name in ("compiled", "flex"):
                 continue
             for case in spec.cases:
                 call = spec.call(case, torch.float32)
@@ -98,7 +98,7 @@ def test_rivals_compute_the_same():
                     actual = call.run(rival)
                 except NotImplementedError:
                     continue
-                if all(case.sizes.values()) and "emptyrows" not in case.label:
+                if all(case.sizes.values()) and case.label not in ("emptyrows", "nothing"):
                     expected = call.run(spec.reference)
                     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
