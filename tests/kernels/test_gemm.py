@@ -37,7 +37,7 @@ def encode(x, dtype):
     return x.astype(NUMPY[dtype])
 
 
-@pytest.mark.parametrize("transposed", itertools.product([False, True], repeat=2), ids=str)
+@pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=2)), ids=str)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", kernels.probe_isas())
 def test_product_is_exact(isa, dtypes, transposed):
