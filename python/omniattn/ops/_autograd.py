@@ -85,6 +85,7 @@ class DifferentiableOp:
         self.tensor_lists = [i for i, k in enumerate(kinds) if k.startswith("List[") and "Ten" in k]
         torch.library.register_fake(f"omniattn::{name}", fake)
         torch.library.register_fake(f"omniattn::{name}_raw", fake)
+        loop_over_vmap(f"{name}_raw")
         if inference is not None:
             torch.library.register_fake(
                 f"omniattn::{inference}", lambda *args: self._public(fake(*args))
@@ -257,7 +258,7 @@ def _second_order_flat(ctx: Any, *grads: Any) -> Any:
 
 
 def loop_over_vmap(name: str) -> None:
-    """Gives an op that torch's fallback cannot batch a vmap rule: one call per element."""
+    """Gives an op a vmap rule: one call per element. torch's own fallback cannot batch lists."""
     op = getattr(torch.ops.omniattn, name).default
 
     def select(value: Any, dim: Any, i: int) -> Any:
@@ -270,6 +271,8 @@ def loop_over_vmap(name: str) -> None:
             op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
         outputs = tuple(torch.stack(each) for each in zip(*calls, strict=True))
         return outputs, (0,) * len(outputs)
 

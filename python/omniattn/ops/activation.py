@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 
 __all__ = ["ACTIVATIONS", "glu"]
 
@@ -59,3 +59,5 @@ glu = DifferentiableOp(
     formula=lambda gate, up, act: _FORMULAS[act](gate, up),
     restore=lambda saved, act: (*saved, act),
 )
+
+loop_over_vmap("glu_backward")

@@ -129,5 +129,4 @@ attention = DifferentiableOp(
     "attention", fake=_fake, save=_save, backward=_backward, formula=_formula, restore=_restore
 )
 
-loop_over_vmap("attention_raw")
 loop_over_vmap("attention_backward")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 
 __all__ = ["linear"]
 
@@ -51,3 +51,5 @@ linear = DifferentiableOp(
     formula=reference.linear,
     restore=lambda saved, _: saved,
 )
+
+loop_over_vmap("linear_backward")

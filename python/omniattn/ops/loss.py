@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 
 __all__ = ["REDUCTIONS", "cross_entropy", "linear_cross_entropy"]
 
@@ -140,3 +140,6 @@ linear_cross_entropy = DifferentiableOp(
     backward=_backward_linear,
     private_outputs=3,
 )
+
+loop_over_vmap("cross_entropy_backward")
+loop_over_vmap("linear_cross_entropy_backward")

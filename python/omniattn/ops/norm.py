@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 from omniattn.reference.precision import widen
 
 __all__ = ["add_norm", "norm"]
@@ -120,3 +120,5 @@ add_norm = DifferentiableOp(
     inference="add_norm_only",
     formula=_formula_add_norm,
 )
+
+loop_over_vmap("norm_backward")
