@@ -217,6 +217,7 @@ def _norms() -> tuple[OpSpec, OpSpec]:
     rms = OpSpec(
         name="rms_norm",
         family="norm",
+        cuda="emulated",
         paper="Zhang and Sennrich 2019, arXiv 1910.07467",
         inputs=_norm_inputs,
         differentiable=("x", "weight", "residual"),
@@ -239,6 +240,7 @@ def _norms() -> tuple[OpSpec, OpSpec]:
     layer = OpSpec(
         name="layer_norm",
         family="norm",
+        cuda="emulated",
         paper="Ba, Kiros and Hinton 2016, arXiv 1607.06450",
         inputs=_norm_inputs,
         differentiable=("x", "weight", "bias", "residual"),
@@ -295,6 +297,7 @@ def _rotary() -> OpSpec:
     return OpSpec(
         name="apply_rotary",
         family="rope",
+        cuda="emulated",
         paper="Su et al. 2021, arXiv 2104.09864",
         inputs=_rotary_inputs,
         differentiable=("q", "k"),
@@ -342,6 +345,7 @@ def _glus() -> tuple[OpSpec, ...]:
         OpSpec(
             name=name,
             family="activation",
+            cuda="emulated",
             paper="Shazeer 2020, arXiv 2002.05202",
             inputs=_glu_inputs,
             differentiable=("gate", "up"),

@@ -134,6 +134,7 @@ class OpSpec:
         flops: floating-point operations of (case, pass), as counted in the literature.
         rivals: what users run today, by provider; same signature, NotImplementedError where a
             case is beyond it. The first one is the eager form.
+        cuda: "emulated" where the CUDA kernels are verified under emulation and await a GPU run.
         gradient_factor: how much more than eager the gradients may err.
         second_order: whether second derivatives exist; without, they must raise.
         forced: arguments that hold the function to its native kernel where it may choose torch's.
@@ -149,7 +150,7 @@ class OpSpec:
     benchmarks: tuple[Benchmark, ...] = ()
     rivals: Mapping[str, Function] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    devices: tuple[str, ...] = ("cpu",)
+    cuda: Literal["planned", "emulated"] = "planned"
     gradient_factor: float = 3.0
     second_order: bool = False
     forced: Mapping[str, Any] = field(default_factory=dict)
