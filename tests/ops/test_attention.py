@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omniattn import reference
 from omniattn.functional import attention, masks, scaled_dot_product_attention
 from omniattn.reference import philox
-from omniattn.testing import isa, isas, poison_free_memory, threads
+from omniattn.testing import isa, isas, poisoned_memory, threads
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F64: 1e-11, F32: 1e-5, BF16: 2e-2, F16: 3e-3}
@@ -183,8 +183,7 @@ def test_threads_do_not_change_a_bit(options):
     ]:
         results = []
         for count in (1, 2):
-            with threads(count):
-                poison_free_memory()
+            with threads(count), poisoned_memory():
                 results.append(gradients(attention, inputs, **options))
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)

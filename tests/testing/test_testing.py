@@ -68,13 +68,10 @@ def test_layouts_keep_the_values(layout):
     assert torch.equal(testing.relayout(t, layout), t)
 
 
-def test_freed_memory_is_poisoned():
-    scattered = [torch.zeros(n) for n in range(1000, 100_000, 777)]
-    del scattered[::2]
-    for size in (5000, 100_000, 1_000_000):
-        testing.poison_free_memory()
-        # All but what the allocator itself keeps in free blocks.
-        assert torch.empty(size).isnan().double().mean() > 0.9
+def test_new_memory_is_poisoned():
+    with testing.poisoned_memory():
+        for size in (1, 10, 1000, 100_000, 5_000_000):
+            assert torch.empty(size).isnan().all()
 
 
 def test_isa_and_threads_are_restored():

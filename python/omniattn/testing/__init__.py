@@ -8,7 +8,7 @@
 from omniattn.testing.check import check_op
 from omniattn.testing.environment import isa, isas, threads
 from omniattn.testing.errors import Measured, assert_within_budget, measure_error
-from omniattn.testing.memory import LAYOUTS, Layout, poison_free_memory, relayout
+from omniattn.testing.memory import LAYOUTS, Layout, poisoned_memory, relayout
 from omniattn.testing.registry import registry
 from omniattn.testing.spec import Benchmark, Call, Case, OpSpec, Pass, Random
 from omniattn.testing.timing import prepare, time_call
@@ -28,7 +28,7 @@ __all__ = [
     "isa",
     "isas",
     "measure_error",
-    "poison_free_memory",
+    "poisoned_memory",
     "prepare",
     "registry",
     "relayout",

@@ -1,14 +1,16 @@
-"""Where tensors lie: layouts with poisoned neighbours, poisoned free memory, far offsets."""
+"""Where tensors lie: layouts with poisoned neighbours, poisoned new memory, far offsets."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Layout", "poison_free_memory", "relayout"]
+__all__ = ["LAYOUTS", "Layout", "poisoned_memory", "relayout"]
 
 Layout: TypeAlias = Literal["contiguous", "padded", "transposed", "stepped", "far"]
 LAYOUTS: tuple[Layout, ...] = ("padded", "transposed", "stepped")
@@ -45,17 +47,17 @@ def _poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 1 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype)
 
 
-def poison_free_memory() -> None:
-    """Fills the allocator's free memory with 0xFF, a NaN in every dtype.
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new memory holds 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
 
-    A kernel that reads what it has not written then gives NaN. glibc is told to keep all memory in
-    its heap, then blocks of falling sizes are held together, so that each takes another free one.
+    A kernel that reads what it has not written then gives NaN.
     """
-    mmap_threshold, trim_threshold = -3, -1
-    for option in (mmap_threshold, trim_threshold):
-        ctypes.CDLL(None).mallopt(option, 1 << 30)
-    blocks, size = [], 8 << 20
-    while size >= 1024:
-        count = 2 if size > 1 << 20 else 8
-        blocks += [torch.full((size,), -1, dtype=torch.int8) for _ in range(count)]
-        size = size * 3 // 4
+    mallopt = ctypes.CDLL(None).mallopt
+    perturb, filled_with_ff = -6, 0x100  # new bytes get the complement of the low byte
+    if not mallopt(perturb, filled_with_ff):
+        raise RuntimeError("poisoned_memory: needs glibc's allocator")
+    try:
+        yield
+    finally:
+        mallopt(perturb, 0)

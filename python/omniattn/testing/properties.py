@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn.testing.environment import isa, isas, threads
 from omniattn.testing.errors import assert_within_budget
-from omniattn.testing.memory import LAYOUTS, poison_free_memory
+from omniattn.testing.memory import LAYOUTS, poisoned_memory
 from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
 
 __all__ = ["PROPERTIES", "Property", "recorded_ops"]
@@ -125,8 +125,9 @@ def far(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 def poisoned(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """Results do not depend on uninitialised memory."""
     clean = _results(spec, case, dtype)
-    poison_free_memory()
-    _assert_all_same(spec, _results(spec, case, dtype), clean)
+    with poisoned_memory():
+        results = _results(spec, case, dtype)
+    _assert_all_same(spec, results, clean)
 
 
 def deterministic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
