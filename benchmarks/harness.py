@@ -19,7 +19,7 @@ from omniattn import _kernels
 from omniattn.testing.timing import once
 
 SAMPLE_SECONDS = 5e-3
-LEAST_ROUNDS, MOST_ROUNDS = 5, 60
+LEAST_ROUNDS, MOST_ROUNDS = 4, 60
 PROBE_SECONDS = 5e-3
 QUIET = 0.9
 MIB = 1 << 20

@@ -8,7 +8,6 @@ torch.compile of the eager form, "flex" compiled flex_attention.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -177,12 +176,14 @@ def _hf_rotary(
 ) -> tuple[Tensor, Tensor]:
     _lacks(positions=positions is not None, interleaved=interleaved, inplace=inplace)
     _lacks(partial=2 * cos.shape[-1] != q.shape[-1])
-    rotate = importlib.import_module("transformers.models.llama.modeling_llama")
-    cos, sin = (torch.cat((t, t), -1).to(q.dtype) for t in (cos, sin))
-    if cos.dim() == 2:
-        cos, sin = cos[None], sin[None]
-    turned: tuple[Tensor, Tensor] = rotate.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    return turned
+    cos, sin = (torch.cat((t, t), -1).to(q.dtype).unsqueeze(-2) for t in (cos, sin))
+    q_out, k_out = (x * cos + _rotate_half(x) * sin for x in (q, k))
+    return q_out, k_out
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
 
 
 def _glu(activation: Function) -> dict[str, Function]:

@@ -156,9 +156,15 @@ class OpSpec:
     forced: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def function(self) -> Function:
+    def public(self) -> Function:
+        """What users call."""
         function: Function = getattr(functional, self.name)
-        return functools.partial(function, **self.forced) if self.forced else function
+        return function
+
+    @property
+    def function(self) -> Function:
+        """What is checked: the public function with `forced` arguments."""
+        return functools.partial(self.public, **self.forced) if self.forced else self.public
 
     @property
     def reference(self) -> Function:
