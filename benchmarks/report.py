@@ -58,6 +58,12 @@ def save(name: str, record: dict[str, Any]) -> None:
         writer.writerows(rows)
 
 
+def other_rows(name: str, ops: list[str]) -> list[Row]:
+    """What an earlier record of this name says about ops that are not in `ops`."""
+    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return [row for row in rows if row["op"] not in ops]
+
+
 def label(row: Row) -> str:
     return f"{row['op']} {row['case']} {row['dtype']} {SHORT_PASS[row['pass']]}"
 

@@ -1,6 +1,6 @@
 """Times omniattn against what users run today, on the cases of the OpSpecs.
 
-    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--readme]
+    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--keep] [--readme]
 
 Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
 benchmarks/results/<name>.{json,csv,png}; --readme also writes the table of README.md.
@@ -180,9 +180,10 @@ def main() -> None:
     benchmarked = [name for name, spec in registry().items() if spec.benchmarks]
     choices = [*benchmarked, "training"]
     parser.add_argument("--op", nargs="*", choices=choices, default=choices, metavar="OP")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the time per case")
+    parser.add_argument("--quick", action="store_true", help="a third of the time per case")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--name", default="cpu", help="of the files in benchmarks/results")
+    parser.add_argument("--keep", action="store_true", help="keep the record's rows of other ops")
     parser.add_argument("--readme", action="store_true", help="write the table of README.md")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
@@ -198,7 +199,7 @@ def main() -> None:
         "machine": report.machine(args.threads, isa),
         "commit": report.commit(),
         "ceilings": dataclasses.asdict(ceilings),
-        "rows": [],
+        "rows": report.other_rows(args.name, [*args.op, "training step"]) if args.keep else [],
     }
     makers = list(op_tasks([op for op in args.op if op in benchmarked]))
     if "training" in args.op:

@@ -234,7 +234,8 @@ def _chunked_linear_cross_entropy(
 ) -> Tensor:
     _lacks(z_loss=z_loss)
     chunks = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(x, weight, target, linear_bias=bias, options=chunks, **options)
+    loss = F.linear_cross_entropy(x, weight, target, linear_bias=bias, options=chunks, **options)
+    return loss.to(torch.promote_types(x.dtype, torch.float32))
 
 
 ATTENTION = {"aten": _sdpa_attention, "math": _math(_sdpa_attention), "flex": _flex_attention}
