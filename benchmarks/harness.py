@@ -33,6 +33,9 @@ class Ceilings:
     bandwidth: float
     operand: Mapping[str, str]
 
+    def of(self, dtype: str) -> float:
+        return self.compute[self.operand[dtype]]
+
     @staticmethod
     def measure(threads: int, isa: str) -> Ceilings:
         probe = _kernels.Probe(isa)

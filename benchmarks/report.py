@@ -105,9 +105,11 @@ def readme_table(name: str) -> str:
     record = json.loads((RESULTS / f"{name}.json").read_text())
     info, rows = record["machine"], record["rows"]
     lines = [
-        f"{info['cpu']}, {info['threads']} threads, {info['isa']}, torch {info['torch']}. Ceilings "
-        f"probed in the same process: {_ceilings(record)}. Ratio: time of the rival over ours, "
-        "median of interleaved rounds with its 95 % interval; above 1 we are faster.",
+        f"{info['cpu']}, {info['isa']}, torch {info['torch']}, threads: {info['threads']}, load "
+        f"before the run: {info['load']}. Ceilings probed in the same process: "
+        f"{_ceilings(rows, 'compute')} GFLOP/s, {_ceilings(rows, 'memory')} GB/s from memory. "
+        "Ratio: time of the rival over ours, median of interleaved rounds with its 95 % interval; "
+        "above 1 we are faster.",
         "",
         "| op, case | dtype | pass | ours | rate | of ceiling | best rival | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -128,9 +130,10 @@ def readme_table(name: str) -> str:
     return "\n".join([*lines, "", f"![speed-up over each rival](benchmarks/results/{name}.png)"])
 
 
-def _ceilings(record: dict[str, Any]) -> str:
-    peaks = ", ".join(f"{n} {v:.0f} GFLOP/s" for n, v in record["ceilings"]["compute"].items())
-    return f"{peaks}, {record['ceilings']['bandwidth']:.1f} GB/s"
+def _ceilings(rows: list[Row], bound: str) -> str:
+    found = [row["ceiling"] for row in rows if row["bound"] == bound]
+    low, high = (f"{f(found):.3g}" for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def _rate(row: Row) -> str:

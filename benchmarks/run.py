@@ -1,6 +1,6 @@
 """Times omniattn against what users run today, on the cases of the OpSpecs.
 
-    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--keep] [--readme]
+    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--keep]
 
 Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
 benchmarks/results/<name>.{json,csv,png}; --readme also writes the table of README.md.
@@ -145,13 +145,16 @@ def training_task() -> Task:
     )
 
 
-def rows_of(task: Task, timing: harness.Timing, ceilings: harness.Ceilings) -> list[report.Row]:
+def rows_of(
+    task: Task, timing: harness.Timing, ceilings: harness.Ceilings, commit: str
+) -> list[report.Row]:
     rows = []
     for name, seconds in timing.seconds.items():
         ratio = timing.ratios.get(name, harness.Ratio(1.0, 1.0, 1.0))
         gflops, gbytes = 1e-9 * task.flops / seconds, 1e-9 * task.bytes / seconds
-        peak = ceilings.compute[ceilings.operand[task.dtype]]
-        share = gflops / peak if task.bound == "compute" else gbytes / ceilings.bandwidth
+        compute_bound = task.bound == "compute"
+        ceiling = ceilings.of(task.dtype) if compute_bound else ceilings.bandwidth
+        share = (gflops if compute_bound else gbytes) / ceiling
         rows.append(
             {
                 "op": task.op,
@@ -163,6 +166,7 @@ def rows_of(task: Task, timing: harness.Timing, ceilings: harness.Ceilings) -> l
                 "milliseconds": round(1e3 * seconds, 6),
                 "gflops": round(gflops, 3),
                 "gbytes_per_s": round(gbytes, 3),
+                "ceiling": round(ceiling, 2),
                 "of_ceiling": round(share, 4),
                 "ratio": round(ratio.median, 4),
                 "ratio_low": round(ratio.low, 4),
@@ -170,6 +174,7 @@ def rows_of(task: Task, timing: harness.Timing, ceilings: harness.Ceilings) -> l
                 "memory_mib": round(harness.peak_memory(task.providers[name]), 2),
                 "rounds": timing.kept,
                 "dropped": timing.rounds - timing.kept,
+                "commit": commit,
             }
         )
     return rows
@@ -195,10 +200,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
     ceilings = harness.Ceilings.measure(args.threads, isa)
+    commit = report.commit()
     record = {
         "machine": report.machine(args.threads, isa),
-        "commit": report.commit(),
-        "ceilings": dataclasses.asdict(ceilings),
         "rows": report.other_rows(args.name, [*args.op, "training step"]) if args.keep else [],
     }
     makers = list(op_tasks([op for op in args.op if op in benchmarked]))
@@ -214,7 +218,7 @@ def main() -> None:
             continue
         seconds = QUICK_SECONDS if args.quick else SECONDS
         timing = harness.interleave(task.providers, seconds, isa)
-        record["rows"] += rows_of(task, timing, ceilings)
+        record["rows"] += rows_of(task, timing, ceilings, commit)
         report.save(args.name, record)
         line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())
         tqdm.write(f"{task.op} {task.case} {task.dtype} {task.pass_}: {line}")
