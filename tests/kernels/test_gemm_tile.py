@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-kernels = pytest.importorskip("omniattn._kernels")
+from omniattn import _kernels as kernels
 
 NUMPY = {"f64": np.float64, "f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
 MS = [1, 2, 5, 6, 7, 8, 13]
