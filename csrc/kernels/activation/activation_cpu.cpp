@@ -1,46 +1,12 @@
 // GLU family, see activation.h.
 #include "kernels/activation/activation.h"
 
+#include "kernels/activation/activate.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
-
-template <class V>
-struct ValueAndSlope {
-  V value, slope;
-};
-
-// act(x) and act'(x); the compiler drops the slope where only the value is used.
-template <Activation kAct, class T>
-OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
-  using V = Vec<T>;
-  if constexpr (kAct == Activation::identity) {
-    return {x, V(T{1})};
-  } else if constexpr (kAct == Activation::relu) {
-    return {max(V(T{0}), x), select(x > V(T{0}), V(T{1}), V(T{0}))};
-  } else if constexpr (kAct == Activation::silu) {
-    // Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
-    constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
-    const V s = select(x < V(kTail), V(T{0}), sigmoid(x));
-    return {x * s, fma(x * s, T{1} - s, s)};
-  } else if constexpr (kAct == Activation::gelu) {
-    constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);
-    constexpr auto kInvSqrt2Pi = static_cast<T>(0.39894228040143267794);
-    const V below = T(0.5) * (T{1} + erf(x * kInvSqrt2));
-    return {x * below, fma(x * kInvSqrt2Pi, exp(x * x * T(-0.5)), below)};
-  } else {
-    static_assert(kAct == Activation::gelu_tanh);
-    constexpr auto kScale = static_cast<T>(0.79788456080286535588);  // sqrt(2 / pi)
-    constexpr auto kCubic = static_cast<T>(0.044715);
-    const V xx = x * x;
-    const V t = tanh(kScale * x * fma(V(kCubic), xx, V(T{1})));
-    const V below = T(0.5) * (T{1} + t);
-    const V inner = kScale * fma(V(3 * kCubic), xx, V(T{1}));
-    return {x * below, fma(T(0.5) * x * (T{1} - t * t), inner, below)};
-  }
-}
 
 // f(row, first column, columns) for each item of the range.
 template <class F>
@@ -84,32 +50,15 @@ void glu_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// f.template operator()<T, act>() for the run-time dtype and activation.
-template <class F>
-OMNIATTN_INLINE void dispatch_activation(DType dtype, Activation act, const F& f) {
-  dispatch(dtype, [&]<class T>(T) {
-    switch (act) {
-      case Activation::identity:
-        return f.template operator()<T, Activation::identity>();
-      case Activation::relu:
-        return f.template operator()<T, Activation::relu>();
-      case Activation::silu:
-        return f.template operator()<T, Activation::silu>();
-      case Activation::gelu:
-        return f.template operator()<T, Activation::gelu>();
-      case Activation::gelu_tanh:
-        return f.template operator()<T, Activation::gelu_tanh>();
-    }
+void glu_any(const GluParams& p, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class T>(T) {
+    with_activation(p.act, [&]<Activation kAct> { glu<T, kAct>(p, begin, end); });
   });
 }
-
-void glu_any(const GluParams& p, int64_t begin, int64_t end) {
-  dispatch_activation(p.dtype, p.act,
-                      [&]<class T, Activation kAct> { glu<T, kAct>(p, begin, end); });
-}
 void glu_backward_any(const GluBackwardParams& p, int64_t begin, int64_t end) {
-  dispatch_activation(p.dtype, p.act,
-                      [&]<class T, Activation kAct> { glu_backward<T, kAct>(p, begin, end); });
+  dispatch(p.dtype, [&]<class T>(T) {
+    with_activation(p.act, [&]<Activation kAct> { glu_backward<T, kAct>(p, begin, end); });
+  });
 }
 
 }  // namespace

@@ -1,0 +1,63 @@
+// act(x) and act'(x) on vectors, for the kernels that apply an activation.
+#pragma once
+
+#include "kernels/activation/activation.h"
+#include "runtime/vec.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+template <class V>
+struct ValueAndSlope {
+  V value, slope;
+};
+
+// act(x) and act'(x); the compiler drops the slope where only the value is used.
+template <Activation kAct, class T>
+OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
+  using V = Vec<T>;
+  if constexpr (kAct == Activation::identity) {
+    return {x, V(T{1})};
+  } else if constexpr (kAct == Activation::relu) {
+    return {max(V(T{0}), x), select(x > V(T{0}), V(T{1}), V(T{0}))};
+  } else if constexpr (kAct == Activation::silu) {
+    // Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
+    constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
+    const V s = select(x < V(kTail), V(T{0}), sigmoid(x));
+    return {x * s, fma(x * s, T{1} - s, s)};
+  } else if constexpr (kAct == Activation::gelu) {
+    constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);
+    constexpr auto kInvSqrt2Pi = static_cast<T>(0.39894228040143267794);
+    const V below = T(0.5) * (T{1} + erf(x * kInvSqrt2));
+    return {x * below, fma(x * kInvSqrt2Pi, exp(x * x * T(-0.5)), below)};
+  } else {
+    static_assert(kAct == Activation::gelu_tanh);
+    constexpr auto kScale = static_cast<T>(0.79788456080286535588);  // sqrt(2 / pi)
+    constexpr auto kCubic = static_cast<T>(0.044715);
+    const V xx = x * x;
+    const V t = tanh(kScale * x * fma(V(kCubic), xx, V(T{1})));
+    const V below = T(0.5) * (T{1} + t);
+    const V inner = kScale * fma(V(3 * kCubic), xx, V(T{1}));
+    return {x * below, fma(T(0.5) * x * (T{1} - t * t), inner, below)};
+  }
+}
+
+// f.template operator()<act>() for the run-time activation.
+template <class F>
+OMNIATTN_INLINE void with_activation(Activation act, const F& f) {
+  switch (act) {
+    case Activation::identity:
+      return f.template operator()<Activation::identity>();
+    case Activation::relu:
+      return f.template operator()<Activation::relu>();
+    case Activation::silu:
+      return f.template operator()<Activation::silu>();
+    case Activation::gelu:
+      return f.template operator()<Activation::gelu>();
+    case Activation::gelu_tanh:
+      return f.template operator()<Activation::gelu_tanh>();
+  }
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
