@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
 
   // attention: softmax(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed; score: kind, aux index, params index per rule
-  // (attention_cpu.cpp); params: scale, dropout_p, parameters of score rules; seed: [seed, offset].
+  // (ops/attention.h); params: scale, dropout_p, parameters of score rules; seed: [seed, offset].
   // lse (B, Hq, Tq)
   define(m, "attention",
          "(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, int[] mask, int[] score, "

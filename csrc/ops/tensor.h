@@ -107,31 +107,13 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
           Shape{got.data(), got.size()});
 }
 
-// A new contiguous tensor on the device of this file, uninitialised.
-inline Tensor empty_tensor(Sizes sizes, DType dtype) {
-  constexpr size_t kMaxDims = 16;
-  require(sizes.size() <= kMaxDims, "empty", "tensors have at most 16 dimensions, got ",
-          sizes.size());
-  std::array<int64_t, kMaxDims> strides;
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
-  }
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      static_cast<int32_t>(scalar_type(dtype)), device_type(), device_index(), &handle));
-  return Tensor(handle);
-}
-
 // Results above this size are fresh memory at every call (glibc) and do not fit into the caches.
 constexpr int64_t kLargeBytes = int64_t{32} << 20;
 
 // Asks for 2 MiB pages behind a large result: first touching 4 KiB pages costs more than writing
 // them (1.7 us each where this was measured).
 inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
+#if defined(__linux__) && !defined(OMNIATTN_CUDA)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
@@ -140,13 +122,28 @@ inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int6
 #endif
 }
 
-inline Tensor empty_cpu(Sizes sizes, DType dtype) {
-  const Tensor result = empty_tensor(sizes, dtype);
-  int64_t bytes = size_of(dtype);
-  for (const int64_t size : sizes) bytes *= size;
+// A new contiguous tensor on the device of this file, uninitialised.
+inline Tensor empty_tensor(Sizes sizes, DType dtype) {
+  constexpr size_t kMaxDims = 16;
+  require(sizes.size() <= kMaxDims, "empty", "tensors have at most 16 dimensions, got ",
+          sizes.size());
+  std::array<int64_t, kMaxDims> strides;
+  int64_t stride = 1, bytes = size_of(dtype);
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+    bytes *= sizes[i];
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      static_cast<int32_t>(scalar_type(dtype)), device_type(), device_index(), &handle));
+  const Tensor result(handle);
   if (bytes > kLargeBytes) advise_huge_pages(result.mutable_data_ptr(), bytes);
   return result;
 }
+
+inline Tensor empty_cpu(Sizes sizes, DType dtype) { return empty_tensor(sizes, dtype); }
 
 inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;

@@ -16,7 +16,7 @@ __all__ = ["attention"]
 
 _backward_op = torch.ops.omniattn.attention_backward.default
 
-# Encodings, as decoded by csrc/ops/attention_cpu.cpp.
+# Encodings, as decoded by csrc/ops/attention.h.
 _MASK_INTS = 4  # kind, a, b, aux index
 _SCORE_INTS = 3  # kind, aux index, params index
 _BIAS, _SOFTCAP = 0, 1

@@ -1,0 +1,289 @@
+// attention, attention_backward: decoding of masks and scores, checks and results for either
+// device. Included by attention_cpu.cpp and attention_cuda.cpp, each of which defines the two run
+// functions.
+#pragma once
+
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "ops/tensor.h"
+
+namespace {
+
+using namespace omniattn;
+using namespace omniattn::ops;
+
+// Neither is called without queries or without keys. The second one's `splits` is not set.
+void run_forward(AttentionForwardParams f);
+void run_backward(AttentionBackwardParams b);
+
+using Ints = std::vector<int64_t>;
+using Floats = std::vector<double>;
+using Tensors = std::vector<Tensor>;
+
+// Score rules: kind, index of the side tensor in aux or -1, index of the parameter in params or -1.
+enum class ScoreKind : int64_t { bias = 0, softcap = 1 };
+constexpr size_t kScoreRuleInts = 3;
+// params: scale, dropout_p, then the parameters of score rules.
+constexpr size_t kFixedParams = 2;
+
+// ---- arguments ---------------------------------------------------------------------------------
+
+// A tensor (B, T, H, D) whose last dimension has unit stride; a copy where it has not.
+Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require_tensor(op, name, t, dtype);
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
+  return t.size(3) <= 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+HeadView view_of(const Tensor& t) {
+  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+MutableHeadView mutable_view_of(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+// Strides of a tensor seen as (B, Hq, Tq, Tk), 0 where it is broadcast.
+struct ScoreStrides {
+  int64_t b, h, q;
+};
+ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
+                           const AttentionProblem& p) {
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, Hq, Tq, Tk), got ", t.dim());
+  const int64_t want[] = {p.batch, p.hq, p.tq, p.tk};
+  for (int64_t i = 0; i < 4; ++i) {
+    require(t.size(i) == want[i] || (i < 3 && t.size(i) == 1), op, name,
+            " must be broadcastable to ", Shape{want, 4}, ", got size ", t.size(i),
+            " in dimension ", i);
+  }
+  const auto stride = [&](int64_t i) { return t.size(i) == 1 ? int64_t{0} : t.stride(i); };
+  return {stride(0), stride(1), stride(2)};
+}
+
+// The problem, and what keeps its memory alive.
+struct Call {
+  AttentionProblem p;
+  Tensors kept;
+  int64_t bias_index = -1;  // in aux
+};
+
+const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
+  require(index >= 0 && index < static_cast<int64_t>(aux.size()), op,
+          "aux must hold the tensor a rule names, got index ", index, " of ", aux.size());
+  return aux[static_cast<size_t>(index)];
+}
+
+void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& aux) {
+  AttentionProblem& p = call.p;
+  require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
+          " integers per rule, got ", mask.size());
+  require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
+          " mask rules are supported, got ", mask.size() / kMaskRuleInts);
+  p.mask = {p.tq, p.tk, 0, {}};
+  for (size_t at = 0; at < mask.size(); at += kMaskRuleInts) {
+    const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
+    require(kind >= 0 && kind < kMaskKinds, op, "mask rule must be 0 to ", kMaskKinds - 1, ", got ",
+            kind);
+    require(std::abs(a) < kMaskParamLimit && std::abs(b) < kMaskParamLimit, op,
+            "mask parameters must be below 2^40, got ", a, " and ", b);
+    MaskRule rule{static_cast<MaskKind>(kind), a, b, nullptr, 0, 0, 0};
+    switch (mask_side_tensor(rule.kind)) {
+      case SideTensor::none:
+        break;
+      case SideTensor::per_batch_int64: {
+        const Tensor& t = side_tensor(op, aux, mask[at + 3]);
+        require(is_here(t) && t.scalar_type() == ScalarType::Long, op, "lengths must be int64 on ",
+                kDeviceName);
+        require_sizes(op, "lengths", t, {&p.batch, 1});
+        rule.side = t.const_data_ptr();
+        rule.stride_b = t.stride(0);
+        break;
+      }
+      case SideTensor::per_score_bool: {
+        Tensor t = side_tensor(op, aux, mask[at + 3]);
+        require(is_here(t) && t.scalar_type() == ScalarType::Bool, op, "mask must be bool on ",
+                kDeviceName);
+        if (t.dim() == 4 && t.size(3) > 1 && t.stride(3) != 1) t = torch::stable::contiguous(t);
+        const ScoreStrides s = score_strides(op, "mask", t, p);
+        rule.side = t.const_data_ptr();
+        rule.stride_b = s.b;
+        rule.stride_h = s.h;
+        rule.stride_q = s.q;
+        call.kept.push_back(t);
+        break;
+      }
+    }
+    p.mask.rules[p.mask.count++] = rule;
+  }
+}
+
+void decode_score(const char* op, Call& call, const Ints& score, const Floats& params,
+                  const Tensors& aux) {
+  AttentionProblem& p = call.p;
+  require(score.size() % kScoreRuleInts == 0, op, "score must hold ", kScoreRuleInts,
+          " integers per rule, got ", score.size());
+  double softcap = 0;
+  for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
+    switch (static_cast<ScoreKind>(score[at])) {
+      case ScoreKind::bias: {
+        require(call.bias_index < 0, op, "one bias at most is supported");
+        call.bias_index = score[at + 1];
+        Tensor t = side_tensor(op, aux, call.bias_index);
+        require(is_here(t), op, "bias must be on ", kDeviceName);
+        const DType dtype = dtype_of(op, "bias", t);
+        require((dtype == DType::f64) <= (p.dtype == DType::f64), op,
+                "a float64 bias needs float64 inputs");
+        require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
+                "float64 inputs need a float64 or float32 bias");
+        if (t.dim() == 4 && t.size(3) > 1 && t.stride(3) != 1) t = torch::stable::contiguous(t);
+        const ScoreStrides s = score_strides(op, "bias", t, p);
+        p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
+        call.kept.push_back(t);
+        break;
+      }
+      case ScoreKind::softcap: {
+        const int64_t at_param = score[at + 2];
+        require(at_param >= 0 && at_param < static_cast<int64_t>(params.size()), op,
+                "params must hold the parameter a rule names, got index ", at_param, " of ",
+                params.size());
+        softcap = params[static_cast<size_t>(at_param)];
+        require(std::isfinite(softcap) && softcap > 0, op,
+                "softcap must be finite and positive, got softcap=", softcap);
+        break;
+      }
+      default:
+        fail(op, "score rule must be 0 or 1, got ", score[at]);
+    }
+  }
+  p.score = make_score(params[0], softcap);
+}
+
+Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Tensors& aux, const OptTensor& seed, const Ints& mask, const Ints& score,
+                 const Floats& params) {
+  Call call{};
+  AttentionProblem& p = call.p;
+  p.dtype = dtype_of(op, "q", q);
+  call.kept = {as_heads(op, "q", q, p.dtype), as_heads(op, "k", k, p.dtype),
+               as_heads(op, "v", v, p.dtype)};
+  p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
+  p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
+  const int64_t k_sizes[] = {p.batch, p.tk, p.hkv, p.d}, v_sizes[] = {p.batch, p.tk, p.hkv, p.dv};
+  require_sizes(op, "k", k, {k_sizes, 4});
+  require_sizes(op, "v", v, {v_sizes, 4});
+  require(p.hq == 0 || (p.hkv > 0 && p.hq % p.hkv == 0), op,
+          "Hq must be a multiple of Hkv, got Hq=", p.hq, ", Hkv=", p.hkv);
+  p.q = view_of(call.kept[0]);
+  p.k = view_of(call.kept[1]);
+  p.v = view_of(call.kept[2]);
+
+  require(params.size() >= kFixedParams, op, "params must hold scale and dropout_p, got ",
+          params.size(), " values");
+  require(std::isfinite(params[0]), op, "scale must be finite, got scale=", params[0]);
+  const double dropout_p = params[1];
+  require(dropout_p >= 0 && dropout_p <= 1, op,
+          "dropout_p must be in [0, 1], got dropout_p=", dropout_p);
+  p.dropout = make_dropout(0, 0, 0);
+  if (dropout_p > 0) {
+    require(seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long &&
+                seed->dim() == 1 && seed->size(0) == 2,
+            op, "seed must be an int64 CPU tensor [seed, offset] when dropout_p > 0");
+    const auto* words = static_cast<const int64_t*>(seed->const_data_ptr());
+    p.dropout = make_dropout(dropout_p, words[0], words[seed->stride(0)]);
+  }
+  decode_mask(op, call, mask, aux);
+  decode_score(op, call, score, params, aux);
+  return call;
+}
+
+// ---- ops ----------------------------------------------------------------------------------------
+
+void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
+
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensors aux,
+                                     const OptTensor& seed, Ints mask, Ints score, Floats params) {
+  const DeviceScope scope(q);
+  const Call call = decode_call("attention", q, k, v, aux, seed, mask, score, params);
+  const AttentionProblem& p = call.p;
+  const int64_t out_sizes[] = {p.batch, p.tq, p.hq, p.dv}, lse_sizes[] = {p.batch, p.hq, p.tq};
+  const Tensor out = empty_tensor({out_sizes, 4}, p.dtype);
+  const Tensor lse = empty_tensor({lse_sizes, 3}, accumulator(p.dtype));
+  if (lse.numel() == 0) return {out, lse};
+  if (p.tk == 0) {
+    fill(out, 0);
+    fill(lse, -INFINITY);
+    return {out, lse};
+  }
+  run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr});
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, Tensors aux, const OptTensor& seed, const Tensor& out, const Tensor& lse,
+    Ints mask, Ints score, Floats params, bool bias_grad) {
+  constexpr const char* op = "attention_backward";
+  const DeviceScope scope(q);
+  const Call call = decode_call(op, q, k, v, aux, seed, mask, score, params);
+  const AttentionProblem& p = call.p;
+  const int64_t out_sizes[] = {p.batch, p.tq, p.hq, p.dv}, lse_sizes[] = {p.batch, p.hq, p.tq};
+  const Tensor out_rows = as_heads(op, "out", out, p.dtype);
+  const Tensor grad_rows = as_heads(op, "grad_out", grad_out, p.dtype);
+  require_sizes(op, "out", out, {out_sizes, 4});
+  require_sizes(op, "grad_out", grad_out, {out_sizes, 4});
+  require_tensor(op, "lse", lse, accumulator(p.dtype));
+  require_sizes(op, "lse", lse, {lse_sizes, 3});
+  const Tensor lse_rows = torch::stable::contiguous(lse);
+  OptTensor grad_lse_rows;
+  if (grad_lse.has_value()) {
+    require_tensor(op, "grad_lse", *grad_lse, accumulator(p.dtype));
+    require_sizes(op, "grad_lse", *grad_lse, {lse_sizes, 3});
+    grad_lse_rows = torch::stable::contiguous(*grad_lse);
+  }
+  require(!bias_grad || call.bias_index >= 0, op, "bias_grad needs a bias");
+
+  const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
+  const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
+  AttentionBackwardParams b{};
+  b.problem = p;
+  b.out = view_of(out_rows);
+  b.grad_out = view_of(grad_rows);
+  b.lse = lse_rows.const_data_ptr();
+  b.grad_lse = data_or_null(grad_lse_rows);
+  b.grad_q = mutable_view_of(grad_q);
+  b.grad_k = mutable_view_of(grad_k);
+  b.grad_v = mutable_view_of(grad_v);
+
+  const int64_t none[] = {0};
+  Tensor grad_bias = empty_tensor({none, 1}, p.dtype);
+  if (bias_grad) {
+    const Tensor& bias = aux[static_cast<size_t>(call.bias_index)];
+    grad_bias = empty_tensor(bias.sizes(), accumulator(p.dtype));
+    fill(grad_bias, 0);
+    const ScoreStrides s = score_strides(op, "bias", grad_bias, p);
+    b.grad_bias = grad_bias.mutable_data_ptr();
+    b.grad_bias_stride_b = s.b;
+    b.grad_bias_stride_h = s.h;
+    b.grad_bias_stride_q = s.q;
+  }
+  if (p.tq > 0 && p.tk > 0 && p.hq > 0 && p.batch > 0) {
+    run_backward(b);
+  } else {
+    for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
+  }
+  if (bias_grad) {
+    grad_bias =
+        torch::stable::to(grad_bias, aux[static_cast<size_t>(call.bias_index)].scalar_type());
+  }
+  return {grad_q, grad_k, grad_v, grad_bias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
+  OMNIATTN_IMPL(m, "attention", attention);
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
