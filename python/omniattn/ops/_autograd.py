@@ -99,7 +99,10 @@ class DifferentiableOp:
             needs = ctx.needs_input_grad
             found = self._gradients(ctx, needs, grads)
             # torch.library wants lists where the arguments are lists, the empty ones too.
-            return tuple([] if n == [] else g for n, g in zip(needs, found, strict=True))
+            return tuple(
+                [None] * len(n) if g is None and isinstance(n, list) else g
+                for n, g in zip(needs, found, strict=True)
+            )
 
         torch.library.register_autograd(
             f"omniattn::{name}", registered_backward, setup_context=setup_context

@@ -1,0 +1,10 @@
+"""Hugging Face transformers on this package's kernels.
+
+import omniattn.hf
+omniattn.hf.register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="omniattn")
+"""
+
+from omniattn.hf.register import register
+
+__all__ = ["register"]

@@ -1,0 +1,227 @@
+"""The mask function behind attn_implementation="omniattn".
+
+transformers describes a mask as a Python predicate on (batch, head, query, key). The predicates of
+its masking_utils are recognised and become rules for the kernels, which then skip masked tiles; any
+other predicate becomes the bool tensor that transformers' own sdpa_mask makes of it. Nothing is
+guessed: what is not recognised is only slower.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+
+from omniattn.functional import masks
+
+__all__ = ["RuleMask", "attention_mask"]
+
+Predicate = Callable[..., Any]
+
+
+class RuleMask(torch.Tensor):
+    """A bool mask (B, 1, Tq, Tk) that is held as rules.
+
+    `omniattn.hf` reads `rules`, which apply to the first `keys` keys (the others are invisible).
+    Any other operation, such as a model that combines masks, sees the bool tensor.
+    """
+
+    rules: masks.Mask
+    keys: int
+    _make_dense: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        device: torch.device | str,
+        rules: masks.Mask,
+        keys: int,
+        make_dense: Callable[[], Tensor],
+    ) -> RuleMask:
+        self: RuleMask = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=torch.bool, device=torch.device(device)
+        )
+        self.rules = rules
+        self.keys = keys
+        self._make_dense = make_dense
+        return self
+
+    def dense(self) -> Tensor:
+        """The same mask as a plain bool tensor."""
+        return self._make_dense()
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents
+        return f"RuleMask({tuple(self.shape)}, {self.rules}, keys={self.keys})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that says no
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(RuleMask, RuleMask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Predicate = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """The mask of one forward pass; the arguments are those of transformers' sdpa_mask.
+
+    Returns:
+        A RuleMask, or a bool tensor (B, 1, Tq, Tk) for a predicate that is not recognised. Under
+        torch.compile and torch.export what sdpa_mask returns, which may be None for plain causal.
+
+    Raises:
+        NotImplementedError: the model computes its attention itself, so that this mask would be
+            read by code that expects another kind.
+        ValueError: a padding mask that is not (B, T).
+    """
+    require_attention_interface(config)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            "omniattn.hf: attention_mask must have shape (B, T) or (B, H, Tq, Tk), "
+            f"got attention_mask.shape={tuple(attention_mask.shape)}"
+        )
+
+    def dense(*, causal_skip: bool = False) -> Any:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=causal_skip,
+            # A missing mask would have to be told apart from a missing causal mask.
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+
+    if torch.compiler.is_compiling():
+        return dense(causal_skip=allow_is_causal_skip)
+    rules = None if use_vmap else _rules(mask_function)
+    if rules is None:
+        return dense()
+    # The rules meet the last query with the last key; keys beyond it, in the unfilled part of a
+    # static cache, are cut off, which only a causal mask allows.
+    last = int(q_offset) + q_length - kv_offset
+    causal = any(_is_causal(rule) for rule in rules)
+    keys = last if causal else kv_length
+    aligned = last == keys or not rules
+    if not aligned or not 0 < keys <= kv_length:
+        return dense()
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
+    shape = (batch_size, 1, q_length, kv_length)
+    return RuleMask(shape, device, masks.All(tuple(rules)), keys, dense)
+
+
+def require_attention_interface(config: PreTrainedConfig | None) -> None:
+    """Raises for the models of transformers that never ask the AttentionInterface."""
+    if config is None:
+        return
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    modeling = sys.modules.get(name)
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    own = [
+        kind
+        for kind, value in vars(modeling).items()
+        if isinstance(value, type) and value.__module__ == name and "Attention" in kind
+    ]
+    if own:
+        raise NotImplementedError(
+            f"omniattn.hf: {config.model_type} computes its attention itself ({own[0]}) and never "
+            'asks the AttentionInterface of transformers; load it with attn_implementation="eager"'
+        )
+
+
+def _rules(predicate: Predicate) -> list[masks.Mask] | None:
+    """The rules of a predicate of transformers.masking_utils, None if it is not known."""
+    if predicate is causal_mask_function:
+        return [masks.Causal()]
+    if predicate is bidirectional_mask_function:
+        return []
+    if getattr(predicate, "__module__", None) != causal_mask_function.__module__:
+        return None
+    maker, _, inner = predicate.__qualname__.partition(".<locals>.")
+    cells = predicate.__closure__ or ()
+    values = {
+        name: cell.cell_contents
+        for name, cell in zip(predicate.__code__.co_freevars, cells, strict=True)
+    }
+    match maker, inner, values:
+        case "and_masks", "and_mask", {"mask_functions": tuple(parts)}:
+            return _packed(*parts) if _is_packed(parts) else _all(parts)
+        case "sliding_window_overlay", "inner_mask", {"sliding_window": int(size)} if size > 0:
+            return [masks.SlidingWindow(size - 1, -1)]
+        case "sliding_window_bidirectional_overlay", "inner_mask", {"sliding_window": int(size)}:
+            return [masks.SlidingWindow(size, size)]
+    return None
+
+
+def _all(parts: tuple[Predicate, ...]) -> list[masks.Mask] | None:
+    found = [_rules(part) for part in parts]
+    if any(rules is None for rules in found):
+        return None
+    return [rule for rules in found if rules is not None for rule in rules]
+
+
+def _is_packed(parts: tuple[Predicate, ...]) -> bool:
+    """Whether this is the pair that packed_sequence_compatibility_function makes."""
+    names = [part.__qualname__ for part in parts]
+    return names == [
+        "packed_sequence_mask_function.<locals>.inner_mask",
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+    ]
+
+
+def _packed(same: Predicate, remapped: Predicate) -> list[masks.Mask] | None:
+    """Several sequences in a row: positions differ within one exactly as indices do."""
+    (sequence,) = (cell.cell_contents for cell in same.__closure__ or ())
+    cells = dict(zip(remapped.__code__.co_freevars, remapped.__closure__ or (), strict=True))
+    rules = _rules(cells["mask_function"].cell_contents)
+    if rules is None:
+        return None
+    return [masks.BoolMask((sequence[:, :, None] == sequence[:, None, :])[:, None]), *rules]
+
+
+def _is_causal(rule: masks.Mask) -> bool:
+    return isinstance(rule, masks.Causal)
+
+
+def _padding(real: Tensor) -> list[masks.Mask]:
+    """The rule of a padding mask (B, T), if it has any."""
+    if real.all():
+        return []
+    if bool((real[:, 1:] <= real[:, :-1]).all()):
+        return [masks.KeyLengths(real.sum(1))]
+    return [masks.KeyPadding(real)]

@@ -1,0 +1,195 @@
+"""The mask function: every rule it makes of a predicate is that predicate, and unknowns say so."""
+
+import itertools
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers import masking_utils as mu
+
+from omniattn.hf.attention import attention_forward
+from omniattn.hf.masks import RuleMask, attention_mask
+from omniattn.reference.masks import visible
+
+BATCH, LENGTH = 3, 12
+PACKED = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] * 2 + [1] * 3 + [2] * 7])
+POSITIONS = torch.tensor([[*range(5), *range(7)], [*range(12)], [*range(2), *range(3), *range(7)]])
+
+PREDICATES = {
+    "causal": mu.causal_mask_function,
+    "bidirectional": mu.bidirectional_mask_function,
+    "window": mu.sliding_window_causal_mask_function(4),
+    "two-sided": mu.sliding_window_bidirectional_mask_function(3),
+}
+
+
+def paddings() -> dict[str, torch.Tensor | None]:
+    lengths = torch.tensor([12, 7, 0])[:, None]
+    right = torch.arange(LENGTH) < lengths
+    return {
+        "none": None,
+        "full": torch.ones(BATCH, LENGTH, dtype=torch.bool),
+        "right": right,
+        "left": right.flip(1),
+        "holes": torch.rand(BATCH, LENGTH) < 0.6,
+    }
+
+
+def as_dense(mask: RuleMask) -> torch.Tensor:
+    """The rules as the kernels apply them, to the first `keys` keys."""
+    seen = visible(mask.rules.rules(), mask.shape[2], mask.keys, mask.device)
+    full = torch.zeros(mask.shape, dtype=torch.bool)
+    full[..., : mask.keys] = True if seen is None else seen
+    return full
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset"),
+    [
+        (12, 12, 0, 0),
+        (1, 12, 11, 0),  # decoding
+        (5, 12, 7, 0),  # chunked prefill
+        (5, 12, 0, 0),  # prefill into a static cache
+        (1, 12, torch.tensor(4), 0),  # decoding in a static cache
+        (2, 8, 10, 4),  # rolling window cache
+        (4, 9, 1, 2),
+    ],
+)
+def test_rules_are_the_predicate(name, q_length, kv_length, q_offset, kv_offset):
+    recognised = 0
+    for padding in paddings().values():
+        arguments = {
+            "batch_size": BATCH,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": PREDICATES[name],
+            "attention_mask": padding,
+        }
+        expected = mu.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        mask = attention_mask(**arguments)
+        assert mask.shape == expected.shape
+        if isinstance(mask, RuleMask):
+            recognised += 1
+            assert torch.equal(as_dense(mask), expected)
+        assert torch.equal(mask & True, expected)  # what a model that combines masks sees
+    if name != "two-sided" or q_offset + q_length == kv_offset + kv_length:
+        assert recognised == len(paddings())
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_packed_sequences_are_rules(name):
+    predicate = mu.packed_sequence_compatibility_function(PREDICATES[name], POSITIONS, PACKED)
+    mask = attention_mask(BATCH, LENGTH, LENGTH, mask_function=predicate)
+    expected = mu.sdpa_mask(
+        BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
+    )
+    assert isinstance(mask, RuleMask)
+    assert torch.equal(as_dense(mask), expected)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        mu.chunked_causal_mask_function(4, torch.tensor([0, 2, 0])),
+        mu.and_masks(mu.causal_mask_function, lambda b, h, q, k: (q + k) % 3 > 0),
+        mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(PACKED)),
+        mu.packed_sequence_compatibility_function(
+            mu.chunked_causal_mask_function(2, torch.zeros(3)), POSITIONS, PACKED
+        ),
+        mu.sliding_window_causal_mask_function(0),
+    ],
+    ids=["chunked", "unknown", "or", "packed-chunked", "window-0"],
+)
+def test_an_unknown_predicate_becomes_its_dense_mask(predicate):
+    mask = attention_mask(BATCH, LENGTH, LENGTH, mask_function=predicate)
+    assert not isinstance(mask, RuleMask)
+    expected = mu.sdpa_mask(
+        BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
+    )
+    assert torch.equal(mask, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layer"),
+    [
+        (
+            hf.BloomForCausalLM,
+            hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2),
+            "BloomAttention",
+        ),
+        (
+            hf.MptForCausalLM,
+            hf.MptConfig(vocab_size=97, d_model=32, n_layers=1, n_heads=2),
+            "MptAttention",
+        ),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_models_that_do_not_ask_the_interface_are_named(kind, config, layer):
+    model = kind._from_config(config, attn_implementation="omniattn")
+    with pytest.raises(NotImplementedError, match=layer):
+        model(torch.randint(3, 97, (1, 5)))
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def inputs(queries: int = 4, keys: int = 4) -> tuple[torch.Tensor, ...]:
+    return torch.randn(1, 2, queries, 8), torch.randn(1, 2, keys, 8), torch.randn(1, 2, keys, 8)
+
+
+def test_what_is_not_computed_is_named():
+    for name in ("output_attentions", "block_indices"):
+        with pytest.raises(NotImplementedError, match=f"Layer passes {name}"):
+            attention_forward(Layer(), *inputs(), None, **{name: True})
+    with pytest.raises(ValueError, match="Module must give a mask"):
+        attention_forward(nn.Module(), *inputs(), None)
+    with pytest.raises(ValueError, match="Tk=5"):
+        attention_forward(Layer(), *inputs(4, 5), attention_mask(1, 4, 4))
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
+        attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, 4))
+
+
+def test_without_a_mask_the_layer_decides():
+    q, k, v = inputs()
+    sdpa = nn.functional.scaled_dot_product_attention
+    for is_causal, window in itertools.product((True, False), (None, 2)):
+        if not is_causal and window is not None:
+            continue
+        seen = torch.ones(4, 4, dtype=torch.bool)
+        seen = seen.tril() if is_causal else seen
+        seen = seen if window is None else seen.triu(1 - window)
+        out, _ = attention_forward(
+            Layer(), q, k, v, None, is_causal=is_causal, sliding_window=window
+        )
+        torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v, attn_mask=seen))
+    one, _ = attention_forward(Layer(), q[:, :, :1], k, v, None, sliding_window=2)
+    expected = sdpa(q[:, :, :1], k[:, :, 2:], v[:, :, 2:])
+    torch.testing.assert_close(one.transpose(1, 2), expected)
+
+
+def test_custom_four_dimensional_masks_and_packed_lengths():
+    q, k, v = inputs(5, 5)
+    sdpa = nn.functional.scaled_dot_product_attention
+    seen = (torch.rand(1, 1, 5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)
+    additive = torch.randn(1, 1, 5, 5)
+    bias = torch.randn(1, 2, 5, 5)
+    for mask in (seen, additive):
+        out, _ = attention_forward(Layer(), q, k, v, mask)
+        torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v, attn_mask=mask))
+    out, _ = attention_forward(Layer(), q, k, v, additive, position_bias=bias)
+    torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v, attn_mask=bias + additive))
+
+    ends = torch.tensor([0, 2, 5])
+    out, _ = attention_forward(
+        Layer(), q, k, v, attention_mask(1, 5, 5), cu_seq_lens_q=ends, cu_seq_lens_k=ends
+    )
+    blocks = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool().tril()
+    torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v, attn_mask=blocks))
+    with pytest.raises(ValueError, match="must come together"):
+        attention_forward(Layer(), q, k, v, attention_mask(1, 5, 5), cu_seq_lens_q=ends)
