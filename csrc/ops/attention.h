@@ -5,6 +5,7 @@
 
 #include "kernels/attention/attention.h"
 
+#include <array>
 #include <cmath>
 #include <tuple>
 #include <vector>
@@ -46,18 +47,17 @@ MutableHeadView mutable_view_of(const Tensor& t) {
   return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// Strides of a tensor seen as (B, Hq, Tq, Tk), 0 where it is broadcast.
+// Strides of a tensor seen as (B, Hq, Tq, Tk) or the like, 0 where it is broadcast.
 struct ScoreStrides {
   int64_t b, h, q;
 };
 ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
-                           const AttentionProblem& p) {
+                           std::array<int64_t, 4> want) {
   require(t.dim() == 4, op, name, " must have 4 dimensions (B, Hq, Tq, Tk), got ", t.dim());
-  const int64_t want[] = {p.batch, p.hq, p.tq, p.tk};
   for (int64_t i = 0; i < 4; ++i) {
-    require(t.size(i) == want[i] || (i < 3 && t.size(i) == 1), op, name,
-            " must be broadcastable to ", Shape{want, 4}, ", got size ", t.size(i),
-            " in dimension ", i);
+    const int64_t size = want[static_cast<size_t>(i)];
+    require(t.size(i) == size || (i < 3 && t.size(i) == 1), op, name, " must be broadcastable to ",
+            Shape{want.data(), 4}, ", got size ", t.size(i), " in dimension ", i);
   }
   const auto stride = [&](int64_t i) { return t.size(i) == 1 ? int64_t{0} : t.stride(i); };
   return {stride(0), stride(1), stride(2)};
@@ -76,6 +76,79 @@ const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
   return aux[static_cast<size_t>(index)];
 }
 
+const Tensor& side_tensor(const char* op, const char* name, const Tensors& aux, int64_t index,
+                          ScalarType type) {
+  const Tensor& t = side_tensor(op, aux, index);
+  require(is_here(t) && t.scalar_type() == type, op, name, " must have scalar type ",
+          static_cast<int>(type), " on ", kDeviceName, ", got ", static_cast<int>(t.scalar_type()));
+  return t;
+}
+
+// `t` with unit stride in its last dimension, kept alive.
+Tensor keep_rows(Call& call, const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  const bool fits = last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
+  call.kept.push_back(fits ? t : torch::stable::contiguous(t));
+  return call.kept.back();
+}
+
+// Side tensors of a rule, aux[index] and the next.
+void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors& aux,
+                      int64_t index) {
+  const AttentionProblem& p = call.p;
+  switch (mask_side_tensor(rule.kind)) {
+    case SideTensor::none:
+      return;
+    case SideTensor::per_batch: {
+      const Tensor& t = side_tensor(op, "lengths", aux, index, ScalarType::Long);
+      require_sizes(op, "lengths", t, {&p.batch, 1});
+      rule.side = t.const_data_ptr();
+      rule.stride_b = t.stride(0);
+      return;
+    }
+    case SideTensor::per_score: {
+      const Tensor t = keep_rows(call, side_tensor(op, "mask", aux, index, ScalarType::Bool));
+      const ScoreStrides s = score_strides(op, "mask", t, {p.batch, p.hq, p.tq, p.tk});
+      rule.side = t.const_data_ptr();
+      rule.stride_b = s.b;
+      rule.stride_h = s.h;
+      rule.stride_q = s.q;
+      return;
+    }
+    case SideTensor::ids: {
+      const int64_t sizes[2][2] = {{p.batch, p.tq}, {p.batch, p.tk}};
+      const Tensor queries =
+          keep_rows(call, side_tensor(op, "document ids", aux, index, ScalarType::Long));
+      require_sizes(op, "document ids of queries", queries, {sizes[0], 2});
+      rule.side = queries.const_data_ptr();
+      rule.stride_b = queries.stride(0);
+      const Tensor keys =
+          keep_rows(call, side_tensor(op, "document ids", aux, index + 1, ScalarType::Long));
+      require_sizes(op, "document ids of keys", keys, {sizes[1], 2});
+      rule.second = keys.const_data_ptr();
+      rule.second_stride_b = keys.stride(0);
+      return;
+    }
+    case SideTensor::blocks: {
+      const Tensor codes = keep_rows(call, side_tensor(op, "blocks", aux, index, ScalarType::Int));
+      const ScoreStrides s = score_strides(
+          op, "blocks", codes,
+          {p.batch, p.hq, ceil_div(p.tq, kPatternBlock), ceil_div(p.tk, kPatternBlock)});
+      const Tensor& bits = side_tensor(op, "bits", aux, index + 1, ScalarType::Long);
+      require(bits.dim() == 2 && bits.size(1) == kPatternBlock, op, "bits must have shape (N, ",
+              kPatternBlock, ")");
+      call.kept.push_back(torch::stable::contiguous(bits));
+      rule.side = codes.const_data_ptr();
+      rule.stride_b = s.b;
+      rule.stride_h = s.h;
+      rule.stride_q = s.q;
+      rule.second = call.kept.back().const_data_ptr();
+      rule.b = bits.size(0);
+      return;
+    }
+  }
+}
+
 void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& aux) {
   AttentionProblem& p = call.p;
   require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
@@ -87,35 +160,10 @@ void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& au
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
     require(kind >= 0 && kind < kMaskKinds, op, "mask rule must be 0 to ", kMaskKinds - 1, ", got ",
             kind);
-    require(std::abs(a) < kMaskParamLimit && std::abs(b) < kMaskParamLimit, op,
-            "mask parameters must be below 2^40, got ", a, " and ", b);
-    MaskRule rule{static_cast<MaskKind>(kind), a, b, nullptr, 0, 0, 0};
-    switch (mask_side_tensor(rule.kind)) {
-      case SideTensor::none:
-        break;
-      case SideTensor::per_batch_int64: {
-        const Tensor& t = side_tensor(op, aux, mask[at + 3]);
-        require(is_here(t) && t.scalar_type() == ScalarType::Long, op, "lengths must be int64 on ",
-                kDeviceName);
-        require_sizes(op, "lengths", t, {&p.batch, 1});
-        rule.side = t.const_data_ptr();
-        rule.stride_b = t.stride(0);
-        break;
-      }
-      case SideTensor::per_score_bool: {
-        Tensor t = side_tensor(op, aux, mask[at + 3]);
-        require(is_here(t) && t.scalar_type() == ScalarType::Bool, op, "mask must be bool on ",
-                kDeviceName);
-        if (t.dim() == 4 && t.size(3) > 1 && t.stride(3) != 1) t = torch::stable::contiguous(t);
-        const ScoreStrides s = score_strides(op, "mask", t, p);
-        rule.side = t.const_data_ptr();
-        rule.stride_b = s.b;
-        rule.stride_h = s.h;
-        rule.stride_q = s.q;
-        call.kept.push_back(t);
-        break;
-      }
-    }
+    MaskRule rule{static_cast<MaskKind>(kind), a, b, nullptr, nullptr, 0, 0, 0, 0};
+    require(mask_parameters_fit(rule.kind, a, b), op, "parameters of mask rule ", kind,
+            " must have a meaning and be below 2^40, got ", a, " and ", b);
+    set_side_tensors(op, call, rule, aux, mask[at + 3]);
     p.mask.rules[p.mask.count++] = rule;
   }
 }
@@ -139,7 +187,7 @@ void decode_score(const char* op, Call& call, const Ints& score, const Floats& p
         require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
                 "float64 inputs need a float64 or float32 bias");
         if (t.dim() == 4 && t.size(3) > 1 && t.stride(3) != 1) t = torch::stable::contiguous(t);
-        const ScoreStrides s = score_strides(op, "bias", t, p);
+        const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, p.tq, p.tk});
         p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
         call.kept.push_back(t);
         break;
@@ -263,7 +311,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& bias = aux[static_cast<size_t>(call.bias_index)];
     grad_bias = empty_tensor(bias.sizes(), accumulator(p.dtype));
     fill(grad_bias, 0);
-    const ScoreStrides s = score_strides(op, "bias", grad_bias, p);
+    const ScoreStrides s = score_strides(op, "bias", grad_bias, {p.batch, p.hq, p.tq, p.tk});
     b.grad_bias = grad_bias.mutable_data_ptr();
     b.grad_bias_stride_b = s.b;
     b.grad_bias_stride_h = s.h;

@@ -21,8 +21,8 @@ using Span = std::pair<int64_t, int64_t>;
 Range range(Span s) { return {s.first, s.second}; }
 Span span(Range r) { return {r.begin, r.end}; }
 
-// A mask with the side tensors it borrows; side tensors are numpy arrays: int64 (B,), bool (B, H,
-// Tq, Tk).
+// A mask with the side tensors it borrows, numpy arrays of the shapes of semantics/mask.h; a rule's
+// second tensor follows its first.
 struct OwnedMask {
   AttentionMask mask;
   std::vector<py::array> side;
@@ -36,15 +36,23 @@ struct OwnedMask {
     for (int32_t n = 0; n < mask.count; ++n) {
       const int64_t* code = rules.data() + n * kMaskRuleInts;
       MaskRule& rule = mask.rules[n];
-      rule = {static_cast<MaskKind>(code[0]), code[1], code[2], nullptr, 0, 0, 0};
-      if (mask_side_tensor(rule.kind) == SideTensor::none) continue;
+      rule = {static_cast<MaskKind>(code[0]), code[1], code[2], nullptr, nullptr, 0, 0, 0, 0};
+      if (!mask_parameters_fit(rule.kind, rule.a, rule.b))
+        throw py::value_error("mask: parameters without a meaning");
+      const SideTensor kind = mask_side_tensor(rule.kind);
+      if (kind == SideTensor::none) continue;
       const py::array& tensor = side.at(static_cast<size_t>(code[3]));
       rule.side = tensor.data();
       rule.stride_b = tensor.strides(0) / tensor.itemsize();
       if (tensor.ndim() == 4) {
-        rule.stride_h = tensor.strides(1);
-        rule.stride_q = tensor.strides(2);
+        rule.stride_h = tensor.strides(1) / tensor.itemsize();
+        rule.stride_q = tensor.strides(2) / tensor.itemsize();
       }
+      if (kind != SideTensor::ids && kind != SideTensor::blocks) continue;
+      const py::array& second = side.at(static_cast<size_t>(code[3]) + 1);
+      rule.second = second.data();
+      rule.second_stride_b = second.strides(0) / second.itemsize();
+      if (kind == SideTensor::blocks) rule.b = second.shape(0);
     }
   }
 };
@@ -67,8 +75,12 @@ void bind_semantics(py::module_& m) {
                          int64_t k) { return visible(o.mask, b, h, q, k); })
       .def("visible_bits", [](const OwnedMask& o, int64_t b, int64_t h, int64_t q,
                               int64_t k) { return visible_bits(o.mask, b, h, q, k); })
-      .def("classify", [](const OwnedMask& o, int64_t b, Span q,
-                          Span k) { return classify(o.mask, b, range(q), range(k)); })
+      .def("classify", [](const OwnedMask& o, int64_t b, int64_t h, Span q,
+                          Span k) { return classify(o.mask, b, h, range(q), range(k)); })
+      .def("visible_keys_in",
+           [](const OwnedMask& o, int64_t b, int64_t h, Span q, Span k) {
+             return span(visible_keys_in(o.mask, b, h, range(q), range(k)));
+           })
       .def("visible_keys", [](const OwnedMask& o, int64_t b,
                               Span q) { return span(visible_keys(o.mask, b, range(q))); })
       .def("visible_queries", [](const OwnedMask& o, int64_t b,

@@ -8,7 +8,9 @@ import pytest
 
 from omniattn import _kernels as kernels
 
-BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR = range(4)
+BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = range(7)
+DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = range(7, 13)
+RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
 B, H = 2, 2
 
 
@@ -18,12 +20,28 @@ def windows():
             yield [kind, left, right, -1]
 
 
+def patterns():
+    yield from ([PREFIX, 0, 0, 0], [DOCUMENTS, 0, 0, 3], [DOCUMENTS, 0, 0, 5], [BLOCKS, 0, 0, 7])
+    for n in (1, 2, 3, 7, 70):
+        yield [CHUNK, n, 0, -1]
+        yield [DILATED, n, 0, -1]
+        yield [EVERY, n, 0, -1]
+        for m in (0, 1, 2, 5):
+            yield [STRIDED, n, m, -1]
+            yield [STRIDED_HEADS, n, m, -1]
+            yield [FIXED, n, min(m, n), -1]
+
+
 def sides(tq, tk, seed=0):
     rng = np.random.default_rng(seed)
     lengths = np.array([tk // 2, tk], np.int64)
     dense = rng.random((B, H, tq, tk)) < 0.5
     rows = np.broadcast_to(rng.random((1, 1, 1, tk)) < 0.5, (B, H, tq, tk))
-    return [lengths, dense, rows]
+    ordered = [np.sort(rng.integers(0, 4, (B, n))) for n in (tq, tk)]
+    mixed = [rng.integers(0, 3, (B, n)) for n in (tq, tk)]
+    codes = rng.integers(0, 4, (B, H, -(-tq // 64), -(-tk // 64)), np.int32)
+    bits = rng.integers(-(2**63), 2**63, (2, 64), np.int64) & rng.integers(0, 2**63, (2, 64))
+    return [lengths, dense, rows, *ordered, *mixed, codes, bits]
 
 
 def programs():
@@ -36,24 +54,50 @@ def programs():
     yield [TENSOR, 0, 0, 2]
     yield [BOTTOM_RIGHT, -1, 0, -1, KEY_LENGTHS, 0, 0, 0, TENSOR, 0, 0, 1]
     yield [BOTTOM_RIGHT, 3, 0, -1, TOP_LEFT, 2, 2, -1]
+    yield from patterns()
+    yield [BOTTOM_RIGHT, -1, 0, -1, FIXED, 4, 1, -1, DOCUMENTS, 0, 0, 3]
+    yield [BOTTOM_RIGHT, 6, 6, -1, DILATED, 2, 0, -1]
 
 
 def expected(rules, side, tq, tk):
-    """Visibility (B, H, Tq, Tk) by the definitions of spec R5."""
-    i, j = np.arange(tq)[:, None], np.arange(tk)[None, :]
+    """Visibility (B, H, Tq, Tk) by the definitions."""
+    q, j = np.arange(tq)[:, None], np.arange(tk)[None, :]
+    i, heads = q + tk - tq, np.arange(H)[:, None, None]
     out = np.ones((B, H, tq, tk), bool)
-    for kind, left, right, aux in np.reshape(rules, (-1, 4)).tolist():
+    for kind, a, b, aux in np.reshape(rules, (-1, 4)).tolist():
         if kind in (BOTTOM_RIGHT, TOP_LEFT):
-            centre = i + (tk - tq if kind == BOTTOM_RIGHT else 0)
-            if left >= 0:
-                out &= j >= centre - left
-            if right >= 0:
-                out &= j <= centre + right
-        elif kind == KEY_LENGTHS:
-            out &= j < side[0][:, None, None, None]
-        else:
+            centre = i if kind == BOTTOM_RIGHT else q
+            if a >= 0:
+                out &= j >= centre - a
+            if b >= 0:
+                out &= j <= centre + b
+        elif kind in (KEY_LENGTHS, PREFIX):
+            out &= (j < side[0][:, None, None, None]) | ((j <= i) & (kind == PREFIX))
+        elif kind == TENSOR:
             out &= side[aux]
+        elif kind == DOCUMENTS:
+            out &= side[aux][:, None, :, None] == side[aux + 1][:, None, None, :]
+        elif kind == CHUNK:
+            out &= i // a == j // a
+        elif kind == DILATED:
+            out &= (i - j) % a == 0
+        elif kind == STRIDED:
+            out &= (i - b < j) | ((i - j) % a == 0)
+        elif kind == STRIDED_HEADS:
+            out &= np.where(heads % 2 == 0, i - b < j, (i - j) % a == 0)
+        elif kind == FIXED:
+            out &= (i // a == j // a) | (j % a >= a - b)
+        elif kind == EVERY:
+            out &= (j % a == 0) | (j == i)
+        else:
+            code = side[aux][:, :, q // 64, j // 64]
+            words = side[aux + 1][np.maximum(code - 2, 0), q % 64]
+            out &= np.where(code < 2, code == 1, (words >> (j % 64)) & 1 == 1)
     return out
+
+
+def is_single_range(rules):
+    return len(rules) <= 4 and all(kind in RANGES for kind in rules[::4])
 
 
 def chunks(n, size):
@@ -68,18 +112,57 @@ def test_rules_against_brute_force(tq, tk):
         want = expected(rules, side, tq, tk)
         got = np.array([mask.visible(*x) for x in np.ndindex(B, H, tq, tk)]).reshape(want.shape)
         assert (got == want).all(), rules
-        for b, qs, ks in itertools.product(range(B), (1, 3, 8), (1, 4, 8)):
-            for (q0, q1), (k0, k1) in itertools.product(chunks(tq, qs), chunks(tk, ks)):
-                tile = want[b, :, q0:q1, k0:k1]
-                verdict = mask.classify(b, (q0, q1), (k0, k1))
-                assert verdict != kernels.TileClass.skip or not tile.any(), rules
-                assert verdict != kernels.TileClass.full or tile.all(), rules
-                if (
-                    TENSOR not in rules[::4] and len(rules) <= 4
-                ):  # single ranges: the verdict is exact
-                    assert (verdict == kernels.TileClass.full) == tile.all(), rules
-                if len(rules) == 0:
-                    assert verdict == kernels.TileClass.full
+        check_tiles(rules, mask, want, (1, 3, 8), (1, 4, 8))
+
+
+@pytest.mark.parametrize("tq,tk", [(150, 200), (70, 300)])
+def test_patterns_in_kernel_tiles(tq, tk):
+    side = sides(tq, tk)
+    for rules in [*patterns(), [BOTTOM_RIGHT, -1, 0, -1, DOCUMENTS, 0, 0, 3]]:
+        check_tiles(
+            rules, kernels.Mask(rules, side, tq, tk), expected(rules, side, tq, tk), (24,), (16, 64)
+        )
+
+
+def check_tiles(rules, mask, want, query_sizes, key_sizes):
+    """Range answers are never wrong, and exact for a rule that gives every query one range."""
+    _, _, tq, tk = want.shape
+    for b, h, qs, ks in itertools.product(range(B), range(H), query_sizes, key_sizes):
+        for q, k in itertools.product(chunks(tq, qs), chunks(tk, ks)):
+            tile = want[b, h, slice(*q), slice(*k)]
+            verdict = mask.classify(b, h, q, k)
+            assert verdict != kernels.TileClass.skip or not tile.any(), rules
+            assert verdict != kernels.TileClass.full or tile.all(), rules
+            first, last = mask.visible_keys_in(b, h, q, k)
+            seen = np.flatnonzero(tile.any(0)) + k[0]
+            assert all(first <= j < last for j in seen), rules
+            if is_single_range(rules):
+                assert (verdict == kernels.TileClass.full) == tile.all(), rules
+            if len(rules) == 0:
+                assert verdict == kernels.TileClass.full
+
+
+SKIPPED = {
+    "documents": [DOCUMENTS, 0, 0, 3],
+    "dilated": [DILATED, 70, 0, -1],
+    "fixed": [FIXED, 70, 2, -1],
+    "every": [EVERY, 70, 0, -1],
+    "blocks": [BLOCKS, 0, 0, 7],
+}
+
+
+@pytest.mark.parametrize("rules", SKIPPED.values(), ids=SKIPPED.keys())
+def test_hidden_tiles_are_skipped(rules):
+    """No tile of sparse patterns is visited in vain (each hides some)."""
+    tq = tk = 320
+    side = sides(tq, tk)
+    mask, want = kernels.Mask(rules, side, tq, tk), expected(rules, side, tq, tk)
+    hidden = 0
+    for b, h, q, k in itertools.product(range(B), range(H), chunks(tq, 16), chunks(tk, 16)):
+        if not want[b, h, slice(*q), slice(*k)].any():
+            assert mask.classify(b, h, q, k) == kernels.TileClass.skip
+            hidden += 1
+    assert hidden > 0
 
 
 @pytest.mark.parametrize("tq,tk", [(1, 9), (7, 7), (6, 13), (13, 6)])
@@ -94,14 +177,14 @@ def test_schedule_covers_what_is_visible_and_no_more_than_needed(tq, tk):
                 seen = want[b, :, q[0] : q[1]].any((0, 1))
                 outside = [j for j in np.flatnonzero(seen) if not first <= j // size < last]
                 assert not outside, rules
-                if len(rules) <= 4 and TENSOR not in rules[::4]:
+                if is_single_range(rules):
                     assert last - first == len({j // size for j in np.flatnonzero(seen)}), rules
             for n in range(-(-tk // size)):
                 k = kernels.block(n, size, tk)
                 first, last = mask.query_blocks(b, k, 3)
                 seen = want[b, :, :, k[0] : k[1]].any((0, 2))
                 assert all(first <= i // 3 < last for i in np.flatnonzero(seen)), rules
-                if len(rules) <= 4 and TENSOR not in rules[::4]:
+                if is_single_range(rules):
                     assert last - first == len({i // 3 for i in np.flatnonzero(seen)}), rules
 
 
@@ -124,7 +207,14 @@ def test_long_sequences_do_not_overflow():
     n = 1 << 40
     mask = kernels.Mask([BOTTOM_RIGHT, n - 1, 0, -1], [], n, n)
     assert mask.visible_keys(0, (n - 1, n)) == (0, n)
-    assert mask.classify(0, (0, 64), (64, 128)) == kernels.TileClass.skip
+    assert mask.classify(0, 0, (0, 64), (64, 128)) == kernels.TileClass.skip
+
+
+def test_parameters_without_a_meaning_are_refused():
+    wrong = ([CHUNK, 0, 0, -1], [DILATED, -1, 0, -1], [STRIDED, 3, -1, -1], [FIXED, 2, 3, -1])
+    for rules in (*wrong, [EVERY, 0, 0, -1], [BOTTOM_RIGHT, 1 << 40, 0, -1]):
+        with pytest.raises(ValueError, match="meaning"):
+            kernels.Mask(rules, [], 4, 4)
 
 
 def philox_numpy(counter, key):

@@ -164,6 +164,13 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t
   constexpr int64_t kWidth = Vec<A>::kWidth;
   const AttentionProblem& p = params.problem;
   const int64_t count = keys.end - keys.begin, ldq = padded_row(p.d);
+  bool skip = true, masked = false;
+  for (int64_t r = 0; r < rows.count; r += p.tq) {
+    const TileClass seen = classify(p.mask, rows.b, rows.head(r), {0, p.tq}, keys);
+    skip = skip && seen == TileClass::skip;
+    masked = masked || seen != TileClass::full;
+  }
+  if (skip) return;
   const T* const k = row_of<T>(p.k, rows.b, keys.begin, rows.kv_head);
   const T* const v = row_of<T>(p.v, rows.b, keys.begin, rows.kv_head);
   for_row_tiles(rows.count, [&](int64_t r, auto tile) {
@@ -172,7 +179,6 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t
                                          count - n, p.d, s + r * kKeyPanel + n);
     }
   });
-  const bool masked = classify(p.mask, rows.b, {0, p.tq}, keys) != TileClass::full;
   for (int64_t r = 0; r < rows.count; ++r) {
     uint64_t visible[kMaskWords] = {};
     if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);

@@ -179,18 +179,19 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
                       TilePlan& plan) {
   plan.queries = queries;
   plan.keys = keys;
+  const Range tile = visible_keys_in(p.mask, b, h, queries, keys);
+  if (is_empty(tile)) return false;
   bool any = false;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range rows = plan.group_rows(g);
     const Range q = {queries.begin + rows.begin, queries.begin + rows.end};
-    const Range seen = intersect(visible_keys(p.mask, b, q), keys);
+    const Range seen = visible_keys_in(p.mask, b, h, q, tile);
     plan.seen[g] = plan.columns[g] = {0, 0};
     if (is_empty(seen)) continue;
     plan.seen[g] = {seen.begin - keys.begin, seen.end - keys.begin};
     plan.columns[g] = {plan.seen[g].begin / 16 * 16, round_up(plan.seen[g].end, 16)};
-    plan.masked[g] = classify(p.mask, b, q,
-                              {keys.begin + plan.columns[g].begin,
-                               keys.begin + plan.columns[g].end}) != TileClass::full;
+    plan.masked[g] = !all_visible(
+        p.mask, b, h, q, {keys.begin + plan.columns[g].begin, keys.begin + plan.columns[g].end});
     any = any || !plan.masked[g];
     if (!plan.masked[g]) continue;
     uint64_t some = 0;

@@ -14,7 +14,7 @@ from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import Bias, ScoreRule, Softcap
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
-from omniattn.reference.masks import MaskKind, Rule, visible
+from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 from omniattn.reference.philox import new_seed
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -102,7 +102,7 @@ def attention(
             q,
             k,
             v,
-            mask=visible(rules, q.shape[1], k.shape[1], q.device),
+            mask=visible(rules, q.shape[1], k.shape[1], q.device, heads=q.shape[2]),
             bias=bias,
             scale=scale,
             softcap=softcap,
@@ -113,8 +113,9 @@ def attention(
 
     aux: list[Tensor] = []
     mask_codes: list[int] = []
-    for kind, a, b, side in rules:
-        mask_codes += [kind, a, b, _index(aux, side)]
+    for kind, a, b, tensors in rules:
+        mask_codes += [kind, a, b, len(aux) if tensors else -1]
+        aux += tensors
     params = [scale, dropout_p]
     score_codes: list[int] = []
     for code, side, parameter in _scores(softcap, bias):
@@ -293,17 +294,48 @@ def _mask(
         found.append(mask)
     elif mask is not None:
         raise TypeError(f"{op}: mask must be a Tensor or a Mask, got mask={mask!r}")
-    rules: list[Rule] = []
-    for kind, a, b, side in All(tuple(found)).rules():
-        if kind == MaskKind.TENSOR:
-            assert side is not None
-            side = _broadcastable(op, "mask", side, q, full)
-        elif side is not None and side.shape != full[:1]:
+    return [
+        (kind, a, b, _side_tensors(op, kind, side, q, full))
+        for kind, a, b, side in All(tuple(found)).rules()
+    ]
+
+
+def _side_tensors(
+    op: str, kind: int, side: tuple[Tensor, ...], q: Tensor, full: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    batch, heads, tq, tk = full
+    for t in side:
+        if t.device != q.device:
             raise ValueError(
-                f"{op}: lengths must have shape {full[:1]}, got lengths.shape={tuple(side.shape)}"
+                f"{op}: the tensors of a mask must be on the device of q, got {t.device}, "
+                f"q.device={q.device}"
             )
-        rules.append((kind, a, b, side))
-    return rules
+    if kind == MaskKind.TENSOR:
+        return (_broadcastable(op, "mask", side[0], q, full),)
+    if kind in (MaskKind.KEY_LENGTHS, MaskKind.PREFIX):
+        _require_mask_shape(op, "lengths", side[0], (batch,))
+    elif kind == MaskKind.DOCUMENTS:
+        side = tuple(
+            t.expand(batch, *t.shape[-1:]) if t.shape[:-1] in ((), (1,)) else t for t in side
+        )
+        _require_mask_shape(op, "documents of queries", side[0], (batch, tq))
+        _require_mask_shape(op, "documents of keys", side[1], (batch, tk))
+    elif kind == MaskKind.BLOCKS:
+        blocks = (batch, heads, -(-tq // BLOCK), -(-tk // BLOCK))
+        codes, bits = side
+        fits = codes.dim() == 4 and codes.shape[2:] == blocks[2:]
+        if not fits or codes.shape[0] not in (1, batch) or codes.shape[1] not in (1, heads):
+            raise ValueError(
+                f"{op}: mask codes must be broadcastable to {blocks}, blocks of {BLOCK} queries "
+                f"and keys, got codes.shape={tuple(codes.shape)}"
+            )
+        _require_mask_shape(op, "bits", bits, (bits.shape[0], BLOCK))
+    return side
+
+
+def _require_mask_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None:
+    if t.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {name}.shape={tuple(t.shape)}")
 
 
 def _broadcastable(op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:

@@ -1,19 +1,41 @@
 """Attention masks as small values: each encodes itself as rules for the kernels; `&` combines them.
 
-A new rule on (query, key) indices is a dataclass here, a case in csrc/semantics/mask.h and one in
-reference/masks.py; no schema, fake kernel or gradient changes.
+Positions: query q stands at i = q + Tk - Tq among the keys, so that the last query meets the last
+key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key) indices is a
+dataclass here, its cases in csrc/semantics/mask.h and one in reference/masks.py; no schema, fake
+kernel or gradient changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from omniattn.reference.masks import MaskKind, Rule
+from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 
-__all__ = ["All", "BoolMask", "Causal", "KeyLengths", "KeyPadding", "Mask", "SlidingWindow"]
+__all__ = [
+    "All",
+    "Blocks",
+    "BoolMask",
+    "Causal",
+    "Chunked",
+    "Dilated",
+    "Documents",
+    "EveryKth",
+    "Fixed",
+    "KeyLengths",
+    "KeyPadding",
+    "Mask",
+    "PrefixLM",
+    "SlidingWindow",
+    "Strided",
+    "from_predicate",
+    "sliding_window",
+]
 
 
 class Mask:
@@ -24,6 +46,69 @@ class Mask:
 
     def __and__(self, other: Mask) -> All:
         return All((self, other))
+
+    def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
+        """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
+        return visible(self.rules(), tq, tk, self._device(), heads=heads)
+
+    def count(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> int:
+        """Number of pairs that may attend in (batch, heads, tq, tk), exactly."""
+        return sum(
+            int(rows.sum()) * (batch * heads * rows.shape[-2] * tk // rows.numel())
+            for rows in self._stripes(tq, tk, heads, 256)
+            if rows.numel()
+        )
+
+    def density(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> float:
+        """Share of pairs that may attend, counted exactly."""
+        pairs = batch * heads * tq * tk
+        return self.count(tq, tk, batch=batch, heads=heads) / pairs if pairs else 0.0
+
+    def block_density(
+        self,
+        tq: int,
+        tk: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block: tuple[int, int] = (96, 128),
+    ) -> float:
+        """Share of the area that lies in (queries, keys) blocks with a pair that may attend.
+
+        The default block is the tile of the CPU kernels: what it would cost to visit whole tiles.
+        """
+        area = 0
+        for rows in self._stripes(tq, tk, heads, block[0]):
+            keys = torch.nn.functional.pad(rows.any(-2), (0, -tk % block[1]))
+            seen = keys.unflatten(-1, (-1, block[1])).any(-1)
+            widths = torch.full((seen.shape[-1],), block[1])
+            widths[-1:] -= -tk % block[1]
+            copies = batch * heads * seen.shape[-1] // seen.numel()
+            area += int((seen.cpu() * widths).sum()) * copies * rows.shape[-2]
+        pairs = batch * heads * tq * tk
+        return area / pairs if pairs else 0.0
+
+    def plot(self, tq: int, tk: int, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
+        """Draws the mask of one head, queries downwards, and returns the matplotlib axes."""
+        import matplotlib.pyplot as plt
+
+        mask = self.dense(tq, tk, heads=head + 1)
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[batch % mask.shape[0], head % mask.shape[1]].expand(tq, tk)
+        if ax is None:
+            _, ax = plt.subplots()
+        ax.imshow(mask.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
+        ax.set(xlabel="key", ylabel="query")
+        return ax
+
+    def _device(self) -> torch.device:
+        return next((t.device for *_, side in self.rules() for t in side), torch.device("cpu"))
+
+    def _stripes(self, tq: int, tk: int, heads: int, size: int) -> Iterator[Tensor]:
+        rules, device = self.rules(), self._device()
+        for first in range(0, tq, size):
+            span = (first, min(first + size, tq))
+            yield visible(rules, tq, tk, device, heads=heads, queries=span)
 
 
 @dataclass(frozen=True)
@@ -40,17 +125,20 @@ class All(Mask):
 class SlidingWindow(Mask):
     """Keys from `left` before to `right` behind the query, inclusive; -1 is unbounded.
 
-    "The W most recent tokens including this one" is SlidingWindow(W - 1, 0). The last query meets
-    the last key; with `top_left` the first query meets the first key.
+    "The W most recent tokens including this one" is SlidingWindow(W - 1, 0); `sliding_window` knows
+    the conventions of other libraries. With `top_left` the first query meets the first key.
     """
 
     left: int = -1
     right: int = -1
     top_left: bool = False
 
+    def __post_init__(self) -> None:
+        _require(self.left >= -1 and self.right >= -1, "window (left, right) must be >= -1", self)
+
     def rules(self) -> list[Rule]:
         kind = MaskKind.WINDOW_TOP_LEFT if self.top_left else MaskKind.WINDOW
-        return [(kind, self.left, self.right, None)]
+        return [(kind, self.left, self.right, ())]
 
 
 @dataclass(frozen=True)
@@ -70,7 +158,7 @@ class KeyLengths(Mask):
     lengths: Tensor
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.KEY_LENGTHS, 0, 0, self.lengths.to(torch.int64))]
+        return [(MaskKind.KEY_LENGTHS, 0, 0, (self.lengths.to(torch.int64),))]
 
 
 @dataclass(frozen=True)
@@ -80,7 +168,7 @@ class KeyPadding(Mask):
     real: Tensor
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.TENSOR, 0, 0, self.real[:, None, None, :])]
+        return [(MaskKind.TENSOR, 0, 0, (self.real[:, None, None, :],))]
 
 
 @dataclass(frozen=True)
@@ -90,4 +178,242 @@ class BoolMask(Mask):
     mask: Tensor
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.TENSOR, 0, 0, self.mask)]
+        return [(MaskKind.TENSOR, 0, 0, (self.mask,))]
+
+
+@dataclass(frozen=True)
+class PrefixLM(Mask):
+    """The first lengths[b] keys, and keys up to the query; lengths (B,) of integers.
+
+    Raffel et al., Exploring the Limits of Transfer Learning, 2020, arXiv:1910.10683.
+    """
+
+    lengths: Tensor
+
+    def rules(self) -> list[Rule]:
+        return [(MaskKind.PREFIX, 0, 0, (self.lengths.to(torch.int64),))]
+
+
+@dataclass(frozen=True)
+class Chunked(Mask):
+    """Keys of the query's chunk of `size`, i // size == k // size, up to the query (Llama 4).
+
+    flash-attention's attention_chunk alone is causal=False.
+    """
+
+    size: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, "chunk size must be >= 1", self)
+
+    def rules(self) -> list[Rule]:
+        return [(MaskKind.CHUNK, self.size, 0, ()), *_causal(self.causal)]
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Keys of the query's document: `queries` (B, Tq) and `keys` (B, Tk) name it by any integers.
+
+    Without `keys` both are the same. Ids in order, as in packed batches, are the fast case.
+    """
+
+    queries: Tensor
+    keys: Tensor | None = None
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> Documents:
+        """Hugging Face's packed sequences (B, T): a document starts wherever the position is 0."""
+        return cls((position_ids == 0).cumsum(-1))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
+        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1])."""
+        lengths = cu_seqlens.diff()
+        return cls(torch.arange(len(lengths)).to(lengths.device).repeat_interleave(lengths)[None])
+
+    def rules(self) -> list[Rule]:
+        queries = self.queries.to(torch.int64)
+        keys = queries if self.keys is None else self.keys.to(torch.int64)
+        return [(MaskKind.DOCUMENTS, 0, 0, (queries, keys))]
+
+
+@dataclass(frozen=True)
+class Dilated(Mask):
+    """Every `dilation`-th key: i - r * dilation for r = 0 .. `steps`; also behind if not causal.
+
+    Child et al., Sparse Transformers, 2019, arXiv:1904.10509 call it strided with one head.
+    """
+
+    dilation: int
+    steps: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.dilation >= 1 and self.steps >= 0, "dilation must be >= 1, steps >= 0", self)
+
+    def rules(self) -> list[Rule]:
+        reach = self.dilation * self.steps
+        window = SlidingWindow(reach, 0 if self.causal else reach).rules()
+        return [*window, (MaskKind.DILATED, self.dilation, 0, ())]
+
+
+@dataclass(frozen=True)
+class Strided(Mask):
+    """The `local` most recent keys, the query's own included, and every `stride`-th before.
+
+    With `split_heads` even heads see the first, odd heads the second. Child et al., Sparse
+    Transformers, 2019, arXiv:1904.10509 (there local = stride, and one more local key).
+    """
+
+    stride: int
+    local: int
+    split_heads: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.stride >= 1 and self.local >= 0, "stride must be >= 1, local >= 0", self)
+
+    def rules(self) -> list[Rule]:
+        kind = MaskKind.STRIDED_HEADS if self.split_heads else MaskKind.STRIDED
+        return [*_causal(True), (kind, self.stride, self.local, ())]
+
+
+@dataclass(frozen=True)
+class Fixed(Mask):
+    """The query's block of `stride` keys and the last `columns` of every block, up to the query.
+
+    Child et al., Sparse Transformers, 2019, arXiv:1904.10509.
+    """
+
+    stride: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        fits = self.stride >= 1 and 0 <= self.columns <= self.stride
+        _require(fits, "stride must be >= 1, columns in [0, stride]", self)
+
+    def rules(self) -> list[Rule]:
+        return [*_causal(True), (MaskKind.FIXED, self.stride, self.columns, ())]
+
+
+@dataclass(frozen=True)
+class EveryKth(Mask):
+    """Keys at multiples of `k`, and the query's own."""
+
+    k: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.k >= 1, "k must be >= 1", self)
+
+    def rules(self) -> list[Rule]:
+        return [*_causal(self.causal), (MaskKind.EVERY, self.k, 0, ())]
+
+
+@dataclass(frozen=True)
+class Blocks(Mask):
+    """A pattern in blocks of 64 x 64, as `from_predicate` makes it; hidden blocks cost nothing.
+
+    Args:
+        codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
+            partial, by bits[n].
+        bits: int64 (N, 64): bit k of word q of block n.
+    """
+
+    codes: Tensor
+    bits: Tensor
+
+    def rules(self) -> list[Rule]:
+        return [(MaskKind.BLOCKS, 0, 0, (self.codes, self.bits))]
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Tensor) -> Blocks:
+        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks."""
+        return cls(block_mask.to(torch.int32), _no_bits(block_mask.device))
+
+
+def from_predicate(
+    predicate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    tq: int,
+    tk: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+) -> Blocks:
+    """Any mask: `predicate(b, h, q, k)` as bool, True = attend, for a fixed (tq, tk).
+
+    The predicate is called once per 64 queries with int64 index tensors that broadcast to (batch,
+    heads, 64, tk); those of flex_attention work as they are. What comes out runs fused in both
+    passes, is 1 bit per pair in partial blocks and nothing elsewhere, and can be kept for any
+    number of calls. batch or heads of 1 broadcast.
+
+    Raises:
+        TypeError: the predicate does not return a bool tensor.
+    """
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    k = torch.arange(tk, device=device)
+    place = torch.arange(BLOCK, device=device)
+    codes, found, partials = [], [], 0
+    for first in range(0, tq, BLOCK):
+        q = torch.arange(first, min(first + BLOCK, tq), device=device)
+        seen = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+            raise TypeError(f"from_predicate: predicate must return a bool tensor, got {seen!r}")
+        seen = seen.expand(batch, heads, len(q), tk)
+        pad = (0, -tk % BLOCK, 0, BLOCK - len(q))
+        blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).transpose(2, 3)
+        whole = torch.nn.functional.pad(seen, pad, value=True)
+        full = whole.unflatten(-1, (-1, BLOCK)).transpose(2, 3).all(-1).all(-1)
+        some = blocks.any(-1).any(-1)
+        partial = some & ~full
+        code = full.to(torch.int32)
+        count = int(partial.sum())
+        code[partial] = torch.arange(2 + partials, 2 + partials + count, device=device).int()
+        codes.append(code)
+        found.append((blocks[partial].to(torch.int64) << place).sum(-1))
+        partials += count
+    if not codes:
+        return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), _no_bits(device))
+    return Blocks(torch.stack(codes, 2), torch.cat(found))
+
+
+def sliding_window(
+    size: int | tuple[int, int],
+    convention: Literal["huggingface", "fla", "mistral", "flash_attn", "torch"],
+    *,
+    causal: bool = True,
+) -> SlidingWindow:
+    """A window as another library counts it.
+
+    ===========  ================================================================================
+    huggingface  `sliding_window=W`: W keys with the query's own; not causal: up to W away
+    fla          `window_size=W`: W keys with the query's own
+    mistral      the text of the Mistral paper: W keys before the query's own
+    flash_attn   `window_size=(left, right)`: -1 is unbounded, bottom-right aligned
+    torch        the same, of `torch.nn.attention.varlen.varlen_attn`
+    ===========  ================================================================================
+    """
+    pair = convention in ("flash_attn", "torch")
+    if isinstance(size, int) == pair or (not pair and size < 1):  # type: ignore[operator]
+        wanted = "(left, right)" if pair else "an int >= 1"
+        raise ValueError(f"sliding_window: size of {convention} must be {wanted}, got size={size}")
+    if isinstance(size, tuple):
+        left, right = size
+    else:
+        own = convention == "fla" or (convention == "huggingface" and causal)
+        left = right = size - own
+    return SlidingWindow(left, 0 if causal else right)
+
+
+def _no_bits(device: torch.device | str) -> Tensor:
+    return torch.zeros(0, BLOCK, dtype=torch.int64, device=device)
+
+
+def _causal(causal: bool) -> list[Rule]:
+    return Causal().rules() if causal else []
+
+
+def _require(condition: bool, message: str, mask: Mask) -> None:
+    if not condition:
+        raise ValueError(f"masks: {message}, got {mask!r}")

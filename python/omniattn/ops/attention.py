@@ -10,14 +10,14 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
-from omniattn.reference.masks import visible
+from omniattn.reference.masks import Rule, visible
 
 __all__ = ["attention"]
 
 _backward_op = torch.ops.omniattn.attention_backward.default
 
 # Encodings, as decoded by csrc/ops/attention.h.
-_MASK_INTS = 4  # kind, a, b, aux index
+_MASK_INTS = 4  # kind, a, b, index of the first side tensor in aux
 _SCORE_INTS = 3  # kind, aux index, params index
 _BIAS, _SOFTCAP = 0, 1
 
@@ -103,8 +103,9 @@ def _formula(
     score: Sequence[int],
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    rules = [
-        (kind, a, b, aux[i] if i >= 0 else None) for kind, a, b, i in _groups(mask, _MASK_INTS)
+    rules: list[Rule] = [
+        (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
+        for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
     bias = _bias_index(score)
     caps = [params[i] for kind, _, i in _groups(score, _SCORE_INTS) if kind == _SOFTCAP]
@@ -112,7 +113,7 @@ def _formula(
         q,
         k,
         v,
-        mask=visible(rules, q.shape[1], k.shape[1], q.device),
+        mask=visible(rules, q.shape[1], k.shape[1], q.device, heads=q.shape[2]),
         bias=None if bias is None else aux[bias],
         scale=params[0],
         softcap=caps[0] if caps else 0.0,

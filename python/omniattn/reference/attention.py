@@ -50,10 +50,10 @@ def attention(
         s = s + widen(bias).to(s.dtype)
     rules = [masks.window_rule(causal, window_size)]
     if isinstance(mask, Tensor):
-        rules.append((masks.MaskKind.TENSOR, 0, 0, mask))
+        rules.append((masks.MaskKind.TENSOR, 0, 0, (mask,)))
     elif mask is not None:
         rules += mask.rules()
-    s = s.masked_fill(~masks.visible(rules, tq, tk, q.device), -math.inf)
+    s = s.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
 
     # Finite stand-ins for the statistics of a row without a key keep its gradients zero, not NaN.
     top = s.detach().amax(-1, keepdim=True) if tk > 0 else s.new_zeros(batch, heads, tq, 1)
@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
     tq, tk = query.shape[-2], key.shape[-2]
     mask = bias = None
     if is_causal:
-        rule = (masks.MaskKind.WINDOW_TOP_LEFT, -1, 0, None)
+        rule = (masks.MaskKind.WINDOW_TOP_LEFT, -1, 0, ())
         mask = masks.visible([rule], tq, tk, query.device)
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         mask = attn_mask

@@ -10,40 +10,104 @@ from torch import Tensor
 
 
 class MaskKind(IntEnum):
-    """Kinds of rules; numbers as in csrc/semantics/mask.h."""
+    """Kinds of rules; numbers as in csrc/semantics/mask.h. i = q + off, off = Tk - Tq."""
 
-    WINDOW = 0  # q + off - a <= k <= q + off + b, off = Tk - Tq; -1: unbounded
+    WINDOW = 0  # i - a <= k <= i + b; -1: unbounded
     WINDOW_TOP_LEFT = 1  # the same with off = 0
     KEY_LENGTHS = 2  # k < lengths[b], int64 (B,)
     TENSOR = 3  # bool, broadcastable to (B, Hq, Tq, Tk)
+    PREFIX = 4  # k < lengths[b] or k <= i
+    CHUNK = 5  # i // a == k // a
+    DOCUMENTS = 6  # ids of q (B, Tq) == ids of k (B, Tk), int64
+    DILATED = 7  # (i - k) % a == 0
+    STRIDED = 8  # i - b < k or (i - k) % a == 0
+    STRIDED_HEADS = 9  # even heads: i - b < k, odd heads: (i - k) % a == 0
+    FIXED = 10  # i // a == k // a or k % a >= a - b
+    EVERY = 11  # k % a == 0 or k == i
+    BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
 
 
-#: kind, a, b, side tensor
-Rule = tuple[int, int, int, Tensor | None]
+#: Queries and keys of a block of MaskKind.BLOCKS.
+BLOCK = 64
+
+#: kind, a, b, side tensors
+Rule = tuple[int, int, int, tuple[Tensor, ...]]
 
 
 def window_rule(causal: bool, window_size: tuple[int, int]) -> Rule:
     """(left, right) inclusive around the bottom-right diagonal; causal closes the right side."""
     left, right = window_size
-    return (MaskKind.WINDOW, left, 0 if causal else right, None)
+    return (MaskKind.WINDOW, left, 0 if causal else right, ())
 
 
-def visible(rules: Sequence[Rule], tq: int, tk: int, device: torch.device) -> Tensor:
-    """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk): the AND of all rules."""
-    q = torch.arange(tq, device=device)[:, None]
+def visible(
+    rules: Sequence[Rule],
+    tq: int,
+    tk: int,
+    device: torch.device,
+    *,
+    heads: int = 1,
+    queries: tuple[int, int] | None = None,
+) -> Tensor:
+    """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk): the AND of all rules.
+
+    With `queries` only the rows [first, last) of all Tq.
+    """
+    rows = slice(*queries) if queries is not None else slice(0, tq)
+    q = torch.arange(tq, device=device)[rows, None]
     k = torch.arange(tk, device=device)[None, :]
-    allowed = torch.ones(tq, tk, dtype=torch.bool, device=device)
+    allowed = torch.ones(len(q), tk, dtype=torch.bool, device=device)
     for kind, a, b, side in rules:
-        if kind in (MaskKind.WINDOW, MaskKind.WINDOW_TOP_LEFT):
-            distance = k - q - (tk - tq if kind == MaskKind.WINDOW else 0)
-            if a >= 0:
-                allowed = allowed & (distance >= -a)
-            if b >= 0:
-                allowed = allowed & (distance <= b)
-        elif kind == MaskKind.KEY_LENGTHS:
-            assert side is not None
-            allowed = allowed & (k < side[:, None, None, None])
-        else:
-            assert side is not None
-            allowed = allowed & side
+        allowed = allowed & _visible(kind, a, b, side, q, k, tk - tq, rows, heads)
     return allowed
+
+
+def _visible(
+    kind: int,
+    a: int,
+    b: int,
+    side: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    offset: int,
+    rows: slice,
+    heads: int,
+) -> Tensor:
+    i = q + offset
+    if kind in (MaskKind.WINDOW, MaskKind.WINDOW_TOP_LEFT):
+        distance = k - (i if kind == MaskKind.WINDOW else q)
+        allowed = torch.ones_like(distance, dtype=torch.bool)
+        if a >= 0:
+            allowed = allowed & (distance >= -a)
+        if b >= 0:
+            allowed = allowed & (distance <= b)
+        return allowed
+    if kind == MaskKind.KEY_LENGTHS:
+        return k < side[0][:, None, None, None]
+    if kind == MaskKind.TENSOR:
+        return side[0] if side[0].dim() < 2 or side[0].shape[-2] == 1 else side[0][..., rows, :]
+    if kind == MaskKind.PREFIX:
+        return (k < side[0][:, None, None, None]) | (k <= i)
+    if kind == MaskKind.CHUNK:
+        return i // a == k // a
+    if kind == MaskKind.DOCUMENTS:
+        return side[0][:, None, rows, None] == side[1][:, None, None, :]
+    if kind == MaskKind.BLOCKS:
+        return _blocks_visible(side[0], side[1], q, k)
+    dilated, local = (i - k) % a == 0, i - b < k
+    if kind == MaskKind.DILATED:
+        return dilated
+    if kind == MaskKind.STRIDED:
+        return local | dilated
+    if kind == MaskKind.STRIDED_HEADS:
+        return torch.stack((local, dilated))[torch.arange(heads, device=k.device) % 2]
+    if kind == MaskKind.FIXED:
+        return (i // a == k // a) | (k % a >= a - b)
+    assert kind == MaskKind.EVERY
+    return (k % a == 0) | (k == i)
+
+
+def _blocks_visible(codes: Tensor, bits: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    code = codes[..., q // BLOCK, k // BLOCK].to(torch.int64)
+    words = torch.cat((bits.new_zeros(1, BLOCK), bits.new_full((1, BLOCK), -1), bits))
+    return (words[code, q % BLOCK] >> (k % BLOCK)) & 1 == 1

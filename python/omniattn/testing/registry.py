@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.reference.masks import visible, window_rule
+from omniattn.functional import masks
 from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 
@@ -86,16 +86,32 @@ def _attention_flops(case: Case, pass_: Pass) -> float:
     """2 FLOP per visible (query, key) and feature, 2 GEMMs forward, 5 backward."""
     s = case.sizes
     causal = case.options.get("causal", False) or case.options.get("is_causal", False)
-    window = case.options.get("window_size", (-1, -1))
-    pairs = s["Tq"] * s["Tk"]
-    if causal or window != (-1, -1):
-        rule = window_rule(causal, window)
-        seen = visible([rule], s["Tq"], s["Tk"], torch.device("cpu"))
-        pairs = int(seen.sum())
+    left, right = case.options.get("window_size", (-1, -1))
+    mask = masks.SlidingWindow(left, 0 if causal else right) & case.options.get(
+        "mask", masks.All(())
+    )
+    pairs = mask.count(s["Tq"], s["Tk"], batch=s["B"], heads=s["H"])
     d, dv = s["D"], s.get("Dv", s["D"])
     forward, backward = 2.0 * (d + dv), 2.0 * (3 * d + 2 * dv)
     per_pair = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-    return s["B"] * s["H"] * pairs * per_pair[pass_]
+    return pairs * per_pair[pass_]
+
+
+#: Masks of indices, each with its cases; ids of documents are in order, then not.
+PATTERNS: dict[str, masks.Mask] = {
+    "prefix": masks.PrefixLM(torch.tensor([0, 70])),
+    "chunked": masks.Chunked(48),
+    "packed": masks.Documents(torch.arange(160).expand(2, 160) // 70) & masks.Causal(),
+    "documents": masks.Documents(torch.arange(320).view(2, 160) % 3),
+    "dilated": masks.Dilated(3, 20),
+    "strided": masks.Strided(40, 9),
+    "stridedheads": masks.Strided(40, 9, split_heads=True),
+    "fixed": masks.Fixed(50, 3),
+    "everykth": masks.EveryKth(30),
+    "predicate": masks.from_predicate(
+        lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
+    ),
+}
 
 
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
@@ -138,6 +154,7 @@ def _attention() -> tuple[OpSpec, OpSpec]:
             _qkv("biasbatch", 2, 33, 70, 4, 2, 16, None, ("bias per batch", "mask")),
             _qkv("biaskey", 2, 33, 70, 2, 2, 16, None, ("bias per key",), softcap=3.0),
             _qkv("dropout", 2, 65, 100, 2, 1, 32, None, ("seed",), causal=True, dropout_p=0.3),
+            *(_qkv(name, 2, 160, 160, 4, 2, 16, mask=mask) for name, mask in PATTERNS.items()),
             _qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
             _qkv("noqueries", 2, 0, 5, 2, 1, 8, return_lse=True),
             _qkv("nobatch", 0, 5, 5, 2, 1, 8),

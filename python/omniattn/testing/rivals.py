@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from omniattn.functional import masks
 from omniattn.reference.masks import visible, window_rule
 
 __all__ = [
@@ -61,7 +62,7 @@ def _sdpa_attention(
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | None = None,
+    mask: Tensor | masks.Mask | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -71,6 +72,7 @@ def _sdpa_attention(
 ) -> Tensor:
     _lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse)
     tq, tk = q.shape[1], k.shape[1]
+    mask = mask.dense(tq, tk, heads=q.shape[2]) if isinstance(mask, masks.Mask) else mask
     top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
     attn_mask = mask
     if (causal or window_size != (-1, -1)) and not top_left:

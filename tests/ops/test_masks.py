@@ -1,0 +1,261 @@
+"""Masks: what each allows against a plain predicate, alone and through the kernels."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from omniattn import functional, reference
+from omniattn.functional import masks
+
+LENGTHS = torch.tensor([3, 40])
+IDS_Q = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([30, 50, 20])).expand(2, 100)
+IDS_K = torch.tensor([[1, 2, 0] * 43, [0] * 60 + [1] * 40 + [2] * 29])
+
+#: mask, predicate on (b, h, q, k, i) with i = q + Tk - Tq, for Tq = 100, Tk = 129
+MASKS = {
+    "causal": (masks.Causal(), lambda b, h, q, k, i: k <= i),
+    "causal top-left": (masks.Causal(top_left=True), lambda b, h, q, k, i: k <= q),
+    "window": (masks.SlidingWindow(9, 3), lambda b, h, q, k, i: (k >= i - 9) & (k <= i + 3)),
+    "lengths": (masks.KeyLengths(LENGTHS), lambda b, h, q, k, i: k < LENGTHS[b]),
+    "prefix": (masks.PrefixLM(LENGTHS), lambda b, h, q, k, i: (k < LENGTHS[b]) | (k <= i)),
+    "chunked": (masks.Chunked(17), lambda b, h, q, k, i: (i // 17 == k // 17) & (k <= i)),
+    "chunks": (masks.Chunked(17, causal=False), lambda b, h, q, k, i: i // 17 == k // 17),
+    "documents": (
+        masks.Documents(IDS_Q, IDS_K),
+        lambda b, h, q, k, i: IDS_Q[b, q] == IDS_K[b, k],
+    ),
+    "dilated": (
+        masks.Dilated(3, 5),
+        lambda b, h, q, k, i: (k <= i) & (k >= i - 15) & ((i - k) % 3 == 0),
+    ),
+    "dilated both": (
+        masks.Dilated(3, 5, causal=False),
+        lambda b, h, q, k, i: ((i - k).abs() <= 15) & ((i - k) % 3 == 0),
+    ),
+    "strided": (
+        masks.Strided(20, 6),
+        lambda b, h, q, k, i: (k <= i) & ((i - k < 6) | ((i - k) % 20 == 0)),
+    ),
+    "strided heads": (
+        masks.Strided(20, 6, split_heads=True),
+        lambda b, h, q, k, i: (k <= i) & torch.where(h % 2 == 0, i - k < 6, (i - k) % 20 == 0),
+    ),
+    "fixed": (
+        masks.Fixed(40, 3),
+        lambda b, h, q, k, i: (k <= i) & ((k // 40 == i // 40) | (k % 40 >= 37)),
+    ),
+    "every kth": (
+        masks.EveryKth(13, causal=False),
+        lambda b, h, q, k, i: (k % 13 == 0) | (k == i),
+    ),
+    "combined": (
+        masks.PrefixLM(LENGTHS) & masks.Dilated(2, 60) & masks.KeyLengths(torch.tensor([90, 129])),
+        lambda b, h, q, k, i: (
+            (k <= i) & ((i - k) % 2 == 0) & (i - k <= 120) & (k < torch.tensor([90, 129])[b])
+        ),
+    ),
+}
+B, H, TQ, TK = 2, 4, 100, 129
+
+
+def expected(predicate, tq=TQ, tk=TK):
+    b, h, q, k = torch.meshgrid(*(torch.arange(n) for n in (B, H, tq, tk)), indexing="ij")
+    return predicate(b, h, q, k, q + tk - tq)
+
+
+def qkv(tq=TQ, tk=TK, dtype=torch.float64):
+    make = torch.Generator().manual_seed(0)
+    shapes = ((B, tq, H, 16), (B, tk, 2, 16), (B, tk, 2, 8))
+    return [torch.randn(s, generator=make, dtype=dtype) for s in shapes]
+
+
+def gradients(function, inputs, mask):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out, lse = function(*leaves, mask=mask, return_lse=True)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    grads = torch.autograd.grad((out * weight).sum() + lse[lse.isfinite()].sum(), leaves)
+    return [out.detach(), lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_allows_what_its_predicate_says(name):
+    mask, predicate = MASKS[name]
+    want = expected(predicate)
+    assert torch.equal(mask.dense(TQ, TK, heads=H).expand(B, H, TQ, TK), want)
+    assert mask.count(TQ, TK, batch=B, heads=H) == want.sum()
+    assert mask.density(TQ, TK, batch=B, heads=H) == want.double().mean()
+    tiles = (
+        torch.nn.functional.pad(want, (0, 31, 0, 28)).unflatten(3, (5, 32)).unflatten(2, (8, 16))
+    )
+    inside = torch.ones(1, 1, TQ, TK, dtype=torch.bool)
+    inside = (
+        torch.nn.functional.pad(inside, (0, 31, 0, 28)).unflatten(3, (5, 32)).unflatten(2, (8, 16))
+    )
+    area = (tiles.any((3, 5), keepdim=True) & inside).sum() / want.numel()
+    got = mask.block_density(TQ, TK, batch=B, heads=H, block=(16, 32))
+    assert got == pytest.approx(area.item())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_kernels_see_what_the_mask_allows(name):
+    mask, predicate = MASKS[name]
+    inputs = qkv()
+    want = gradients(reference.attention, inputs, expected(predicate))
+    for got in (
+        gradients(functional.attention, inputs, mask),
+        gradients(reference.attention, inputs, mask),
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_decode_sees_the_last_rows(name):
+    mask, predicate = MASKS[name]
+    if name in ("documents",):
+        mask = masks.Documents(IDS_Q[:, -2:], IDS_K)
+    last = expected(predicate)[:, :, -2:]
+    if name == "causal top-left":
+        last = expected(predicate, 2)
+    inputs = qkv(2)
+    got = gradients(functional.attention, inputs, mask)
+    torch.testing.assert_close(got, gradients(reference.attention, inputs, last))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_any_predicate_becomes_blocks(name):
+    _, predicate = MASKS[name]
+    blocks = masks.from_predicate(
+        lambda b, h, q, k: predicate(b, h, q, k, q + TK - TQ).expand(B, H, len(q), TK),
+        TQ,
+        TK,
+        batch=B,
+        heads=H,
+    )
+    want = expected(predicate)
+    assert torch.equal(blocks.dense(TQ, TK), want)
+    inputs = qkv()
+    torch.testing.assert_close(
+        gradients(functional.attention, inputs, blocks),
+        gradients(reference.attention, inputs, want),
+    )
+
+
+def test_blocks_are_hidden_visible_or_partial():
+    blocks = masks.from_predicate(lambda b, h, q, k: k <= q, 150, 200)
+    assert blocks.codes.tolist() == [[[[2, 0, 0, 0], [1, 3, 0, 0], [1, 1, 4, 0]]]]
+    assert blocks.bits.shape == (3, 64)
+    none = masks.from_predicate(lambda b, h, q, k: k > k + q, 70, 70)
+    assert (none.codes == 0).all() and len(none.bits) == 0
+    whole = masks.Blocks.from_block_mask(torch.eye(3, dtype=torch.bool)[None, None])
+    want = torch.block_diag(*[torch.ones(64, 64)] * 3).bool()
+    assert torch.equal(whole.dense(192, 192), want[None, None])
+    assert torch.equal(whole.dense(150, 150), want[None, None, :150, :150])
+
+
+def test_sparse_patterns_of_whole_blocks():
+    block_mask = torch.rand(2, 2, 7, 9, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask = masks.Blocks.from_block_mask(block_mask)
+    dense = block_mask.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :400, :550]
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, n, 2, 8, generator=make, dtype=torch.float64) for n in (400, 550, 550)]
+    torch.testing.assert_close(
+        gradients(functional.attention, inputs, mask & masks.Causal()),
+        gradients(reference.attention, inputs, dense & masks.Causal().dense(400, 550)),
+    )
+
+
+def test_documents_of_packed_batches():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    mask = masks.Documents.from_position_ids(positions)
+    assert mask.queries.tolist() == [[1, 1, 1, 2, 2, 3], [1] * 6]
+    mask = masks.Documents.from_cu_seqlens(torch.tensor([0, 3, 5, 6], dtype=torch.int32))
+    assert mask.queries.tolist() == [[0, 0, 0, 1, 1, 2]]
+    broadcast = functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q[:1]))
+    torch.testing.assert_close(
+        broadcast, functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q))
+    )
+
+
+def test_window_conventions():
+    window = masks.sliding_window
+    assert window(4096, "huggingface") == masks.SlidingWindow(4095, 0)
+    assert window(4096, "huggingface", causal=False) == masks.SlidingWindow(4096, 4096)
+    assert window(4096, "fla") == masks.SlidingWindow(4095, 0)
+    assert window(4096, "mistral") == masks.SlidingWindow(4096, 0)
+    assert window((7, -1), "flash_attn") == masks.SlidingWindow(7, 0)
+    assert window((7, -1), "torch", causal=False) == masks.SlidingWindow(7, -1)
+    for size, convention in ((0, "huggingface"), ((1, 1), "fla"), (3, "torch")):
+        with pytest.raises(ValueError, match="sliding_window: size of"):
+            window(size, convention)
+
+
+def test_windows_agree_with_transformers():
+    utils = pytest.importorskip("transformers.masking_utils")
+    q, k = torch.arange(20)[:, None], torch.arange(20)[None, :]
+    causal = utils.sliding_window_causal_mask_function(6)(0, 0, q, k)
+    assert torch.equal(masks.sliding_window(6, "huggingface").dense(20, 20), causal)
+    both = utils.sliding_window_bidirectional_mask_function(6)(0, 0, q, k)
+    assert torch.equal(masks.sliding_window(6, "huggingface", causal=False).dense(20, 20), both)
+
+
+def test_plot_draws_one_head():
+    pytest.importorskip("matplotlib").use("Agg")
+    mask = masks.Strided(4, 2, split_heads=True)
+    image = mask.plot(10, 10, head=3).images[0].get_array()
+    assert (image == mask.dense(10, 10, heads=4)[3].numpy()).all()
+
+
+WRONG = [
+    (lambda: masks.SlidingWindow(-2, 0), r"window .* >= -1, got SlidingWindow\(left=-2"),
+    (lambda: masks.Chunked(0), r"chunk size must be >= 1, got Chunked\(size=0"),
+    (lambda: masks.Dilated(0, 1), "dilation must be >= 1"),
+    (lambda: masks.Strided(3, -1), "local >= 0"),
+    (lambda: masks.Fixed(3, 4), r"columns in \[0, stride\]"),
+    (lambda: masks.EveryKth(0), "k must be >= 1"),
+]
+
+
+@pytest.mark.parametrize("make,message", WRONG)
+def test_parameters_without_a_meaning(make, message):
+    with pytest.raises(ValueError, match="masks: .*" + message):
+        make()
+
+
+WRONG_SHAPES = [
+    (masks.PrefixLM(torch.ones(3)), r"lengths must have shape \(2,\)"),
+    (masks.Documents(torch.ones(2, 99), IDS_K), r"documents of queries must have shape \(2, 100\)"),
+    (masks.Documents(IDS_Q), r"documents of keys must have shape \(2, 129\)"),
+    (masks.from_predicate(lambda b, h, q, k: k <= q, 100, 300), "mask codes must be broadcastable"),
+    (
+        masks.Blocks(torch.zeros(1, 1, 2, 3, dtype=torch.int32), torch.zeros(1, 63)),
+        "bits must have shape",
+    ),
+]
+
+
+@pytest.mark.parametrize("mask,message", WRONG_SHAPES)
+def test_shapes_that_do_not_fit_the_call(mask, message):
+    with pytest.raises(ValueError, match="attention: .*" + message):
+        functional.attention(*qkv(), mask=mask)
+
+
+def test_a_predicate_must_return_a_bool_tensor():
+    for predicate in (lambda b, h, q, k: q - k, lambda b, h, q, k: True):
+        with pytest.raises(TypeError, match="predicate must return a bool tensor"):
+            masks.from_predicate(predicate, 4, 4)
+
+
+def test_a_code_without_its_bits_hides():
+    """The raw op trusts no code: it stays inside the bits it was given."""
+    q, k, v = qkv(64, 64, torch.float32)
+    codes = torch.tensor([2, 3, 2**31 - 1, -5], dtype=torch.int32)
+    for code, h in itertools.product(codes, (1, 4)):
+        aux = [code.expand(1, h, 1, 1).contiguous(), torch.full((1, 64), -1)]
+        out, _ = torch.ops.omniattn.attention_raw(
+            q, k, v, aux, None, [12, 0, 0, 0], [], [0.25, 0.0]
+        )
+        want = functional.attention(q, k, v, scale=0.25) if code == 2 else torch.zeros_like(out)
+        torch.testing.assert_close(out, want)
