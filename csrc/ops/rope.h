@@ -26,7 +26,7 @@ Tensor with_unit_last_stride(const Tensor& t) {
 
 // Checks shared by both forms and fills in all but the tensors. `tables` keeps copies alive.
 RopeParams common(const char* op, const Tensor& q, const Tensor& cos, const Tensor& sin,
-                  const OptTensor& positions, bool interleaved, bool inverse,
+                  const OptTensor& positions, int64_t start, bool interleaved, bool inverse,
                   std::array<Tensor, 2>& tables) {
   require(q.dim() == 4, op, "q must have 4 dimensions, got ", q.dim());
   const DType dtype = dtype_of(op, "q", q);
@@ -41,12 +41,15 @@ RopeParams common(const char* op, const Tensor& q, const Tensor& cos, const Tens
   require(table_dims == 2 || cos.size(0) == batch || cos.size(0) == 1, op, "cos must have ", batch,
           " batch entries or 1, got ", cos.size(0));
   require(2 * half <= dim, op, "cos must have at most D / 2 columns, got ", half, " for D=", dim);
+  require(start >= 0 && start <= dim - 2 * half, op, "start must be in [0, ", dim - 2 * half,
+          "], so that what turns lies within D=", dim, ", got ", start);
   tables = {with_unit_last_stride(cos), with_unit_last_stride(sin)};
 
   RopeParams p{};
   p.dtype = dtype;
   p.tokens = tokens;
   p.dim = dim;
+  p.start = start;
   p.half = half;
   p.rows = rows;
   p.cos = tables[0].const_data_ptr();
@@ -94,12 +97,12 @@ void add_tensor(RopeParams& p, const Tensor& in, const Tensor& out) {
 }
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tensor& cos,
-                                const Tensor& sin, const OptTensor& positions, bool interleaved,
-                                bool inverse) {
+                                const Tensor& sin, const OptTensor& positions, int64_t start,
+                                bool interleaved, bool inverse) {
   constexpr const char* op = "rope";
   const DeviceScope scope(q);
   std::array<Tensor, 2> tables;
-  RopeParams p = common(op, q, cos, sin, positions, interleaved, inverse, tables);
+  RopeParams p = common(op, q, cos, sin, positions, start, interleaved, inverse, tables);
   check_like_q(op, "q", q, q, p.dtype);
   const Tensor q_in = with_unit_last_stride(q);
   const Tensor q_out = empty_tensor(q.sizes(), p.dtype);
@@ -127,11 +130,11 @@ void check_writable(const char* op, const char* name, const Tensor& x) {
 }
 
 void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
-                  const OptTensor& positions, bool interleaved, bool inverse) {
+                  const OptTensor& positions, int64_t start, bool interleaved, bool inverse) {
   constexpr const char* op = "rope_";
   const DeviceScope scope(q);
   std::array<Tensor, 2> tables;
-  RopeParams p = common(op, q, cos, sin, positions, interleaved, inverse, tables);
+  RopeParams p = common(op, q, cos, sin, positions, start, interleaved, inverse, tables);
   check_like_q(op, "q", q, q, p.dtype);
   check_writable(op, "q", q);
   add_tensor(p, q, q);

@@ -60,13 +60,14 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "dbias)");
 
   // rope: q, k (B, T, H, D) turned by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are chosen
-  // by positions (T) or (B, T); without k the second result is empty
+  // by positions (T) or (B, T), from dimension `start` of D on; without k the second result is
+  // empty
   define(m, "rope",
-         "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool "
-         "inverse) -> (Tensor q_out, Tensor k_out)");
+         "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int start, bool "
+         "interleaved, bool inverse) -> (Tensor q_out, Tensor k_out)");
   m.def(
-      "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, bool "
-      "interleaved, bool inverse) -> ()");
+      "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, int "
+      "start, bool interleaved, bool inverse) -> ()");
 
   // activation: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up
   define(m, "glu", "(Tensor gate, Tensor? up, int act) -> Tensor");

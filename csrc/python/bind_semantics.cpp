@@ -113,7 +113,6 @@ void bind_semantics(py::module_& m) {
     const RopePair p = rope_pair(n, half, interleaved);
     return Span{p.x, p.y};
   });
-  m.def("rope_angle", [](int64_t p, float f) { return rope_angle(p, f); });
   m.def("rope_rotate", [](double x, double y, double c, double s) {
     return std::pair{rope_x(x, y, c, s), rope_y(x, y, c, s)};
   });

@@ -26,9 +26,10 @@ def tokens(batch: int = 2, length: int = 33) -> torch.Tensor:
         {},
         {"tie_embeddings": True, "num_kv_heads": 1, "head_dim": 20},
         {"rope_scaling": reference.LinearScaling(2.0)},
+        {"rope_scaling": reference.YarnScaling(4.0, 8)},
         {"rope_scaling": reference.Llama3Scaling(8.0, 1.0, 4.0, 16), "rope_base": 5e5},
     ],
-    ids=["gqa", "tied-mqa-head20", "linear", "llama3"],
+    ids=["gqa", "tied-mqa-head20", "linear", "yarn", "llama3"],
 )
 def test_hugging_face_gives_the_same_logits_and_gradients(variant):
     ours = Llama(replace(TEST, **variant), dtype=torch.float64)
@@ -59,8 +60,8 @@ def test_from_hf_rejects_what_it_does_not_compute():
     with pytest.raises(NotImplementedError, match="attention_bias=True"):
         LlamaConfig.from_hf(config)
     config = TEST.to_hf()
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(NotImplementedError, match="rope_type='dynamic'"):
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_type='spiral'"):
         LlamaConfig.from_hf(config)
 
 

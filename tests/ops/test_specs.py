@@ -22,7 +22,7 @@ SPECIAL = {
     "scaled_dot_product_attention": ["gqa", "bool"],
     "rms_norm": ["bareresidual"],
     "layer_norm": ["residual"],
-    "apply_rotary": ["interleaved", "partial", "inplace"],
+    "apply_rotary": ["interleaved", "partial", "start", "inplace"],
     "geglu": ["tanhpacked"],
     "linear": ["offtile"],
     "cross_entropy": ["everything"],

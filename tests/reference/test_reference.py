@@ -150,34 +150,6 @@ def test_rotary_worked_number_and_layouts():
     torch.testing.assert_close(copy, q)
 
 
-def test_rope_scalings_equal_hugging_face():
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for scaling, hf in [
-        (reference.LinearScaling(4.0), {"rope_type": "linear", "factor": 4.0}),
-        (
-            reference.Llama3Scaling(),
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ),
-    ]:
-        config = LlamaConfig(
-            hidden_size=256,
-            num_attention_heads=2,
-            max_position_embeddings=131072,
-            rope_parameters={"rope_theta": 5e5, **hf},
-        )
-        expected, _ = ROPE_INIT_FUNCTIONS[hf["rope_type"]](config, torch.device("cpu"))
-        theta = reference.rope_frequencies(128, base=5e5, scaling=scaling)
-        torch.testing.assert_close(theta.float(), expected, rtol=1e-6, atol=0)
-
-
 def test_glu_family():
     g, u = randn(3, 4), randn(3, 4)
     packed = torch.cat([g, u], -1)

@@ -1,7 +1,8 @@
-// Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the first 2 * half elements of each
-// head turn by the angles of their token's row of the tables; the rest is copied. Pairs are (n, n +
-// half), or (2n, 2n + 1) if interleaved; see semantics/rope.h. Computed in fp32 (fp64 for fp64),
-// rounded once. A work item is a token: its table row is read once for all heads.
+// Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the 2 * half elements of each head
+// from `start` on turn by the angles of their token's row of the tables; the rest is copied. Pairs
+// are (n, n + half), or (2n, 2n + 1) if interleaved, counted from `start`; see semantics/rope.h.
+// Computed in fp32 (fp64 for fp64), rounded once. A work item is a token: its table row is read
+// once for all heads.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +24,9 @@ struct RopeTensor {
 
 struct RopeParams {
   DType dtype;
-  int64_t tokens;  // per batch entry; item i is token i % tokens of entry i / tokens
-  int64_t dim, half;
-  int64_t rows;  // of the tables
+  int64_t tokens;            // per batch entry; item i is token i % tokens of entry i / tokens
+  int64_t dim, start, half;  // start + 2 * half <= dim
+  int64_t rows;              // of the tables
   RopeTensor tensors[2];
   int32_t tensor_count;
   const void *cos, *sin;  // (batch, rows, half) in the compute type, unit stride in half

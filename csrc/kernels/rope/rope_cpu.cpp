@@ -36,7 +36,7 @@ template <class T, bool kInterleaved>
 void rotate(const RopeParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   const Vec<C> sign(p.inverse ? C(-1) : C(1));
-  const int64_t turned = 2 * p.half;
+  const int64_t after = p.start + 2 * p.half;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t b = item / p.tokens, t = item - b * p.tokens;
     const int64_t row =
@@ -48,10 +48,11 @@ void rotate(const RopeParams& p, int64_t begin, int64_t end) {
       const T* in = static_cast<const T*>(x.in) + b * x.in_batch + t * x.in_token;
       T* out = static_cast<T*>(x.out) + b * x.out_batch + t * x.out_token;
       for (int64_t h = 0; h < x.heads; ++h, in += x.in_head, out += x.out_head) {
-        rotate_head<T, kInterleaved>(in, out, cos, sin, p.half, sign);
+        rotate_head<T, kInterleaved>(in + p.start, out + p.start, cos, sin, p.half, sign);
         if (out != in) {
-          __builtin_memcpy(out + turned, in + turned,
-                           static_cast<std::size_t>(p.dim - turned) * sizeof(T));
+          __builtin_memcpy(out, in, static_cast<std::size_t>(p.start) * sizeof(T));
+          __builtin_memcpy(out + after, in + after,
+                           static_cast<std::size_t>(p.dim - after) * sizeof(T));
         }
       }
     }

@@ -20,8 +20,8 @@ __device__ __forceinline__ void rotate(const T* in, T* out, const Pack<compute_t
                                        const RopeParams& p) {
   using C = compute_t<T>;
   // The first and second pieces hold x and y of the pairs, or the pairs one after another.
-  const int64_t first = p.interleaved ? 2 * n : n;
-  const int64_t second = p.interleaved ? 2 * n + W : n + p.half;
+  const int64_t first = p.start + (p.interleaved ? 2 * n : n);
+  const int64_t second = first + (p.interleaved ? W : p.half);
   const Pack<T, W> a = gpu::load<W>(in + first), b = gpu::load<W>(in + second);
   Pack<T, W> turned_a, turned_b;
 #pragma unroll
@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kThreads)
       }
       if (out == in) continue;
       for (int64_t i = threadIdx.x; i < x.heads * rest; i += blockDim.x) {
-        const int64_t head = i / rest, n = 2 * p.half + (i - head * rest) * W;
+        const int64_t head = i / rest, m = (i - head * rest) * W;
+        const int64_t n = m < p.start ? m : m + 2 * p.half;
         gpu::store(out + head * x.out_head + n, gpu::load<W>(in + head * x.in_head + n));
       }
     }
@@ -90,7 +91,7 @@ Status launch_rope(const RopeParams& p, int64_t batch, Stream stream) {
   if (batch * p.tokens == 0 || heads == 0 || p.dim == 0) return nullptr;
   const auto vectorised = [&]<class T, int W>(T, Width<W>) {
     const auto fits = [](auto... strides) { return ((strides % W == 0) && ...); };
-    bool all = fits(p.dim, p.half, p.cos_batch, p.cos_row, p.sin_batch, p.sin_row) &&
+    bool all = fits(p.dim, p.start, p.half, p.cos_batch, p.cos_row, p.sin_batch, p.sin_row) &&
                gpu::aligned_16(p.cos) && gpu::aligned_16(p.sin);
     for (int32_t k = 0; k < p.tensor_count; ++k) {
       const RopeTensor& x = p.tensors[k];

@@ -6,21 +6,49 @@ from omniattn.functional.attention import attention, scaled_dot_product_attentio
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
 from omniattn.functional.norm import layer_norm, rms_norm
-from omniattn.functional.rope import apply_rotary, rope_frequencies, rotary_tables
+from omniattn.functional.positions import (
+    alibi_bias,
+    alibi_slopes,
+    grid_positions,
+    interpolate_grid,
+    interpolate_positions,
+    masked_positions,
+    packed_positions,
+    sincos_2d,
+    sinusoidal,
+)
+from omniattn.functional.rope import (
+    apply_rotary,
+    axial_frequencies,
+    mrope_axes,
+    rope_frequencies,
+    rotary_tables,
+)
 
 __all__ = [
+    "alibi_bias",
+    "alibi_slopes",
     "apply_rotary",
     "attention",
+    "axial_frequencies",
     "bilinear",
     "cross_entropy",
     "geglu",
+    "grid_positions",
+    "interpolate_grid",
+    "interpolate_positions",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "masked_positions",
+    "mrope_axes",
+    "packed_positions",
     "reglu",
     "rms_norm",
     "rope_frequencies",
     "rotary_tables",
     "scaled_dot_product_attention",
+    "sincos_2d",
+    "sinusoidal",
     "swiglu",
 ]

@@ -44,6 +44,13 @@ def require_float(op: str, name: str, x: Tensor) -> None:
         )
 
 
+def require_integers(op: str, name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={x!r}")
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
+
+
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     """`t` must be a tensor of the dtype and device of `x`."""
     if not isinstance(t, Tensor):

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import FLOATS, require_float, require_like, use_reference
+from omniattn.functional._checks import (
+    FLOATS,
+    require_float,
+    require_integers,
+    require_like,
+    use_reference,
+)
 from omniattn.ops import rope as ops
-from omniattn.reference.rope import LinearScaling, Llama3Scaling, RopeScaling
+from omniattn.reference.rope_scaling import RopeScaling
 
-__all__ = ["apply_rotary", "rope_frequencies", "rotary_tables"]
+__all__ = [
+    "apply_rotary",
+    "axial_frequencies",
+    "mrope_axes",
+    "rope_frequencies",
+    "rotary_tables",
+]
 
 
 def rope_frequencies(
@@ -20,6 +33,7 @@ def rope_frequencies(
     *,
     base: float = 10000.0,
     scaling: RopeScaling | None = None,
+    seq_len: int | Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """The angle per position of every pair.
@@ -29,14 +43,20 @@ def rope_frequencies(
     Args:
         rotary_dim: Dr, the number of dimensions that turn; even.
         base: > 0; a larger one gives longer wavelengths.
-        scaling: None, `LinearScaling` or `Llama3Scaling`, for contexts longer than trained on.
+        scaling: for contexts longer than trained on: `LinearScaling`, `NTKScaling`,
+            `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling` of
+            :mod:`omniattn.reference`, which also reads them from a Hugging Face config
+            (`scaling_from_hf`). Its `magnitude` belongs into :func:`rotary_tables`.
+        seq_len: length of the whole context, cached tokens included, for the dynamic and LongRoPE
+            scalings: an int, or a 0-d tensor, which needs no wait for a GPU. None: not longer than
+            trained on.
         device: of the result.
 
     Returns:
-        theta (Dr / 2,), float64.
+        theta (Dr / 2,), float64, so that ``p * theta`` is off by less than 1e-9 at position 10^6.
 
     Raises:
-        ValueError: an odd or negative rotary_dim, a base or a scaling out of range.
+        ValueError: an odd or negative rotary_dim, a base out of range, a scaling of another size.
         TypeError: a scaling of another type.
 
     Reference:
@@ -52,40 +72,115 @@ def rope_frequencies(
         raise ValueError(f"{op}: rotary_dim must be even and >= 0, got rotary_dim={rotary_dim}")
     if not 0.0 < base < math.inf:
         raise ValueError(f"{op}: base must be finite and > 0, got base={base}")
-    if scaling is not None:
-        if not isinstance(scaling, (LinearScaling, Llama3Scaling)):
-            raise TypeError(
-                f"{op}: scaling must be None, a LinearScaling or a Llama3Scaling, "
-                f"got scaling={scaling!r}"
-            )
-        if not 0.0 < scaling.factor < math.inf:
-            raise ValueError(f"{op}: scaling.factor must be finite and > 0, got {scaling!r}")
-        if isinstance(scaling, Llama3Scaling) and not (
-            0.0 < scaling.low_freq_factor < scaling.high_freq_factor
-        ):
-            raise ValueError(
-                f"{op}: scaling must have 0 < low_freq_factor < high_freq_factor, got {scaling!r}"
-            )
-    return reference.rope_frequencies(rotary_dim, base=base, scaling=scaling, device=device)
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise TypeError(f"{op}: scaling must be None or a RopeScaling, got scaling={scaling!r}")
+    return reference.rope_frequencies(
+        rotary_dim, base=base, scaling=scaling, seq_len=seq_len, device=device
+    )
+
+
+def axial_frequencies(
+    rotary_dim: int,
+    *,
+    num_axes: int = 2,
+    base: float = 10000.0,
+    device: torch.device | None = None,
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Frequencies of positions with several coordinates, which share the pairs evenly.
+
+    With two axes pairs ``0 .. Dr / 4 - 1`` turn by the row, the rest by the column, both with
+    ``theta_i = base^(-4 i / Dr)``.
+
+    Args:
+        rotary_dim: Dr, a multiple of 2 * num_axes.
+        num_axes: coordinates of a position.
+        base: > 0.
+        device: of theta.
+
+    Returns:
+        theta (Dr / 2,), float64, and the axis of each pair, both for :func:`rotary_tables`.
+
+    Raises:
+        ValueError: a rotary_dim, num_axes or base out of range.
+
+    Reference:
+        Fang et al., EVA-02, 2023, arXiv:2303.11331; Wang et al., Qwen2-VL, 2024, arXiv:2409.12191.
+
+    Example:
+        >>> axial_frequencies(8)
+        (tensor([1.0000, 0.0100, 1.0000, 0.0100], dtype=torch.float64), (0, 0, 1, 1))
+    """
+    op = "axial_frequencies"
+    if num_axes <= 0 or rotary_dim < 0 or rotary_dim % (2 * num_axes):
+        raise ValueError(
+            f"{op}: rotary_dim must be a multiple of 2 * num_axes, "
+            f"got rotary_dim={rotary_dim}, num_axes={num_axes}"
+        )
+    if not 0.0 < base < math.inf:
+        raise ValueError(f"{op}: base must be finite and > 0, got base={base}")
+    return reference.axial_frequencies(rotary_dim, num_axes=num_axes, base=base, device=device)
+
+
+def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
+    """Which coordinate of (time, height, width) turns each pair in M-RoPE.
+
+    Args:
+        sections: pairs of each coordinate, Dr / 2 together; (16, 24, 24) in Qwen2-VL.
+        interleaved: t h w t h w ... as long as a coordinate has pairs left, then t (Qwen3-VL),
+            instead of consecutive sections.
+
+    Returns:
+        (Dr / 2,) coordinates, the `axes` of :func:`rotary_tables`. Text tokens carry three equal
+        position ids, and so turn as without M-RoPE.
+
+    Raises:
+        ValueError: negative sections; interleaved ones with less than a third for the first.
+
+    Reference:
+        Wang et al., Qwen2-VL, 2024, arXiv:2409.12191; interleaved: Qwen3-VL, 2025.
+
+    Example:
+        >>> mrope_axes((1, 2, 1)), mrope_axes((2, 1, 1), interleaved=True)
+        ((0, 1, 1, 2), (0, 1, 2, 0))
+    """
+    op = "mrope_axes"
+    if any(size < 0 for size in sections):
+        raise ValueError(f"{op}: sections must be >= 0, got sections={tuple(sections)}")
+    if interleaved and any(size > sections[0] for size in sections):
+        raise ValueError(
+            f"{op}: sections must not exceed the first one where they are interleaved, "
+            f"got sections={tuple(sections)}"
+        )
+    return reference.mrope_axes(sections, interleaved=interleaved)
 
 
 def rotary_tables(
-    theta: Tensor, positions: Tensor, dtype: torch.dtype = torch.float32
+    theta: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    axes: Sequence[int] | None = None,
+    magnitude: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``positions * theta``.
 
     Args:
         theta: (Dr / 2,), as :func:`rope_frequencies` gives it.
-        positions: (...,), integer; on theta's device.
+        positions: (...,), any integer dtype, any sign, on theta's device: offset while decoding,
+            :func:`packed_positions` for packed sequences. (A, ...) with `axes`.
         dtype: of the tables. float32 (float64 for float64 q) is what :func:`apply_rotary` computes
             with; it converts others at each call.
+        axes: which of A coordinates turns each pair, from :func:`mrope_axes` or
+            :func:`axial_frequencies`.
+        magnitude: what cos and sin are multiplied by, `RopeScaling.magnitude`.
 
     Returns:
-        cos, sin (..., Dr / 2) of `dtype`; the angles are taken in float64.
+        cos, sin (..., Dr / 2) of `dtype`. The angles are taken in float64 and the results rounded
+        once, so that no position loses precision: in float32 an angle of 10^6 would be off by 0.03.
 
     Raises:
         TypeError: a dtype that does not fit.
-        ValueError: theta is not a vector.
+        ValueError: theta is not a vector; axes that do not fit.
 
     Example:
         >>> cos, sin = rotary_tables(rope_frequencies(2), torch.arange(2))
@@ -97,10 +192,17 @@ def rotary_tables(
     require_float(op, "theta", theta)
     if theta.dim() != 1:
         raise ValueError(f"{op}: theta must have 1 dimension, got theta.shape={tuple(theta.shape)}")
-    _require_integers(op, "positions", positions)
+    require_integers(op, "positions", positions)
     if dtype not in FLOATS:
         raise TypeError(f"{op}: dtype must be a floating-point dtype, got dtype={dtype}")
-    return reference.rotary_tables(theta, positions, dtype)
+    if axes is not None:
+        count = positions.shape[0] if positions.dim() else 0
+        if len(axes) != theta.numel() or not all(0 <= a < count for a in axes):
+            raise ValueError(
+                f"{op}: axes must have one entry in [0, {count}), the rows of positions, for each "
+                f"of the {theta.numel()} pairs, got axes={tuple(axes)}"
+            )
+    return reference.rotary_tables(theta, positions, dtype, axes=axes, magnitude=magnitude)
 
 
 def apply_rotary(
@@ -110,14 +212,16 @@ def apply_rotary(
     sin: Tensor,
     *,
     positions: Tensor | int | None = None,
+    rotary_start: int = 0,
     interleaved: bool = False,
+    inverse: bool = False,
     inplace: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotary position embedding of queries and keys.
 
-    Each pair of the first Dr dimensions turns by its token's angle: ``(x, y) -> (x cos - y sin, x
-    sin + y cos)``; the dimensions from Dr on pass through.
+    Each pair of Dr dimensions turns by its token's angle: ``(x, y) -> (x cos - y sin, x sin + y
+    cos)``; the others pass through.
 
     Args:
         q: (B, T, Hq, D), float64, float32, bfloat16 or float16. Any strides; copied only where the
@@ -126,10 +230,12 @@ def apply_rotary(
         cos: (T, Dr / 2) or (B, T, Dr / 2), one row for each token; with `positions` (P, Dr / 2).
             Any floating-point dtype, see :func:`rotary_tables`. Dr may be less than D.
         sin: of cos's shape, dtype and device.
-        positions: which row of the tables a token takes: int64 (T,) or (B, T); an int p for rows p,
-            p + 1, ...; None for row t.
+        positions: which row of the tables a token takes: (T,) or (B, T), any integer dtype; an int
+            p for rows p, p + 1, ...; None for row t.
+        rotary_start: the dimensions that turn are rotary_start, ..., rotary_start + Dr - 1.
         interleaved: pairs are (2i, 2i + 1) (GPT-J, Meta's Llama) instead of (i, i + Dr / 2)
-            (GPT-NeoX, Hugging Face's Llama).
+            (GPT-NeoX, Hugging Face's Llama), counted from rotary_start.
+        inverse: turn by the negative angle.
         inplace: write the results over q and k, which need unit stride in D.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
@@ -159,10 +265,18 @@ def apply_rotary(
         tensor([ 1.0000,  1.0000, -0.3012,  1.3818])
     """
     op = "apply_rotary"
-    _check(op, q, k, cos, sin, positions)
+    _check(op, q, k, cos, sin, positions, rotary_start)
     if use_reference(op, backend, q):
         return reference.apply_rotary(
-            q, k, cos, sin, positions=positions, interleaved=interleaved, inplace=inplace
+            q,
+            k,
+            cos,
+            sin,
+            positions=positions,
+            rotary_start=rotary_start,
+            interleaved=interleaved,
+            inverse=inverse,
+            inplace=inplace,
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise NotImplementedError(
@@ -171,21 +285,17 @@ def apply_rotary(
     if isinstance(positions, int):
         tokens = slice(positions, positions + q.shape[1])
         cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
+    if positions is not None and positions.dtype != torch.int64:
+        positions = positions.to(torch.int64)
     table = torch.float64 if q.dtype == torch.float64 else torch.float32
     if cos.dtype != table:
         cos, sin = cos.to(table), sin.to(table)
+    options = (rotary_start, interleaved, inverse)
     if inplace:
-        ops.rope_inplace(q, k, cos, sin, positions, interleaved)
+        ops.rope_inplace(q, k, cos, sin, positions, *options)
         return q, k
-    q_out, k_out = ops.rope(q, k, cos, sin, positions, interleaved, False)
+    q_out, k_out = ops.rope(q, k, cos, sin, positions, *options)
     return q_out, None if k is None else k_out
-
-
-def _require_integers(op: str, name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={x!r}")
-    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
-        raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
 
 
 def _check(
@@ -195,6 +305,7 @@ def _check(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | int | None,
+    rotary_start: int,
 ) -> None:
     require_float(op, "q", q)
     if q.dim() != 4:
@@ -230,6 +341,11 @@ def _check(
         raise ValueError(
             f"{op}: cos must have at most D / 2 columns, got cos.shape={tuple(shape)}, D={dim}"
         )
+    if not 0 <= rotary_start <= dim - 2 * half:
+        raise ValueError(
+            f"{op}: rotary_start must be in [0, D - Dr] = [0, {dim - 2 * half}], "
+            f"got rotary_start={rotary_start}"
+        )
     if positions is None:
         if rows != tokens:
             raise ValueError(
@@ -247,9 +363,7 @@ def _check(
 
 
 def _check_positions(op: str, positions: Tensor, q: Tensor, cos: Tensor) -> None:
-    _require_integers(op, "positions", positions)
-    if positions.dtype != torch.int64:
-        raise TypeError(f"{op}: positions must be int64, got positions.dtype={positions.dtype}")
+    require_integers(op, "positions", positions)
     if positions.device != q.device:
         raise ValueError(
             f"{op}: positions must be on the device of q, got "

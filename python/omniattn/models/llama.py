@@ -11,16 +11,11 @@ import torch
 
 from omniattn.models.decoder import Decoder
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
-from omniattn.reference import LinearScaling, Llama3Scaling, RopeScaling
+from omniattn.reference import Llama3Scaling, RopeScaling, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as HFLlamaConfig
     from transformers import LlamaForCausalLM
-
-_SCALINGS: dict[str, type[RopeScaling]] = {
-    "LinearScaling": LinearScaling,
-    "Llama3Scaling": Llama3Scaling,
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,8 @@ class LlamaConfig:
         values = dict(values)
         if values["rope_scaling"] is not None:
             scaling = dict(values["rope_scaling"])
-            values["rope_scaling"] = _SCALINGS[scaling.pop("type")](**scaling)
+            kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
+            values["rope_scaling"] = kinds[scaling.pop("type")](**scaling)
         return cls(**values)
 
     @classmethod
@@ -113,27 +109,11 @@ class LlamaConfig:
         """From a transformers LlamaConfig.
 
         Raises:
-            NotImplementedError: for biases, another activation or another rotary scaling.
+            NotImplementedError: for biases or another activation.
+            ValueError: for an unknown rotary scaling.
         """
         rope = dict(config.rope_parameters or {})
-        kind = rope.pop("rope_type", "default")
-        base = rope.pop("rope_theta")
-        scaling: RopeScaling | None
-        if kind == "default":
-            scaling = None
-        elif kind == "linear":
-            scaling = LinearScaling(rope["factor"])
-        elif kind == "llama3":
-            scaling = Llama3Scaling(
-                rope["factor"],
-                rope["low_freq_factor"],
-                rope["high_freq_factor"],
-                rope["original_max_position_embeddings"],
-            )
-        else:
-            raise NotImplementedError(
-                f"LlamaConfig: rope_type must be default, linear or llama3, got rope_type={kind!r}"
-            )
+        scaling = scaling_from_hf(rope, max_positions=config.max_position_embeddings)
         for name, supported in (
             ("hidden_act", "silu"),
             ("attention_bias", False),
@@ -157,7 +137,7 @@ class LlamaConfig:
             head_dim=head_dim,
             max_positions=config.max_position_embeddings,
             norm_eps=config.rms_norm_eps,
-            rope_base=base,
+            rope_base=rope["rope_theta"],
             rope_scaling=scaling,
             tie_embeddings=config.tie_word_embeddings,
             init_std=config.initializer_range,
@@ -167,17 +147,7 @@ class LlamaConfig:
         """To a transformers LlamaConfig."""
         from transformers import LlamaConfig as HFLlamaConfig
 
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_base}
-        if isinstance(self.rope_scaling, LinearScaling):
-            rope |= {"rope_type": "linear", "factor": self.rope_scaling.factor}
-        elif isinstance(self.rope_scaling, Llama3Scaling):
-            rope |= {
-                "rope_type": "llama3",
-                "factor": self.rope_scaling.factor,
-                "low_freq_factor": self.rope_scaling.low_freq_factor,
-                "high_freq_factor": self.rope_scaling.high_freq_factor,
-                "original_max_position_embeddings": self.rope_scaling.original_max_positions,
-            }
+        rope = scaling_to_hf(self.rope_scaling) | {"rope_theta": self.rope_base}
         return HFLlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.dim,

@@ -26,23 +26,23 @@ def _fake_inplace(*args: Any) -> None:
 
 
 def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    _, _, cos, sin, positions, interleaved, inverse = args
-    return (cos, sin, positions), (interleaved, inverse)
+    _, _, cos, sin, positions, *kept = args
+    return (cos, sin, positions), kept
 
 
 def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     """The gradients turn by the negative angle."""
-    interleaved, inverse = kept
+    start, interleaved, inverse = kept
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=False)]
     found = [grad for grad in wanted if grad is not None]
     if not found:
-        return (None,) * 7
+        return (None,) * 8
     second = found[1] if len(found) == 2 else None
-    turned = iter(rope(found[0], second, *saved, interleaved, not inverse))
+    turned = iter(rope(found[0], second, *saved, start, interleaved, not inverse))
     dq, dk = (None if grad is None else next(turned) for grad in wanted)
-    return dq, dk, None, None, None, None, None
+    return dq, dk, None, None, None, None, None, None
 
 
 def _formula(
@@ -51,15 +51,23 @@ def _formula(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
+    start: int,
     interleaved: bool,
     inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     return reference.apply_rotary(
-        q, k, cos, -sin if inverse else sin, positions=positions, interleaved=interleaved
+        q,
+        k,
+        cos,
+        sin,
+        positions=positions,
+        rotary_start=start,
+        interleaved=interleaved,
+        inverse=inverse,
     )
 
 
-#: (q, k, cos, sin, positions, interleaved, inverse) -> (q_out, k_out)
+#: (q, k, cos, sin, positions, start, interleaved, inverse) -> (q_out, k_out)
 rope = DifferentiableOp(
     "rope",
     fake=_fake,
@@ -76,18 +84,25 @@ class _TurnInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        start: int,
+        interleaved: bool,
+        inverse: bool,
     ) -> Tensor:
-        _inplace_op(x, None, cos, sin, positions, interleaved, False)
+        _inplace_op(x, None, cos, sin, positions, start, interleaved, inverse)
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved = interleaved
+        ctx.kept = start, interleaved, not inverse
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        dx, _ = rope(grads[0], None, *ctx.saved_tensors, ctx.interleaved, True)
-        return dx, None, None, None, None
+        dx, _ = rope(grads[0], None, *ctx.saved_tensors, *ctx.kept)
+        return dx, None, None, None, None, None, None, None
 
 
 def rope_inplace(
@@ -96,16 +111,16 @@ def rope_inplace(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
-    interleaved: bool,
+    *options: Any,
 ) -> None:
-    """Turns q and k in place, with gradients."""
+    """Turns q and k in place, with gradients; options: start, interleaved, inverse."""
     tensors = [x for x in (q, k) if x is not None]
     if is_transformed(*tensors):
-        turned = rope(q, k, cos, sin, positions, interleaved, False)
+        turned = rope(q, k, cos, sin, positions, *options)
         for x, y in zip(tensors, turned, strict=False):
             x.copy_(y)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         for x in tensors:
-            _TurnInPlace.apply(x, cos, sin, positions, interleaved)
+            _TurnInPlace.apply(x, cos, sin, positions, *options)
     else:
-        _inplace_op(q, k, cos, sin, positions, interleaved, False)
+        _inplace_op(q, k, cos, sin, positions, *options)

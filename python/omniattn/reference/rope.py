@@ -3,41 +3,12 @@
 Pair i of a head turns by the angle p * theta_i at position p, theta_i = base^(-2i / Dr).
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from omniattn.reference.precision import widen
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): theta / factor."""
-
-    factor: float
-
-    def apply(self, theta: torch.Tensor) -> torch.Tensor:
-        return theta / self.factor
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1 (arXiv 2407.21783): long wavelengths / factor, short ones kept, a ramp between."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-    def apply(self, theta: torch.Tensor) -> torch.Tensor:
-        turns = self.original_max_positions * theta / (2 * math.pi)
-        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        ramp = ramp.clamp(0, 1)
-        return theta * (ramp + (1 - ramp) / self.factor)
-
-
-RopeScaling = LinearScaling | Llama3Scaling
+from omniattn.reference.rope_scaling import RopeScaling
 
 
 def rope_frequencies(
@@ -45,35 +16,74 @@ def rope_frequencies(
     *,
     base: float = 10000.0,
     scaling: RopeScaling | None = None,
+    seq_len: int | torch.Tensor | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """theta (Dr / 2,) fp64, so that the angle p * theta is still right at p = 10^6."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     theta = base**-exponent
-    return theta if scaling is None else scaling.apply(theta)
+    return theta if scaling is None else scaling.apply(theta, base=base, seq_len=seq_len)
+
+
+def axial_frequencies(
+    rotary_dim: int,
+    *,
+    num_axes: int = 2,
+    base: float = 10000.0,
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """theta and axes of positions with `num_axes` coordinates: Dr / num_axes dims for each."""
+    theta = rope_frequencies(rotary_dim // num_axes, base=base, device=device)
+    pairs = theta.numel()
+    return theta.repeat(num_axes), tuple(a for a in range(num_axes) for _ in range(pairs))
+
+
+def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
+    """Which coordinate (0 t, 1 h, 2 w) turns pair i: consecutive sections, or every third."""
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    return tuple(
+        axis if i < len(sections) * sections[axis] else 0
+        for i in range(sum(sections))
+        for axis in [i % len(sections)]
+    )
 
 
 def rotary_tables(
-    theta: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype = torch.float32
+    theta: torch.Tensor,
+    positions: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    axes: Sequence[int] | None = None,
+    magnitude: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin (..., Dr / 2) of positions (...,): angles in fp64, results rounded."""
-    angle = positions[..., None].double() * theta
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    """cos, sin (..., Dr / 2) of positions (...,): angles in fp64, results rounded.
+
+    With `axes` (Dr / 2,), positions (A, ...) have a coordinate for each axis and pair i turns by
+    coordinate axes[i].
+    """
+    if axes is None:
+        angle = positions[..., None].double() * theta
+    else:
+        chosen = torch.tensor(axes, dtype=torch.int64, device=positions.device)
+        angle = positions.movedim(0, -1)[..., chosen].double() * theta
+    return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 
 
 def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, interleaved: bool
 ) -> torch.Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one table for all heads
-    turned, rest = widen(x[..., : 2 * half]), x[..., 2 * half :]
+    before, turned, rest = x.tensor_split((start, start + 2 * half), -1)
+    turned = widen(turned)
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
     else:
         a, b = turned[..., :half], turned[..., half:]
     pair = (a * cos - b * sin, a * sin + b * cos)
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned.to(x.dtype), rest], -1)
+    return torch.cat([before, turned.to(x.dtype), rest], -1)
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | int | None, tokens: int) -> torch.Tensor:
@@ -81,7 +91,7 @@ def _rows(table: torch.Tensor, positions: torch.Tensor | int | None, tokens: int
         return table
     if isinstance(positions, int):
         return table[..., positions : positions + tokens, :]
-    return table[positions]
+    return table[positions.long()]  # uint8 would be a mask
 
 
 def apply_rotary(
@@ -91,18 +101,23 @@ def apply_rotary(
     sin: torch.Tensor,
     *,
     positions: torch.Tensor | int | None = None,
+    rotary_start: int = 0,
     interleaved: bool = False,
+    inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotates the first Dr of D dims of q (B,T,Hq,D) and k (B,T,Hkv,D).
+    """Rotates dims rotary_start, ..., rotary_start + Dr - 1 of q (B,T,Hq,D) and k (B,T,Hkv,D).
 
     cos, sin (T,Dr/2) or (B,T,Dr/2), or (P,Dr/2) whose rows are chosen by positions: (T,) or (B,T),
-    or the number of the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`.
+    or the number of the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`. By
+    the negative angle if `inverse`.
     """
-    cos, sin = (_rows(widen(table), positions, q.shape[1]) for table in (cos, sin))
+    cos, sin = (
+        _rows(widen(table), positions, q.shape[1]) for table in (cos, -sin if inverse else sin)
+    )
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        y = _rotate(x, cos, sin, interleaved)
+        y = _rotate(x, cos, sin, rotary_start, interleaved)
         return x.copy_(y) if inplace else y
 
     return turn(q), None if k is None else turn(k)

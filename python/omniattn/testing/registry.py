@@ -301,7 +301,11 @@ def _rotary_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     table_dtype = torch.float64 if random.dtype == torch.float64 else torch.float32
     cos, sin = reference.rotary_tables(theta, position, table_dtype)
     made = {"q": random.normal(b, t, h, d), "k": random.normal(b, t, g, d), "cos": cos, "sin": sin}
-    return made | {"positions": random.integers(t, b, t)} if "positions" in case.tensors else made
+    if "positions" in case.tensors:
+        made["positions"] = random.integers(t, b, t)
+    if "short positions" in case.tensors:
+        made["positions"] = random.integers(t, t).to(torch.int16)
+    return made
 
 
 def _rotary_flops(case: Case, pass_: Pass) -> float:
@@ -330,12 +334,21 @@ def _rotary() -> OpSpec:
             _heads("offtile", 1, 5, 2, 2, 130),
             _heads("batchtables", 3, 20, 2, 1, 32, None, ("tables per batch",)),
             _heads("positions", 2, 30, 2, 1, 32, None, ("positions",)),
+            _heads("start", 2, 33, 3, 1, 40, 10, ("short positions",), rotary_start=17),
+            _heads("inverse", 2, 9, 2, 1, 48, 32, rotary_start=16, interleaved=True, inverse=True),
             _heads("offset", 2, 1, 2, 1, 32, None, ("long tables",), positions=77),
             _heads("inplace", 2, 33, 4, 2, 48, 32, inplace=True),
             _heads("decode", 2, 1, 8, 2, 128),
             _heads("empty", 2, 0, 4, 2, 64),
         ),
-        benchmarks=(Benchmark(_heads("half", 1, 2048, 16, 16, 128), (F32, BF16), FORWARD),),
+        benchmarks=(
+            Benchmark(_heads("half", 1, 2048, 16, 16, 128), (F32, BF16), FORWARD),
+            Benchmark(_heads("half", 1, 2048, 16, 16, 128), (F32,), ("backward",)),
+            Benchmark(
+                _heads("interleaved", 1, 2048, 16, 4, 128, interleaved=True), (F32, BF16), FORWARD
+            ),
+            Benchmark(_heads("partial", 1, 2048, 16, 4, 256, 64), (F32,), FORWARD),
+        ),
     )
 
 

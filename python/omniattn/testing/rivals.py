@@ -173,14 +173,31 @@ def _hf_rotary(
     sin: Tensor,
     *,
     positions: Tensor | int | None = None,
+    rotary_start: int = 0,
     interleaved: bool = False,
+    inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _lacks(positions=positions is not None, interleaved=interleaved, inplace=inplace)
-    _lacks(partial=2 * cos.shape[-1] != q.shape[-1])
-    cos, sin = (torch.cat((t, t), -1).to(q.dtype).unsqueeze(-2) for t in (cos, sin))
-    q_out, k_out = (x * cos + _rotate_half(x) * sin for x in (q, k))
-    return q_out, k_out
+    """Llama's, GPT-J's (interleaved) or GPT-NeoX's (partial) formula."""
+    _lacks(positions=positions is not None, inplace=inplace, start=rotary_start, inverse=inverse)
+    size = 2 * cos.shape[-1]
+    rotate = _rotate_every_two if interleaved else _rotate_half
+    cos, sin = (
+        (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1))
+        .to(q.dtype)
+        .unsqueeze(-2)
+        for t in (cos, sin)
+    )
+
+    def turn(x: Tensor) -> Tensor:
+        turned = x[..., :size] * cos + rotate(x[..., :size]) * sin
+        return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+
+    return turn(q), turn(k)
+
+
+def _rotate_every_two(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""Position modules."""
+
+import pytest
+import torch
+
+import omniattn.functional as F
+from omniattn import reference
+from omniattn.modules import (
+    ALiBi,
+    LearnedPositional,
+    RotaryEmbedding,
+    SinCosPositional2d,
+    SinusoidalPositional,
+)
+
+
+def test_sinusoidal_continues_at_an_offset():
+    layer = SinusoidalPositional(SinusoidalPositional.Config(6, "concat", scale_input=True))
+    x = torch.randn(2, 5, 6)
+    whole = layer(x)
+    torch.testing.assert_close(
+        whole - x * 6**0.5, F.sinusoidal(torch.arange(5), 6, layout="concat").expand(2, 5, 6)
+    )
+    torch.testing.assert_close(layer(x[:, 3:], 3), whole[:, 3:])
+    torch.testing.assert_close(layer(x[:, 3:], torch.tensor([[3, 4], [3, 4]])), whole[:, 3:])
+    assert layer(x.bfloat16()).dtype == torch.bfloat16 and not list(layer.parameters())
+
+
+def test_sincos_2d_leaves_the_prefix_alone():
+    layer, x = SinCosPositional2d(SinCosPositional2d.Config(8, prefix=1)), torch.randn(2, 7, 8)
+    y = layer(x, (2, 3))
+    assert torch.equal(y[:, 0], x[:, 0])
+    torch.testing.assert_close(y[:, 1:] - x[:, 1:], F.sincos_2d(8, 2, 3).expand(2, 6, 8))
+
+
+def test_learned_positions_never_clamp():
+    layer = LearnedPositional(LearnedPositional.Config(4, 3), dtype=torch.float64)
+    x = torch.zeros(2, 2, 3, dtype=torch.float64)
+    assert torch.equal(layer(x, 1)[0], layer.weight[1:3])
+    ids = torch.tensor([[3, 0], [1, 1]], dtype=torch.uint8)
+    assert torch.equal(layer(x, ids), layer.weight[ids.long()])
+    for wrong in (3, torch.tensor([0, 4]), torch.tensor([-1, 0])):
+        with pytest.raises(ValueError, match=r"positions must be in \[0, 4\)"):
+            layer(x, wrong)
+
+
+def test_learned_positions_are_resized():
+    layer = LearnedPositional(LearnedPositional.Config(5, 3, init_std=0.5))
+    longer = layer.interpolate(9)
+    assert longer.config == LearnedPositional.Config(9, 3, init_std=0.5)
+    torch.testing.assert_close(longer.weight, F.interpolate_positions(layer.weight, 9))
+    image = layer.interpolate_grid((2, 2), (3, 4), prefix=1)
+    assert image.config.max_positions == 13 and torch.equal(image.weight[0], layer.weight[0])
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_alibi(trainable):
+    layer = ALiBi(ALiBi.Config(4, trainable=trainable))
+    assert torch.equal(layer(3, 5), F.alibi_bias(F.alibi_slopes(4), 3, 5))
+    assert layer(1, 2, torch.bfloat16).dtype == torch.bfloat16
+    assert [n for n, _ in layer.named_parameters()] == ["slopes"] * trainable
+    assert list(layer.state_dict()) == ["slopes"] * trainable
+
+
+def rotary(**options):
+    return RotaryEmbedding(RotaryEmbedding.Config(8, **options))
+
+
+def test_dynamic_scaling_follows_the_longest_position():
+    scaling = reference.DynamicNTKScaling(4.0, 16)
+    layer, positions = rotary(scaling=scaling), torch.tensor([[3, 40], [0, 7]])
+    theta = F.rope_frequencies(8, scaling=scaling, seq_len=41)
+    torch.testing.assert_close(layer(positions), F.rotary_tables(theta, positions))
+    torch.testing.assert_close(layer(positions[1:], seq_len=41)[0][0], layer(positions)[0][1])
+    plain = F.rotary_tables(F.rope_frequencies(8), positions[1])
+    torch.testing.assert_close(layer(positions[1]), plain)
+    assert layer(torch.zeros(0).long())[0].shape == (0, 4)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(positions), layer(positions))
+
+
+def test_sticky_scaling_equals_hugging_face():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        rope_parameters=parameters,
+    )
+    hf, layer = (
+        LlamaRotaryEmbedding(config),
+        rotary(scaling=reference.DynamicNTKScaling(4.0, 16), sticky=True),
+    )
+    for length in (8, 40, 20, 60, 5, 17):
+        positions = torch.arange(length)
+        expected, _ = hf(torch.zeros(1), positions[None])
+        torch.testing.assert_close(layer(positions)[0], expected[0, :, :4], rtol=0, atol=1e-5)
+    assert not layer.state_dict()
+
+
+def test_scaled_tables_carry_the_magnitude():
+    scaling = reference.YarnScaling(40.0, 64)
+    cos, sin = rotary(scaling=scaling)(torch.arange(9))
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full((9, 4), 1.36888))
+
+
+def test_coordinates():
+    positions = torch.randint(9, (3, 2, 5))
+    layer = rotary(sections=(1, 2, 1))
+    axes = F.mrope_axes((1, 2, 1))
+    expected = F.rotary_tables(F.rope_frequencies(8), positions, axes=axes)
+    torch.testing.assert_close(layer(positions), expected)
+    theta, axes = F.axial_frequencies(8)
+    expected = F.rotary_tables(theta, positions[:2], axes=axes)
+    torch.testing.assert_close(rotary(num_axes=2)(positions[:2]), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sections=(1, 2)), "sections must add up"),
+        (dict(num_axes=3), "multiple of 2 \\* num_axes"),
+        (dict(num_axes=2, scaling=reference.LinearScaling(2.0)), "num_axes must be 1"),
+        (dict(sticky=True, scaling=reference.LinearScaling(2.0)), "sticky must have"),
+    ],
+)
+def test_bad_rotary_config(options, message):
+    with pytest.raises(ValueError, match=message):
+        rotary(**options)
