@@ -1,5 +1,7 @@
 """Attention layer and KV cache: head sharing, cross-attention, decoding equals the full forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,6 +85,48 @@ def test_cross_attention_projects_the_source_once():
     torch.testing.assert_close(layer(x, cache=cache), first)
 
 
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+def test_gate_multiplies_what_the_output_projection_reads(gate, activation):
+    config = Attention.Config(24, 4, 2, head_dim=5, init_std=0.5)
+    plain = Attention(config, dtype=torch.float64)
+    gated = Attention(replace(config, gate=gate, gate_activation=activation), dtype=torch.float64)
+    gated.load_state_dict({**plain.state_dict(), "g_proj.weight": gated.g_proj.weight.detach()})
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    plain.o_proj.weight.data.copy_(torch.eye(24, 20))
+    heads = plain(x)[..., :20].unflatten(-1, (4, 5))
+    logits = F.linear(x, gated.g_proj.weight).unflatten(-1, (4, -1))
+    factor = logits.sigmoid() if activation == "sigmoid" else F.silu(logits)
+    expected = F.linear((heads * factor).flatten(-2), gated.o_proj.weight)
+    torch.testing.assert_close(gated(x), expected)
+
+
+def test_elementwise_gate_is_that_of_qwen3_next():
+    from transformers.models.qwen3_next import modeling_qwen3_next as hf
+
+    config = hf.Qwen3NextConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6
+    )
+    config._attn_implementation = "eager"
+    theirs = hf.Qwen3NextAttention(config, 0)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    ours = Attention(Attention.Config(24, 4, 2, head_dim=6, qk_norm=True, gate="elementwise"))
+    state = {name: w.clone() for name, w in theirs.state_dict().items()}
+    q, gate = state["q_proj.weight"].unflatten(0, (4, 2, 6)).unbind(1)
+    state |= {"q_proj.weight": q.flatten(0, 1), "g_proj.weight": gate.flatten(0, 1)}
+    for name in ("q_norm.weight", "k_norm.weight"):
+        state[name] += 1  # theirs multiply by 1 + w
+    ours.load_state_dict(state)
+    x = torch.randn(2, 9, 24)
+    angles = torch.randn(9, 2)
+    cos, sin = angles.cos(), angles.sin()
+    twice = tuple(torch.cat([t, t], -1)[None] for t in (cos, sin))
+    causal = torch.zeros(9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e30)
+    expected, _ = theirs(x, twice, causal)
+    torch.testing.assert_close(ours(x, rope=(cos, sin)), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_mask_and_bias_reach_the_scores():
     layer = Attention(Attention.Config(8, 2, causal=False, init_std=0.5))
     x = torch.randn(1, 4, 8)
@@ -107,6 +151,8 @@ def test_dropout_acts_in_training_only():
         ({"dim": 8, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3"),
         ({"dim": 9, "num_heads": 4}, "dim=9"),
         ({"dim": 8, "num_heads": 4, "cross": True}, "causal=True"),
+        ({"dim": 8, "num_heads": 4, "gate": "all"}, "'all'"),
+        ({"dim": 8, "num_heads": 4, "gate_activation": "relu"}, "'relu'"),
     ],
 )
 def test_config_names_the_wrong_value(values, message):

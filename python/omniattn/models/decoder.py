@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
-from omniattn.modules import Attention, DecoderBlock, KVCache, Linear, RMSNorm, RotaryEmbedding
+from omniattn.modules import Attention, Cache, DecoderBlock, Linear, RMSNorm, RotaryEmbedding
 
 
 class Decoder(nn.Module):
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
 
     def new_cache(
         self, batch: int, max_length: int, dtype: torch.dtype | None = None
-    ) -> list[KVCache]:
+    ) -> list[Cache]:
         """One empty cache per layer for sequences of up to max_length tokens."""
         attention = [module for module in self.modules() if isinstance(module, Attention)]
         return [layer.new_cache(batch, max_length, dtype) for layer in attention]
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        cache: list[KVCache] | None = None,
+        cache: list[Cache] | None = None,
     ) -> torch.Tensor:
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
         if positions is None:
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        cache: list[KVCache] | None = None,
+        cache: list[Cache] | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, vocab_size), or with targets the mean loss.
 

@@ -2,10 +2,11 @@
 
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock
-from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.norm import LayerNorm, RMSNorm
+from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.positions import (
     ALiBi,
     LearnedPositional,
@@ -17,13 +18,19 @@ from omniattn.modules.rope import RotaryEmbedding
 __all__ = [
     "ALiBi",
     "Attention",
+    "Cache",
+    "CrossCache",
     "DecoderBlock",
     "GatedMLP",
     "KVCache",
+    "LatentCache",
     "LayerNorm",
     "LearnedPositional",
     "Linear",
+    "PagePool",
+    "PagedCache",
     "RMSNorm",
+    "RollingCache",
     "RotaryEmbedding",
     "SinCosPositional2d",
     "SinusoidalPositional",

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.modules.kv_cache import KVCache
+from omniattn.functional.masks import BoolMask, Mask
+from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -15,8 +16,9 @@ from omniattn.modules.norm import RMSNorm
 class Attention(nn.Module):
     """y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s; s is x or a source.
 
-    Order: projections, qk-norm, rotary embedding, cache, attention, output projection. Query head
-    h reads kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
+    Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query
+    head h reads kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
+    A gate multiplies what W_o reads by act(W_g x), for each number or for each head.
 
     Args:
         config: sizes and options.
@@ -24,7 +26,8 @@ class Attention(nn.Module):
 
     Shape:
         x (B, T, dim), source (B, S, source_dim) -> (B, T, dim).
-        Parameters q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm (head_dim,).
+        Parameters q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm (head_dim,),
+        with a gate g_proj.
 
     Notes:
         A query that sees no key gives W_o 0 + b and has zero gradients. Dropout acts in training
@@ -32,7 +35,8 @@ class Attention(nn.Module):
 
     Reference:
         Vaswani et al. 2017, arXiv 1706.03762; MQA: Shazeer 2019, arXiv 1911.02150; GQA: Ainslie
-        et al. 2023, arXiv 2305.13245.
+        et al. 2023, arXiv 2305.13245; gates: Qiu et al., Gated Attention for Large Language
+        Models, 2025, arXiv 2505.06708.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -59,6 +63,8 @@ class Attention(nn.Module):
             scale: of the scores, default 1 / sqrt(head_dim).
             softcap: scores become softcap * tanh(scores / softcap) if positive.
             dropout_p: of the attention weights.
+            gate: "elementwise" (one for each number of each head), "headwise" or None.
+            gate_activation: "sigmoid" or "silu", which is neither positive nor bounded.
             init_std, out_init_std: of the weights and of o_proj.
             backend: of all ops of this layer.
         """
@@ -79,6 +85,8 @@ class Attention(nn.Module):
         scale: float | None = None
         softcap: float = 0.0
         dropout_p: float = 0.0
+        gate: str | None = None
+        gate_activation: str = "sigmoid"
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: str | None = None
@@ -96,6 +104,12 @@ class Attention(nn.Module):
                 )
             if self.cross and self.causal:
                 raise ValueError("Attention: cross must have causal=False, got causal=True")
+            for name, value, known in (
+                ("gate", self.gate, (None, "elementwise", "headwise")),
+                ("gate_activation", self.gate_activation, ("sigmoid", "silu")),
+            ):
+                if value not in known:
+                    raise ValueError(f"Attention: {name} must be one of {known}, got {value!r}")
 
         @property
         def kv_heads(self) -> int:
@@ -131,18 +145,40 @@ class Attention(nn.Module):
             norm = RMSNorm.Config(c.head_size, c.qk_norm_eps, backend=c.backend)
             self.q_norm = RMSNorm(norm, device=device, dtype=dtype)
             self.k_norm = RMSNorm(norm, device=device, dtype=dtype)
+        if c.gate is not None:
+            gates = q_dim if c.gate == "elementwise" else c.num_heads
+            self.g_proj = linear(c.dim, gates, False, c.init_std)
 
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache on the device, and by default of the dtype, of the parameters."""
+    def new_cache(
+        self,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        *,
+        rolling: bool = False,
+    ) -> Cache:
+        """An empty cache on the device, and by default of the dtype, of the parameters.
+
+        Args:
+            batch, max_length: sizes; a cross-attention takes those of its source.
+            dtype: of the storage.
+            rolling: keep what the window sees and no more; needs causal and a left window.
+        """
+        c = self.config
+        if c.cross:
+            return CrossCache()
+        length = max_length
+        kind: type[KVCache] | type[RollingCache] = KVCache
+        if rolling:
+            if not c.causal or c.window_size[0] < 0:
+                raise ValueError(
+                    "Attention: a rolling cache must have causal=True and a left window, "
+                    f"got causal={c.causal}, window_size={c.window_size}"
+                )
+            length, kind = min(max_length, c.window_size[0] + 1), RollingCache
         weight = self.k_proj.weight
-        return KVCache(
-            batch,
-            max_length,
-            self.config.kv_heads,
-            self.config.head_size,
-            device=weight.device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )
+        dtype = weight.dtype if dtype is None else dtype
+        return kind(batch, length, c.kv_heads, c.head_size, device=weight.device, dtype=dtype)
 
     def _keys_and_values(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k = self.k_proj(source).unflatten(-1, (self.config.kv_heads, -1))
@@ -155,8 +191,8 @@ class Attention(nn.Module):
         source: torch.Tensor | None = None,
         *,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: KVCache | None = None,
-        mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        mask: torch.Tensor | Mask | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x (B, T, dim) -> (B, T, dim).
@@ -167,7 +203,8 @@ class Attention(nn.Module):
             rope: cos, sin of the positions of x, from RotaryEmbedding; self-attention only.
             cache: self-attention appends the new keys and values and attends to all; with
                 cross-attention the first call stores those of the source, later calls read them.
-            mask: boolean, True = attend, broadcastable to (B, num_heads, T, S).
+            mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), or a value of
+                `functional.masks`.
             bias: added to the scores, broadcastable to (B, num_heads, T, S).
         """
         c = self.config
@@ -189,6 +226,7 @@ class Attention(nn.Module):
                 )
             if cache is not None:
                 k, v = cache.append(k, v)
+                mask = _with_cache(cache, mask, bias)
         out = cast(
             torch.Tensor,
             functional.attention(
@@ -205,13 +243,17 @@ class Attention(nn.Module):
                 backend=c.backend,
             ),
         )
+        if c.gate is not None:
+            gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))
+            act = torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu
+            out = out * act(gate)
         y: torch.Tensor = self.o_proj(out.flatten(-2))
         return y
 
     def _cross_keys_and_values(
         self,
         source: torch.Tensor | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if rope is not None:
@@ -222,3 +264,17 @@ class Attention(nn.Module):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
+
+
+def _with_cache(
+    cache: Cache, mask: torch.Tensor | Mask | None, bias: torch.Tensor | None
+) -> torch.Tensor | Mask | None:
+    """`mask` and that of the cache."""
+    if not cache.ordered and (mask is not None or bias is not None):
+        raise ValueError(
+            "Attention: with a mask or bias the cache must be in the order of positions, "
+            f"got {type(cache).__name__} with sort=False"
+        )
+    if mask is None or cache.mask is None:
+        return cache.mask if mask is None else mask
+    return cache.mask & (BoolMask(mask) if isinstance(mask, torch.Tensor) else mask)

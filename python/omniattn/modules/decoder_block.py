@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from omniattn.modules.attention import Attention
-from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.kv_cache import Cache
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.norm import RMSNorm
 
@@ -62,7 +62,7 @@ class DecoderBlock(nn.Module):
         residual: torch.Tensor | None = None,
         *,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block; `residual` is None in front of the first one. The rest as in Attention."""

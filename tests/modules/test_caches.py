@@ -1,0 +1,250 @@
+"""Caches: prefill and steps equal the full forward, bytes, beams, crop, sharing, saved state."""
+
+import pytest
+import torch
+
+from omniattn.functional import attention, masks
+from omniattn.modules import (
+    Attention,
+    CrossCache,
+    KVCache,
+    LatentCache,
+    PagedCache,
+    PagePool,
+    RollingCache,
+    RotaryEmbedding,
+)
+
+WINDOW = 4
+LAYER = Attention.Config(24, 4, 2, window_size=(WINDOW - 1, 0), init_std=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def new_cache(kind: str, batch: int = 2):
+    if kind == "standard":
+        return KVCache(batch, 20, 2, 6)
+    if kind == "paged":
+        return PagedCache(PagePool(12, 3, 2, 6), batch)
+    return RollingCache(batch, WINDOW, 2, 6, sort=kind == "rolling-sorted")
+
+
+def tokens(n: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, n, 2, 6), torch.randn(batch, n, 2, 6)
+
+
+@pytest.mark.parametrize("kind", ["standard", "rolling", "rolling-sorted", "paged"])
+@pytest.mark.parametrize("cuts", [(5, 6, 7, 8, 9, 10, 11, 12), (1, 2, 3, 9, 10), (7, 9, 13)])
+@torch.no_grad()
+def test_prefill_and_steps_equal_the_full_forward(kind, cuts):
+    layer = Attention(LAYER)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
+    x = torch.randn(2, cuts[-1], 24)
+    full = layer(x, rope=rotary(torch.arange(cuts[-1])))
+    cache = new_cache(kind)
+    parts = []
+    for a, b in zip((0, *cuts), cuts, strict=False):
+        parts.append(layer(x[:, a:b], rope=rotary(torch.arange(a, b)), cache=cache))
+        if b == cuts[1]:  # the state goes to another cache, the beams are swapped twice
+            state, cache = cache.state_dict(), new_cache(kind)
+            cache.load_state_dict(state)
+            cache.reorder(torch.tensor([1, 0]))
+            cache.reorder(torch.tensor([1, 0]))
+    assert cache.length == cuts[-1]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
+
+
+def test_bytes_are_those_of_the_tokens():
+    sizes = {"v_head_dim": 5, "dtype": torch.bfloat16}
+    assert KVCache(3, 10, 2, 6, **sizes).nbytes == 3 * 10 * 2 * (6 + 5) * 2
+    assert RollingCache(3, 4, 2, 6, **sizes).nbytes == 3 * 4 * 2 * (6 + 5) * 2
+    # DeepSeek-V2: 576 numbers a token and layer, whatever the number of heads.
+    assert LatentCache(1, 7, 512, 64, dtype=torch.bfloat16).nbytes == 7 * 576 * 2
+    cross = CrossCache()
+    assert cross.nbytes == 0
+    cross.append(torch.ones(2, 5, 3, 4), torch.ones(2, 5, 3, 4))
+    assert cross.nbytes == 2 * 5 * 3 * (4 + 4) * 4
+    pool = PagePool(12, 3, 2, 6, **sizes)
+    page = 3 * 2 * (6 + 5) * 2
+    assert pool.nbytes == 12 * page
+    cache = PagedCache(pool, 2)
+    cache.append(torch.ones(2, 4, 2, 6).bfloat16(), torch.ones(2, 4, 2, 5).bfloat16())
+    assert cache.nbytes == 2 * 2 * page
+    layer = Attention(LAYER)
+    assert layer.new_cache(2, 100, rolling=True).nbytes == 2 * WINDOW * 2 * (6 + 6) * 4
+    assert layer.new_cache(2, 3, rolling=True).nbytes == 2 * 3 * 2 * (6 + 6) * 4
+
+
+@pytest.mark.parametrize("kind", ["standard", "rolling", "paged"])
+def test_crop_and_reorder(kind):
+    k, v = tokens(4)
+    cache = new_cache(kind)
+    cache.append(k, v)
+    cache.crop(2)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    seen_k, seen_v = cache.views()
+    assert torch.equal(seen_k, k[[1, 1, 0], :2])
+    assert torch.equal(seen_v, v[[1, 1, 0], :2])
+    with pytest.raises(ValueError, match="length=3"):
+        cache.crop(3)
+    more = tokens(1, 3)
+    seen_k, _ = cache.append(*more)
+    assert torch.equal(seen_k, torch.cat([k[[1, 1, 0], :2], more[0]], 1))
+
+
+def test_rolling_cache_keeps_the_window_and_no_more():
+    k, v = tokens(9)
+    cache = RollingCache(2, WINDOW, 2, 6, sort=True)
+    cache.append(k[:, :3], v[:, :3])
+    attended, _ = cache.append(k[:, 3:8], v[:, 3:8])
+    assert torch.equal(attended, k[:, :8])
+    attended, _ = cache.append(k[:, 8:], v[:, 8:])
+    assert torch.equal(attended, k[:, 5:])
+    slots, _ = RollingCache(2, WINDOW, 2, 6).append(k[:, :1], v[:, :1])
+    assert torch.equal(slots, k[:, :1])
+    with pytest.raises(ValueError, match="overwritten"):
+        cache.crop(8)
+    cache.crop(9)
+    with pytest.raises(ValueError, match="window=0"):
+        RollingCache(1, 0, 1, 1)
+    with pytest.raises(ValueError, match="last min"):
+        cache.load_state_dict({"k": k, "v": v, "length": 9})
+
+
+@torch.no_grad()
+def test_masks_and_biases_need_a_cache_in_order():
+    layer = Attention(LAYER)
+    x = torch.randn(1, 1, 24)
+    with pytest.raises(ValueError, match="sort=False"):
+        layer(x, cache=layer.new_cache(1, 20, rolling=True), bias=torch.zeros(1))
+    with pytest.raises(ValueError, match="left window"):
+        Attention(Attention.Config(24, 4, 2)).new_cache(1, 20, rolling=True)
+
+
+def test_latent_rows_are_key_and_value():
+    cache = LatentCache(2, 5, 8, 3)
+    rows = torch.randn(2, 4, 1, 11)
+    k, v = cache.append(rows, rows[..., :8])
+    assert torch.equal(k, rows)
+    assert torch.equal(v, rows[..., :8])
+    assert v.data_ptr() == k.data_ptr()
+    other = LatentCache(2, 5, 8, 3)
+    other.load_state_dict(cache.state_dict())
+    other.crop(2)
+    other.reorder(torch.tensor([1]))
+    assert torch.equal(other.views()[0], rows[1:, :2])
+    with pytest.raises(ValueError, match="first 8 columns"):
+        cache.append(rows, rows)
+
+
+@torch.no_grad()
+def test_cross_cache_holds_one_source():
+    layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
+    cache = layer.new_cache(2, 0)
+    with pytest.raises(ValueError, match="none"):
+        cache.views()
+    x, source = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    expected = layer(x, source, cache=cache)
+    cache.crop(0)
+    cache.reorder(torch.tensor([1, 0]))
+    torch.testing.assert_close(layer(x.flip(0), cache=cache), expected.flip(0))
+    with pytest.raises(ValueError, match="one source"):
+        cache.append(*tokens(2))
+    other = CrossCache()
+    other.load_state_dict(cache.state_dict())
+    assert torch.equal(other.views()[1], cache.views()[1])
+
+
+def test_forks_share_pages_until_one_writes():
+    pool = PagePool(12, 3, 2, 6)
+    prompt = PagedCache(pool)
+    k, v = tokens(7, 1)
+    prompt.append(k, v)
+    assert pool.used_pages == 3
+    branches = [prompt.fork(), prompt.fork(5), prompt.fork(3)]
+    assert pool.used_pages == 3
+    more = [tokens(2, 1) for _ in branches]
+    for branch, new in zip(branches, more, strict=True):
+        branch.append(*new)
+    # 7 + 2 writes to a copy of the last page, 5 + 2 to one of the second and a new one, 3 + 2
+    # shares the full first page and needs a new one.
+    assert pool.used_pages == 3 + 1 + 2 + 1
+    assert torch.equal(prompt.views()[0], k)
+    for branch, new, kept in zip(branches, more, (7, 5, 3), strict=True):
+        assert torch.equal(branch.views()[0], torch.cat([k[:, :kept], new[0]], 1))
+    for cache in (prompt, *branches):
+        cache.free()
+    assert pool.used_pages == 0
+
+
+def test_beams_of_one_page_copy_it_once_less_than_there_are_beams():
+    pool = PagePool(4, 4, 2, 6)
+    cache = PagedCache(pool)
+    cache.append(*tokens(2, 1))
+    cache.reorder(torch.tensor([0, 0, 0]))
+    assert pool.used_pages == 1
+    cache.append(*tokens(1, 3))
+    assert pool.used_pages == 3
+    before = cache.views()[0].clone()
+    cache.reorder(torch.tensor([2, 2, 1]))
+    with pytest.raises(ValueError, match="free_pages=2"):
+        cache.append(*tokens(6, 3))
+    assert torch.equal(cache.views()[0], before[[2, 2, 1]])
+
+
+@torch.no_grad()
+def test_sequences_of_different_lengths_decode_together():
+    layer = Attention(LAYER)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
+    x = torch.randn(3, 12, 24)
+    lengths = (2, 9, 5)
+    pool = PagePool(20, 3, 2, 6)
+    caches = []
+    for row, n in zip(x, lengths, strict=True):
+        caches.append(PagedCache(pool))
+        layer(row[None, :n], rope=rotary(torch.arange(n)), cache=caches[-1])
+    cache = PagedCache.join(caches)
+    assert cache.lengths.tolist() == list(lengths)
+    full = layer(x, rope=rotary(torch.arange(12)))
+    for new in (1, 2):
+        positions = cache.lengths[:, None] + torch.arange(new)
+        at = positions[..., None].expand(-1, -1, 24)
+        out = layer(x.gather(1, at), rope=rotary(positions), cache=cache)
+        torch.testing.assert_close(out, full.gather(1, at), rtol=1e-4, atol=2e-5)
+    state = cache.state_dict()
+    again = PagedCache(PagePool(20, 3, 2, 6), 1)
+    again.load_state_dict(state)
+    assert torch.equal(again.views()[0], cache.views()[0])
+    assert again.nbytes == cache.nbytes == again.pool.used_pages * 3 * 2 * 12 * 4
+    with pytest.raises(ValueError, match="must be of one pool"):
+        PagedCache.join([cache, again])
+    for name, bad in (("block_table", 99), ("lengths", 99), ("k", state["k"][:, :1])):
+        broken = {name: bad if isinstance(bad, torch.Tensor) else torch.full_like(state[name], bad)}
+        with pytest.raises(ValueError, match="must"):
+            again.load_state_dict({**state, **broken})
+
+
+def test_paged_attention_is_the_contiguous_one_bit_for_bit():
+    k, v = tokens(10)
+    q = torch.randn(2, 1, 4, 6)
+    results = []
+    for kind in ("standard", "paged"):
+        seen = new_cache(kind).append(k, v)
+        results.append(attention(q, *seen, mask=masks.Causal()))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["standard", "rolling", "paged"])
+def test_caches_reject_what_does_not_fit(kind):
+    cache = new_cache(kind)
+    k, v = tokens(2)
+    with pytest.raises(ValueError, match="v must have shape"):
+        cache.append(k, v[..., :2])
+    with pytest.raises(ValueError, match="k must have shape"):
+        cache.append(k[:1], v[:1])
+    with pytest.raises(RuntimeError, match="no_grad"):
+        cache.append(k.requires_grad_(), v)
+    assert cache.length == 0
