@@ -158,6 +158,12 @@ inline int __all_sync(uint32_t mask, int predicate, OMNIATTN_HERE) {
         ::omniattn::emulator::block().shared.array(&key, #name, sizeof(T[n])).data); \
   }()
 
+#define GPU_REQUIRE(condition, message)                                 \
+  ((condition) ? void()                                                 \
+               : ::omniattn::emulator::fail(::omniattn::emulator::text( \
+                     message, ", required at ",                         \
+                     ::omniattn::emulator::position(::omniattn::emulator::Location::current()))))
+
 // Runs at once; the stream is ignored.
 #define GPU_LAUNCH(kernel, grid, threads, shared_bytes, stream, ...) \
   (static_cast<void>(stream),                                        \

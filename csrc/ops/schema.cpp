@@ -87,7 +87,8 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          " int reduction) -> (Tensor loss, Tensor lse)");
   m.def(
       "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse,"
-      " int ignore_index, float label_smoothing, float z_loss, int reduction) -> Tensor");
+      " int ignore_index, float label_smoothing, float z_loss, int reduction,"
+      " ScalarType? grad_dtype=None) -> Tensor");
   // the same of x weight^T + bias, a chunk of tokens at a time; gradients for a gradient of 1,
   // which need a reduction
   define(m, "linear_cross_entropy",

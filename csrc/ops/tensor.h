@@ -41,9 +41,9 @@ inline ScalarType scalar_type(DType dtype) {
   return ScalarType::Undefined;
 }
 
-// The dtype of a floating-point tensor that kernels accept; an error naming the argument otherwise.
-inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
-  switch (t.scalar_type()) {
+// A floating-point dtype that kernels accept; an error naming the argument otherwise.
+inline DType dtype_of(const char* op, const char* name, ScalarType type) {
+  switch (type) {
     case ScalarType::Double:
       return DType::f64;
     case ScalarType::Float:
@@ -54,8 +54,11 @@ inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
       return DType::f16;
     default:
       fail(op, name, " must be float64, float32, bfloat16 or float16, got scalar type ",
-           static_cast<int>(t.scalar_type()));
+           static_cast<int>(type));
   }
+}
+inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
+  return dtype_of(op, name, t.scalar_type());
 }
 
 // dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.

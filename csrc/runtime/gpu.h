@@ -28,6 +28,14 @@
     kernel<<<(grid), (threads), (shared_bytes), (stream)>>>(__VA_ARGS__);       \
   } while (false)
 
+// Stops the kernel where `condition`, on values that only the GPU knows, does not hold. The message
+// goes to stderr; torch raises "device-side assert triggered" at its next call that waits for the
+// GPU, as its own kernels do. The process must be started again to use the GPU.
+#define GPU_REQUIRE(condition, message)                                     \
+  do {                                                                      \
+    if (!(condition)) __assert_fail(message, __FILE__, __LINE__, __func__); \
+  } while (false)
+
 namespace omniattn::gpu {
 
 template <class T>

@@ -83,26 +83,58 @@ __device__ __forceinline__ void sweep_row(int64_t n, const F& f) {
   for (; i < n; i += step) f(i, kKept);
 }
 
-// The same total in every lane, in an order of additions that is always the same.
-template <class C>
-__device__ __forceinline__ C warp_sum(C x) {
+template <int W>
+struct Width {};
+
+// Elements of p before the first on a 16-byte boundary, where sizeof(T) * W is 16.
+template <int W, class T>
+__device__ __forceinline__ int64_t elements_to_boundary(const T* p) {
+  return -static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (W - 1);
+}
+
+// f(i, Width<1>{}) for the `head` first elements i, f(i, Width<W>{}) for the packs i, ..., i + W -
+// 1 after them, f(i, Width<1>{}) for those that are left: rows of any length and alignment at 16
+// bytes per access.
+template <int W, class F>
+__device__ __forceinline__ void sweep_unaligned_row(int64_t n, int64_t head, const F& f) {
+  const int64_t thread = threadIdx.x, threads = blockDim.x, end = n - (n - head) % W;
+  for (int64_t i = thread; i < head; i += threads) f(i, Width<1>{});
+#pragma unroll 4
+  for (int64_t i = head + thread * W; i < end; i += threads * W) f(i, Width<W>{});
+  if (end + thread < n) f(end + thread, Width<1>{});
+}
+
+// `combine` of all lanes in every lane, in an order that is always the same.
+template <class C, class F>
+__device__ __forceinline__ C warp_reduce(C x, const F& combine) {
 #pragma unroll
-  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(0xffffffffu, x, bits);
+  for (int bits = 16; bits > 0; bits /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, bits));
   return x;
 }
 
-// Sum over the threads of a row. All threads of the block must take part.
+// `combine` over the threads of a row. All threads of the block must take part.
+template <class C, class F>
+__device__ __forceinline__ C row_reduce(C x, C identity, const F& combine) {
+  x = warp_reduce(x, combine);
+  if (blockDim.x == 32) return x;
+  GPU_SHARED(C, parts, 32);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) parts[warp] = x;
+  __syncthreads();
+  const bool used = lane < static_cast<int>(blockDim.x) / 32;
+  const C total = warp_reduce(used ? parts[lane] : identity, combine);
+  __syncthreads();  // the next reduction writes the array again
+  return total;
+}
+
 template <class C>
 __device__ __forceinline__ C row_sum(C x) {
-  x = warp_sum(x);
-  if (blockDim.x == 32) return x;
-  GPU_SHARED(C, sums, 32);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  if (lane == 0) sums[warp] = x;
-  __syncthreads();
-  const C total = warp_sum(lane < static_cast<int>(blockDim.x) / 32 ? sums[lane] : C(0));
-  __syncthreads();  // the next sum writes the array again
-  return total;
+  return row_reduce(x, C(0), [](C a, C b) { return a + b; });
+}
+// Ignores NaN.
+template <class C>
+__device__ __forceinline__ C row_max(C x) {
+  return row_reduce(x, C(-INFINITY), [](C a, C b) { return fmax(a, b); });
 }
 
 // A block for rows of `packs` Packs: the fewest threads, of at most max_threads, that keep the
@@ -124,8 +156,6 @@ inline unsigned row_grid(int64_t rows, dim3 block) {
 
 // f(T{}, Width<W>{}) with the dtype and the widest access; vectorised(T{}, Width<W>{}) tells
 // whether all pointers and strides allow 16 bytes.
-template <int W>
-struct Width {};
 template <class V, class F>
 void dispatch_width(DType dtype, const V& vectorised, const F& f) {
   dispatch(dtype, [&]<class T>(T) {
@@ -138,6 +168,8 @@ void dispatch_width(DType dtype, const V& vectorised, const F& f) {
   });
 }
 
-inline bool aligned_16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+__host__ __device__ inline bool aligned_16(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
 
 }  // namespace omniattn::gpu

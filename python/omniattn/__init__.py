@@ -6,6 +6,9 @@ if _config.LIBRARY_DIR is not None:
     __path__.insert(0, str(_config.LIBRARY_DIR))
 
 from omniattn import functional, reference
+from omniattn.ops import _library
+
+_library.explain_missing()
 
 __version__ = "0.1.0"
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from omniattn.ops import _library
+from omniattn.testing import registry
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the emulator switches stacks in x86-64 code"
 )
 
 ROOT = Path(__file__).parents[2]
-OPS = ("rms_norm", "layer_norm", "apply_rotary", "swiglu", "geglu", "reglu", "bilinear")
+OPS = tuple(name for name, spec in registry().items() if spec.cuda != "planned")
 
 VALUES = ("forward", "backward")
 LAYOUTS = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
@@ -41,6 +42,18 @@ def preloaded():
 
 @pytest.mark.parametrize(("variant", "schedules", "properties", "dtypes"), RUNS)
 def test_kernels_pass_the_specs_under_emulation(variant, schedules, properties, dtypes):
+    selection = " and ".join(f"({' or '.join(words)})" for words in (properties, OPS, dtypes))
+    run_emulated(variant, schedules, selection, "test_specs")
+
+
+def test_kernels_pass_the_tests_of_their_families():
+    """Bad input, extreme values, options; tests that compile or take large inputs say nothing new
+    about a kernel."""
+    families = [f"test_{name}" for name in ("activation", "loss", "norm", "rope")]
+    run_emulated("value", "shuffled", "not (compiled or many_chunks or large_results)", *families)
+
+
+def run_emulated(variant, schedules, selection, *files):
     name = f"libomniattn_emulated_{variant}.so"
     assert _library.find(name) is not None, "the development build has the emulated libraries"
     env = os.environ | {
@@ -54,8 +67,7 @@ def test_kernels_pass_the_specs_under_emulation(variant, schedules, properties, 
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "halt_on_error=1",
         }
-    selection = " and ".join(f"({' or '.join(words)})" for words in (properties, OPS, dtypes))
     command = [sys.executable, "-m", "pytest", "-p", "schedules", "-k", selection]
-    command += ["-p", "no:cacheprovider", str(ROOT / "tests/ops/test_specs.py")]
+    command += ["-p", "no:cacheprovider", *(str(ROOT / f"tests/ops/{f}.py") for f in files)]
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]

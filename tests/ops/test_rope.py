@@ -116,8 +116,8 @@ def test_compiled_in_place():
         (dict(positions=torch.arange(5) > 1), TypeError, "positions must be integers"),
         (dict(rotary_start=-1), ValueError, r"rotary_start must be in \[0, D - Dr\]"),
         (dict(rotary_start=3), ValueError, r"rotary_start must be in \[0, D - Dr\]"),
-        (dict(positions=torch.arange(1, 6)), RuntimeError, r"positions must be in \[0, 5\)"),
-        (dict(positions=torch.arange(-1, 4)), RuntimeError, r"positions must be in \[0, 5\)"),
+        (dict(positions=torch.arange(1, 6)), RuntimeError, r"positions must be in \[0, [5P]\)"),
+        (dict(positions=torch.arange(-1, 4)), RuntimeError, r"positions must be in \[0, [5P]\)"),
         (dict(cos=COS[:5].clone().requires_grad_()), NotImplementedError, "no gradient"),
     ],
 )

@@ -30,8 +30,9 @@ struct CrossEntropyParams {
 
 struct CrossEntropyBackwardParams {
   CrossEntropyParams forward;
+  DType grad_dtype;        // the logits', or on CUDA a half dtype for fp32 logits
   const void* row_weight;  // (rows) in the compute type
-  void* dlogits;           // (rows, cols) contiguous; may be the logits themselves
+  void* dlogits;           // (rows, cols) of grad_dtype, contiguous; may be the logits themselves
   bool stream;             // past the caches, for results that do not fit there
 };
 static_assert(std::is_trivially_copyable_v<CrossEntropyBackwardParams>);

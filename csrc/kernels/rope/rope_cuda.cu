@@ -53,24 +53,17 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t b = item / p.tokens, t = item - b * p.tokens;
     const int64_t position =
         p.positions != nullptr ? p.positions[b * p.positions_batch + t * p.positions_token] : t;
-    const bool known = position >= 0 && position < p.rows;
-    const int64_t row = known ? position : 0;
-    const C* const cos = static_cast<const C*>(p.cos) + b * p.cos_batch + row * p.cos_row;
-    const C* const sin = static_cast<const C*>(p.sin) + b * p.sin_batch + row * p.sin_row;
+    GPU_REQUIRE(position >= 0 && position < p.rows,
+                "rope: positions must be in [0, P), the rows of the tables");
+    const C* const cos = static_cast<const C*>(p.cos) + b * p.cos_batch + position * p.cos_row;
+    const C* const sin = static_cast<const C*>(p.sin) + b * p.sin_batch + position * p.sin_row;
     for (int32_t k = 0; k < p.tensor_count; ++k) {
       const RopeTensor& x = p.tensors[k];
       const T* const in = static_cast<const T*>(x.in) + b * x.in_batch + t * x.in_token;
       T* const out = static_cast<T*>(x.out) + b * x.out_batch + t * x.out_token;
       for (int64_t i = threadIdx.x; i < x.heads * packs; i += blockDim.x) {
         const int64_t head = i / packs, n = (i - head * packs) * W;
-        Pack<C, W> c, s;
-        if (known) {
-          c = gpu::load_constant<W>(cos + n);
-          s = gpu::load_constant<W>(sin + n);
-        } else {
-#pragma unroll
-          for (int j = 0; j < W; ++j) c.v[j] = s.v[j] = static_cast<C>(NAN);
-        }
+        const Pack<C, W> c = gpu::load_constant<W>(cos + n), s = gpu::load_constant<W>(sin + n);
         rotate<T, W>(in + head * x.in_head, out + head * x.out_head, c, s, n, p);
       }
       if (out == in) continue;

@@ -13,7 +13,6 @@ import omniattn
 from omniattn import config
 from omniattn.ops import _library, gemm_choice
 
-_DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -26,13 +25,6 @@ def run(args: argparse.Namespace) -> int:
     for name, value in _rows():
         print(f"{name:<16} {value}")
     return 0
-
-
-def ops_of(device: str) -> list[str]:
-    """Names of the ops with a kernel for this device, without the raw twin of each."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(_DEVICES[device])
-    ours = (name.removeprefix("omniattn::") for name in names if name.startswith("omniattn::"))
-    return sorted(name for name in ours if not name.endswith("_raw"))
 
 
 def _rows() -> Iterator[tuple[str, str]]:
@@ -53,7 +45,7 @@ def _rows() -> Iterator[tuple[str, str]]:
         name, _, choice = line.partition(": ")
         yield name, choice
     for device in _library.loaded:
-        yield f"ops {device}", ", ".join(ops_of(device))
+        yield f"ops {device}", ", ".join(_library.ops_of(device))
     variables = (f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
     yield (
         "threads",

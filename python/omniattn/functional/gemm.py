@@ -32,8 +32,9 @@ def linear(
         weight: (N, K) of x's dtype.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel that was measured to be faster on this kind of machine, this
-            package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" or
-            "cuda" for this package's; "reference" for the eager definition.
+            package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for
+            this package's, "cuda" for torch's cuBLAS as an op of this package; "reference" for the
+            eager definition.
 
     Returns:
         y (..., N) of x's dtype.
@@ -45,7 +46,8 @@ def linear(
 
     Note:
         The native kernel multiplies and adds in fp32 (fp64 for fp64) and rounds once; its results
-        and gradients do not depend on the number of threads.
+        and gradients do not depend on the number of threads. On CUDA torch's settings decide
+        (`torch.backends.cuda.matmul`).
 
     Reference:
         Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.

@@ -52,7 +52,8 @@ def cross_entropy(
     Raises:
         TypeError: an unsupported dtype.
         ValueError: a shape, device or option that does not fit.
-        RuntimeError: a target out of range; the message names it.
+        RuntimeError: a target out of range; the message names it. On CUDA the kernel finds it and
+            stops: torch raises at its next call that waits for the GPU.
         NotImplementedError: no native kernel for the device; a second derivative.
 
     Note:
@@ -114,9 +115,11 @@ def linear_cross_entropy(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
 
     Note:
-        Logits and their gradients stay in fp32, at most 64 MiB of them. With "mean" and "sum" the
-        gradients are computed beside the loss, three matrix products in all; without reduction the
-        backward computes the logits again. Memory: the gradients of x and weight.
+        Logits and their gradients stay in fp32, at most 64 MiB of them. On CUDA the products are
+        torch's (cuBLAS), at most 1 GiB of logits are in fp32 and their gradients in x's dtype. With
+        "mean" and "sum" the gradients are computed beside the loss, three matrix products in all;
+        without reduction the backward computes the logits again. Memory: the gradients of x and
+        weight.
 
     Reference:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.

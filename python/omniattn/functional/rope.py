@@ -247,7 +247,8 @@ def apply_rotary(
     Raises:
         TypeError: a dtype that is unsupported or does not fit.
         ValueError: a shape, device, stride or offset that does not fit.
-        RuntimeError: a position outside the tables.
+        RuntimeError: a position outside the tables. On CUDA the kernel finds it and stops: torch
+            raises at its next call that waits for the GPU.
         NotImplementedError: no native kernel for the device; tables that need a gradient.
 
     Note:

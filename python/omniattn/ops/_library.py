@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -57,6 +59,54 @@ def _check_torch() -> None:
             f"omniattn: needs torch >= {'.'.join(map(str, MINIMUM_TORCH))}, "
             f"got torch=={torch.__version__}; upgrade it with: pip install -U torch"
         )
+
+
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+_kernels = torch.library.Library("omniattn", "IMPL")
+_explained: set[str] = set()
+
+
+def _registered(device: str) -> list[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(_KEYS[device])
+    return sorted(n.removeprefix("omniattn::") for n in names if n.startswith("omniattn::"))
+
+
+def ops_of(device: str) -> list[str]:
+    """Names of the ops with a kernel for this device, without the raw twin of each."""
+    explained = _explained if device == "cuda" else ()
+    return [n for n in _registered(device) if not n.endswith("_raw") and n not in explained]
+
+
+def _has_kernel(name: str, device: str) -> bool:
+    key = _KEYS[device]
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"omniattn::{name}", key)
+    return has
+
+
+def compose(name: str, function: Callable[..., Any]) -> None:
+    """Makes `function`, of torch's ops and ours, the kernel of an op where no library has one."""
+    for device, key in _KEYS.items():
+        if device in loaded and not _has_kernel(name, device):
+            _kernels.impl(name, function, key)
+
+
+def explain_missing() -> None:
+    """Gives each op without a CUDA kernel one that says so, instead of the dispatcher's message."""
+    for name in _registered("cpu"):
+        if not _has_kernel(name, "cuda"):
+            _kernels.impl(name, _explain(name), "CUDA")
+            _explained.add(name)
+
+
+def _explain(name: str) -> Callable[..., NoReturn]:
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name.removesuffix('_raw')}: no native kernel for device='cuda' "
+            f"({cuda_unavailable or 'there is one for ' + ', '.join(ops_of('cuda'))}); "
+            'backend="reference" runs the eager definition'
+        )
+
+    return missing
 
 
 _check_torch()

@@ -1,7 +1,8 @@
-"""linear: x weight^T + bias on the register tiles."""
+"""linear: x weight^T + bias on the register tiles of the CPU, or on the cuBLAS of torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 
 __all__ = ["linear"]
@@ -53,3 +55,26 @@ linear = DifferentiableOp(
 )
 
 loop_over_vmap("linear_backward")
+
+
+def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _backward_by_torch(
+    grad_y: Tensor, x: Tensor, weight: Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    out_features, in_features = weight.shape
+    rows = math.prod(x.shape[:-1])
+    grads = grad_y.reshape(rows, out_features)
+    none = x.new_empty((0,))
+    return (
+        grad_y @ weight if x_grad else none,
+        grads.mT @ x.reshape(rows, in_features) if weight_grad else none,
+        grads.sum(0) if bias_grad else none.clone(),
+    )
+
+
+for _name in ("linear", "linear_raw"):
+    _library.compose(_name, _linear_by_torch)
+_library.compose("linear_backward", _backward_by_torch)

@@ -445,6 +445,7 @@ def _gemms() -> tuple[OpSpec, ...]:
     linear = OpSpec(
         name="linear",
         family="gemm",
+        cuda="emulated",
         paper="Goto and van de Geijn 2008, doi 10.1145/1356052.1356053",
         inputs=_linear_inputs,
         differentiable=("x", "weight", "bias"),
@@ -478,6 +479,7 @@ def _gemms() -> tuple[OpSpec, ...]:
     cross_entropy = OpSpec(
         name="cross_entropy",
         family="loss",
+        cuda="emulated",
         paper="Milakov and Gimelshein 2018, arXiv 1805.02867",
         inputs=_loss_inputs,
         differentiable=("logits",),
@@ -494,6 +496,7 @@ def _gemms() -> tuple[OpSpec, ...]:
     linear_cross_entropy = OpSpec(
         name="linear_cross_entropy",
         family="loss",
+        cuda="emulated",
         paper="Wijmans et al. 2024, arXiv 2411.09009",
         inputs=_fused_loss_inputs,
         differentiable=("x", "weight", "bias"),
