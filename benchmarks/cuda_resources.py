@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/cuda_resources.md"
 ARCHS = ("sm_80", "sm_90a")
+LONGEST_COMPILATION = 60.0
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -42,7 +44,8 @@ does. Written by `python benchmarks/cuda_resources.py` with nvcc {release()}.
 
 
 def compile_for(source: Path, arch: str) -> str:
-    """What ptxas says about a file."""
+    """What ptxas says about a file; an error where compiling takes too long to work with."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [*filter(None, [shutil.which("ccache")]), "nvcc", "-std=c++20", "-O3", "-c"]
         command += [f"-arch={arch}", "-Xptxas=-v", f"-I{ROOT / 'csrc'}", str(source)]
@@ -50,6 +53,8 @@ def compile_for(source: Path, arch: str) -> str:
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(result.stdout + result.stderr)
+    if (seconds := time.monotonic() - start) > LONGEST_COMPILATION:
+        sys.exit(f"{source.name}: {seconds:.0f} s for {arch}; split its instantiations")
     return result.stdout + result.stderr
 
 

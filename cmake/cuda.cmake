@@ -10,7 +10,8 @@ else()
   set(found OFF)
 endif()
 option(OMNIATTN_CUDA "Build libomniattn_cuda.so (needs nvcc >= 12)" ${found})
-set(OMNIATTN_CUDA_ARCHS "80-real;90a-real" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
+# Machine code for Ampere to Hopper, and PTX that newer GPUs compile when they load it.
+set(OMNIATTN_CUDA_ARCHS "80;90a-real" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
 if(NOT OMNIATTN_CUDA)
   return()
 endif()
@@ -51,7 +52,9 @@ set_target_properties(kernels_cuda PROPERTIES
 
 find_package(CUDAToolkit REQUIRED)
 add_library(omniattn_cuda SHARED $<TARGET_OBJECTS:kernels_cuda> ${OMNIATTN_CUDA_OPS})
-target_compile_definitions(omniattn_cuda PRIVATE OMNIATTN_CUDA USE_CUDA)
+string(REPLACE ";" ", " architectures "${OMNIATTN_CUDA_ARCHS}")
+target_compile_definitions(omniattn_cuda PRIVATE
+  OMNIATTN_CUDA USE_CUDA OMNIATTN_CUDA_ARCHS="${architectures}")
 target_link_libraries(omniattn_cuda PRIVATE
   omniattn_options torch_stable torch_cuda_stub CUDA::cudart_static)
 target_link_options(omniattn_cuda PRIVATE -Wl,--as-needed -Wl,-z,defs)

@@ -16,8 +16,15 @@ inline Stream stream() {
   return static_cast<Stream>(current);
 }
 
+#if defined(OMNIATTN_CUDA_ARCHS)
+inline constexpr const char* kArchitectures = OMNIATTN_CUDA_ARCHS;
+#else
+inline constexpr const char* kArchitectures = "the emulator";
+#endif
+
 inline void require_launched(const char* op, Status status) {
-  require(status == nullptr, op, "the CUDA launch failed: ", status);
+  require(status == nullptr, op, "the CUDA launch failed: ", status, " (kernels are built for ",
+          kArchitectures, ')');
 }
 
 }  // namespace omniattn::ops
