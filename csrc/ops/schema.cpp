@@ -99,4 +99,19 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias,"
       " Tensor target, int ignore_index, float label_smoothing, float z_loss, bool x_grad,"
       " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  // moe: sum over the slots of weights (N, k) times expert index (N, k), -1 for none, of x (N, d);
+  // up (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp: alpha and limit of
+  // gpt-oss, or nothing. pre (N k, F or 2F), sorted by expert, is kept for the backward where asked
+  // for, else empty.
+  define(
+      m, "moe",
+      "(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, Tensor? "
+      "down_bias, int act, int gate, float[] clamp, bool keep) -> (Tensor y, Tensor pre)");
+  m.def(
+      "moe_backward(Tensor grad_y, Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? "
+      "up_bias, Tensor down, Tensor? down_bias, Tensor pre, int act, int gate, float[] clamp, bool "
+      "x_grad, bool weights_grad, bool up_grad, bool up_bias_grad, bool down_grad, bool "
+      "down_bias_grad) -> (Tensor dx, Tensor dweights, Tensor dup, Tensor dup_bias, Tensor ddown, "
+      "Tensor ddown_bias)");
 }

@@ -27,6 +27,7 @@ SPECIAL = {
     "linear": ["offtile"],
     "cross_entropy": ["everything"],
     "linear_cross_entropy": ["everything"],
+    "moe_experts": ["gptoss", "recompute"],
 }
 
 

@@ -5,6 +5,7 @@ from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
 from omniattn.functional.attention import attention, scaled_dot_product_attention
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
+from omniattn.functional.moe import moe_experts
 from omniattn.functional.norm import layer_norm, rms_norm
 from omniattn.functional.positions import (
     alibi_bias,
@@ -41,6 +42,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "masked_positions",
+    "moe_experts",
     "mrope_axes",
     "packed_positions",
     "reglu",

@@ -8,6 +8,7 @@ from omniattn.reference.activation import bilinear, geglu, reglu, swiglu
 from omniattn.reference.attention import attention, scaled_dot_product_attention
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import cross_entropy, linear_cross_entropy
+from omniattn.reference.moe import moe_experts
 from omniattn.reference.norm import layer_norm, rms_norm
 from omniattn.reference.positions import (
     alibi_bias,
@@ -62,6 +63,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "masked_positions",
+    "moe_experts",
     "mrope_axes",
     "packed_positions",
     "reglu",

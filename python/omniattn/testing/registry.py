@@ -1,7 +1,7 @@
 """The OpSpecs: one row per op, with the cases that tests, benchmarks and `omniattn check` use.
 
 Case sizes: B batch, Tq/Tk lengths, H query heads, G key/value heads, D/Dv head sizes, R rotary
-size, M rows (tokens), N columns (features out), K features in, V vocabulary.
+size, M rows (tokens), N columns (features out), K features in, V vocabulary, E experts, S slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ TRAINING: tuple[Pass, ...] = ("forward+backward",)
 @functools.cache
 def registry() -> dict[str, OpSpec]:
     """All OpSpecs by name."""
-    return {spec.name: spec for spec in (*_attention(), *_norms(), _rotary(), *_glus(), *_gemms())}
+    return {
+        spec.name: spec
+        for spec in (*_attention(), *_norms(), _rotary(), *_glus(), *_gemms(), _moe())
+    }
 
 
 # The backward of flash attention takes rowsum(dO * O) from O as it was rounded to the dtype.
@@ -517,3 +520,86 @@ def _gemms() -> tuple[OpSpec, ...]:
         ),
     )
     return linear, cross_entropy, linear_cross_entropy
+
+
+# mixture of experts -------------------------------------------------------------------------------
+
+
+def _experts(
+    label: str,
+    M: int,
+    E: int,
+    S: int,
+    K: int,
+    N: int,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    return Case(label, {"M": M, "E": E, "S": S, "K": K, "N": N}, tensors, options)
+
+
+def _moe_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, e, s, k, n = (case.sizes[letter] for letter in "MESKN")
+    columns = n if case.options.get("activation") in ("relu", "gelu", "silu") else 2 * n
+    made = {
+        "x": random.normal(m, k),
+        "index": random.integers(e, m, s),
+        "weights": random.uniform(m, s).to(random.dtype),
+        "up": random.normal(e, columns, k) / max(k, 1) ** 0.5,
+        "down": random.normal(e, k, n) / max(n, 1) ** 0.5,
+    }
+    if "one expert" in case.tensors:
+        made["index"] = torch.full_like(made["index"], e - 1)
+    if "dropped" in case.tensors:
+        made["index"] = made["index"].masked_fill(random.uniform(m, s) < 0.3, -1)
+    if "transposed" in case.tensors:
+        made |= {name: made[name].mT.contiguous().mT for name in ("up", "down")}
+    if "biases" in case.tensors:
+        made |= {"up_bias": random.normal(e, columns), "down_bias": random.normal(e, k)}
+    return made
+
+
+def _moe_flops(case: Case, pass_: Pass) -> float:
+    m, s, k, n = (case.sizes[letter] for letter in "MSKN")
+    return 6.0 * m * s * k * n * {"forward": 1, "backward": 2, "forward+backward": 3}[pass_]
+
+
+def _moe() -> OpSpec:
+    gpt_oss = {"activation": "clamped_swiglu", "interleaved": True}
+    both: tuple[Pass, ...] = ("forward", "forward+backward")
+    return OpSpec(
+        name="moe_experts",
+        family="moe",
+        paper="Shazeer et al. 2017, arXiv 1701.06538",
+        inputs=_moe_inputs,
+        differentiable=("x", "weights", "up", "down", "up_bias", "down_bias"),
+        flops=_moe_flops,
+        # The pre-activations that are kept for the backward are rounded to the dtype.
+        gradient_factor=6.0,
+        second_order=True,
+        rivals=rivals.MOE,
+        cases=(
+            _experts("tiny", 3, 2, 2, 3, 2, ("biases",)),
+            _experts("mixtral", 100, 4, 2, 40, 72),
+            _experts("gptoss", 60, 4, 2, 33, 65, ("transposed", "biases", "dropped"), **gpt_oss),
+            _experts("many", 150, 33, 6, 24, 20, activation="geglu"),
+            _experts("recompute", 90, 2, 2, 65, 130, ("biases",), recompute=True),
+            _experts("one", 1, 5, 1, 300, 129, activation="gelu"),
+            _experts("interleaved", 20, 3, 3, 17, 31, ("dropped",), interleaved=True),
+            _experts("all", 40, 3, 3, 70, 33, ("transposed",), activation="silu"),
+            _experts("oneexpert", 600, 2, 1, 20, 24, ("one expert",), activation="relu"),
+            _experts("reglu", 30, 2, 2, 16, 300, activation="reglu"),
+            _experts("bilinear", 9, 2, 4, 16, 16, activation="bilinear"),
+            _experts("tanh", 9, 2, 1, 16, 16, activation="geglu_tanh"),
+            _experts("notokens", 0, 3, 2, 8, 8, ("biases",)),
+            _experts("noslots", 3, 3, 0, 8, 8),
+            _experts("nofeatures", 5, 3, 2, 8, 0, ("biases",)),
+            _experts("nodim", 5, 3, 2, 0, 8, ("biases",)),
+        ),
+        benchmarks=(
+            Benchmark(_experts("mixtral", 1024, 8, 2, 512, 1024), (F32, BF16), both, "compute"),
+            Benchmark(_experts("batch", 64, 8, 2, 512, 1024), (F32, BF16), FORWARD),
+            Benchmark(_experts("decode", 4, 8, 2, 512, 1024), (F32, BF16), FORWARD),
+            Benchmark(_experts("small", 2048, 64, 6, 256, 256), (F32, BF16), both, "compute"),
+        ),
+    )

@@ -2,7 +2,7 @@
 
 A provider raises NotImplementedError for an option that it lacks. "aten" is torch's best eager
 form, "math" its unfused attention, "hf" a formula of Hugging Face transformers (eager), "compiled"
-torch.compile of the eager form, "flex" compiled flex_attention.
+torch.compile of the eager form, "flex" compiled flex_attention, "grouped" torch's grouped product.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "LAYER_NORM",
     "LINEAR",
     "LINEAR_CROSS_ENTROPY",
+    "MOE",
     "RMS_NORM",
     "ROTARY",
     "SDPA",
@@ -257,6 +258,44 @@ def _chunked_linear_cross_entropy(
     return loss.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _swiglu_only(
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    recompute: bool = False,
+) -> None:
+    _lacks(biases=up_bias is not None, layout=interleaved, recomputation=recompute)
+    _lacks(activation=activation != "swiglu")
+
+
+def _experts_loop(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, **options: Any
+) -> Tensor:
+    """A product per expert that has tokens, gathered and added back by index."""
+    _swiglu_only(**options)
+    y = torch.zeros_like(x)
+    for expert in index.unique().tolist():
+        token, slot = torch.where(index == expert)
+        gate, linear = F.linear(x[token], up[expert]).chunk(2, -1)
+        out = F.linear(F.silu(gate) * linear, down[expert])
+        y.index_add_(0, token, out * weights[token, slot, None])
+    return y
+
+
+def _experts_grouped(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, **options: Any
+) -> Tensor:
+    """Tokens sorted by expert and torch's grouped product."""
+    _swiglu_only(**options)
+    order = index.flatten().argsort(stable=True)
+    ends = index.flatten().bincount(minlength=len(up)).cumsum(0).int()
+    gate, linear = F.grouped_mm(x[order // index.shape[1]], up.mT, offs=ends).chunk(2, -1)
+    rows = F.grouped_mm(F.silu(gate) * linear, down.mT, offs=ends)
+    weighted = rows * weights.flatten()[order, None]
+    return weighted[order.argsort()].unflatten(0, index.shape).sum(1)
+
+
 ATTENTION = {"aten": _sdpa_attention, "math": _math(_sdpa_attention), "flex": _flex_attention}
 SDPA = {
     "aten": F.scaled_dot_product_attention,
@@ -278,3 +317,4 @@ LINEAR_CROSS_ENTROPY = {
     "compiled": _compiled(_linear_cross_entropy),
 }
 LINEAR = {"aten": F.linear}
+MOE = {"loop": _experts_loop, "grouped": _experts_grouped}

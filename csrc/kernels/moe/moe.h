@@ -1,0 +1,145 @@
+// Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538), from routed tokens to their sums:
+//
+//   y[n] = sum_s weight[n, s] (W_down,e h + b_down,e)        e = index[n, s]
+//   h = act(gate) * up, or act(pre) of experts without a gate      pre = W_up,e x[n] + b_up,e
+//
+// The (token, slot) pairs are sorted by expert, stable; row r of every (rows, ...) array here is
+// the r-th of them. A work item of a product is a block, at most kMoeBlockRows rows of one expert,
+// times some columns of its weights. Blocks depend on the routing alone, sums have one order, and
+// the combination adds the slots of a token in their order, so nothing depends on threads.
+//
+// forward    gather (tokens to rows), up (first product with the activation as its epilogue),
+//            project (second product), combine
+// backward   gather, up_backward (grad_y W_down with the activation's backward as its epilogue),
+//            project (times W_up), combine; the gradients of the weights are plain products, gemm.h
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/activation/activation.h"
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+inline constexpr int64_t kMoeBlockRows = 512;
+// Features of h in one item.
+inline constexpr int64_t kMoeFeatures = 128;
+
+// Where `pre` (columns) holds the gate: nowhere, in its first half, in its even elements.
+enum class MoeGate : int32_t { none = 0, halves = 1, interleaved = 2 };
+inline constexpr int64_t kMoeGateCount = 3;
+
+struct MoeBlock {
+  int64_t expert, row, rows;
+};
+
+// B of a product, for each expert: element (k, n) of expert e is data[e * expert + k * k_stride + n
+// * n_stride], and k_stride or n_stride is 1.
+struct MoeMatrix {
+  const void* data;
+  int64_t expert, k_stride, n_stride;
+};
+
+// What h is computed from.
+struct MoeHidden {
+  Activation act;
+  MoeGate gate;
+  // gpt-oss: h = gate sigmoid(alpha gate) (up + 1) with gate <= limit and |up| <= limit. limit 0:
+  // no.
+  double alpha, limit;
+  int64_t features;
+
+  constexpr int64_t columns() const { return gate == MoeGate::none ? features : 2 * features; }
+};
+
+// Everywhere: dtype is that of the tensors of the op; `operand` arrays hold what products read,
+// `compute` arrays their sums (MoeKernels::operand, compute_t).
+
+struct MoeGatherParams {
+  DType dtype;
+  int64_t cols, x_stride;
+  const int64_t* tokens;  // (rows)
+  const void* x;          // (tokens, cols)
+  void* out;              // (rows, cols) operand
+};
+
+struct MoeUpParams {
+  DType dtype;
+  MoeHidden hidden_of;
+  int64_t k;
+  const MoeBlock* blocks;
+  int64_t block_count;
+  const void* x;     // (rows, k) operand
+  MoeMatrix up;      // (k, columns)
+  const void* bias;  // (experts, columns) or null
+  void* pre;         // (rows, columns) of dtype, or null
+  void* hidden;      // (rows, features) operand, or null
+};
+
+struct MoeUpBackwardParams {
+  DType dtype;
+  MoeHidden hidden_of;
+  int64_t k;
+  const MoeBlock* blocks;
+  int64_t block_count;
+  const void* grad_y;     // (rows, k) operand
+  MoeMatrix down;         // (k, features)
+  const void* down_bias;  // (experts, k) or null
+  const void* pre;        // (rows, columns) of dtype
+  const void* weight;     // (rows) compute
+  void* grad_pre;         // (rows, columns) operand
+  void* weighted_hidden;  // (rows, features) operand: weight * h
+  void* grad_weight;      // (rows, feature blocks) compute: parts of grad_y . f(x)
+};
+
+struct MoeProjectParams {
+  DType dtype;
+  int64_t k, n;
+  const MoeBlock* blocks;
+  int64_t block_count;
+  const void* a;     // (rows, k) operand
+  MoeMatrix b;       // (k, n)
+  const void* bias;  // (experts, n) or null
+  void* out;         // (rows, n) compute
+};
+
+struct MoeCombineParams {
+  DType dtype;
+  int64_t cols, slots;
+  const void* rows;            // (rows, cols) compute
+  const int64_t* row_of_slot;  // (tokens, slots), -1: nothing
+  const void* weight;          // (tokens, slots) compute, or null for 1
+  void* y;                     // (tokens, cols)
+};
+
+struct MoeBiasGradParams {
+  DType dtype;
+  int64_t cols;
+  const int64_t* offsets;  // (experts + 1), rows of each expert
+  const void* x;           // (rows, cols) operand
+  const void* weight;      // (rows) compute, or null for 1
+  void* out;               // (experts, cols)
+};
+static_assert(std::is_trivially_copyable_v<MoeUpParams>);
+static_assert(std::is_trivially_copyable_v<MoeUpBackwardParams>);
+static_assert(std::is_trivially_copyable_v<MoeProjectParams>);
+
+struct MoeKernels {
+  DType (*operand)(DType dtype);
+  int64_t (*workspace_bytes)(DType dtype);  // of one worker, for the three products
+
+  void (*gather)(const MoeGatherParams&, int64_t begin, int64_t end);  // item: row
+  // Items: block by block, for each the groups of kMoeFeatures features (2 kMoeFeatures columns of
+  // project).
+  void (*up)(const MoeUpParams&, void* workspace, int64_t begin, int64_t end);
+  void (*up_backward)(const MoeUpBackwardParams&, void* workspace, int64_t begin, int64_t end);
+  void (*project)(const MoeProjectParams&, void* workspace, int64_t begin, int64_t end);
+  void (*combine)(const MoeCombineParams&, int64_t begin, int64_t end);     // item: token
+  void (*bias_grad)(const MoeBiasGradParams&, int64_t begin, int64_t end);  // item: expert
+};
+
+OMNIATTN_KERNEL_TABLE(MoeKernels, moe_kernels)
+
+}  // namespace omniattn

@@ -1,0 +1,440 @@
+#include "kernels/moe/moe.h"
+
+#include "kernels/activation/activate.h"
+#include "runtime/dispatch.h"
+#include "runtime/gemm_tile.h"
+#include "runtime/row.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// B of one step: 256 x 256, 256 KiB of fp32.
+constexpr int64_t kBlockK = 256;
+constexpr int64_t kBlockN = 2 * kMoeFeatures;
+// Up to this many rows, columns of B that lie along k are dotted as they are, without packing.
+constexpr int64_t kMaxDotRows = 32;
+
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class T>
+struct Workspace {
+  T* panels;        // kBlockK x kBlockN
+  compute_t<T>* c;  // kMoeBlockRows x kBlockN
+
+  explicit Workspace(void* memory)
+      : panels(static_cast<T*>(memory)),
+        c(reinterpret_cast<compute_t<T>*>(panels + packed_elements<T>(kBlockK, kBlockN))) {}
+  static int64_t bytes() {
+    return packed_elements<T>(kBlockK, kBlockN) * static_cast<int64_t>(sizeof(T)) +
+           kMoeBlockRows * kBlockN * static_cast<int64_t>(sizeof(compute_t<T>));
+  }
+};
+
+// ---- product of a block with some columns of its expert -----------------------------------------
+
+constexpr int kDotRows = 4;
+constexpr int kDotColumns = 4;
+
+// c (kRows, kDotColumns) (+)= rows of a . columns, of which the first n are kept.
+template <int kRows, class T, class S>
+OMNIATTN_INLINE void dot_tile(const T* a, int64_t lda, const S* const (&columns)[kDotColumns],
+                              int64_t k, compute_t<T>* c, int64_t ldc, int64_t n, bool accumulate) {
+  using C = compute_t<T>;
+  Vec<C> sums[kRows][kDotColumns];
+  for (auto& row : sums) {
+    for (auto& sum : row) sum = zero<C>();
+  }
+  for_row<C>(k, [&](int64_t i, auto part) {
+    Vec<C> column[kDotColumns];
+#pragma GCC unroll 4
+    for (int j = 0; j < kDotColumns; ++j) column[j] = part.load(columns[j] + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<C> row = part.load(a + r * lda + i);
+#pragma GCC unroll 4
+      for (int j = 0; j < kDotColumns; ++j) sums[r][j] = fma(row, column[j], sums[r][j]);
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    for (int j = 0; j < n; ++j) {
+      const C sum = reduce_add(sums[r][j]);
+      c[r * ldc + j] = accumulate ? c[r * ldc + j] + sum : sum;
+    }
+  }
+}
+
+// b: the first of `cols` columns, each of which lies along k.
+template <class T, class S>
+void dot(const T* a, int64_t lda, int64_t rows, const S* b, int64_t ldb, int64_t k, int64_t cols,
+         compute_t<T>* c, int64_t ldc, bool accumulate) {
+  for (int64_t n = 0; n < cols; n += kDotColumns) {
+    // Columns behind the end repeat the last one.
+    const S* columns[kDotColumns];
+    for (int j = 0; j < kDotColumns; ++j) columns[j] = b + smaller(n + j, cols - 1) * ldb;
+    const int64_t kept = smaller(kDotColumns, cols - n);
+    int64_t r = 0;
+    for (; r + kDotRows <= rows; r += kDotRows) {
+      dot_tile<kDotRows>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate);
+    }
+    for (; r < rows; ++r) {
+      dot_tile<1>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate);
+    }
+  }
+}
+
+// c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`.
+template <class T, class S>
+void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
+              int64_t cols, T* panels, compute_t<T>* c, int64_t ldc, bool accumulate) {
+  const bool along_k = matrix.k_stride == 1;
+  if (along_k && rows <= kMaxDotRows) {
+    return dot(a, lda, rows, b, matrix.n_stride, k, cols, c, ldc, accumulate);
+  }
+  for (int64_t first = 0; first < k; first += kBlockK) {
+    const int64_t depth = smaller(kBlockK, k - first);
+    const S* const block = b + first * matrix.k_stride;
+    if (along_k) {
+      pack_bt(block, matrix.n_stride, depth, cols, panels);
+    } else {
+      pack_b(block, matrix.k_stride, depth, cols, panels);
+    }
+    gemm_tile<T>(a + first, lda, packed_panels<T>(panels, depth), c, ldc, rows, cols, depth,
+                 accumulate || first > 0);
+  }
+}
+
+// The same started with the bias of each column, or with 0 where there is none.
+template <class T, class S>
+void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix,
+                  const S* bias, int64_t k, int64_t cols, T* panels, compute_t<T>* c, int64_t ldc) {
+  using C = compute_t<T>;
+  const bool started = bias != nullptr || k == 0;
+  for (int64_t r = 0; started && r < rows; ++r) {
+    for_row<C>(cols, [&](int64_t i, auto part) {
+      part.store(c + r * ldc + i, bias != nullptr ? part.load(bias + i) : zero<C>());
+    });
+  }
+  multiply(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
+}
+
+// f(block, first column of the group, its columns) for each item of the range.
+template <class F>
+OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, int64_t columns, int64_t width,
+                                int64_t begin, int64_t end, const F& f) {
+  const int64_t groups = columns > width ? divide_up(columns, width) : 1;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t first = item % groups * width;
+    f(blocks[item / groups], first, smaller(width, columns - first));
+  }
+}
+
+template <class T, class S>
+void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const Workspace<T> work(memory);
+  for_groups(
+      p.blocks, p.n, kBlockN, begin, end, [&](const MoeBlock& block, int64_t first, int64_t cols) {
+        const auto* const b =
+            static_cast<const S*>(p.b.data) + block.expert * p.b.expert + first * p.b.n_stride;
+        const auto* const bias = static_cast<const S*>(p.bias);
+        multiply_add(static_cast<const T*>(p.a) + block.row * p.k, p.k, block.rows, b, p.b,
+                     bias != nullptr ? bias + block.expert * p.n + first : nullptr, p.k, cols,
+                     work.panels, static_cast<C*>(p.out) + block.row * p.n + first, p.n);
+      });
+}
+
+// ---- the activation between the products --------------------------------------------------------
+
+// Gate and up of one row and group of features.
+template <class C>
+struct HiddenRow {
+  C gate[kMoeFeatures];
+  C up[kMoeFeatures];
+};
+
+// f(first column of pre, its place in a group's row of pre, columns) for the one or two runs of
+// columns that `n` features from `first` on are computed from.
+template <class F>
+OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, const F& f) {
+  if (h.gate == MoeGate::interleaved) {
+    f(2 * first, int64_t{0}, 2 * n);
+  } else {
+    f(first, int64_t{0}, n);
+    if (h.gate == MoeGate::halves) f(h.features + first, kMoeFeatures, n);
+  }
+}
+
+// From a group's row of pre; experts without a gate act on it and multiply by 1.
+template <class C>
+OMNIATTN_INLINE void split_row(MoeGate gate, const C* pre, int64_t n, HiddenRow<C>& row) {
+  for_row<C>(n, [&](int64_t i, auto part) {
+    if (gate == MoeGate::interleaved) {
+      const auto [even, odd] =
+          deinterleave(part.first_of_pairs().load(pre + 2 * i),
+                       part.template second_of_pairs<C>().load(pre + 2 * i + Vec<C>::kWidth));
+      part.store(row.gate + i, even);
+      part.store(row.up + i, odd);
+    } else {
+      part.store(row.gate + i, part.load(pre + i));
+      part.store(row.up + i,
+                 gate == MoeGate::none ? Vec<C>(C(1)) : part.load(pre + kMoeFeatures + i));
+    }
+  });
+}
+
+// The inverse; experts without a gate have no up.
+template <class C>
+OMNIATTN_INLINE void join_row(MoeGate gate, const HiddenRow<C>& row, int64_t n, C* pre) {
+  for_row<C>(n, [&](int64_t i, auto part) {
+    const Vec<C> first = part.load(row.gate + i), second = part.load(row.up + i);
+    if (gate == MoeGate::interleaved) {
+      const auto [low, high] = interleave(first, second);
+      part.first_of_pairs().store(pre + 2 * i, low);
+      part.template second_of_pairs<C>().store(pre + 2 * i + Vec<C>::kWidth, high);
+    } else {
+      part.store(pre + i, first);
+      if (gate == MoeGate::halves) part.store(pre + kMoeFeatures + i, second);
+    }
+  });
+}
+
+// h and its derivatives.
+template <class C>
+struct HiddenValue {
+  Vec<C> h, by_gate, by_up;
+};
+
+template <class C, Activation kAct>
+struct Product {
+  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
+    const auto [value, slope] = activate<kAct>(gate);
+    return {value * up, slope * up, value};
+  }
+};
+
+template <class C>
+struct ClampedProduct {
+  C alpha, limit;
+
+  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
+    const Vec<C> bound = limit;
+    const auto [value, slope] = activate<Activation::silu>(alpha * min(bound, gate));
+    const Vec<C> swish = value * (C(1) / alpha);
+    const Vec<C> shifted = C(1) + max(-bound, min(bound, up));
+    return {swish * shifted, select(gate <= bound, slope * shifted, zero<C>()),
+            select(abs(up) <= bound, swish, zero<C>())};
+  }
+};
+
+template <class C, class F>
+OMNIATTN_INLINE void with_hidden(const MoeHidden& h, const F& f) {
+  if (h.limit > 0) {
+    f(ClampedProduct<C>{static_cast<C>(h.alpha), static_cast<C>(h.limit)});
+  } else {
+    with_activation(h.act, [&]<Activation kAct> { f(Product<C, kAct>{}); });
+  }
+}
+
+template <class C, class T>
+void hidden_row(const MoeHidden& p, const HiddenRow<C>& row, int64_t n, T* hidden) {
+  with_hidden<C>(p, [&](const auto& f) {
+    for_row<C>(n, [&](int64_t i, auto part) {
+      part.store(hidden + i, f(part.load(row.gate + i), part.load(row.up + i)).h);
+    });
+  });
+}
+
+// Turns the row into its gradients, given the gradient t of h before the routing weight; stores
+// weight * h and returns t . h.
+template <class C, class T>
+C hidden_row_backward(const MoeHidden& p, HiddenRow<C>& row, const C* t, C weight, int64_t n,
+                      T* weighted) {
+  Vec<C> sum = zero<C>();
+  with_hidden<C>(p, [&](const auto& f) {
+    for_row<C>(n, [&](int64_t i, auto part) {
+      const Vec<C> grad = part.load(t + i);
+      const HiddenValue<C> v = f(part.load(row.gate + i), part.load(row.up + i));
+      sum += part.zero_beyond(grad * v.h);
+      part.store(weighted + i, weight * v.h);
+      part.store(row.gate + i, weight * grad * v.by_gate);
+      part.store(row.up + i, weight * grad * v.by_up);
+    });
+  });
+  return reduce_add(sum);
+}
+
+template <class T, class S>
+void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const Workspace<T> work(memory);
+  const int64_t features = p.hidden_of.features, columns = p.hidden_of.columns();
+  for_groups(
+      p.blocks, features, kMoeFeatures, begin, end,
+      [&](const MoeBlock& block, int64_t first, int64_t n) {
+        const auto* const x = static_cast<const T*>(p.x) + block.row * p.k;
+        const auto* const matrix = static_cast<const S*>(p.up.data) + block.expert * p.up.expert;
+        const auto* const bias = static_cast<const S*>(p.bias);
+        for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
+          multiply_add(x, p.k, block.rows, matrix + column * p.up.n_stride, p.up,
+                       bias != nullptr ? bias + block.expert * columns + column : nullptr, p.k,
+                       cols, work.panels, work.c + place, kBlockN);
+        });
+        HiddenRow<C> row;
+        for (int64_t r = 0; r < block.rows; ++r) {
+          const C* const c = work.c + r * kBlockN;
+          if (p.pre != nullptr) {
+            S* const pre = static_cast<S*>(p.pre) + (block.row + r) * columns;
+            for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
+              for_row<C>(cols, [&](int64_t i, auto part) {
+                part.store(pre + column + i, part.load(c + place + i));
+              });
+            });
+          }
+          if (p.hidden != nullptr) {
+            split_row(p.hidden_of.gate, c, n, row);
+            hidden_row(p.hidden_of, row, n,
+                       static_cast<T*>(p.hidden) + (block.row + r) * features + first);
+          }
+        }
+      });
+}
+
+template <class T, class S>
+void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const Workspace<T> work(memory);
+  const int64_t features = p.hidden_of.features, columns = p.hidden_of.columns();
+  const int64_t groups = features > kMoeFeatures ? divide_up(features, kMoeFeatures) : 1;
+  for_groups(p.blocks, features, kMoeFeatures, begin, end,
+             [&](const MoeBlock& block, int64_t first, int64_t n) {
+               const auto* const grad_y = static_cast<const T*>(p.grad_y) + block.row * p.k;
+               const auto* const down = static_cast<const S*>(p.down.data) +
+                                        block.expert * p.down.expert + first * p.down.n_stride;
+               multiply_add<T, S>(grad_y, p.k, block.rows, down, p.down, nullptr, p.k, n,
+                                  work.panels, work.c, kBlockN);
+               HiddenRow<C> row;
+               C joined[kBlockN];
+               for (int64_t r = 0; r < block.rows; ++r) {
+                 const int64_t at = block.row + r;
+                 const S* const pre = static_cast<const S*>(p.pre) + at * columns;
+                 for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
+                   for_row<C>(cols, [&](int64_t i, auto part) {
+                     part.store(joined + place + i, part.load(pre + column + i));
+                   });
+                 });
+                 split_row(p.hidden_of.gate, joined, n, row);
+                 C dot_h = hidden_row_backward(
+                     p.hidden_of, row, work.c + r * kBlockN, static_cast<const C*>(p.weight)[at], n,
+                     static_cast<T*>(p.weighted_hidden) + at * features + first);
+                 if (first == 0 && p.down_bias != nullptr) {
+                   const S* const bias = static_cast<const S*>(p.down_bias) + block.expert * p.k;
+                   dot_h += row_sum<C>(p.k, [&](int64_t i, auto part) {
+                     return part.load(grad_y + r * p.k + i) * part.load(bias + i);
+                   });
+                 }
+                 static_cast<C*>(p.grad_weight)[at * groups + first / kMoeFeatures] = dot_h;
+                 join_row(p.hidden_of.gate, row, n, joined);
+                 T* const grad_pre = static_cast<T*>(p.grad_pre) + at * columns;
+                 for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
+                   for_row<C>(cols, [&](int64_t i, auto part) {
+                     part.store(grad_pre + column + i, part.load(joined + place + i));
+                   });
+                 });
+               }
+             });
+}
+
+// ---- rows ---------------------------------------------------------------------------------------
+
+template <class T, class S>
+void gather(const MoeGatherParams& p, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    const S* const x = static_cast<const S*>(p.x) + p.tokens[r] * p.x_stride;
+    T* const out = static_cast<T*>(p.out) + r * p.cols;
+    for_row<S>(p.cols, [&](int64_t i, auto part) { part.store(out + i, part.load(x + i)); });
+  }
+}
+
+template <class S>
+void combine(const MoeCombineParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<S>;
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t* const rows = p.row_of_slot + token * p.slots;
+    S* const y = static_cast<S*>(p.y) + token * p.cols;
+    for_row<C>(p.cols, [&](int64_t i, auto part) {
+      Vec<C> sum = zero<C>();
+      for (int64_t s = 0; s < p.slots; ++s) {
+        if (rows[s] < 0) continue;
+        const C weight =
+            p.weight != nullptr ? static_cast<const C*>(p.weight)[token * p.slots + s] : C(1);
+        sum = fma(Vec<C>(weight), part.load(static_cast<const C*>(p.rows) + rows[s] * p.cols + i),
+                  sum);
+      }
+      part.store(y + i, sum);
+    });
+  }
+}
+
+// Sums of 64 rows are added to the total, so that rounding grows with rows / 64.
+template <class T, class S>
+void bias_grad(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const C* const weight = static_cast<const C*>(p.weight);
+  for (int64_t expert = begin; expert < end; ++expert) {
+    const int64_t last = p.offsets[expert + 1];
+    for_row<C>(p.cols, [&](int64_t i, auto part) {
+      Vec<C> total = zero<C>();
+      for (int64_t first = p.offsets[expert]; first < last; first += 64) {
+        Vec<C> sum = zero<C>();
+        for (int64_t r = first; r < smaller(first + 64, last); ++r) {
+          const Vec<C> x = part.load(static_cast<const T*>(p.x) + r * p.cols + i);
+          sum = fma(Vec<C>(weight != nullptr ? weight[r] : C(1)), x, sum);
+        }
+        total += sum;
+      }
+      part.store(static_cast<S*>(p.out) + expert * p.cols + i, total);
+    });
+  }
+}
+
+// ---- entries ------------------------------------------------------------------------------------
+
+DType operand(DType dtype) {
+  DType result = dtype;
+  dispatch(dtype, [&]<class S>(S) { result = TypeTraits<operand_t<S>>::kDType; });
+  return result;
+}
+
+int64_t workspace_bytes(DType dtype) {
+  int64_t bytes = 0;
+  dispatch(dtype, [&]<class S>(S) { bytes = Workspace<operand_t<S>>::bytes(); });
+  return bytes;
+}
+
+void gather_any(const MoeGatherParams& p, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { gather<operand_t<S>, S>(p, begin, end); });
+}
+void up_any(const MoeUpParams& p, void* workspace, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { up<operand_t<S>, S>(p, workspace, begin, end); });
+}
+void up_backward_any(const MoeUpBackwardParams& p, void* workspace, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { up_backward<operand_t<S>, S>(p, workspace, begin, end); });
+}
+void project_any(const MoeProjectParams& p, void* workspace, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { project<operand_t<S>, S>(p, workspace, begin, end); });
+}
+void combine_any(const MoeCombineParams& p, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { combine<S>(p, begin, end); });
+}
+void bias_grad_any(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
+  dispatch(p.dtype, [&]<class S>(S) { bias_grad<operand_t<S>, S>(p, begin, end); });
+}
+
+}  // namespace
+
+extern const MoeKernels moe_kernels_table;
+const MoeKernels moe_kernels_table{operand,         workspace_bytes, gather_any,  up_any,
+                                   up_backward_any, project_any,     combine_any, bias_grad_any};
+
+}  // namespace omniattn::OMNIATTN_ISA

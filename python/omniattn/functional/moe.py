@@ -1,0 +1,183 @@
+"""Mixture of experts: from routed tokens to their sums."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.ops import moe as ops
+
+__all__ = ["moe_experts"]
+
+
+def moe_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Weighted sum of the experts that each token was routed to, without dropping any.
+
+    ``y[n] = sum_s weights[n, s] (W_down[e] h + b_down[e])`` with ``e = index[n, s]``,
+    ``h = act(gate) * up`` or ``act(pre)``, ``pre = W_up[e] x[n] + b_up[e]``
+
+    Args:
+        x: (..., d), float64, float32, bfloat16 or float16, any strides. Under autocast x and the
+            experts are cast to its dtype.
+        index: (..., k), int64 or int32: experts of each token, -1 for a slot that adds nothing. k
+            may be anything up to and beyond E; an expert chosen twice counts twice.
+        weights: (..., k), floating point: routing weights, used in fp32 (fp64 for fp64).
+        up: (E, 2F, d) of x's dtype, in each expert the rows of the gate before those of up; (E, F,
+            d) for an activation without a gate. For weights that are stored as (E, d, 2F) pass
+            `.mT`: views with unit stride along either dimension are not copied, and gradients come
+            in the same layout.
+        down: (E, d, F) of x's dtype, or `.mT` of (E, F, d).
+        up_bias: (E, 2F) or (E, F), or None.
+        down_bias: (E, d), or None.
+        activation: swiglu, geglu, geglu_tanh, reglu, bilinear, clamped_swiglu; silu, gelu,
+            gelu_tanh, relu have no gate.
+        interleaved: whether gate and up alternate row by row in `up` and `up_bias` (gpt-oss).
+        alpha, limit: of clamped_swiglu, ``gate sigmoid(alpha gate) (up + 1)`` with ``gate <=
+            limit`` and ``|up| <= limit``.
+        recompute: whether the backward computes the pre-activations again instead of keeping them:
+            (N k, 2F) less memory for a third more work in the backward.
+        backend: None for the native kernel of x's device, "cpu" to insist on it, "reference" for
+            the eager definition.
+
+    Returns:
+        (..., d) of x's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        RuntimeError: an index outside of [-1, E).
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Sums are taken in fp32 (fp64 for fp64), the slots of a token in their order, and rounded
+        once; half inputs round the pre-activations that are kept for the backward. Results and
+        gradients do not depend on the number of threads, nor on `recompute`. Gradients reach x,
+        weights, both projections and both biases; experts without tokens get zeros. Second and
+        forward-mode derivatives go through the eager definition.
+
+    Reference:
+        Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
+
+    Example:
+        >>> x, index = torch.ones(1, 2), torch.tensor([[1]])
+        >>> up, down = torch.ones(3, 4, 2), torch.ones(3, 2, 2)
+        >>> moe_experts(x, index, torch.tensor([[0.5]]), up, down)
+        tensor([[3.5232, 3.5232]])
+    """
+    op = "moe_experts"
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, up, down = (_cast(t, dtype) for t in (x, up, down))
+        up_bias, down_bias = (None if b is None else _cast(b, dtype) for b in (up_bias, down_bias))
+    require_float(op, "x", x)
+    for name, t in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
+        if t is not None or not name.endswith("bias"):
+            require_like(op, name, t, x)  # type: ignore[arg-type]
+    _check_shapes(op, x, up, down, up_bias, down_bias, activation)
+    _check_routing(op, x, index, weights)
+    if not (0 < alpha < math.inf and 0 < limit < math.inf):
+        raise ValueError(
+            f"{op}: alpha and limit must be finite and > 0, got alpha={alpha}, limit={limit}"
+        )
+    if use_reference(op, backend, x):
+        return reference.moe_experts(
+            x,
+            index,
+            weights,
+            up,
+            down,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit,
+        )
+    tensors = (x, weights, up, up_bias, down, down_bias)
+    keep = not recompute and torch.is_grad_enabled()
+    keep = keep and any(t is not None and t.requires_grad for t in tensors)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tokens = math.prod(x.shape[:-1])
+    y: Tensor = ops.moe(
+        x.reshape(tokens, x.shape[-1]),
+        index.long().reshape(tokens, index.shape[-1]),
+        weights.to(compute).reshape(tokens, index.shape[-1]),
+        up,
+        up_bias,
+        down,
+        down_bias,
+        *ops.encode(activation, interleaved, alpha, limit),
+        keep,
+    )
+    return y.reshape(x.shape)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == torch.float64 else t.to(dtype)
+
+
+def _check_shapes(
+    op: str,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
+    if activation not in ops.ACTIVATIONS:
+        raise ValueError(
+            f"{op}: activation must be one of {', '.join(ops.ACTIVATIONS)}, "
+            f"got activation={activation!r}"
+        )
+    gated = ops.ACTIVATIONS[activation][1]
+    fits = x.dim() >= 1 and up.dim() == 3 and down.dim() == 3
+    fits = fits and up.shape == (down.shape[0], (1 + gated) * down.shape[2], x.shape[-1])
+    if not (fits and down.shape[1] == x.shape[-1]):
+        raise ValueError(
+            f"{op}: x must have shape (..., d), up (E, {'2F' if gated else 'F'}, d) for "
+            f"{activation} and down (E, d, F), got x.shape={tuple(x.shape)}, "
+            f"up.shape={tuple(up.shape)}, down.shape={tuple(down.shape)}"
+        )
+    for name, bias, weight in (("up_bias", up_bias, up), ("down_bias", down_bias, down)):
+        if bias is not None:
+            require_shape(op, name, bias, weight.shape[:2])
+
+
+def _check_routing(op: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """The range of the index is checked where it is read."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        got = getattr(index, "dtype", type(index).__name__)
+        raise TypeError(f"{op}: index must be an int64 or int32 tensor, got {got}")
+    require_float(op, "weights", weights)
+    for name, t in (("index", index), ("weights", weights)):
+        if t.device != x.device:
+            raise ValueError(
+                f"{op}: {name} must be on the device of x, got {name}.device={t.device}, "
+                f"x.device={x.device}"
+            )
+    if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: index must have shape (..., k) with the leading sizes of x, "
+            f"got index.shape={tuple(index.shape)}, x.shape={tuple(x.shape)}"
+        )
+    require_shape(op, "weights", weights, index.shape)

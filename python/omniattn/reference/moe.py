@@ -1,0 +1,75 @@
+"""Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): from routed tokens to their sums."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from omniattn.reference.precision import widen
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss: both halves are clamped, and 1 is added to up."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+_GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "reglu": F.relu,
+    "bilinear": lambda x: x,
+}
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _hidden(
+    pre: torch.Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+) -> torch.Tensor:
+    if activation in _PLAIN:
+        return _PLAIN[activation](pre)
+    gate, up = (pre[..., ::2], pre[..., 1::2]) if interleaved else pre.chunk(2, -1)
+    if activation == "clamped_swiglu":
+        return _clamped(gate, up, alpha, limit)
+    return _GATED[activation](gate) * up
+
+
+def moe_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """y = sum over slots s of weights[..., s] * expert index[..., s] of x; index -1 adds nothing.
+
+    x (..., d), index and weights (..., k), up (E, 2F, d) with the gate first or, `interleaved`, in
+    the even rows; (E, F, d) where the activation has no gate; down (E, d, F).
+    """
+    *leading, dim = x.shape
+    tokens, k = math.prod(leading), index.shape[-1]
+    flat, chosen = widen(x).reshape(tokens, dim), index.reshape(tokens, k)
+    slots = flat.new_zeros(tokens, k, dim)
+    for e in range(up.shape[0]):
+        token, slot = torch.where(chosen == e)
+        pre = F.linear(flat[token], widen(up[e]), None if up_bias is None else widen(up_bias[e]))
+        hidden = _hidden(pre, activation, interleaved, alpha, limit)
+        bias = None if down_bias is None else widen(down_bias[e])
+        slots = slots.index_put((token, slot), F.linear(hidden, widen(down[e]), bias))
+    kept = widen(weights).to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)
+    return (kept[..., None] * slots).sum(1).to(x.dtype).reshape(x.shape)
