@@ -150,8 +150,5 @@ def _packed_mask(
             "omniattn.hf: cu_seq_lens_q and cu_seq_lens_k must come together and with a batch of "
             f"one, got cu_seq_lens_q={cu_q}, cu_seq_lens_k={cu_k}, B={query.shape[0]}"
         )
-    sequence_q, sequence_k = (
-        torch.searchsorted(cu[1:], torch.arange(n, device=cu.device), right=True)
-        for cu, n in ((cu_q, query.shape[2]), (cu_k, key.shape[2]))
-    )
-    return masks.BoolMask(sequence_q[:, None] == sequence_k)
+    queries, keys = (masks.Documents.from_cu_seqlens(cu).queries for cu in (cu_q, cu_k))
+    return masks.Documents(queries, keys)

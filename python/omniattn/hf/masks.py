@@ -127,12 +127,12 @@ def attention_mask(
     if torch.compiler.is_compiling():
         return dense(causal_skip=allow_is_causal_skip)
     rules = None if use_vmap else _rules(mask_function)
-    if rules is None:
+    if rules is None or (kv_offset and any(isinstance(rule, masks.Chunked) for rule in rules)):
         return dense()
     # The rules meet the last query with the last key; keys beyond it, in the unfilled part of a
     # static cache, are cut off, which only a causal mask allows.
     last = int(q_offset) + q_length - kv_offset
-    causal = any(_is_causal(rule) for rule in rules)
+    causal = any(isinstance(rule, masks.Causal) for rule in rules)
     keys = last if causal else kv_length
     aligned = last == keys or not rules
     if not aligned or not 0 < keys <= kv_length:
@@ -185,6 +185,8 @@ def _rules(predicate: Predicate) -> list[masks.Mask] | None:
             return [masks.SlidingWindow(size - 1, -1)]
         case "sliding_window_bidirectional_overlay", "inner_mask", {"sliding_window": int(size)}:
             return [masks.SlidingWindow(size, size)]
+        case "chunked_overlay", "inner_mask", {"chunk_size": int(size), "left_padding": left}:
+            return None if left.any() else [masks.Chunked(size, causal=False)]
     return None
 
 
@@ -209,13 +211,9 @@ def _packed(same: Predicate, remapped: Predicate) -> list[masks.Mask] | None:
     (sequence,) = (cell.cell_contents for cell in same.__closure__ or ())
     cells = dict(zip(remapped.__code__.co_freevars, remapped.__closure__ or (), strict=True))
     rules = _rules(cells["mask_function"].cell_contents)
-    if rules is None:
-        return None
-    return [masks.BoolMask((sequence[:, :, None] == sequence[:, None, :])[:, None]), *rules]
-
-
-def _is_causal(rule: masks.Mask) -> bool:
-    return isinstance(rule, masks.Causal)
+    if rules is None or any(isinstance(rule, masks.Chunked) for rule in rules):
+        return None  # chunks begin anew with each sequence
+    return [masks.Documents(sequence), *rules]
 
 
 def _padding(real: Tensor) -> list[masks.Mask]:
