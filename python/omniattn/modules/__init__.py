@@ -2,8 +2,10 @@
 
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock
+from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
+from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, PagePool
@@ -21,12 +23,14 @@ __all__ = [
     "Cache",
     "CrossCache",
     "DecoderBlock",
+    "DifferentialAttention",
     "GatedMLP",
     "KVCache",
     "LatentCache",
     "LayerNorm",
     "LearnedPositional",
     "Linear",
+    "MultiHeadLatentAttention",
     "PagePool",
     "PagedCache",
     "RMSNorm",

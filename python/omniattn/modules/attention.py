@@ -226,7 +226,7 @@ class Attention(nn.Module):
                 )
             if cache is not None:
                 k, v = cache.append(k, v)
-                mask = _with_cache(cache, mask, bias)
+                mask = with_cache(cache, mask, bias)
         out = cast(
             torch.Tensor,
             functional.attention(
@@ -266,8 +266,8 @@ class Attention(nn.Module):
         return (k, v) if cache is None else cache.append(k, v)
 
 
-def _with_cache(
-    cache: Cache, mask: torch.Tensor | Mask | None, bias: torch.Tensor | None
+def with_cache(
+    cache: Cache, mask: torch.Tensor | Mask | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor | Mask | None:
     """`mask` and that of the cache."""
     if not cache.ordered and (mask is not None or bias is not None):

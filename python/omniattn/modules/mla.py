@@ -1,0 +1,280 @@
+"""Multi-head latent attention: keys and values are rebuilt from one small latent a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.modules.attention import with_cache
+from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
+from omniattn.modules.linear import Linear
+from omniattn.modules.norm import RMSNorm
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Attention whose cache holds a latent and one rotary key for all heads.
+
+    ``[c | k_r] = x W_dkv``, c normed; ``[k_n | v] = c W_ukv`` for each head; queries
+    ``[q_n | q_r] = norm(x W_dq) W_uq``; ``y = W_o softmax(scale (q_n k_n^T + q_r k_r^T)) v`` with
+    q_r and k_r rotated. Absorbed, q_n takes up the key half of W_ukv and attention runs on the
+    latents themselves, as multi-query attention with values c.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters, named as in DeepSeek-V3: q_proj or q_a_proj,
+        q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj; o_proj.
+
+    Reference:
+        DeepSeek-AI, DeepSeek-V2, 2024, arXiv 2405.04434; DeepSeek-V3, 2024, arXiv 2412.19437.
+
+    Example:
+        >>> sizes = {"kv_lora_rank": 16, "qk_nope_dim": 8, "qk_rope_dim": 4, "v_dim": 8}
+        >>> config = MultiHeadLatentAttention.Config(32, 2, q_lora_rank=None, **sizes)
+        >>> rope = torch.ones(5, 2), torch.zeros(5, 2)
+        >>> MultiHeadLatentAttention(config)(torch.ones(1, 5, 32), rope=rope).shape
+        torch.Size([1, 5, 32])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y.
+            num_heads: heads of queries, keys and values.
+            q_lora_rank: size of the queries' latent, None for queries straight from x.
+            kv_lora_rank: size of the latent c.
+            qk_nope_dim, qk_rope_dim: sizes of the parts of a key without and with rotation;
+                qk_rope_dim=0 leaves positions out.
+            v_dim: size of a value.
+            causal, window_size: as in Attention.
+            rope_interleaved: rotary pairs are (2i, 2i + 1), as DeepSeek's weights have them.
+            mscale: the scale is (qk_nope_dim + qk_rope_dim)^-1/2 mscale^2 (YaRN).
+            latent_norm: RMSNorm on both latents.
+            q_rope_from: "latent", or "x" for rotary queries from x by their own projection.
+            separate_kv_latents: keys and values have a latent each.
+            absorb_max: with a cache, up to this many new tokens attend to the latents themselves.
+            norm_eps, dropout_p, init_std, out_init_std, backend: as in Attention.
+        """
+
+        dim: int
+        num_heads: int
+        q_lora_rank: int | None
+        kv_lora_rank: int
+        qk_nope_dim: int
+        qk_rope_dim: int
+        v_dim: int
+        causal: bool = True
+        window_size: tuple[int, int] = (-1, -1)
+        rope_interleaved: bool = True
+        mscale: float = 1.0
+        latent_norm: bool = True
+        q_rope_from: str = "latent"
+        separate_kv_latents: bool = False
+        absorb_max: int = 1
+        norm_eps: float = 1e-6
+        dropout_p: float = 0.0
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.q_rope_from not in ("latent", "x"):
+                raise ValueError(
+                    "MultiHeadLatentAttention: q_rope_from must be 'latent' or 'x', "
+                    f"got q_rope_from={self.q_rope_from!r}"
+                )
+            if self.qk_rope_dim % 2:
+                raise ValueError(
+                    "MultiHeadLatentAttention: qk_rope_dim must be even, "
+                    f"got qk_rope_dim={self.qk_rope_dim}"
+                )
+
+        @property
+        def scale(self) -> float:
+            """Factor on the scores."""
+            return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+
+        def linear(n_in: int, n_out: int, std: float = c.init_std) -> Linear:
+            config = Linear.Config(n_in, n_out, False, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        def norm(size: int) -> RMSNorm:
+            config = RMSNorm.Config(size, c.norm_eps, backend=c.backend)
+            return RMSNorm(config, device=device, dtype=dtype)
+
+        q_rope_dim = c.num_heads * c.qk_rope_dim if c.q_rope_from == "x" else 0
+        q_dim = c.num_heads * (c.qk_nope_dim + c.qk_rope_dim) - q_rope_dim
+        if c.q_lora_rank is None:
+            self.q_proj = linear(c.dim, q_dim)
+        else:
+            self.q_a_proj = linear(c.dim, c.q_lora_rank)
+            if c.latent_norm:
+                self.q_a_layernorm = norm(c.q_lora_rank)
+            self.q_b_proj = linear(c.q_lora_rank, q_dim)
+        if q_rope_dim:
+            self.q_rope_proj = linear(c.dim, q_rope_dim)
+
+        latents = 2 if c.separate_kv_latents else 1
+        self.kv_a_proj_with_mqa = linear(c.dim, latents * c.kv_lora_rank + c.qk_rope_dim)
+        if c.latent_norm:
+            self.kv_a_layernorm = norm(c.kv_lora_rank)
+            if c.separate_kv_latents:
+                self.v_a_layernorm = norm(c.kv_lora_rank)
+        if c.separate_kv_latents:
+            self.k_b_proj = linear(c.kv_lora_rank, c.num_heads * c.qk_nope_dim)
+            self.v_b_proj = linear(c.kv_lora_rank, c.num_heads * c.v_dim)
+        else:  # for each head its key, then its value
+            self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
+        self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
+
+    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache on the device, and by default of the dtype, of the parameters."""
+        c = self.config
+        weight = self.kv_a_proj_with_mqa.weight
+        dtype = weight.dtype if dtype is None else dtype
+        if not c.separate_kv_latents:
+            return LatentCache(
+                batch, max_length, c.kv_lora_rank, c.qk_rope_dim, device=weight.device, dtype=dtype
+            )
+        return KVCache(
+            batch,
+            max_length,
+            1,
+            c.kv_lora_rank + c.qk_rope_dim,
+            v_head_dim=c.kv_lora_rank,
+            device=weight.device,
+            dtype=dtype,
+        )
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, T, H, qk_nope_dim) and, not yet rotated, (B, T, H, qk_rope_dim)."""
+        c = self.config
+        if c.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            latent = self.q_a_proj(x)
+            q = self.q_b_proj(self.q_a_layernorm(latent) if c.latent_norm else latent)
+        q = q.unflatten(-1, (c.num_heads, -1))
+        if c.q_rope_from == "x" and c.qk_rope_dim:
+            return q, self.q_rope_proj(x).unflatten(-1, (c.num_heads, -1))
+        q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
+        return q_nope, q_rope
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents of keys and of values (B, T, 1, rank), the unrotated key (B, T, 1, rope_dim)."""
+        c = self.config
+        count = 2 if c.separate_kv_latents else 1
+        parts = self.kv_a_proj_with_mqa(x)[:, :, None]
+        *latents, rope = parts.split([c.kv_lora_rank] * count + [c.qk_rope_dim], -1)
+        if c.latent_norm:
+            latents[0] = self.kv_a_layernorm(latents[0])
+            if c.separate_kv_latents:
+                latents[1] = self.v_a_layernorm(latents[1])
+        return latents[0], latents[-1], rope
+
+    def _up_weights(self) -> tuple[Tensor, Tensor]:
+        """From latents to keys (H, qk_nope_dim, rank) and values (H, v_dim, rank)."""
+        c = self.config
+        if c.separate_kv_latents:
+            k, v = self.k_b_proj.weight, self.v_b_proj.weight
+            return k.unflatten(0, (c.num_heads, -1)), v.unflatten(0, (c.num_heads, -1))
+        both = self.kv_b_proj.weight.unflatten(0, (c.num_heads, -1))
+        k, v = both.split([c.qk_nope_dim, c.v_dim], 1)
+        return k, v
+
+    def _expand(self, k_latent: Tensor, v_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents (B, S, rank) -> keys (B, S, H, qk_nope_dim), values (B, S, H, v_dim)."""
+        c = self.config
+        if c.separate_kv_latents:
+            k, v = self.k_b_proj(k_latent), self.v_b_proj(v_latent)
+            return k.unflatten(-1, (c.num_heads, -1)), v.unflatten(-1, (c.num_heads, -1))
+        both = self.kv_b_proj(k_latent).unflatten(-1, (c.num_heads, -1))
+        k, v = both.split([c.qk_nope_dim, c.v_dim], -1)
+        return k, v
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
+        mask: Tensor | Mask | None = None,
+        absorb: bool | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: queries and, with those in the cache, keys and values.
+            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2).
+            cache: the new latents are appended to it, all of it is attended to.
+            mask: as in Attention.
+            absorb: attend to the latents themselves; default: with a cache and T <= absorb_max.
+        """
+        c = self.config
+        if (rope is not None) != (c.qk_rope_dim > 0):
+            raise ValueError(
+                "MultiHeadLatentAttention: rope must be given if and only if qk_rope_dim > 0, "
+                f"got qk_rope_dim={c.qk_rope_dim}, rope={'None' if rope is None else 'given'}"
+            )
+        q_nope, q_rope = self._queries(x)
+        k_latent, v, k_rope = self._latents(x)
+        if rope is not None:
+            q_rope, k_rope = cast(
+                "tuple[Tensor, Tensor]",
+                functional.apply_rotary(
+                    q_rope, k_rope, *rope, interleaved=c.rope_interleaved, backend=c.backend
+                ),
+            )
+        k = torch.cat([k_latent, k_rope], -1)
+        if cache is not None:
+            k, v = cache.append(k, v)
+            mask = with_cache(cache, mask)
+        if absorb is None:
+            absorb = cache is not None and x.shape[1] <= c.absorb_max
+        if absorb:
+            w_k, w_v = self._up_weights()
+            q = torch.cat([torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], -1)
+            out = torch.einsum("bthr,hvr->bthv", self._attend(q, k, v, mask), w_v)
+        else:
+            k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
+            k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
+            k = torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1)
+            out = self._attend(torch.cat([q_nope, q_rope], -1), k, v, mask)
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return y
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask | None) -> Tensor:
+        c = self.config
+        return cast(
+            Tensor,
+            functional.attention(
+                q,
+                k,
+                v,
+                causal=c.causal,
+                window_size=c.window_size,
+                mask=mask,
+                scale=c.scale,
+                dropout_p=c.dropout_p if self.training else 0.0,
+                backend=c.backend,
+            ),
+        )

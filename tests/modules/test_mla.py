@@ -1,0 +1,141 @@
+"""Multi-head latent attention: DeepSeek-V3's, absorption, caches, the options."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from omniattn.modules import MultiHeadLatentAttention as MLA
+from omniattn.modules import RotaryEmbedding
+
+CONFIG = MLA.Config(
+    dim=48,
+    num_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_dim=8,
+    qk_rope_dim=4,
+    v_dim=10,
+    init_std=0.4,
+)
+OPTIONS = {
+    "published": {},
+    "no-query-latent": {"q_lora_rank": None},
+    "half-split": {"rope_interleaved": False},
+    "separate-latents": {"separate_kv_latents": True},
+    "separate-latents-no-norm": {"separate_kv_latents": True, "latent_norm": False},
+    "query-rope-from-x": {"q_rope_from": "x"},
+    "no-rope": {"qk_rope_dim": 0},
+    "window": {"window_size": (3, 0)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def rope(layer: MLA, *span: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    size = layer.config.qk_rope_dim
+    return RotaryEmbedding(RotaryEmbedding.Config(size))(torch.arange(*span)) if size else None
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_equals_deepseek_v3(q_rank, interleaved):
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = transformers.DeepseekV3Config(
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+        rope_interleave=interleaved,
+        rope_parameters=yarn,
+    )
+    config._attn_implementation = "eager"
+    theirs = DeepseekV3Attention(config, 0)
+    mscale = (theirs.scaling * 12**0.5) ** 0.5
+    assert mscale == pytest.approx(1.3689, abs=1e-4)
+    layer = MLA(replace(CONFIG, q_lora_rank=q_rank, rope_interleaved=interleaved, mscale=mscale))
+    theirs.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 11, 48, requires_grad=True)
+    cos, sin = rope(layer, 11)
+    twice = tuple(torch.cat([t, t], -1)[None] for t in (cos, sin))
+    causal = torch.zeros(11, 11).masked_fill(torch.ones(11, 11).triu(1).bool(), -1e30)
+    expected, _ = theirs(x, twice, causal)
+    actual = layer(x, rope=(cos, sin))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(actual)
+    names = [name for name, _ in layer.named_parameters()]
+    theirs_by_name = dict(theirs.named_parameters())
+    for a, e in zip(
+        torch.autograd.grad(actual, [x, *layer.parameters()], grad),
+        torch.autograd.grad(expected, [x, *(theirs_by_name[n] for n in names)], grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_absorption_and_decoding_equal_the_expanded_form(name):
+    layer = MLA(replace(CONFIG, **OPTIONS[name]), dtype=torch.float64)
+    x = torch.randn(2, 11, 48, dtype=torch.float64, requires_grad=True)
+    full = layer(x, rope=rope(layer, 11))
+    absorbed = layer(x, rope=rope(layer, 11), absorb=True)
+    torch.testing.assert_close(absorbed, full)
+    inputs = [x, *layer.parameters()]
+    grad = torch.randn_like(full)
+    for a, e in zip(
+        torch.autograd.grad(absorbed, inputs, grad),
+        torch.autograd.grad(full, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+    with torch.no_grad():
+        cache = layer.new_cache(2, 11)
+        parts = [
+            layer(x[:, a:b], rope=rope(layer, a, b), cache=cache)
+            for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), full.detach())
+    latents = 2 if layer.config.separate_kv_latents else 1
+    assert cache.nbytes == 2 * 11 * (latents * 16 + layer.config.qk_rope_dim) * 8
+
+
+def test_without_norm_and_rope_it_is_low_rank_attention():
+    layer = MLA(
+        replace(CONFIG, qk_rope_dim=0, latent_norm=False, q_lora_rank=None), dtype=torch.float64
+    )
+    x = torch.randn(2, 7, 48, dtype=torch.float64)
+    up = layer.kv_b_proj.weight.unflatten(0, (4, 18))
+    k, v = (
+        torch.einsum("btr,hdr->bhtd", x @ layer.kv_a_proj_with_mqa.weight.T, w)
+        for w in (up[:, :8], up[:, 8:])
+    )
+    q = layer.q_proj(x).unflatten(-1, (4, 8)).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
+
+
+def test_names_what_is_wrong():
+    x = torch.randn(1, 2, 48)
+    with pytest.raises(ValueError, match="got qk_rope_dim=4, rope=None"):
+        MLA(CONFIG)(x)
+    with pytest.raises(ValueError, match="got qk_rope_dim=0, rope=given"):
+        MLA(replace(CONFIG, qk_rope_dim=0))(x, rope=(x, x))
+    with pytest.raises(ValueError, match="qk_rope_dim=3"):
+        replace(CONFIG, qk_rope_dim=3)
+    with pytest.raises(ValueError, match="'k'"):
+        replace(CONFIG, q_rope_from="k")
