@@ -17,7 +17,9 @@ namespace {
 using namespace omniattn;
 using namespace omniattn::ops;
 
-// Neither is called without queries or without keys. The second one's `splits` is not set.
+// Neither is called without queries, nor without keys unless there are sinks. The second one has
+// `splits` and the parts to set, and adds to zeros behind grad_bias, grad_table, grad_sinks and
+// grad_head_scale.
 void run_forward(AttentionForwardParams f);
 void run_backward(AttentionBackwardParams b);
 
@@ -25,8 +27,21 @@ using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
 using Tensors = std::vector<Tensor>;
 
-// Score rules: kind, index of the side tensor in aux or -1, index of the parameter in params or -1.
-enum class ScoreKind : int64_t { bias = 0, softcap = 1 };
+// Score rules: kind, index of the side tensor in aux or -1, index of the first parameter in params
+// or -1. Table rules have a table (B | 1, rows, Hq) and the parameters a and b of TableTerm.
+enum class ScoreKind : int64_t {
+  bias = 0,        // (B | 1, Hq | 1, Tq | 1, Tk)
+  softcap = 1,     // parameter: the cap
+  sinks = 2,       // (Hq,)
+  head_scale = 3,  // (Hq,)
+  sigmoid = 4,
+  relu2 = 5,
+  alibi = 6,  // tables
+  buckets = 7,
+  distances = 8,
+  window = 9,
+};
+constexpr int64_t kScoreKinds = 10;
 constexpr size_t kScoreRuleInts = 3;
 // params: scale, dropout_p, then the parameters of score rules.
 constexpr size_t kFixedParams = 2;
@@ -63,11 +78,11 @@ ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
   return {stride(0), stride(1), stride(2)};
 }
 
-// The problem, and what keeps its memory alive.
+// The problem, what keeps its memory alive, and where in aux its parameters are (-1: none).
 struct Call {
   AttentionProblem p;
   Tensors kept;
-  int64_t bias_index = -1;  // in aux
+  int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;
 };
 
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
@@ -168,45 +183,116 @@ void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& au
   }
 }
 
+void set_bias(const char* op, Call& call, const Tensor& bias) {
+  AttentionProblem& p = call.p;
+  require(is_here(bias), op, "bias must be on ", kDeviceName);
+  const DType dtype = dtype_of(op, "bias", bias);
+  require((dtype == DType::f64) <= (p.dtype == DType::f64), op,
+          "a float64 bias needs float64 inputs");
+  require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
+          "float64 inputs need a float64 or float32 bias");
+  const Tensor t = keep_rows(call, bias);
+  const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, p.tq, p.tk});
+  p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
+}
+
+// `t` of these sizes in the compute type, contiguous, kept alive.
+const void* keep_parameters(const char* op, const char* name, Call& call, const Tensor& t,
+                            Sizes sizes) {
+  require(is_here(t), op, name, " must be on ", kDeviceName);
+  dtype_of(op, name, t);
+  require_sizes(op, name, t, sizes);
+  const Tensor wide = torch::stable::to(t, scalar_type(accumulator(call.p.dtype)));
+  call.kept.push_back(torch::stable::contiguous(wide));
+  return call.kept.back().const_data_ptr();
+}
+
+void set_table(const char* op, Call& call, TableKind kind, const Tensor& t, const double* ab) {
+  AttentionProblem& p = call.p;
+  require(t.dim() == 3 && (t.size(0) == 1 || t.size(0) == p.batch), op,
+          "a table must have shape (B | 1, rows, Hq), got ", t.dim(), " dimensions");
+  constexpr double kLimit = 1e12;
+  require(std::abs(ab[0]) < kLimit && std::abs(ab[1]) < kLimit, op,
+          "parameters of a table must be finite and below 1e12");
+  const int64_t sizes[] = {t.size(0), t.size(1), p.hq};
+  p.table = {kind,    static_cast<int64_t>(ab[0]),        static_cast<int64_t>(ab[1]), sizes[1],
+             nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
+  require(table_fits(p.table, p.tq, p.tk), op, "a table of ", sizes[1], " rows with parameters ",
+          p.table.a, " and ", p.table.b, " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
+  p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
+}
+
 void decode_score(const char* op, Call& call, const Ints& score, const Floats& params,
                   const Tensors& aux) {
   AttentionProblem& p = call.p;
   require(score.size() % kScoreRuleInts == 0, op, "score must hold ", kScoreRuleInts,
           " integers per rule, got ", score.size());
   double softcap = 0;
+  Normaliser normaliser = Normaliser::softmax;
+  bool seen[kScoreKinds] = {};
   for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
-    switch (static_cast<ScoreKind>(score[at])) {
-      case ScoreKind::bias: {
-        require(call.bias_index < 0, op, "one bias at most is supported");
-        call.bias_index = score[at + 1];
-        Tensor t = side_tensor(op, aux, call.bias_index);
-        require(is_here(t), op, "bias must be on ", kDeviceName);
-        const DType dtype = dtype_of(op, "bias", t);
-        require((dtype == DType::f64) <= (p.dtype == DType::f64), op,
-                "a float64 bias needs float64 inputs");
-        require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
-                "float64 inputs need a float64 or float32 bias");
-        if (t.dim() == 4 && t.size(3) > 1 && t.stride(3) != 1) t = torch::stable::contiguous(t);
-        const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, p.tq, p.tk});
-        p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
-        call.kept.push_back(t);
+    const int64_t code = score[at], index = score[at + 1], parameter = score[at + 2];
+    require(code >= 0 && code < kScoreKinds, op, "score rule must be 0 to ", kScoreKinds - 1,
+            ", got ", code);
+    require(!seen[code], op, "one score rule of a kind at most is supported, got two of ", code);
+    seen[code] = true;
+    const auto parameters = [&](int64_t count) {
+      require(parameter >= 0 && parameter <= static_cast<int64_t>(params.size()) - count, op,
+              "params must hold the parameters a rule names, got index ", parameter, " of ",
+              params.size());
+      return params.data() + parameter;
+    };
+    const auto parameter_tensor = [&](int64_t& place) -> const Tensor& {
+      place = index;
+      return side_tensor(op, aux, index);
+    };
+    const auto table = [&](TableKind kind) {
+      require(call.table < 0, op, "one table term at most is supported");
+      set_table(op, call, kind, parameter_tensor(call.table), parameters(2));
+    };
+    const auto weights = [&](Normaliser kind) {
+      require(normaliser == Normaliser::softmax, op, "one normaliser at most is supported");
+      normaliser = kind;
+    };
+    switch (static_cast<ScoreKind>(code)) {
+      case ScoreKind::bias:
+        set_bias(op, call, parameter_tensor(call.bias));
         break;
-      }
-      case ScoreKind::softcap: {
-        const int64_t at_param = score[at + 2];
-        require(at_param >= 0 && at_param < static_cast<int64_t>(params.size()), op,
-                "params must hold the parameter a rule names, got index ", at_param, " of ",
-                params.size());
-        softcap = params[static_cast<size_t>(at_param)];
+      case ScoreKind::softcap:
+        softcap = *parameters(1);
         require(std::isfinite(softcap) && softcap > 0, op,
                 "softcap must be finite and positive, got softcap=", softcap);
         break;
-      }
-      default:
-        fail(op, "score rule must be 0 or 1, got ", score[at]);
+      case ScoreKind::sinks:
+        p.sinks = keep_parameters(op, "sinks", call, parameter_tensor(call.sinks), {&p.hq, 1});
+        break;
+      case ScoreKind::head_scale:
+        p.head_scale =
+            keep_parameters(op, "head_scale", call, parameter_tensor(call.head_scale), {&p.hq, 1});
+        break;
+      case ScoreKind::sigmoid:
+        weights(Normaliser::sigmoid);
+        break;
+      case ScoreKind::relu2:
+        weights(Normaliser::relu2);
+        break;
+      case ScoreKind::alibi:
+        table(TableKind::alibi);
+        break;
+      case ScoreKind::buckets:
+        table(TableKind::buckets);
+        break;
+      case ScoreKind::distances:
+        table(TableKind::distances);
+        break;
+      case ScoreKind::window:
+        table(TableKind::window);
+        break;
     }
   }
-  p.score = make_score(params[0], softcap);
+  require(normaliser == Normaliser::softmax || p.sinks == nullptr, op,
+          "sinks need weights normalised by softmax");
+  p.score = make_score(params[0], softcap, normaliser);
 }
 
 Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -260,19 +346,19 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   const Tensor out = empty_tensor({out_sizes, 4}, p.dtype);
   const Tensor lse = empty_tensor({lse_sizes, 3}, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse};
-  if (p.tk == 0) {
+  if (p.tk == 0 && p.sinks == nullptr) {
     fill(out, 0);
-    fill(lse, -INFINITY);
+    fill(lse, p.score.normaliser == Normaliser::softmax ? -INFINITY : 0);
     return {out, lse};
   }
   run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr});
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
     const Tensor& v, Tensors aux, const OptTensor& seed, const Tensor& out, const Tensor& lse,
-    Ints mask, Ints score, Floats params, bool bias_grad) {
+    Ints mask, Ints score, Floats params, Ints wanted) {
   constexpr const char* op = "attention_backward";
   const DeviceScope scope(q);
   const Call call = decode_call(op, q, k, v, aux, seed, mask, score, params);
@@ -291,8 +377,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     require_sizes(op, "grad_lse", *grad_lse, {lse_sizes, 3});
     grad_lse_rows = torch::stable::contiguous(*grad_lse);
   }
-  require(!bias_grad || call.bias_index >= 0, op, "bias_grad needs a bias");
-
   const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
   const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
   AttentionBackwardParams b{};
@@ -305,28 +389,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   b.grad_k = mutable_view_of(grad_k);
   b.grad_v = mutable_view_of(grad_v);
 
-  const int64_t none[] = {0};
-  Tensor grad_bias = empty_tensor({none, 1}, p.dtype);
-  if (bias_grad) {
-    const Tensor& bias = aux[static_cast<size_t>(call.bias_index)];
-    grad_bias = empty_tensor(bias.sizes(), accumulator(p.dtype));
-    fill(grad_bias, 0);
-    const ScoreStrides s = score_strides(op, "bias", grad_bias, {p.batch, p.hq, p.tq, p.tk});
-    b.grad_bias = grad_bias.mutable_data_ptr();
-    b.grad_bias_stride_b = s.b;
-    b.grad_bias_stride_h = s.h;
-    b.grad_bias_stride_q = s.q;
+  Tensors grads;
+  for (const int64_t index : wanted) {
+    const Tensor& parameter = side_tensor(op, aux, index);
+    const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
+    fill(grad, 0);
+    void* const data = grad.mutable_data_ptr();
+    if (index == call.bias) {
+      const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
+      b.grad_bias = data;
+      b.grad_bias_stride_b = s.b;
+      b.grad_bias_stride_h = s.h;
+      b.grad_bias_stride_q = s.q;
+    } else if (index == call.table) {
+      b.grad_table = data;
+    } else if (index == call.sinks) {
+      b.grad_sinks = data;
+    } else if (index == call.head_scale) {
+      b.grad_head_scale = data;
+    } else {
+      fail(op, "wanted must hold indices of parameters in aux, got ", index);
+    }
+    grads.push_back(grad);
   }
-  if (p.tq > 0 && p.tk > 0 && p.hq > 0 && p.batch > 0) {
+  if (p.tq > 0 && p.hq > 0 && p.batch > 0 && (p.tk > 0 || p.sinks != nullptr)) {
     run_backward(b);
   } else {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }
-  if (bias_grad) {
-    grad_bias =
-        torch::stable::to(grad_bias, aux[static_cast<size_t>(call.bias_index)].scalar_type());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    grads[i] = torch::stable::to(grads[i], aux[static_cast<size_t>(wanted[i])].scalar_type());
   }
-  return {grad_q, grad_k, grad_v, grad_bias};
+  return {grad_q, grad_k, grad_v, grads};
 }
 
 }  // namespace

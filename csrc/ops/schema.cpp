@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("detected_cpu_isa() -> int");
   m.def("set_cpu_isa(int isa) -> bool");
 
-  // attention: softmax(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
+  // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed; score: kind, aux index, params index per rule
   // (ops/attention.h); params: scale, dropout_p, parameters of score rules; seed: [seed, offset].
   // lse (B, Hq, Tq)
@@ -33,9 +33,9 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          "float[] params) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
-      "Tensor[] "
-      "aux, Tensor? seed, Tensor out, Tensor lse, int[] mask, int[] score, float[] params, bool "
-      "bias_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)");
+      "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, int[] mask, int[] score, float[] "
+      "params, "
+      "int[] wanted) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
   // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; stats (rows, 2)
   // = mean, rstd

@@ -90,6 +90,13 @@ void bind_semantics(py::module_& m) {
       .def("query_blocks", [](const OwnedMask& o, int64_t b, Span k, int64_t size) {
         return span(query_blocks(o.mask, b, range(k), size));
       });
+  m.def("t5_bucket", [](int64_t distance, bool both, int64_t buckets, int64_t max_distance) {
+    return t5_bucket(distance, both, buckets, max_distance);
+  });
+  m.def("window_row", [](int64_t q, int64_t k, int64_t height, int64_t width) {
+    return table_row({TableKind::window, height, width, 0, nullptr, 0}, q, k);
+  });
+
   m.def("block",
         [](int64_t n, int64_t size, int64_t length) { return span(block(n, size, length)); });
   m.def("kv_head", [](int64_t h, int64_t hq, int64_t hkv) { return kv_head(h, hq, hkv); });

@@ -1,6 +1,7 @@
 // Online softmax in units of log2(e): a row keeps its running maximum m, the sum l of 2^(s - m) and
 // the unnormalised output. What a row without a visible key gives is defined here and nowhere else:
-// output 0, lse -inf, gradients 0.
+// output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row has seen before any
+// other. Weights that are not normalised (sigmoid, relu^2) need no m and l; their lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -20,6 +21,12 @@ OMNIATTN_FN T softmax_shift(T m) {
   return m == negative_infinity<T>() ? T(0) : m;
 }
 
+// l of a row that has seen nothing but a sink with logit m, or nothing (m = -inf).
+template <class T>
+OMNIATTN_FN T softmax_initial_sum(T m) {
+  return m == negative_infinity<T>() ? T(0) : T(1);
+}
+
 // Factor of the unnormalised output at the end.
 template <class T>
 OMNIATTN_FN T softmax_normaliser(T l) {
@@ -36,6 +43,27 @@ OMNIATTN_FN T softmax_lse(T m, T l, T ln_l) {
 template <class T>
 OMNIATTN_FN T softmax_backward_shift(T lse) {
   return lse == negative_infinity<T>() ? -negative_infinity<T>() : lse * T(kLog2E);
+}
+
+// What a row ends with, for any normaliser.
+template <class T>
+OMNIATTN_FN T row_factor(Normaliser normaliser, T l) {
+  return normaliser == Normaliser::softmax ? softmax_normaliser(l) : T(1);
+}
+template <class T>
+OMNIATTN_FN T row_lse(Normaliser normaliser, T m, T l, T ln_l) {
+  return normaliser == Normaliser::softmax ? softmax_lse(m, l, ln_l) : T(0);
+}
+
+// Derivative of a weight that is not normalised by its logit, given the weight: w (1 - w) of
+// w = sigmoid(s), 2 relu(s) of w = relu(s)^2, whose root is given.
+template <class V>
+OMNIATTN_FN V sigmoid_slope(V weight) {
+  return weight * (V(1) - weight);
+}
+template <class V>
+OMNIATTN_FN V relu2_slope(V root) {
+  return root + root;
 }
 
 }  // namespace omniattn

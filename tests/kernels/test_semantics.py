@@ -279,6 +279,31 @@ def test_score_factors():
         assert pre * chain == pytest.approx(scale)
 
 
+# First distance of each bucket (spec attention 15), beyond the near ones.
+T5_BOTH = {9: 12, 10: 16, 11: 23, 12: 32, 13: 46, 14: 64, 15: 91}
+T5_CAUSAL = dict(
+    zip(range(17, 32), (19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113), strict=True)
+)
+
+
+@pytest.mark.parametrize("both,near,starts", [(True, 9, T5_BOTH), (False, 17, T5_CAUSAL)])
+def test_t5_buckets(both, near, starts):
+    starts = {n: n for n in range(near)} | starts
+    for distance in range(2000):
+        bucket = max(n for n, start in starts.items() if start <= distance)
+        assert kernels.t5_bucket(-distance, both, 32, 128) == bucket
+        ahead = (bucket + 16) * (distance > 0) if both else 0
+        assert kernels.t5_bucket(distance, both, 32, 128) == ahead
+
+
+def test_rows_of_a_window_table():
+    for height, width in ((2, 3), (4, 4)):
+        for q, k in itertools.product(range(height * width), repeat=2):
+            (yq, xq), (yk, xk) = divmod(q, width), divmod(k, width)
+            want = (yq - yk + height - 1) * (2 * width - 1) + xq - xk + width - 1
+            assert kernels.window_row(q, k, height, width) == want
+
+
 def test_softmax_rules_of_an_empty_row():
     inf = math.inf
     assert kernels.softmax_shift(-inf) == 0 and kernels.softmax_shift(2.5) == 2.5

@@ -94,7 +94,8 @@ def mutate(value, draw):
 
 def shapes(outputs):
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    return [(tuple(t.shape), t.dtype) for t in outputs if t is not None]
+    tensors = torch.utils._pytree.tree_leaves(list(outputs))
+    return [(tuple(t.shape), t.dtype) for t in tensors if t is not None]
 
 
 def fake_shapes(op, args):

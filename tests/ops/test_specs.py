@@ -18,7 +18,10 @@ SPECS = testing.registry()
 
 #: Cases that exercise what is special about an op, beyond its first two.
 SPECIAL = {
-    "attention": ["offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"],
+    "attention": [
+        *("offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"),
+        *("predicate", "alibi", "sinks", "headscale", "sigmoid", "relu2"),
+    ],
     "scaled_dot_product_attention": ["gqa", "bool"],
     "rms_norm": ["bareresidual"],
     "layer_norm": ["residual"],

@@ -1,4 +1,4 @@
-// Softmax attention on the CPU (spec attention 1-3): O = Z . softmax(f(scale q k^T) + bias) v.
+// Attention on the CPU (spec attention 1-3): O = Z . softmax(f(scale q k^T) + bias) v.
 //
 //   forward   pack (b, kv head, 64 keys), then tiles (b, head, query block), or both at once per
 //             (b, kv head): online softmax after Dao et al., FlashAttention (arXiv 2205.14135) and
@@ -44,6 +44,13 @@ struct ScoreView {
   int64_t stride_b, stride_h, stride_q;
 };
 
+// The table's term of all pairs, expanded by the op: element origin + b stride_b + h stride_h + q
+// stride_q + k, in the compute type and log2 units, readable for 64 keys behind Tk.
+struct RelativeView {
+  const void* data;  // null: none
+  int64_t origin, stride_b, stride_h, stride_q;
+};
+
 struct AttentionProblem {
   DType dtype;
   int64_t batch, tq, tk, hq, hkv, d, dv;
@@ -53,6 +60,10 @@ struct AttentionProblem {
   AttentionMask mask;
   Score score;
   ScoreView bias;
+  TableTerm table;
+  RelativeView relative;   // of the table; CPU kernels read only this
+  const void* sinks;       // (Hq,) in the compute type, or null
+  const void* head_scale;  // (Hq,) in the compute type, or null
   Dropout dropout;
 };
 
@@ -90,6 +101,13 @@ struct AttentionBackwardParams {
   // broadcast; zero on entry. Null: not wanted.
   void* grad_bias;
   int64_t grad_bias_stride_b, grad_bias_stride_h, grad_bias_stride_q;
+  // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
+  void *grad_table, *grad_sinks, *grad_head_scale;
+  // Their parts, which the op adds up: the relative view's planes (splits, B, Hq, plane), zero on
+  // entry; the others (B, Hq, query blocks).
+  void* part_relative;
+  int64_t part_relative_plane;
+  void *part_sinks, *part_head_scale;
   int64_t splits;   // key splits = dQ buffers
   void* workspace;  // backward_workspace_elements
   void* scratch;
@@ -128,7 +146,7 @@ OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
 }
 
 OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
-  return p.tq * group_size(p) <= kDecodeRows;
+  return p.tq * group_size(p) <= kDecodeRows && p.tk > 0;
 }
 OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplitKeys); }
 // Kv heads are work items of their own only where batch and splits give few.
@@ -163,7 +181,8 @@ OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
 OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p) {
   const int64_t wanted = ceil_div(kBackwardItems, backward_owners(p));
   const int64_t limit = wanted < kBackwardSplits ? wanted : kBackwardSplits;
-  return limit < key_block_count(p.problem) ? limit : key_block_count(p.problem);
+  const int64_t blocks = key_block_count(p.problem);
+  return limit < blocks ? limit : blocks > 0 ? blocks : 1;
 }
 OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;

@@ -59,6 +59,11 @@ inline QueryBlock query_block_item(const AttentionProblem& p, int64_t item) {
   return query_block(p, head / p.hq, head % p.hq, item % query_block_count(p));
 }
 
+// Where the block's part of a gradient per head goes.
+inline int64_t part_of(const AttentionProblem& p, const QueryBlock& x) {
+  return (x.b * p.hq + x.h) * query_block_count(p) + x.queries.begin / kQueryBlock;
+}
+
 template <class T>
 void prepare_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
                    const QueryBlock& x) {
@@ -67,7 +72,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
   const AttentionProblem& p = params.problem;
   const int64_t count = x.queries.end - x.queries.begin;
   pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
-               static_cast<A>(p.score.pre), rows.q(x.row));
+               query_factor<A>(p, x.h), rows.q(x.row));
   pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin, x.h), params.grad_out.stride_t,
                count, p.dv, A(1), rows.grad_out(x.row));
   const A* const grad_lse = static_cast<const A*>(params.grad_lse);
@@ -81,6 +86,13 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
     }
     rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[row] : A(0));
     rows.shift(row) = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
+  }
+  if (params.part_sinks != nullptr) {
+    A sum = A(0);
+    for (int64_t row = x.row; row < x.row + count; ++row) {
+      sum -= exp2(V(initial_maximum<A>(p, x.h) - rows.shift(row))).v[0] * rows.delta(row);
+    }
+    static_cast<A*>(params.part_sinks)[part_of(p, x)] = sum;
   }
   for (int64_t split = 0; split < params.splits; ++split) {
     fill_zero(rows.grad_q(split, x.row), count * rows.ldq);
@@ -115,10 +127,11 @@ OMNIATTN_INLINE void plain_row(A* p, A* ds, Range columns, A shift, A delta) {
   }
 }
 
-// The same with softcap, bias, mask and dropout; adds to the bias gradient.
+// The same with softcap, bias, table term, mask, dropout and any normaliser; adds to the gradients
+// of bias and table term.
 template <class A>
 void general_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
-                 A* grad_bias) {
+                 A* grad_bias, A* grad_relative) {
   using V = Vec<A>;
   const AttentionProblem& x = score.p;
   const bool drops = x.dropout.threshold != 0;
@@ -127,8 +140,16 @@ void general_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, 
   for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
     V t = zero<A>();
     const V z = drops ? dropout.factor(n) : V(A(1));
-    const V e = exp2(score.logit(load(p + n), n, t) - V(shift));
-    V grad = e * (z * load(ds + n) - V(delta));
+    const V logit = score.logit(load(p + n), n, t);
+    V e, grad = z * load(ds + n);
+    if (x.score.normaliser == Normaliser::softmax) {
+      e = exp2(logit - V(shift));
+      grad = e * (grad - V(delta));
+    } else {
+      const PointwiseWeight<A> w(x.score.normaliser, logit);
+      e = w.weight;
+      grad = w.slope * grad;
+    }
     if (score.visible != nullptr) {  // a hidden key may hold anything, 0 * NaN included
       grad = select(lanes_of<A>(score.visible[n / 64] >> (n % 64)), grad, zero<A>());
     }
@@ -136,14 +157,15 @@ void general_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, 
       const int64_t left = x.tk - score.key - n;
       store_n(grad_bias + n, load_n(grad_bias + n, left) + grad, left);
     }
+    if (grad_relative != nullptr) store(grad_relative + n, load(grad_relative + n) + grad);
     store(p + n, e * z);
     store(ds + n, x.score.post != 0 ? grad * softcap_slope(t) : grad);
   }
 }
 
 template <class A>
-void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t b,
-                   int64_t h, const TilePlan& plan, A* p, A* ds) {
+void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t split,
+                   int64_t b, int64_t h, const TilePlan& plan, A* p, A* ds) {
   const AttentionProblem& problem = params.problem;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], group = plan.group_rows(g);
@@ -163,10 +185,18 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
                                : static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
                                      h * params.grad_bias_stride_h + q * params.grad_bias_stride_q +
                                      plan.keys.begin;
-      if (score.plain() && grad_bias == nullptr && problem.dropout.threshold == 0) {
+      A* const grad_relative =
+          params.part_relative == nullptr
+              ? nullptr
+              : static_cast<A*>(params.part_relative) +
+                    ((split * problem.batch + b) * problem.hq + h) * params.part_relative_plane +
+                    problem.relative.origin + q * problem.relative.stride_q + plan.keys.begin;
+      if (score.plain() && grad_bias == nullptr && problem.dropout.threshold == 0 &&
+          problem.score.normaliser == Normaliser::softmax) {
         plain_row(p_row, ds_row, columns, rows.shift(row), rows.delta(row));
       } else {
-        general_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row), grad_bias);
+        general_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row), grad_bias,
+                    grad_relative);
       }
     }
   }
@@ -205,7 +235,7 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p);
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds);
-  gradient_rows(params, rows, b, h, plan, side.p, side.ds);
+  gradient_rows(params, rows, split, b, h, plan, side.p, side.ds);
   accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
   accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
   accumulate_keys(plan, side.ds, side.k, rows.ldq, width_k, rows.grad_q(split, row), rows.ldq);
@@ -250,6 +280,7 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<compute
   using A = compute_t<T>;
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
+  V head_scale = zero<A>();
   for (int64_t r = 0; r < x.queries.end - x.queries.begin; ++r) {
     A* const sum = rows.grad_q(0, x.row + r);
     for (int64_t split = 1; split < params.splits; ++split) {
@@ -258,8 +289,17 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<compute
         store(sum + c, load(sum + c) + load(part + c));
       }
     }
-    store_row(sum, static_cast<A>(p.score.pre * p.score.chain), p.d,
+    store_row(sum, query_factor<A>(p, x.h) * static_cast<A>(p.score.chain), p.d,
               row_of<T>(params.grad_q, x.b, x.queries.begin + r, x.h));
+    if (params.part_head_scale == nullptr) continue;
+    const T* const q = row_of<T>(p.q, x.b, x.queries.begin + r, x.h);
+    for (int64_t c = 0; c < p.d; c += V::kWidth) {
+      head_scale = fma(load_n(q + c, p.d - c), load(sum + c), head_scale);
+    }
+  }
+  if (params.part_head_scale != nullptr) {
+    static_cast<A*>(params.part_head_scale)[part_of(p, x)] =
+        reduce_add(head_scale) * static_cast<A>(p.score.pre * p.score.chain);
   }
 }
 

@@ -137,7 +137,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
     top = max(top, x);
   }
   const A highest = reduce_max(top);
-  if (highest > row.m()) {
+  if (p.score.normaliser == Normaliser::softmax && highest > row.m()) {
     const V alpha = exp2(V(row.m() - highest));
     row.l() *= alpha.v[0];
     for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
@@ -146,7 +146,10 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   const V shift(softmax_shift(row.m()));
   V sum = zero<A>();
   for (int64_t n = 0; n < keys; n += V::kWidth) {
-    const V e = exp2(load(s + n) - shift);
+    const V x = load(s + n);
+    const V e = p.score.normaliser == Normaliser::softmax
+                    ? exp2(x - shift)
+                    : PointwiseWeight<A>(p.score.normaliser, x).weight;
     sum += e;
     store(s + n, e);
   }
@@ -216,12 +219,12 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   A* const s = carve.take(kDecodeRows * kKeyPanel);
   A* const q = carve.take((heads.end - heads.begin) * head_rows * ldq);
   for (int64_t h = heads.begin * group; h < heads.end * group; ++h) {
-    pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, static_cast<A>(p.score.pre),
+    pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, query_factor<A>(p, h),
                  q + (h - heads.begin * group) * p.tq * ldq);
     for (int64_t i = 0; i < p.tq; ++i) {
       const Partial<A> row = partial_of<A>(params, b, split, h, i);
       for (int64_t c = 0; c < row.width; ++c) row.o[c] = A(0);
-      row.m() = negative_infinity<A>();
+      row.m() = p.score.normaliser == Normaliser::softmax ? negative_infinity<A>() : A(0);
       row.l() = A(0);
     }
   }
@@ -244,12 +247,14 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
   const int64_t b = item / (p.hq * p.tq), h = item / p.tq % p.hq, q = item % p.tq;
   const int64_t splits = decode_splits(p), stride = p.hq * p.tq * partial_elements(p);
   const Partial<A> first = partial_of<A>(params, b, 0, h, q);
-  A m = negative_infinity<A>(), l = A(0);
+  const A sink = initial_maximum<A>(p, h);
+  A m = sink;
   for (int64_t n = 0; n < splits; ++n) {
     const A top = Partial<A>{first.o + n * stride, first.width}.m();
     if (top > m) m = top;
   }
-  for (int64_t n = 0; n < splits; ++n) {  // m of a partial becomes its weight
+  A l = exp2(V(sink - softmax_shift(m))).v[0];  // of the sink; 0 without one
+  for (int64_t n = 0; n < splits; ++n) {        // m of a partial becomes its weight
     const Partial<A> part{first.o + n * stride, first.width};
     part.m() = exp2(V(part.m() - softmax_shift(m))).v[0];
     l += part.m() * part.l();
@@ -262,8 +267,8 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
     }
     store(first.o + c, sum);
   }
-  store_row(first.o, softmax_normaliser(l), p.dv, row_of<T>(params.out, b, q, h));
-  static_cast<A*>(params.lse)[item] = softmax_lse(m, l, log(V(l)).v[0]);
+  store_row(first.o, row_factor(p.score.normaliser, l), p.dv, row_of<T>(params.out, b, q, h));
+  static_cast<A*>(params.lse)[item] = row_lse(p.score.normaliser, m, l, log(V(l)).v[0]);
 }
 
 void decode(const AttentionForwardParams& p, int64_t begin, int64_t end) {

@@ -73,6 +73,14 @@ OMNIATTN_INLINE void exponentiate(const SoftmaxRow<A>& row, Range columns) {
   store(row.l, sum);
 }
 
+// Weights of one row that are not normalised.
+template <class A>
+OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
+  for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) {
+    store(s + n, PointwiseWeight<A>(normaliser, load(s + n)).weight);
+  }
+}
+
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
 
 // Logits, softmax and dropout of the rows of a tile.
@@ -101,8 +109,12 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
         const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
-        raise_maximum(row, top[r - first]);
-        exponentiate(row, columns);
+        if (p.score.normaliser == Normaliser::softmax) {
+          raise_maximum(row, top[r - first]);
+          exponentiate(row, columns);
+        } else {
+          weigh(p.score.normaliser, row.s, columns);
+        }
         if (p.dropout.threshold == 0) continue;
         const RowDropout<A> dropout(p, b, h, plan.queries.begin + r, key);
         for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
@@ -130,11 +142,15 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const o = carve.take(kQueryBlock * width);
   A* const m = carve.take(kQueryBlock);
   A* const l = carve.take(kQueryBlock * V::kWidth);
-  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
-               static_cast<A>(p.score.pre), q);
+  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
+               q);
   fill_zero(o, rows * width);
   fill_zero(l, rows * V::kWidth);
-  for (int64_t r = 0; r < rows; ++r) m[r] = negative_infinity<A>();
+  const A first = initial_maximum<A>(p, h);
+  for (int64_t r = 0; r < rows; ++r) {
+    m[r] = first;
+    l[r * V::kWidth] = softmax_initial_sum(first);
+  }
 
   const Range blocks = key_blocks(p.mask, b, queries, kKeyBlock);
   TilePlan plan;
@@ -149,9 +165,9 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const lse = static_cast<A*>(params.lse) + (b * p.hq + h) * p.tq + queries.begin;
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = reduce_add(load(l + r * V::kWidth));
-    store_row(o + r * width, softmax_normaliser(sum), p.dv,
+    store_row(o + r * width, row_factor(p.score.normaliser, sum), p.dv,
               row_of<T>(params.out, b, queries.begin + r, h));
-    lse[r] = softmax_lse(m[r], sum, log(V(sum)).v[0]);
+    lse[r] = row_lse(p.score.normaliser, m[r], sum, log(V(sum)).v[0]);
   }
 }
 

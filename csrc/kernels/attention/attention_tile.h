@@ -98,6 +98,39 @@ OMNIATTN_INLINE Vec<A> load_score(const void* data, DType dtype, int64_t offset,
   }
 }
 
+// Factor of q, pre and that of its head.
+template <class A>
+OMNIATTN_INLINE A query_factor(const AttentionProblem& p, int64_t h) {
+  const A pre = static_cast<A>(p.score.pre);
+  return p.head_scale == nullptr ? pre : pre * static_cast<const A*>(p.head_scale)[h];
+}
+
+// Running maximum of a row before its first key: the sink, if there is one.
+template <class A>
+OMNIATTN_INLINE A initial_maximum(const AttentionProblem& p, int64_t h) {
+  if (p.score.normaliser != Normaliser::softmax) return A(0);
+  if (p.sinks == nullptr) return negative_infinity<A>();
+  return static_cast<const A*>(p.sinks)[h] * static_cast<A>(kLog2E);
+}
+
+// Weight of a logit x (log2 units) by itself and its derivative, where rows are not normalised.
+template <class A>
+struct PointwiseWeight {
+  Vec<A> weight, slope;
+  OMNIATTN_INLINE PointwiseWeight(Normaliser normaliser, Vec<A> x) {
+    using V = Vec<A>;
+    if (normaliser == Normaliser::sigmoid) {
+      const V e = exp2(min(V(A(126)), V(A(0)) - x));
+      weight = select(x == V(negative_infinity<A>()), zero<A>(), reciprocal(V(A(1)) + e));
+      slope = sigmoid_slope(weight);
+    } else {
+      const V root = max(x * V(static_cast<A>(kLn2)), zero<A>());
+      weight = root * root;
+      slope = relu2_slope(root);
+    }
+  }
+};
+
 // One query row against keys [key, key + 128): everything that is not q.k.
 template <class A>
 struct RowScore {
@@ -105,8 +138,8 @@ struct RowScore {
   int64_t b, h, q, key;
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
 
-  // Adds softcap, bias and mask to x = pre * q.k of keys [key + n, key + n + kWidth); log2 units.
-  // `t` receives tanh(x) when there is a softcap.
+  // Adds softcap, bias, table term and mask to x = pre * q.k of keys [key + n, key + n + kWidth);
+  // log2 units. `t` receives tanh(x) when there is a softcap.
   OMNIATTN_INLINE Vec<A> logit(Vec<A> x, int64_t n, Vec<A>& t) const {
     if (p.score.post != 0) {
       t = tanh(x);
@@ -118,6 +151,11 @@ struct RowScore {
       const Vec<A> bias = load_score<A>(p.bias.data, p.bias.dtype, offset, p.tk - key - n);
       x = fma(bias, Vec<A>(static_cast<A>(kLog2E)), x);
     }
+    if (p.relative.data != nullptr) {
+      const RelativeView& r = p.relative;
+      x += load(static_cast<const A*>(r.data) + r.origin + b * r.stride_b + h * r.stride_h +
+                q * r.stride_q + key + n);
+    }
     if (visible != nullptr) {
       x = select(lanes_of<A>(visible[n / 64] >> (n % 64)), x, Vec<A>(negative_infinity<A>()));
     }
@@ -125,7 +163,8 @@ struct RowScore {
   }
 
   OMNIATTN_INLINE bool plain() const {
-    return p.score.post == 0 && p.bias.data == nullptr && visible == nullptr;
+    return p.score.post == 0 && p.bias.data == nullptr && p.relative.data == nullptr &&
+           visible == nullptr;
   }
 };
 

@@ -1,6 +1,7 @@
 """Public functions: they check arguments and call the native ops, or on request the reference."""
 
 from omniattn.functional import masks as masks
+from omniattn.functional import scores as scores
 from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
 from omniattn.functional.attention import attention, scaled_dot_product_attention
 from omniattn.functional.gemm import linear

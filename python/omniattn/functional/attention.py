@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import require_float, require_like, use_reference
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
-from omniattn.functional.scores import Bias, ScoreRule, Softcap
+from omniattn.functional.scores import RelativeBias, ScoreRule
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
 from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 from omniattn.reference.philox import new_seed
+from omniattn.reference.scores import ScoreKind
+
+Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -31,15 +34,21 @@ def attention(
     bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Normaliser = "softmax",
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
+    """Attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
 
-    ``O = softmax(f(scale * q k^T) + bias) v`` over the allowed keys, ``f`` the identity or
-    ``softcap * tanh(. / softcap)``. Query head h reads kv head ``h // (Hq / Hkv)``.
+    ``O = softmax(f(head_scale * scale * q k^T) + bias - slope |k - i| + relative) v`` over the
+    allowed keys, ``f`` the identity or ``softcap * tanh(. / softcap)``, i = q + Tk - Tq the place
+    of query q among the keys. Query head h reads kv head ``h // (Hq / Hkv)``.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; any strides, copied only where the
@@ -55,6 +64,14 @@ def attention(
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
+        alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
+        relative: a value of `functional.scores` that reads a table (T5, Swin, any function of the
+            distance) without making a (Tq, Tk) tensor; not together with alibi_slopes.
+        sinks: (Hq,), a logit per head that takes part in the softmax with a value of 0: it is not
+            scaled, capped, masked or dropped.
+        head_scale: (Hq,), a factor of scale per head.
+        normaliser: what makes weights of the logits: "softmax", or of each logit by itself
+            "sigmoid" (add its bias -ln Tk by `bias`) or "relu2", relu(logit)^2 (scale = 1 / Tk).
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
             1 / (1 - dropout_p).
         seed: int64 (2,) on the CPU, [seed, offset] of the dropout mask, which is a function of
@@ -65,7 +82,8 @@ def attention(
 
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype, and with return_lse lse (B, Hq, Tq) in float32 (float64 for
-        float64). A query that sees no key gives O = 0, lse = -inf and zero gradients.
+        float64), the sink included. A query that sees no key gives O = 0, lse = -inf (the sink, if
+        there is one) and zero gradients.
 
     Raises:
         TypeError: a dtype that is unsupported or does not fit the others.
@@ -74,12 +92,18 @@ def attention(
 
     Note:
         Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
-        backward do not depend on the number of threads. Gradients flow to q, k, v and bias, through
-        O and lse; second and forward-mode derivatives recompute through the eager definition.
+        backward do not depend on the number of threads. Gradients flow to q, k, v, bias,
+        alibi_slopes, the table of `relative`, sinks and head_scale, each of its own shape and
+        dtype, through O and lse; second and forward-mode derivatives recompute through the eager
+        definition. softmax(s / T) with a temperature T is scale = 1 / T.
 
     Reference:
         Vaswani et al., Attention Is All You Need, 2017, arXiv:1706.03762; Dao et al.,
-        FlashAttention, 2022, arXiv:2205.14135; Dao, FlashAttention-2, 2023, arXiv:2307.08691.
+        FlashAttention, 2022, arXiv:2205.14135; Dao, FlashAttention-2, 2023, arXiv:2307.08691;
+        ALiBi: Press et al., Train Short, Test Long, 2021, arXiv:2108.12409; sinks: OpenAI, gpt-oss,
+        2025, arXiv:2508.10925; sigmoid: Ramapuram et al., Theory, Analysis, and Best Practices for
+        Sigmoid Self-Attention, 2024, arXiv:2409.04431; relu2: Hua et al., Transformer Quality in
+        Linear Time, 2022, arXiv:2202.10447.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)
@@ -94,8 +118,11 @@ def attention(
     scale = default_scale(q.shape[3]) if scale is None else scale
     _check_numbers(op, scale, softcap, dropout_p)
     rules = _mask(op, causal, window_size, mask, q, full)
-    if bias is not None:
-        bias = _bias(op, bias, q, full)
+    scores = _scores(
+        op, q, full, bias, softcap, alibi_slopes, relative, sinks, head_scale, normaliser
+    )
+    if return_lse and normaliser != "softmax":
+        raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
     seed = _seed(op, seed) if dropout_p > 0 else None
     if use_reference(op, backend, q):
         return reference.attention(
@@ -106,6 +133,11 @@ def attention(
             bias=bias,
             scale=scale,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            relative=relative,
+            sinks=sinks,
+            head_scale=head_scale,
+            normaliser=normaliser,
             dropout_p=dropout_p,
             seed=seed,
             return_lse=return_lse,
@@ -118,18 +150,12 @@ def attention(
         aux += tensors
     params = [scale, dropout_p]
     score_codes: list[int] = []
-    for code, side, parameter in _scores(softcap, bias):
-        score_codes += [code, _index(aux, side), _index(params, parameter)]
+    for kind, side, parameters in scores:
+        score_codes += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
+        aux += () if side is None else (side,)
+        params += parameters
     out, lse = ops.attention(q, k, v, aux, seed, mask_codes, score_codes, params)
     return (out, lse) if return_lse else out
-
-
-def _index(values: list[Any], value: Any) -> int:
-    """Where `value` is appended to `values`; -1 for None."""
-    if value is None:
-        return -1
-    values.append(value)
-    return len(values) - 1
 
 
 def scaled_dot_product_attention(
@@ -380,10 +406,70 @@ def _seed(op: str, seed: Tensor | None) -> Tensor:
     return seed
 
 
-def _scores(softcap: float, bias: Tensor | None) -> list[ScoreRule]:
-    rules = []
+def _scores(
+    op: str,
+    q: Tensor,
+    full: tuple[int, ...],
+    bias: Tensor | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    relative: RelativeBias | None,
+    sinks: Tensor | None,
+    head_scale: Tensor | None,
+    normaliser: str,
+) -> list[ScoreRule]:
+    """All score rules of a call, checked."""
+    batch, heads, tq, tk = full
+    rules: list[ScoreRule] = []
     if softcap > 0:
-        rules.append(Softcap(softcap).rule())
+        rules.append((ScoreKind.SOFTCAP, None, (softcap,)))
     if bias is not None:
-        rules.append(Bias(bias).rule())
+        rules.append((ScoreKind.BIAS, _bias(op, bias, q, full), ()))
+    for kind, name, t in (
+        (ScoreKind.SINKS, "sinks", sinks),
+        (ScoreKind.HEAD_SCALE, "head_scale", head_scale),
+    ):
+        if t is not None:
+            _require_parameter(op, name, t, q, [(heads,)])
+            rules.append((kind, t, ()))
+    if alibi_slopes is not None:
+        if relative is not None:
+            raise ValueError(f"{op}: alibi_slopes must be None with relative={relative!r}")
+        _require_parameter(op, "alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
+        rules.append((ScoreKind.ALIBI, alibi_slopes.reshape(-1, 1, heads), (0.0, 0.0)))
+    if relative is not None:
+        if not isinstance(relative, RelativeBias):
+            raise TypeError(f"{op}: relative must be a RelativeBias, got relative={relative!r}")
+        rule = relative.rule()
+        code, table, parameters = rule
+        assert table is not None
+        _require_parameter(op, "the table of relative", table, q, [(1, table.shape[1], heads)])
+        if code == ScoreKind.WINDOW and not tq == tk == math.prod(parameters):
+            raise ValueError(
+                f"{op}: Tq and Tk must be the tokens of a window, got Tq={tq}, Tk={tk}, "
+                f"window={parameters}"
+            )
+        rules.append(rule)
+    if normaliser not in ("softmax", "sigmoid", "relu2"):
+        raise ValueError(
+            f'{op}: normaliser must be "softmax", "sigmoid" or "relu2", '
+            f"got normaliser={normaliser!r}"
+        )
+    if normaliser != "softmax":
+        if sinks is not None:
+            raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")
+        rules.append((ScoreKind[normaliser.upper()], None, ()))
     return rules
+
+
+def _require_parameter(
+    op: str, name: str, t: Tensor, q: Tensor, shapes: list[tuple[int, ...]]
+) -> None:
+    require_float(op, name, t)
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {t.device}, q.device={q.device}"
+        )
+    if tuple(t.shape) not in shapes:
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(t.shape)}")

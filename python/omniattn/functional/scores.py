@@ -1,4 +1,8 @@
-"""Changes of the attention logits, encoded for the kernels (csrc/semantics/score.h, spec order)."""
+"""Terms of the attention logits as small values that encode themselves for the kernels.
+
+A new term that a table holds is a dataclass here, a case in csrc/semantics/score.h and one in
+reference/scores.py; no schema, fake kernel or gradient changes.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,90 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Bias", "ScoreRule", "Softcap"]
+from omniattn.reference.scores import ScoreKind
 
-#: kind, side tensor, parameter
-ScoreRule = tuple[int, Tensor | None, float | None]
+__all__ = ["DistanceBias", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
+
+#: kind, parameter tensor, other parameters
+ScoreRule = tuple[int, Tensor | None, tuple[float, ...]]
+
+
+class RelativeBias:
+    """A learned term that depends on the positions of query and key, read from a table."""
+
+    def rule(self) -> ScoreRule:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Bias:
-    """Adds `bias`, broadcastable to (B, Hq, Tq, Tk), after scale and softcap; has a gradient."""
+class T5Bias(RelativeBias):
+    """table[bucket(k - i)] (num_buckets, Hq): near distances apart, farther ones by logarithm.
 
-    bias: Tensor
+    `bidirectional` for encoders; decoders give all buckets to keys before the query. Raffel et al.,
+    Exploring the Limits of Transfer Learning, 2020, arXiv:1910.10683.
+    """
+
+    table: Tensor
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        if self.table.dim() != 2:
+            raise ValueError(
+                f"T5Bias: table must have shape (num_buckets, Hq), "
+                f"got table.shape={tuple(self.table.shape)}"
+            )
+        exact = self.table.shape[0] // (4 if self.bidirectional else 2)
+        if not 1 <= exact < self.max_distance:
+            raise ValueError(
+                f"T5Bias: num_buckets must be at least {4 if self.bidirectional else 2} and below "
+                f"max_distance, got table.shape={tuple(self.table.shape)}, "
+                f"max_distance={self.max_distance}"
+            )
 
     def rule(self) -> ScoreRule:
-        return (0, self.bias, None)
+        parameters = (float(self.bidirectional), float(self.max_distance))
+        return (ScoreKind.BUCKETS, self.table[None], parameters)
 
 
 @dataclass(frozen=True)
-class Softcap:
-    """cap * tanh(logit / cap), before the bias (Gemma 2, arXiv:2408.00118)."""
+class DistanceBias(RelativeBias):
+    """table[k - i + zero] (rows, Hq), the index kept inside the table; row `zero` is k = i."""
 
-    cap: float
+    table: Tensor
+    zero: int
+
+    def __post_init__(self) -> None:
+        if self.table.dim() != 2 or self.table.shape[0] < 1 or self.zero < 0:
+            raise ValueError(
+                f"DistanceBias: table must have shape (rows >= 1, Hq) and zero be >= 0, "
+                f"got table.shape={tuple(self.table.shape)}, zero={self.zero}"
+            )
 
     def rule(self) -> ScoreRule:
-        return (1, None, self.cap)
+        return (ScoreKind.DISTANCES, self.table[None], (float(self.zero), 0.0))
+
+
+@dataclass(frozen=True)
+class WindowBias(RelativeBias):
+    """table[(yq - yk + h - 1) (2w - 1) + xq - xk + w - 1] ((2h - 1)(2w - 1), Hq) in h x w windows.
+
+    The tokens of `window` = (h, w) come row by row, Tq = Tk = h w. Liu et al., Swin Transformer,
+    2021, arXiv:2103.14030.
+    """
+
+    table: Tensor
+    window: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        height, width = self.window
+        rows = (2 * height - 1) * (2 * width - 1)
+        if height < 1 or width < 1 or self.table.dim() != 2 or self.table.shape[0] != rows:
+            raise ValueError(
+                f"WindowBias: table must have shape ((2h - 1)(2w - 1), Hq) for window (h, w), "
+                f"got table.shape={tuple(self.table.shape)}, window={self.window}"
+            )
+
+    def rule(self) -> ScoreRule:
+        height, width = self.window
+        return (ScoreKind.WINDOW, self.table[None], (float(height), float(width)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 from omniattn.reference.masks import Rule, visible
+from omniattn.reference.scores import TABLES, ScoreKind
 
 __all__ = ["attention"]
 
@@ -18,8 +20,7 @@ _backward_op = torch.ops.omniattn.attention_backward.default
 
 # Encodings, as decoded by csrc/ops/attention.h.
 _MASK_INTS = 4  # kind, a, b, index of the first side tensor in aux
-_SCORE_INTS = 3  # kind, aux index, params index
-_BIAS, _SOFTCAP = 0, 1
+_SCORE_INTS = 3  # kind, aux index, index of the first parameter in params
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -28,10 +29,6 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 def _groups(codes: Sequence[int], size: int) -> list[Sequence[int]]:
     return [codes[i : i + size] for i in range(0, len(codes), size)]
-
-
-def _bias_index(score: Sequence[int]) -> int | None:
-    return next((aux for kind, aux, _ in _groups(score, _SCORE_INTS) if kind == _BIAS), None)
 
 
 def _fake(
@@ -56,13 +53,10 @@ def _fake_backward(
     mask: Sequence[int],
     score: Sequence[int],
     params: Sequence[float],
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias = _bias_index(score)
-    grad_bias = (
-        aux[bias].new_empty(aux[bias].shape) if bias_grad and bias is not None else q.new_empty(0)
-    )
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_bias
+    wanted: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    grad_aux = [aux[i].new_empty(aux[i].shape) for i in wanted]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_aux
 
 
 def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
@@ -79,12 +73,13 @@ def _backward(
         if grad_lse is None:
             return (None,) * 8
         grad_out = torch.zeros_like(out)
-    bias = _bias_index(kept[1])
-    bias_grad = bias is not None and needs[3][bias]
-    *grads_qkv, grad_bias = _backward_op(
-        grad_out, grad_lse, q, k, v, aux, seed, out, lse, *kept, bias_grad
+    wanted = [i for i in range(len(aux)) if needs[3][i]]
+    *grads_qkv, found = _backward_op(
+        grad_out, grad_lse, q, k, v, aux, seed, out, lse, *kept, wanted
     )
-    grad_aux = [grad_bias if i == bias else None for i in range(len(aux))] if bias_grad else None
+    grad_aux: list[Tensor | None] = [None] * len(aux)
+    for i, grad in zip(wanted, found, strict=True):
+        grad_aux[i] = grad
     return (*grads_qkv, grad_aux, None, None, None, None)
 
 
@@ -107,22 +102,45 @@ def _formula(
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
-    bias = _bias_index(score)
-    caps = [params[i] for kind, _, i in _groups(score, _SCORE_INTS) if kind == _SOFTCAP]
+    options: dict[str, Any] = {}
+    for kind, i, at in _groups(score, _SCORE_INTS):
+        options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
     result = reference.attention(
         q,
         k,
         v,
         mask=visible(rules, q.shape[1], k.shape[1], q.device, heads=q.shape[2]),
-        bias=None if bias is None else aux[bias],
         scale=params[0],
-        softcap=caps[0] if caps else 0.0,
         dropout_p=params[1],
         seed=seed,
         return_lse=True,
+        **options,
     )
     assert isinstance(result, tuple)
     return result
+
+
+@dataclass(frozen=True)
+class _Relative:
+    """A table rule as the reference takes it."""
+
+    kind: int
+    table: Tensor | None
+    parameters: tuple[float, ...]
+
+    def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]:
+        return (self.kind, self.table, self.parameters)
+
+
+def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:
+    """A score rule as an argument of the reference."""
+    if kind == ScoreKind.SOFTCAP:
+        return {"softcap": parameters[0]}
+    if kind in (ScoreKind.SIGMOID, ScoreKind.RELU2):
+        return {"normaliser": kind.name.lower()}
+    if kind in TABLES:
+        return {"relative": _Relative(kind, tensor, tuple(parameters))}
+    return {kind.name.lower(): tensor}
 
 
 #: (q, k, v, aux, seed, mask, score, params) -> (out, lse)

@@ -55,8 +55,7 @@ def measure_error(
             spec,
             case,
             dtype,
-            OUTPUT_FACTOR,
-            [f"output {i}" for i in range(len(truth))],
+            {f"output {i}": OUTPUT_FACTOR for i in range(len(truth))},
             strided.run(function),
             call.run(spec.reference),
             truth,
@@ -67,8 +66,7 @@ def measure_error(
             spec,
             case,
             dtype,
-            spec.gradient_factor,
-            [f"gradient of {name}" for name in call.differentiable],
+            {f"gradient of {name}": spec.factor_of(name) for name in call.differentiable},
             strided.gradients(function, grads),
             call.gradients(spec.reference, grads),
             exact.gradients(spec.reference, tuple(g.double() for g in grads)),
@@ -80,8 +78,7 @@ def _compare(
     spec: OpSpec,
     case: Case,
     dtype: torch.dtype,
-    factor: float,
-    names: list[str],
+    factors: dict[str, float],
     actual: tuple[Tensor, ...],
     eager: tuple[Tensor, ...],
     exact: tuple[Tensor, ...],
@@ -89,16 +86,18 @@ def _compare(
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     rounding = eps * max(16, *case.sizes.values()) ** 0.5
     largest = [_largest(t) for t in exact]
-    if factor != OUTPUT_FACTOR:
+    if OUTPUT_FACTOR not in factors.values():
         largest = [max(largest)] * len(largest)
-    for name, a, e in zip(names, actual, eager, strict=True):
+    for name, a, e in zip(factors, actual, eager, strict=True):
         assert a.shape == e.shape and a.dtype == e.dtype, (
             f"{spec.name}: {name} must have shape {tuple(e.shape)} and dtype {e.dtype}, "
             f"got {tuple(a.shape)}, {a.dtype}"
         )
     return [
         Measured(distance(a, x), factor * (distance(e, x) + rounding * size), name)
-        for name, a, e, x, size in zip(names, actual, eager, exact, largest, strict=True)
+        for (name, factor), a, e, x, size in zip(
+            factors.items(), actual, eager, exact, largest, strict=True
+        )
     ]
 
 

@@ -37,6 +37,8 @@ def registry() -> dict[str, OpSpec]:
 
 # The backward of flash attention takes rowsum(dO * O) from O as it was rounded to the dtype.
 ATTENTION_GRADIENT_FACTOR = 4.0
+# That error is a row's, and a slope's gradient adds it up times the distances of all keys.
+SLOPES_GRADIENT_FACTOR = 20.0
 
 # attention ----------------------------------------------------------------------------------------
 
@@ -67,6 +69,10 @@ def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "bias per key": lambda: {"bias": random.normal(b, 1, 1, tk)},
         "mask": lambda: {"mask": _mask_with_empty_row(random, b, tq, tk)},
         "padding": lambda: {"mask": torch.arange(tk) < random.integers(tk + 1, b, 1, 1, 1)},
+        "alibi": lambda: {"alibi_slopes": random.normal(h) / 8},
+        "alibi per batch": lambda: {"alibi_slopes": random.normal(b, h) / 8},
+        "sinks": lambda: {"sinks": random.normal(h)},
+        "head scale": lambda: {"head_scale": random.normal(h)},
         "seed": lambda: {"seed": torch.tensor([1234, 5])},
     }
     made = {
@@ -131,9 +137,10 @@ def _attention() -> tuple[OpSpec, OpSpec]:
         family="attention",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_attention_inputs,
-        differentiable=("q", "k", "v", "bias"),
+        differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
         flops=_attention_flops,
         gradient_factor=ATTENTION_GRADIENT_FACTOR,
+        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
         second_order=True,
         rivals=rivals.ATTENTION,
         cases=(
@@ -157,6 +164,16 @@ def _attention() -> tuple[OpSpec, OpSpec]:
             _qkv("biasbatch", 2, 33, 70, 4, 2, 16, None, ("bias per batch", "mask")),
             _qkv("biaskey", 2, 33, 70, 2, 2, 16, None, ("bias per key",), softcap=3.0),
             _qkv("dropout", 2, 65, 100, 2, 1, 32, None, ("seed",), causal=True, dropout_p=0.3),
+            _qkv("alibi", 2, 130, 150, 4, 2, 16, None, ("alibi",), causal=True),
+            _qkv("alibibatch", 2, 70, 70, 4, 2, 16, None, ("alibi per batch", "bias")),
+            _qkv("sinks", 2, 100, 100, 4, 2, 16, None, ("sinks",), causal=True, return_lse=True),
+            _qkv("sinks+", 1, 70, 63, 2, 1, 16, None, ("sinks", "mask"), causal=True),
+            _qkv("headscale", 2, 100, 100, 4, 2, 16, None, ("head scale",), softcap=3.0),
+            _qkv("terms", 2, 9, 150, 4, 2, 16, None, ("alibi", "sinks", "head scale"), causal=True),
+            _qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
+            _qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
+            _qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+            _qkv("onlysinks", 2, 5, 0, 2, 1, 8, None, ("sinks",), return_lse=True),
             *(_qkv(name, 2, 160, 160, 4, 2, 16, mask=mask) for name, mask in PATTERNS.items()),
             _qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
             _qkv("noqueries", 2, 0, 5, 2, 1, 8, return_lse=True),

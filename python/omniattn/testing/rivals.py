@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from omniattn.functional import masks
 from omniattn.reference.masks import visible, window_rule
+from omniattn.reference.scores import ScoreKind, table_bias
 
 __all__ = [
     "ATTENTION",
@@ -67,12 +68,18 @@ def _sdpa_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
+    **options: Any,
 ) -> Tensor:
-    _lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse)
+    _lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse, options=options)
     tq, tk = q.shape[1], k.shape[1]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(-1, 1, q.shape[2])
+        term = table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
+        bias = term if bias is None else bias + term
     mask = mask.dense(tq, tk, heads=q.shape[2]) if isinstance(mask, masks.Mask) else mask
     top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
     attn_mask = mask

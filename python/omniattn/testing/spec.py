@@ -136,6 +136,7 @@ class OpSpec:
             case is beyond it. The first one is the eager form.
         cuda: "emulated" where the CUDA kernels are verified under emulation and await a GPU run.
         gradient_factor: how much more than eager the gradients may err.
+        gradient_factors: the same for single arguments.
         second_order: whether second derivatives exist; without, they must raise.
         forced: arguments that hold the function to its native kernel where it may choose torch's.
     """
@@ -152,6 +153,7 @@ class OpSpec:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     cuda: Literal["planned", "emulated"] = "planned"
     gradient_factor: float = 3.0
+    gradient_factors: Mapping[str, float] = field(default_factory=dict)
     second_order: bool = False
     forced: Mapping[str, Any] = field(default_factory=dict)
 
@@ -170,6 +172,9 @@ class OpSpec:
     def reference(self) -> Function:
         function: Function = getattr(reference, self.name)
         return function
+
+    def factor_of(self, name: str) -> float:
+        return self.gradient_factors.get(name, self.gradient_factor)
 
     def case(self, label: str) -> Case:
         return next(c for c in self.cases if c.label == label)
