@@ -17,6 +17,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
+#define GPU_NOINLINE [[gnu::noinline]] inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -296,6 +297,11 @@ inline void barrier_arrive(int id, int count, OMNIATTN_HERE) {
 
 using omniattn::narrow;
 using omniattn::widen;
+
+template <class T>
+inline uint32_t pack(float low, float high) {
+  return narrow<T>(low).bits | static_cast<uint32_t>(narrow<T>(high).bits) << 16;
+}
 
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);

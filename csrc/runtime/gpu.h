@@ -18,6 +18,9 @@
 // The only form of static shared memory; the array has an alignment of 16.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 
+// A function that stays a call.
+#define GPU_NOINLINE __device__ __noinline__ inline
+
 // Enqueues a kernel; errors show in cudaGetLastError().
 #define GPU_LAUNCH(kernel, grid, threads, shared_bytes, stream, ...)            \
   do {                                                                          \
@@ -141,6 +144,19 @@ __device__ __forceinline__ T narrow(compute_t<T> x) {
   } else {
     return x;
   }
+}
+
+// Two elements in one register.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t y;
+  if constexpr (TypeTraits<T>::kDType == DType::f16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    static_assert(TypeTraits<T>::kDType == DType::bf16);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

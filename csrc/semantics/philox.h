@@ -63,11 +63,12 @@ OMNIATTN_FN Dropout make_dropout(double p, int64_t seed, int64_t offset) {
           philox_key(seed), static_cast<uint32_t>(offset)};
 }
 
-// Bit n: (row, query, key + n) is kept, for 0 <= n < 64; key is a multiple of 4 and row = b * Hq +
-// h.
-OMNIATTN_FN uint64_t keep_bits(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
+// Bit n: (row, query, key + n) is kept, for 0 <= n < 4 kGroups; key is a multiple of 4 and row = b
+// * Hq + h.
+template <int kGroups>
+OMNIATTN_FN uint64_t keep_groups(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
   uint64_t bits = 0;
-  for (int group = 0; group < 16; ++group) {
+  for (int group = 0; group < kGroups; ++group) {
     const PhiloxWords w =
         philox({{static_cast<uint32_t>((key >> 2) + group), static_cast<uint32_t>(query),
                  static_cast<uint32_t>(row), dropout.offset}},
@@ -75,6 +76,11 @@ OMNIATTN_FN uint64_t keep_bits(const Dropout& dropout, int64_t row, int64_t quer
     for (int n = 0; n < 4; ++n) bits |= uint64_t{w.word[n] >= dropout.threshold} << (4 * group + n);
   }
   return bits;
+}
+
+// The same for 0 <= n < 64.
+OMNIATTN_FN uint64_t keep_bits(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
+  return keep_groups<16>(dropout, row, query, key);
 }
 
 }  // namespace omniattn

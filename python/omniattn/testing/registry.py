@@ -135,6 +135,7 @@ def _attention() -> tuple[OpSpec, OpSpec]:
     attention = OpSpec(
         name="attention",
         family="attention",
+        cuda="emulated",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_attention_inputs,
         differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
@@ -203,6 +204,7 @@ def _attention() -> tuple[OpSpec, OpSpec]:
     sdpa = OpSpec(
         name="scaled_dot_product_attention",
         family="attention",
+        cuda="emulated",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_sdpa_inputs,
         differentiable=("query", "key", "value", "attn_mask"),

@@ -1,0 +1,156 @@
+// Products of tiles by FMA for kernels with any dtype and head size. 256 threads: thread (ty, tx) =
+// (t / 16, t % 16) computes rows 4 ty + i and columns tx + 16 j of a result. Operands pass through
+// shared memory 16 deep, widened to the compute type.
+#pragma once
+
+#include "kernels/attention/attention_tile_cuda.h"
+
+namespace omniattn::gpu {
+
+inline constexpr int kFmaThreads = 256;
+inline constexpr int kDepth = 16;
+inline constexpr int kLeading = kTile + 4;  // row stride in shared memory, off the banks' period
+
+// Columns of an output that one block computes: what its registers hold.
+template <class A>
+inline constexpr int kChunk = sizeof(A) == 8 ? 64 : 128;
+template <class A>
+inline constexpr int kChunkColumns = kChunk<A> / 16;  // of one thread
+
+// At least one: a block also leaves what does not depend on columns.
+template <class A>
+OMNIATTN_FN int64_t chunks_of(int64_t columns) {
+  return columns > kChunk<A> ? ceil_div(columns, kChunk<A>) : 1;
+}
+
+template <class A>
+struct FmaShared {
+  A x[kDepth * kLeading];
+  A y[kDepth * (kChunk<A> + 4)];
+  A tile[kTile * kLeading];
+  TileBits bits;
+};
+
+// Up to 64 rows in global memory; rows from `count` on read as zero.
+template <class T>
+struct GlobalRows {
+  const T* data;
+  int64_t stride, count;
+};
+template <class T>
+__device__ __forceinline__ GlobalRows<T> rows_of(const HeadView& x, int64_t b, int64_t h,
+                                                 int64_t first, int64_t length) {
+  return {row_of<T>(x, b, first, h), x.stride_t, length - first};
+}
+
+__device__ __forceinline__ int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
+__device__ __forceinline__ int thread_y() { return static_cast<int>(threadIdx.x) / 16; }
+
+// Whether one of this thread's rows 4 ty + i is below `count`; others have nothing to compute.
+__device__ __forceinline__ bool has_rows(int64_t count) { return 4 * thread_y() < count; }
+
+template <class A, int M, int N>
+__device__ __forceinline__ void clear(A (&acc)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) acc[i][j] = 0;
+  }
+}
+
+// acc[i][j] += sum of x[c][4 ty + i] y[c][tx + 16 j] over c < 16, rows of x kLeading apart.
+template <class A, int N>
+__device__ __forceinline__ void multiply_staged(const A* x, const A* y, int ldy, A (&acc)[4][N]) {
+  x += 4 * thread_y();
+  y += thread_x();
+#pragma unroll 4
+  for (int c = 0; c < kDepth; ++c) {
+    A a[4], b[N];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = x[c * kLeading + i];
+#pragma unroll
+    for (int j = 0; j < N; ++j) b[j] = y[c * ldy + 16 * j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) acc[i][j] += a[i] * b[j];
+    }
+  }
+}
+
+// to[c][r] = rows[r][first + c], zero outside.
+template <class T>
+__device__ __forceinline__ void stage_columns(const GlobalRows<T>& rows, int64_t first,
+                                              int64_t width, compute_t<T>* to) {
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int n = 0; n < kTile * kDepth / kFmaThreads; ++n) {
+    const int i = thread + n * kFmaThreads, r = i / kDepth, c = i % kDepth;
+    const bool inside = r < rows.count && first + c < width;
+    to[c * kLeading + r] =
+        inside ? gpu::widen(rows.data[r * rows.stride + first + c]) : compute_t<T>(0);
+  }
+}
+
+// acc[i][j] = row 4 ty + i of x times row tx + 16 j of y, rows of `width` elements. Begins with a
+// barrier unless width is 0.
+template <class T>
+__device__ __forceinline__ void multiply_rows(const GlobalRows<T>& x, const GlobalRows<T>& y,
+                                              int64_t width, FmaShared<compute_t<T>>& shared,
+                                              compute_t<T> (&acc)[4][4]) {
+  clear(acc);
+  for (int64_t c = 0; c < width; c += kDepth) {
+    __syncthreads();
+    stage_columns(x, c, width, shared.x);
+    stage_columns(y, c, width, shared.y);
+    __syncthreads();
+    if (has_rows(x.count)) multiply_staged(shared.x, shared.y, kLeading, acc);
+  }
+}
+
+// acc[i][j] += sum over n < 64 of tile[n][4 ty + i] y[n][first + tx + 16 j] for rows below `rows`.
+// Begins and ends with a barrier: the tile may be written before and after.
+template <class T>
+__device__ __forceinline__ void multiply_tile(const compute_t<T>* tile, int64_t rows,
+                                              const GlobalRows<T>& y, int64_t first, int64_t width,
+                                              FmaShared<compute_t<T>>& shared,
+                                              compute_t<T> (&acc)[4][kChunkColumns<compute_t<T>>]) {
+  using A = compute_t<T>;
+  constexpr int kColumns = kChunk<A>, kStride = kColumns + 4;
+  const int thread = static_cast<int>(threadIdx.x);
+  __syncthreads();
+  for (int n = 0; n < kTile && n < y.count; n += kDepth) {
+    if (n > 0) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kDepth * kColumns / kFmaThreads; ++k) {
+      const int i = thread + k * kFmaThreads;
+      const int r = i / kColumns, c = i % kColumns;
+      const bool inside = n + r < y.count && first + c < width;
+      shared.y[r * kStride + c] =
+          inside ? gpu::widen(y.data[(n + r) * y.stride + first + c]) : A(0);
+    }
+    __syncthreads();
+    if (has_rows(rows)) multiply_staged(tile + n * kLeading, shared.y, kStride, acc);
+  }
+  __syncthreads();
+}
+
+// to[4 ty + i][first + tx + 16 j] = factor[i] * acc[i][j]
+template <class T>
+__device__ __forceinline__ void store_rows(
+    const compute_t<T> (&acc)[4][kChunkColumns<compute_t<T>>], const compute_t<T> (&factor)[4],
+    T* to, int64_t stride, int64_t rows, int64_t first, int64_t width) {
+  const int x = thread_x(), y = thread_y();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = 4 * y + i;
+    if (r >= rows) continue;
+#pragma unroll
+    for (int j = 0; j < kChunkColumns<compute_t<T>>; ++j) {
+      const int64_t c = first + x + 16 * j;
+      if (c < width) to[r * stride + c] = gpu::narrow<T>(factor[i] * acc[i][j]);
+    }
+  }
+}
+
+}  // namespace omniattn::gpu

@@ -1,0 +1,106 @@
+// Forward for any dtype and head size, see attention.h. A block computes 64 queries of one head for
+// a chunk of the columns of V: wider values take more blocks, which repeat the softmax.
+#include "kernels/attention/attention_cuda.h"
+#include "kernels/attention/attention_fma_cuda.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn {
+namespace {
+
+using namespace gpu;
+
+// Over the 16 threads that share a row.
+template <class A, class F>
+__device__ __forceinline__ A reduce_row(A x, const F& f) {
+#pragma unroll
+  for (int bits = 8; bits > 0; bits /= 2) x = f(x, __shfl_xor_sync(0xffffffffu, x, bits));
+  return x;
+}
+
+template <class T>
+OMNIATTN_FN int64_t forward_blocks(const AttentionProblem& p) {
+  return p.batch * p.hq * ceil_div(p.tq, kTile) * chunks_of<compute_t<T>>(p.dv);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kFmaThreads, 1)
+    attention_forward_fma_kernel(const __grid_constant__ AttentionForwardParams params) {
+  using A = compute_t<T>;
+  constexpr int kColumns = kChunkColumns<A>;
+  const int tx = thread_x(), ty = thread_y();
+  auto& shared = *dynamic_shared<FmaShared<A>>();
+  const AttentionProblem& p = params.problem;
+  const int64_t chunks = chunks_of<A>(p.dv), blocks = ceil_div(p.tq, kTile);
+  for (int64_t item = blockIdx.x; item < forward_blocks<T>(p); item += gridDim.x) {
+    const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
+    Tile tile{head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
+    const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
+    const auto q = rows_of<T>(p.q, tile.b, tile.h, tile.q, p.tq);
+    A m[4], l[4], o[4][kColumns];  // l: of this thread's columns
+    clear(o);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = negative_infinity<A>(), l[i] = 0;
+
+    const Range keys = key_blocks(p.mask, tile.b, block(tile.q / kTile, kTile, p.tq), kTile);
+    for (int64_t n = keys.begin; n < keys.end; ++n) {
+      tile.k = n * kTile;
+      if (!plan(p, tile)) continue;
+      A s[4][4];
+      shared.bits.load(p, tile);
+      multiply_rows(q, rows_of<T>(p.k, tile.b, kv, tile.k, p.tk), p.d, shared, s);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = 4 * ty + i;
+        A top = m[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int c = tx + 16 * j;
+          s[i][j] = logit_of(p, tile, r, c, s[i][j], shared.bits.sees(p, tile, r, c)).value;
+          top = max(top, s[i][j]);
+        }
+        top = reduce_row(top, [](A x, A y) { return max(x, y); });
+        const A shift = softmax_shift(top), alpha = exp2(m[i] - shift);
+        m[i] = top;
+        l[i] *= alpha;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int c = tx + 16 * j;
+          const A e = exp2(s[i][j] - shift);
+          l[i] += e;
+          shared.tile[c * kLeading + r] = e * shared.bits.template factor<A>(p, r, c);
+        }
+      }
+      multiply_tile(shared.tile, q.count, rows_of<T>(p.v, tile.b, kv, tile.k, p.tk), first, p.dv,
+                    shared, o);
+    }
+
+    A factor[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      l[i] = reduce_row(l[i], [](A x, A y) { return x + y; });
+      factor[i] = softmax_normaliser(l[i]);
+      const int64_t query = tile.q + 4 * ty + i;
+      if (first == 0 && tx == 0 && query < p.tq) {
+        static_cast<A*>(params.lse)[row_index(p, tile.b, tile.h, query)] =
+            softmax_lse(m[i], l[i], log(l[i]));
+      }
+    }
+    store_rows(o, factor, row_of<T>(params.out, tile.b, tile.q, tile.h), params.out.stride_t,
+               p.tq - tile.q, first, p.dv);
+  }
+}
+
+}  // namespace
+
+Status launch_attention(const AttentionForwardParams& params, Stream stream) {
+  dispatch(params.problem.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(attention_forward_fma_kernel<T>, item_grid(forward_blocks<T>(params.problem)),
+               kFmaThreads, sizeof(FmaShared<compute_t<T>>), stream, params);
+  });
+  return launch_status();
+}
+
+}  // namespace omniattn

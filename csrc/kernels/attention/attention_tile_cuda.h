@@ -1,0 +1,155 @@
+// What all CUDA kernels of attention share: where rows lie, which keys of a tile are visible and
+// kept, and the way from q.k to the logit and back. A tile is 64 queries x 64 keys, so that one
+// word holds the keys of a query.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "runtime/gpu.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::gpu {
+
+inline constexpr int kTile = 64;
+
+template <class T>
+__device__ __forceinline__ const T* row_of(const HeadView& x, int64_t b, int64_t t, int64_t h) {
+  return static_cast<const T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
+}
+template <class T>
+__device__ __forceinline__ T* row_of(const MutableHeadView& x, int64_t b, int64_t t, int64_t h) {
+  return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
+}
+
+__device__ __forceinline__ int64_t row_index(const AttentionProblem& p, int64_t b, int64_t h,
+                                             int64_t q) {
+  return (b * p.hq + h) * p.tq + q;
+}
+
+// Queries q, ..., q + 63 of one head against keys k, ..., k + 63.
+struct Tile {
+  int64_t b, h, q, k;
+  bool masked;  // some pair is hidden
+};
+
+// The mask's rules stay calls, which only masked problems make: inlined, their many cases would
+// cost every kernel registers and compile time.
+GPU_NOINLINE TileClass tile_class(const AttentionProblem& p, int64_t b, int64_t h, Range q,
+                                  Range k) {
+  return classify(p.mask, b, h, q, k);
+}
+GPU_NOINLINE uint64_t row_bits(const AttentionProblem& p, int64_t b, int64_t h, int64_t q,
+                               int64_t key) {
+  return visible_bits(p.mask, b, h, q, key);
+}
+
+// Finds out whether the tile is masked, given its queries. False: no pair is visible.
+__device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile, Range queries,
+                                     int64_t keys) {
+  tile.masked = tile.k + keys > p.tk;
+  if (p.mask.count == 0) return true;
+  const TileClass found = tile_class(p, tile.b, tile.h, queries, {tile.k, tile.k + keys});
+  tile.masked = found != TileClass::full;
+  return found != TileClass::skip;
+}
+__device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
+  return plan(p, tile, block(tile.q / kTile, kTile, p.tq), kTile);
+}
+
+// For each query of a tile, which keys are visible and which survive dropout.
+struct TileBits {
+  uint64_t visible[kTile];  // written if the tile is masked
+  uint16_t keep[kTile][4];  // written if there is dropout
+
+  // By all threads of the block; they meet at a barrier before the bits are read.
+  __device__ __forceinline__ void load(const AttentionProblem& p, const Tile& tile) {
+    const int threads = static_cast<int>(blockDim.x);
+    if (tile.masked) {
+      for (int r = static_cast<int>(threadIdx.x); r < kTile; r += threads) {
+        const int64_t q = tile.q + r;
+        visible[r] = q < p.tq ? row_bits(p, tile.b, tile.h, q, tile.k) : 0;
+      }
+    }
+    if (p.dropout.threshold != 0) {
+      for (int i = static_cast<int>(threadIdx.x); i < 4 * kTile; i += threads) {
+        const int r = i / 4, part = i % 4;
+        keep[r][part] = static_cast<uint16_t>(
+            keep_groups<4>(p.dropout, tile.b * p.hq + tile.h, tile.q + r, tile.k + 16 * part));
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool sees(const AttentionProblem& p, const Tile& tile, int r,
+                                       int n) const {
+    return tile.masked ? (visible[r] >> n & 1) != 0 : tile.q + r < p.tq;
+  }
+  // The factor of dropout: 0 or 1 / (1 - p).
+  template <class A>
+  __device__ __forceinline__ A factor(const AttentionProblem& p, int r, int n) const {
+    if (p.dropout.threshold == 0) return A(1);
+    return (keep[r][n / 16] >> n % 16 & 1) != 0 ? static_cast<A>(p.dropout.scale) : A(0);
+  }
+};
+
+template <class A>
+__device__ __forceinline__ A score_at(const ScoreView& x, int64_t offset) {
+  if constexpr (sizeof(A) == 8) {
+    return x.dtype == DType::f64 ? static_cast<const double*>(x.data)[offset]
+                                 : static_cast<const float*>(x.data)[offset];
+  } else {
+    if (x.dtype == DType::bf16) return gpu::widen(static_cast<const bf16*>(x.data)[offset]);
+    if (x.dtype == DType::f16) return gpu::widen(static_cast<const f16*>(x.data)[offset]);
+    return static_cast<const float*>(x.data)[offset];
+  }
+}
+
+// A logit in log2 units, -inf where hidden, and its derivative by pre * q.k.
+template <class A>
+struct Logit {
+  A value, slope;
+};
+
+// From q.k of one pair to its logit: the only place that knows the terms of a score.
+template <class A>
+__device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Tile& tile, int r,
+                                             int n, A dot, bool sees) {
+  if (!sees) return {negative_infinity<A>(), A(0)};
+  A x = static_cast<A>(p.score.pre) * dot, slope = 1;
+  if (p.score.post != 0) {
+    const A t = tanh(x);
+    x = static_cast<A>(p.score.post) * t;
+    slope = softcap_slope(t);
+  }
+  if (p.bias.data != nullptr) {
+    const int64_t offset = tile.b * p.bias.stride_b + tile.h * p.bias.stride_h +
+                           (tile.q + r) * p.bias.stride_q + tile.k + n;
+    x += static_cast<A>(kLog2E) * score_at<A>(p.bias, offset);
+  }
+  return {x, slope};
+}
+
+// The gradients of one pair.
+template <class A>
+struct PairGradient {
+  A weight;  // Z P, the factor of v
+  A logit;   // dS, what the bias gets
+  A dot;     // by pre * q.k, in units of the natural logarithm
+};
+
+// From q.k and dP = dO.v, with lse in log2 units as `shift`, to the gradients.
+template <class A>
+__device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p, const Tile& tile,
+                                                       const TileBits& bits, int r, int n, A dot,
+                                                       A dp, A shift, A delta) {
+  if (!bits.sees(p, tile, r, n)) return {0, 0, 0};  // whatever a hidden key holds
+  const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
+  const A e = exp2(logit.value - shift), z = bits.template factor<A>(p, r, n);
+  const A grad = e * (z * dp - delta);
+  return {e * z, grad, grad * logit.slope};
+}
+
+// Blocks for work items, over which kernels step by the grid.
+inline unsigned item_grid(int64_t items) {
+  return static_cast<unsigned>(min(items, int64_t{0x7fffffff}));
+}
+
+}  // namespace omniattn::gpu
