@@ -5,6 +5,7 @@ omniattn.hf.register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="omniattn")
 """
 
+from omniattn.hf.patch import patch, unpatch
 from omniattn.hf.register import register
 
-__all__ = ["register"]
+__all__ = ["patch", "register", "unpatch"]

@@ -1,0 +1,310 @@
+"""Swaps the layers of one transformers model for this package's kernels, and back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from omniattn import functional
+from omniattn.hf.register import register
+
+__all__ = ["patch", "unpatch"]
+
+Forward = Callable[..., Any]
+
+
+def patch(
+    model: PreTrainedModel,
+    *,
+    attention: bool = True,
+    linear: bool = True,
+    norm: bool = True,
+    mlp: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+) -> dict[str, int]:
+    """Makes `model` compute with this package's kernels; parameters and their names stay.
+
+    A layer gets a subclass of its own class with another forward, so that other models, copies,
+    checkpoints and hooks are not touched. Norms, gated MLPs and rotary functions are recognised by
+    what they compute: each is run on a probe, and swapped if ours gives the same.
+
+    Args:
+        model: of transformers, weights loaded.
+        attention: set its attention implementation, if it asks for one.
+        linear: nn.Linear.
+        norm: RMSNorm in its spellings, and LayerNorm.
+        mlp: down_proj(act(gate_proj(x)) * up_proj(x)).
+        rope: the half-split apply_rotary_pos_emb of attention layers.
+        loss: the loss of causal language models.
+
+    Returns:
+        What was swapped, and how often: {"linear": 15, "norm": 5, ...}.
+
+    Raises:
+        ValueError: the model is patched already, or on the meta device.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=97))
+        >>> sorted(patch(model).items())
+        [('attention', 1), ('linear', 8), ('loss', 1), ('mlp', 1), ('norm', 3), ('rope', 1)]
+        >>> unpatch(model)
+    """
+    if any(_is_patched(module) for module in model.modules()):
+        raise ValueError("omniattn.hf.patch: model must not be patched already")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("omniattn.hf.patch: weights must be loaded, got some on the meta device")
+    finders: list[tuple[str, Callable[[nn.Module], Forward | None]]] = []
+    if linear:
+        finders.append(("linear", _find_linear))
+    if norm:
+        finders.append(("norm", _find_norm))
+    if mlp:
+        finders.append(("mlp", _find_mlp))
+    if rope:
+        finders.append(("rope", _find_rotary))
+    count: Counter[str] = Counter()
+    found = [
+        (module, name, forward)
+        for module in model.modules()
+        for name, find in finders
+        if (forward := find(module)) is not None
+    ]
+    for module, name, forward in found:
+        kind: Any = type(module)
+        module.__class__ = _subclass(kind, forward)
+        count[name] += 1
+    if loss and model.loss_function is ForCausalLMLoss:
+        model.loss_function = causal_lm_loss
+        count["loss"] = 1
+    if attention and type(model)._can_set_attn_implementation():
+        register()
+        for part in _pretrained_parts(model):
+            part.__dict__["_omniattn_before"] = part.config._attn_implementation
+        model.set_attn_implementation("omniattn")
+        count["attention"] = 1
+    return dict(count)
+
+
+def unpatch(model: PreTrainedModel) -> None:
+    """Undoes :func:`patch`; a model that is not patched stays as it is."""
+    for module in model.modules():
+        original = getattr(type(module), "omniattn_original", None)
+        if original is not None:
+            module.__class__ = original
+    if model.__dict__.get("_loss_function") is causal_lm_loss:
+        del model._loss_function
+    for part in _pretrained_parts(model):
+        if "_omniattn_before" in part.__dict__:
+            part.config._attn_implementation = part.__dict__.pop("_omniattn_before")
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss without its fp32 copy of the logits."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    total = functional.cross_entropy(
+        logits.view(-1, vocab_size),
+        shift_labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if num_items_in_batch is None:
+        return total
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return hasattr(type(module), "omniattn_original") or "_omniattn_before" in module.__dict__
+
+
+def _pretrained_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+@functools.cache
+def _subclass(original: Any, forward: Forward) -> Any:
+    """`original` with another forward. No state on the instance: copies stay right."""
+    body = {"forward": forward, "omniattn_original": original, "__module__": original.__module__}
+    return type(original.__name__, (original,), body)
+
+
+def _find_linear(module: nn.Module) -> Forward | None:
+    return _linear_forward if type(module) is nn.Linear else None
+
+
+def _linear_forward(self: Any, x: Tensor) -> Tensor:
+    return functional.linear(x, self.weight, self.bias)
+
+
+def _eps(module: Any) -> float:
+    """eps of a norm, NaN if it has none."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(getattr(module, name, None), float):
+            return float(getattr(module, name))
+    return math.nan
+
+
+def _norm_forward(norm: Callable[[Any, Tensor], Any]) -> Forward:
+    def forward(self: Any, x: Tensor) -> Any:
+        # Models that keep a stream in fp32 beside half weights mix dtypes, which our norms do not.
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            return self.omniattn_original.forward(self, x)
+        return norm(self, x)
+
+    return forward
+
+
+_NORMS = (
+    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m))),
+    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m), offset=1.0)),
+    _norm_forward(
+        lambda m, x: functional.layer_norm(x, m.weight, getattr(m, "bias", None), eps=_eps(m))
+    ),
+)
+
+
+def _find_norm(module: nn.Module) -> Forward | None:
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if not name.endswith(("RMSNorm", "LayerNorm")) or not isinstance(weight, Tensor):
+        return None
+    if weight.dim() != 1 or math.isnan(_eps(module)):
+        return None
+    return _same(module, _NORMS, weight.shape[0], weight)
+
+
+def _mlp_forward(glu: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+_MLPS = (
+    _mlp_forward(functional.swiglu),
+    _mlp_forward(functools.partial(functional.geglu, approximate="tanh")),
+    _mlp_forward(functional.geglu),
+    _mlp_forward(functional.reglu),
+)
+
+
+def _find_mlp(module: nn.Module) -> Forward | None:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if type(getattr(module, name, None)) is not nn.Linear:
+            return None
+    gate: Any = module.gate_proj
+    return _same(module, _MLPS, gate.in_features, gate.weight)
+
+
+def _same(
+    module: nn.Module, candidates: Sequence[Forward], size: int, like: Tensor
+) -> Forward | None:
+    """The candidate that computes what `module` does in training, None if there is none."""
+    generator = torch.Generator().manual_seed(0)
+    # Off centre to tell RMSNorm from LayerNorm; small rows to tell one eps from another.
+    x = torch.randn(8, size, generator=generator) + 0.5
+    x[4:] *= 1e-3
+    x = x.to(like.device, like.dtype)
+    tolerance = 20 * torch.finfo(like.dtype).eps
+    flags = [(part, part.training) for part in module.modules()]
+    try:
+        module.train()  # so that dropout shows
+        with torch.random.fork_rng(), torch.no_grad():
+            expected = module(x)
+            for forward in candidates:
+                actual = forward(module, x)
+                error = (actual - expected).abs().amax(-1)
+                if (error <= tolerance * expected.abs().amax(-1)).all():
+                    return forward
+    finally:
+        for part, flag in flags:
+            part.training = flag
+    return None
+
+
+def _find_rotary(module: nn.Module) -> Forward | None:
+    kind: Any = type(module)
+    return _rotary_forward(kind)
+
+
+@functools.cache
+def _rotary_forward(kind: Any) -> Forward | None:
+    """The forward of an attention layer with our rotary function in place of its module's."""
+    forward, name = kind.forward, "apply_rotary_pos_emb"
+    if not isinstance(forward, FunctionType):
+        return None
+    if [used for used in forward.__code__.co_names if used.startswith(name)] != [name]:
+        return None  # none, or others beside it
+    original = forward.__globals__.get(name)
+    if original is None or list(inspect.signature(original).parameters)[:4] != list(_ROTARY):
+        return None
+    rotary = next((r for r in (_rotary_twice, _rotary_half) if _same_rotary(original, r)), None)
+    if rotary is None:
+        return None
+    # A copy of the function that finds another name; without __name__, by which torch.compile
+    # would look globals up in the module.
+    scope = {**forward.__globals__, name: rotary}
+    scope.pop("__name__")
+    copy = FunctionType(
+        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__module__ = forward.__module__
+    return copy
+
+
+_ROTARY = ("q", "k", "cos", "sin")
+
+
+def _rotary_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k (B, H, T, D) turned by cos, sin (B, T, D / 2)."""
+    q, k_or_none = functional.apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    assert k_or_none is not None
+    return q.transpose(1, 2), k_or_none.transpose(1, 2)
+
+
+def _rotary_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with tables (B, T, D) that hold every angle twice."""
+    half = cos.shape[-1] // 2
+    return _rotary_half(q, k, cos[..., :half], sin[..., :half])
+
+
+def _same_rotary(original: Forward, ours: Forward) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)
+    angles = torch.randn(1, 3, 4, generator=generator)
+    if ours is _rotary_twice:
+        angles = torch.cat([angles, angles], -1)
+    cos, sin = angles.cos(), angles.sin()
+    try:
+        expected = original(q, k, cos, sin)
+    except (RuntimeError, ValueError):
+        return False  # tables of another shape
+    return all(
+        torch.allclose(a, e, rtol=1e-5, atol=1e-6)
+        for a, e in zip(ours(q, k, cos, sin), expected, strict=True)
+    )

@@ -1,0 +1,181 @@
+"""Patched models train along the same curve as unpatched ones, and can be restored."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import omniattn.hf
+from omniattn.hf.patch import causal_lm_loss
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+#: What patching swaps: 2 layers of 7 linears and the head, ...
+MODELS = {
+    "llama": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+        {"linear": 15, "norm": 5, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "gemma2": (
+        lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, head_dim=12)),
+        {"linear": 15, "norm": 9, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "qwen3": (
+        lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=12)),
+        {"linear": 15, "norm": 9, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "gpt_oss": (  # experts and router keep their own weights
+        lambda: hf.GptOssForCausalLM(
+            hf.GptOssConfig(**SIZES, head_dim=12, num_local_experts=2, num_experts_per_tok=1)
+        ),
+        {"linear": 9, "norm": 5, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "deepseek_v3": (  # its rotary function reorders the dimensions and is left alone
+        lambda: hf.DeepseekV3ForCausalLM(
+            hf.DeepseekV3Config(
+                **{**SIZES, "num_key_value_heads": 4},
+                q_lora_rank=24,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=4,
+                v_head_dim=10,
+                first_k_dense_replace=2,
+            )
+        ),
+        {"linear": 17, "norm": 9, "mlp": 2, "loss": 1, "attention": 1},
+    ),
+    "bert": (
+        lambda: hf.BertForMaskedLM(
+            hf.BertConfig(
+                **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        ),
+        {"linear": 14, "norm": 6, "attention": 1},
+    ),
+    "bloom": (  # not its attention, which it computes itself
+        lambda: hf.BloomForCausalLM(
+            hf.BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=4)
+        ),
+        {"linear": 9, "norm": 6, "loss": 1},
+    ),
+}
+
+
+def train(model: nn.Module, steps: int = 8) -> list[float]:
+    """Losses of a few steps on one repeated batch."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(3, 97, (2, 17), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patched_model_trains_along_the_same_curve(name):
+    make, swapped = MODELS[name]
+    model = make().train()
+    patched = copy.deepcopy(model)
+    before = omniattn.hf.patch(patched)
+    assert before == swapped
+    assert list(patched.state_dict()) == list(model.state_dict())
+    expected = train(model)
+    assert expected[-1] < 0.8 * expected[0]
+    torch.testing.assert_close(train(patched), expected, rtol=2e-3, atol=0)
+
+
+def test_unpatch_restores_the_model():
+    model = MODELS["llama"][0]()
+    x = torch.randint(3, 97, (1, 9))
+    expected = model(x, labels=x)
+    classes = [type(module) for module in model.modules()]
+    omniattn.hf.patch(model)
+    inner = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="patched already"):
+        omniattn.hf.patch(model)
+    for each in (model, inner):
+        assert each.config._attn_implementation == "omniattn"
+        omniattn.hf.unpatch(each)
+        assert [type(module) for module in each.modules()] == classes
+        assert each.config._attn_implementation == "sdpa"
+        actual = each(x, labels=x)
+        assert torch.equal(actual.logits, expected.logits)
+        assert torch.equal(actual.loss, expected.loss)
+    omniattn.hf.unpatch(model)
+    assert omniattn.hf.patch(model, attention=False, linear=False, rope=False, loss=False) == {
+        "norm": 5,
+        "mlp": 2,
+    }
+
+
+def test_layers_that_compute_something_else_are_left_alone():
+    class ScaledRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1.01 * nn.functional.rms_norm(x, (8,), self.weight, self.eps)
+
+    class DropoutMLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
+            self.down_proj, self.dropout = nn.Linear(16, 8), nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x)))
+
+    model = MODELS["llama"][0]()
+    model.other_norm, model.other_mlp = ScaledRMSNorm(), DropoutMLP().eval()
+    swapped = omniattn.hf.patch(model)
+    assert (swapped["norm"], swapped["mlp"]) == (5, 2)
+    assert not model.other_mlp.training
+    with torch.device("meta"):
+        empty = MODELS["llama"][0]()
+    with pytest.raises(ValueError, match="meta"):
+        omniattn.hf.patch(empty)
+
+
+def test_half_weights_and_fp32_streams_keep_working():
+    model = MODELS["llama"][0]().bfloat16()
+    omniattn.hf.patch(model)
+    x = torch.randint(3, 97, (1, 9))
+    model(x, labels=x).loss.backward()
+    norm = model.model.norm
+    stream = torch.randn(2, 48)
+    assert torch.equal(norm(stream), norm.omniattn_original.forward(norm, stream))
+
+
+@pytest.mark.parametrize("items", [None, 5, torch.tensor(7)])
+def test_the_loss_is_that_of_transformers(items):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits = torch.randn(2, 6, 11, requires_grad=True)
+    labels = torch.randint(11, (2, 6))
+    labels[0, 3:] = -100
+    for given in ({"labels": labels}, {"labels": None, "shift_labels": labels}):
+        ours = causal_lm_loss(logits, vocab_size=11, num_items_in_batch=items, **given)
+        theirs = ForCausalLMLoss(logits, vocab_size=11, num_items_in_batch=items, **given)
+        torch.testing.assert_close(ours, theirs)
+        for a, e in zip(
+            torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True
+        ):
+            torch.testing.assert_close(a, e)
