@@ -114,4 +114,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "x_grad, bool weights_grad, bool up_grad, bool up_bias_grad, bool down_grad, bool "
       "down_bias_grad) -> (Tensor dx, Tensor dweights, Tensor dup, Tensor dup_bias, Tensor ddown, "
       "Tensor ddown_bias)");
+
+  // topk: indices (..., k) int64 of the largest scores (..., n), stable, -1 where there are fewer
+  m.def("top_k(Tensor scores, int k, Tensor? mask) -> Tensor");
 }

@@ -31,6 +31,7 @@ SPECIAL = {
     "cross_entropy": ["everything"],
     "linear_cross_entropy": ["everything"],
     "moe_experts": ["gptoss", "recompute"],
+    "top_k": ["mask"],
 }
 
 

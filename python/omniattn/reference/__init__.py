@@ -39,6 +39,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
+from omniattn.reference.topk import top_k
 
 __all__ = [
     "DynamicNTKScaling",
@@ -76,4 +77,5 @@ __all__ = [
     "sincos_2d",
     "sinusoidal",
     "swiglu",
+    "top_k",
 ]

@@ -61,6 +61,12 @@ def uniform(n: int, seed: torch.Tensor) -> torch.Tensor:
     return (elementwise_words(n, seed) >> 8).float() * 2.0**-24
 
 
+def normal(n: int, seed: torch.Tensor) -> torch.Tensor:
+    """Standard normal fp32 (n,): Box-Muller of the uniforms 2 i and 2 i + 1, the cosine."""
+    radius, angle = uniform(2 * n, seed).view(n, 2).unbind(-1)
+    return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)
+
+
 def elementwise_keep(shape: torch.Size, p: float, seed: torch.Tensor) -> torch.Tensor:
     """Boolean keep mask of elementwise dropout with probability p."""
     return (elementwise_words(shape.numel(), seed) >= int(p * 2**32)).view(shape)

@@ -31,6 +31,7 @@ __all__ = [
     "RMS_NORM",
     "ROTARY",
     "SDPA",
+    "TOP_K",
 ]
 
 Function = Callable[..., Any]
@@ -303,6 +304,18 @@ def _experts_grouped(
     return weighted[order.argsort()].unflatten(0, index.shape).sum(1)
 
 
+def _sorted_top_k(scores: Tensor, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _lacks(mask=mask is not None)
+    values, index = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], index[..., :k]
+
+
+def _unstable_top_k(scores: Tensor, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _lacks(mask=mask is not None)
+    values, index = scores.topk(k)
+    return values, index
+
+
 ATTENTION = {"aten": _sdpa_attention, "math": _math(_sdpa_attention), "flex": _flex_attention}
 SDPA = {
     "aten": F.scaled_dot_product_attention,
@@ -325,3 +338,4 @@ LINEAR_CROSS_ENTROPY = {
 }
 LINEAR = {"aten": F.linear}
 MOE = {"loop": _experts_loop, "grouped": _experts_grouped}
+TOP_K = {"sort": _sorted_top_k, "aten": _unstable_top_k}

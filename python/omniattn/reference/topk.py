@@ -1,0 +1,22 @@
+"""Stable top-k."""
+
+import torch
+
+
+def top_k(
+    scores: torch.Tensor, k: int, *, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """values, index (..., k): larger first, at equal scores the smaller index.
+
+    NaN lies below -inf; elements with mask False are never chosen: where fewer than k are left the
+    index is -1 and the value -inf.
+    """
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool)
+    kind = torch.where(mask, scores.isnan().int(), 2)  # numbers, NaN, masked
+    by_score = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    order = by_score.detach().sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :k]
+    missing = kind.gather(-1, order) == 2
+    values = scores.gather(-1, order).masked_fill(missing, -torch.inf)
+    return values, order.masked_fill(missing, -1)

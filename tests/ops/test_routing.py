@@ -1,0 +1,286 @@
+"""Routers, capacity and balance losses: values of the papers, gradients, ties, bad input."""
+
+import math
+
+import pytest
+import torch
+
+import omniattn.functional as F
+
+F64 = torch.float64
+
+
+def logits(n=12, experts=8, seed=0, dtype=F64):
+    return torch.randn(n, experts, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_weights_of_the_softmax_routers():
+    g = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    assert F.softmax_top_k(g, 2).experts.tolist() == [[0, 1]]
+    torch.testing.assert_close(F.softmax_top_k(g, 2).weights, g.softmax(-1)[:, :2])
+    expected = torch.tensor([[2.0, 1.0]]).softmax(-1)
+    torch.testing.assert_close(F.softmax_top_k(g, 2, renormalize=True).weights, expected)
+    torch.testing.assert_close(F.top_k_softmax(g, 2).weights, expected)
+    torch.testing.assert_close(F.softmax_top_k(g, 1, scale=3).weights, 3 * g.softmax(-1)[:, :1])
+
+
+def test_equal_scores_go_to_the_smaller_expert():
+    for route in (F.softmax_top_k, F.top_k_softmax, F.sigmoid_top_k):
+        assert route(torch.zeros(2, 7), 3).experts.tolist() == [[0, 1, 2]] * 2
+
+
+def test_only_the_best_groups_take_part():
+    # Softmax ranks groups by their best member, the sigmoid router by the sum of their two best.
+    g = torch.tensor([[3.0, -5.0, 2.0, 2.0, 1.0, 1.0]])
+    assert F.softmax_top_k(g, 2, groups=3, top_groups=1).experts.tolist() == [[0, 1]]
+    assert F.sigmoid_top_k(g, 2, groups=3, top_groups=1).experts.tolist() == [[2, 3]]
+    negative = torch.tensor([-2.0, -2.0, -2.0, -2.0, -9.0, -9.0])
+    assert F.sigmoid_top_k(g, 2, bias=negative, groups=3, top_groups=1).experts.tolist() == [[2, 3]]
+
+
+def test_bias_steers_the_choice_and_not_the_weights():
+    g, bias = logits(), torch.linspace(-1, 1, 8, dtype=F64).requires_grad_()
+    routing = F.sigmoid_top_k(g, 3, bias=bias, scale=2.5)
+    chosen = g.sigmoid().gather(-1, routing.experts)
+    torch.testing.assert_close(routing.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+    assert not routing.weights.requires_grad
+    counts = F.expert_counts(routing.experts, 8)
+    F.update_router_bias(bias.data, counts, 0.01)
+    sign = (counts.double().mean() - counts).sign()
+    torch.testing.assert_close(bias.data, torch.linspace(-1, 1, 8, dtype=F64) + 0.01 * sign)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        lambda g: F.softmax_top_k(g, 3).weights,
+        lambda g: F.softmax_top_k(g, 3, renormalize=True).weights,
+        lambda g: F.top_k_softmax(g, 3).weights,
+        lambda g: F.sigmoid_top_k(g, 3, groups=4, top_groups=2).weights,
+        lambda g: F.expert_choice(g, 3).weights,
+        lambda g: F.noisy_top_k(g, g.flip(-1), 2, seed=torch.tensor([3, 1]))[1],
+        lambda g: F.router_z_loss(g),
+    ],
+)
+def test_gradients_are_those_of_the_formula(route):
+    assert torch.autograd.gradcheck(route, logits(5).requires_grad_())
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_straight_through_gradients(renormalize):
+    g, outputs = logits().requires_grad_(), torch.randn(12, 8, dtype=F64)
+
+    def grads(router_grad):
+        routing = F.softmax_top_k(g, 2, renormalize=renormalize, router_grad=router_grad)
+        y = (routing.weights * outputs.gather(-1, routing.experts)).sum()
+        return y, torch.autograd.grad(y, g)[0]
+
+    p, index = g.softmax(-1), F.softmax_top_k(g, 2).experts
+    sparse = torch.zeros_like(outputs).scatter(-1, index, outputs.gather(-1, index))
+    exact, ste, dense = (grads(kind) for kind in ("exact", "ste", "ste_dense"))
+    torch.testing.assert_close(ste[0], exact[0])
+    torch.testing.assert_close(dense[0], exact[0])
+    torch.testing.assert_close(
+        ste[1], torch.autograd.grad((p * sparse).sum(), g, retain_graph=True)[0]
+    )
+    torch.testing.assert_close(dense[1], torch.autograd.grad((p * outputs).sum(), g)[0])
+    assert torch.allclose(ste[1], exact[1]) is not renormalize
+
+
+def test_dense_straight_through_trains_no_unselected_expert():
+    g, x = logits(6, 4).requires_grad_(), torch.randn(6, 3, dtype=F64)
+    up = torch.randn(4, 10, 3, dtype=F64, requires_grad=True)
+    down = torch.randn(4, 3, 5, dtype=F64, requires_grad=True)
+    routing = F.softmax_top_k(g, 1, router_grad="ste_dense")
+    sparse = F.softmax_top_k(g, 1)
+    dense_y = F.moe_experts(x, routing.experts, routing.weights, up, down)
+    sparse_y = F.moe_experts(x, sparse.experts, sparse.weights, up, down)
+    torch.testing.assert_close(dense_y, sparse_y)
+    for a, b in zip(
+        *(torch.autograd.grad(y.sum(), (up, down)) for y in (dense_y, sparse_y)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_noisy_gate():
+    g = logits(500)
+    seed = torch.tensor([7, 0])
+    routing, load = F.noisy_top_k(g, torch.zeros_like(g), 2, seed=seed)
+    again, _ = F.noisy_top_k(g, torch.zeros_like(g), 2, seed=seed)
+    assert torch.equal(routing.experts, again.experts)
+    quiet, _ = F.noisy_top_k(g, torch.zeros_like(g), 2)
+    assert 0.2 < (routing.experts == quiet.experts).double().mean() < 0.95
+    counts = F.expert_counts(routing.experts, 8)
+    assert (load - counts).abs().max() < 5 * math.sqrt(500) * 0.5
+    torch.testing.assert_close(load.sum(), torch.tensor(1000.0, dtype=F64), rtol=0.1, atol=0)
+    everyone, load = F.noisy_top_k(g, g, 8, seed=seed)
+    assert load.tolist() == [500.0] * 8 and everyone.experts.shape == (500, 8)
+
+
+def test_expert_choice_fills_every_expert():
+    g = logits(4 * 10, 5).view(4, 10, 5)
+    routing = F.expert_choice(g, 3)
+    for sequence, p in zip(routing.experts, g.softmax(-1), strict=True):
+        assert F.expert_counts(sequence, 5).tolist() == [3] * 5
+        for e in range(5):
+            tokens = (sequence[:, e] == e).nonzero()[:, 0]
+            assert set(tokens.tolist()) == set(p[:, e].topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_capacity_against_a_loop(by_priority):
+    g = logits(40, 5).view(2, 20, 5)
+    routing = F.softmax_top_k(g, 3)
+    priority = g.softmax(-1).amax(-1) if by_priority else None
+    for capacity in (0, 1, 7, 20):
+        kept, dropped = F.drop_over_capacity(routing, capacity, priority=priority)
+        expected = routing.experts.clone()
+        for s in range(2):
+            order = range(20)
+            if by_priority:
+                order = sorted(order, key=lambda n, s=s: -priority[s, n].item())
+            taken = [0] * 5
+            for slot in range(3):
+                for n in order:
+                    e = routing.experts[s, n, slot].item()
+                    if taken[e] == capacity:
+                        expected[s, n, slot] = -1
+                    else:
+                        taken[e] += 1
+        assert torch.equal(kept.experts, expected)
+        assert dropped == (expected < 0).sum()
+        assert torch.equal(kept.weights, routing.weights.masked_fill(expected < 0, 0))
+    assert F.expert_capacity(100, 8, 2, 1.0) == 25
+    assert F.expert_capacity(100, 8, 2, 0.0, least=4) == 4
+    assert F.expert_capacity(3, 2, 2, 9.0) == 3
+
+
+def test_second_choice_is_dropped_by_its_weight():
+    weights = torch.tensor([[0.9, 0.1], [0.6, 0.4]]).repeat(4000, 1)
+    routing = F.Routing(torch.tensor([0, 1]).expand(8000, 2), weights, weights)
+    kept = F.drop_second_at_random(routing, torch.tensor([5, 0]))
+    assert (kept.experts[:, 0] == 0).all()
+    for first, rate in ((0, 0.2), (1, 0.8)):
+        assert abs((kept.experts[first::2, 1] == 1).float().mean() - rate) < 0.03
+
+
+def test_jitter_stays_within_its_bounds():
+    x = torch.full((5000,), 2.0)
+    y = F.router_jitter(x, 0.01, torch.tensor([1, 2]))
+    assert y.min() >= 2 * 0.99 and y.max() <= 2 * 1.01 and y.std() > 0.01
+    assert torch.equal(y, F.router_jitter(x, 0.01, torch.tensor([1, 2])))
+
+
+def test_balance_losses():
+    g = logits(30)
+    routing = F.softmax_top_k(g, 2)
+    p, index = routing.scores, routing.experts
+    n, k, experts = 30, 2, 8
+    mean = p.mean(0)
+    counts = torch.stack([(index == e).sum() for e in range(experts)]).double()
+    first = torch.stack([(index[:, 0] == e).sum() for e in range(experts)]).double()
+    base = (counts / n * mean).sum()
+    expected = {
+        "switch": experts * base,
+        "seed": base,
+        "gshard": (first / n * mean).sum() / experts,
+        "deepseek_v2": experts / k * base,
+    }
+    for kind, value in expected.items():
+        torch.testing.assert_close(F.load_balance_loss(p, index, kind=kind), value)
+    f = experts / (k * n) * counts
+    device = sum(f[d : d + 2].mean() * mean[d : d + 2].sum() for d in range(0, 8, 2))
+    options = {"groups": 4, "top_groups": 3}
+    ours = F.load_balance_loss(p, index, kind="deepseek_v2_device", **options)
+    torch.testing.assert_close(ours, device)
+    sent = [sum(bool((row // 2 == d).any()) for row in index) for d in range(4)]
+    communication = sum(4 / (3 * n) * sent[d] * mean[2 * d : 2 * d + 2].sum() for d in range(4))
+    ours = F.load_balance_loss(p, index, kind="deepseek_v2_communication", **options)
+    torch.testing.assert_close(ours, communication)
+    s = g.sigmoid().view(3, 10, 8)
+    each = []
+    for scores, chosen in zip(s, index.view(3, 10, 2), strict=True):
+        fraction = torch.stack([(chosen == e).sum() for e in range(8)]) * experts / (k * 10)
+        each.append((fraction * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum())
+    ours = F.load_balance_loss(s, index.view(3, 10, 2), kind="deepseek_v3")
+    torch.testing.assert_close(ours, torch.stack(each).mean())
+
+
+def test_padding_is_in_no_statistic():
+    g = logits(30)
+    mask = torch.arange(30) < 20
+    routing = F.softmax_top_k(g, 2)
+    index = routing.experts.masked_fill(~mask[:, None], -1)
+    short = F.softmax_top_k(g[:20], 2)
+    for kind in ("switch", "gshard", "deepseek_v2"):
+        torch.testing.assert_close(
+            F.load_balance_loss(routing.scores, index, kind=kind, token_mask=mask),
+            F.load_balance_loss(short.scores, short.experts, kind=kind),
+        )
+    torch.testing.assert_close(F.router_z_loss(g, token_mask=mask), F.router_z_loss(g[:20]))
+
+
+def test_uniform_values():
+    routing = F.softmax_top_k(torch.zeros(16, 8), 2)
+    index = torch.arange(32).view(16, 2) % 8
+    assert math.isclose(F.load_balance_loss(routing.scores, index).item(), 2, rel_tol=1e-6)
+    assert math.isclose(F.load_balance_loss(routing.scores, index, kind="seed").item(), 0.25)
+    z = F.router_z_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]))
+    assert math.isclose(z.item(), 5.9546, abs_tol=1e-3)
+    assert F.cv_squared(torch.ones(4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: F.softmax_top_k(torch.ones(2, 4), 5), ValueError, "1 <= k <= E"),
+        (lambda: F.softmax_top_k(torch.ones(2, 4), 0), ValueError, "1 <= k <= E"),
+        (lambda: F.top_k_softmax(torch.ones(2, 4).long(), 1), TypeError, "logits must be float"),
+        (lambda: F.softmax_top_k(torch.ones(2, 4), 1, groups=3), ValueError, "groups must divide"),
+        (
+            lambda: F.sigmoid_top_k(torch.ones(2, 4), 3, groups=2, top_groups=1),
+            ValueError,
+            "at most the experts of top_groups",
+        ),
+        (
+            lambda: F.softmax_top_k(torch.ones(2, 4), 1, router_grad="dense"),
+            ValueError,
+            "router_grad must be one of",
+        ),
+        (
+            lambda: F.sigmoid_top_k(torch.ones(2, 4), 1, bias=torch.ones(3)),
+            ValueError,
+            r"bias must have shape \(4,\)",
+        ),
+        (lambda: F.expert_choice(torch.ones(2, 4), 3), ValueError, "0 <= capacity <= n"),
+        (
+            lambda: F.drop_over_capacity(F.softmax_top_k(torch.ones(2, 4), 1), -1),
+            ValueError,
+            "capacity must be >= 0",
+        ),
+        (lambda: F.expert_capacity(4, 0, 1, 1.0), ValueError, "experts and k >= 1"),
+        (
+            lambda: F.router_jitter(torch.ones(2), 1.0, torch.zeros(2).long()),
+            ValueError,
+            "eps must be",
+        ),
+        (
+            lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(2, 1).long(), kind="gini"),
+            ValueError,
+            "kind must be one of",
+        ),
+        (
+            lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(3, 1).long()),
+            ValueError,
+            "index must have the leading sizes",
+        ),
+        (
+            lambda: F.drop_second_at_random(F.softmax_top_k(torch.ones(2, 4), 1), torch.zeros(2)),
+            ValueError,
+            "routing must have k = 2",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

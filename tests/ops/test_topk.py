@@ -1,0 +1,47 @@
+"""top_k beyond what tests/ops/test_specs.py runs for every op."""
+
+import pytest
+import torch
+
+import omniattn.functional as F
+from omniattn import reference, testing
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_special_values_at_every_place(dtype, isa):
+    random = torch.Generator().manual_seed(0)
+    pool = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 1.0])
+    scores = pool[torch.randint(8, (60, 37), generator=random)].to(dtype)
+    mask = torch.rand(60, 37, generator=random) < 0.5
+    with testing.isa(isa):
+        for k in (1, 5, 20, 37):
+            for allowed in (None, mask):
+                values, index = F.top_k(scores, k, mask=allowed)
+                expected, places = reference.top_k(scores, k, mask=allowed)
+                assert torch.equal(index, places)
+                torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_order_of_equal_scores_is_that_of_their_indices():
+    scores = torch.zeros(3, 1000)
+    scores[:, 700:] = 1
+    assert torch.equal(F.top_k(scores, 4)[1], torch.arange(700, 704).expand(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": 6}, ValueError, "0 <= k <= n"),
+        ({"k": -1}, ValueError, "0 <= k <= n"),
+        ({"scores": torch.ones(2, 5).long()}, TypeError, "scores must be float64"),
+        ({"scores": torch.tensor(1.0)}, ValueError, r"scores must have shape \(..., n\)"),
+        ({"mask": torch.ones(2, 5)}, TypeError, "mask must be a bool tensor"),
+        ({"mask": torch.ones(5).bool()}, ValueError, r"mask must have shape \(2, 5\)"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=f"top_k: .*{message}"):
+        F.top_k(**({"scores": torch.ones(2, 5), "k": 2} | arguments))
