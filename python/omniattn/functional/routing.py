@@ -273,8 +273,8 @@ def expert_choice(logits: Tensor, capacity: int) -> Routing:
         capacity: tokens of each expert, in [0, n]; the paper: ``n cf / E`` rounded up, cf = 2.
 
     Returns:
-        experts, weights (..., n, E): slot e of a token is expert e where it chose the token. A token
-        may have none. scores = p.
+        experts, weights (..., n, E): slot e of a token is expert e where that chose the token, so
+        that a token may have none. scores = p.
 
     Raises:
         TypeError: logits that are not floating point.

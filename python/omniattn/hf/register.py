@@ -1,22 +1,26 @@
-"""Makes attn_implementation="omniattn" known to transformers."""
+"""Makes attn_implementation="omniattn" and experts_implementation="omniattn" known."""
 
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from omniattn.hf.attention import attention_forward
+from omniattn.hf.experts import experts_forward
 from omniattn.hf.masks import attention_mask
 
 __all__ = ["register"]
 
 
 def register(name: str = "omniattn") -> None:
-    """Registers the attention and the mask function under `name`.
+    """Registers attention, masks and experts under `name`.
 
-    Both are needed: without the second a model has no mask at all and silently loses causality.
+    Attention needs the mask function: without it a model has no mask at all and silently loses
+    causality.
 
     Args:
-        name: for `from_pretrained(..., attn_implementation=name)`, `from_config` and
-            `model.set_attn_implementation(name)`.
+        name: for `from_pretrained(..., attn_implementation=name, experts_implementation=name)`,
+            `from_config`, `model.set_attn_implementation(name)` and
+            `model.set_experts_implementation(name)`.
 
     Note:
         A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
@@ -31,3 +35,4 @@ def register(name: str = "omniattn") -> None:
     """
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)

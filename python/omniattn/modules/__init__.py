@@ -7,6 +7,7 @@ from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, R
 from omniattn.modules.linear import Linear
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import GatedMLP
+from omniattn.modules.moe import MoE, RouterState
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.positions import (
@@ -30,12 +31,14 @@ __all__ = [
     "LayerNorm",
     "LearnedPositional",
     "Linear",
+    "MoE",
     "MultiHeadLatentAttention",
     "PagePool",
     "PagedCache",
     "RMSNorm",
     "RollingCache",
     "RotaryEmbedding",
+    "RouterState",
     "SinCosPositional2d",
     "SinusoidalPositional",
 ]

@@ -1,0 +1,469 @@
+"""Mixture of experts as a feed-forward layer."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
+from omniattn.modules.linear import Linear
+from omniattn.modules.mlp import GatedMLP
+from omniattn.ops.moe import ACTIVATIONS
+from omniattn.reference import philox
+
+ROUTERS = ("softmax", "sigmoid", "noisy", "expert_choice")
+
+
+class RouterState(NamedTuple):
+    """What the router of a :class:`MoE` did in the last forward.
+
+    Attributes:
+        experts: (tokens, k) int64, as executed: -1 where an assignment was dropped or masked.
+        counts: (E,) int64, assignments before any was dropped.
+        dropped: () int64, assignments over capacity.
+        entropy: () of the mean scores in nats: log E where the load is even. Detached.
+        balance_loss: () with its coefficient and gradient, 0 without one.
+        z_loss: () with its coefficient and gradient, 0 without one.
+    """
+
+    experts: Tensor
+    counts: Tensor
+    dropped: Tensor
+    entropy: Tensor
+    balance_loss: Tensor
+    z_loss: Tensor
+
+
+class MoE(nn.Module):
+    """y = sum of the chosen experts, weighted by the router, + shared experts.
+
+    Args:
+        config: sizes and options; the class methods of `Config` give published layers.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., T, dim) -> (..., T, dim). Parameters gate.weight (E, dim), experts.gate_up_proj (E,
+        2 hidden_dim, dim), or (E, hidden_dim, dim) where the activation has no gate,
+        experts.down_proj (E, dim, hidden_dim), shared_experts, shared_expert_gate.weight (1, dim);
+        the buffer gate.e_score_correction_bias (E,) of the sigmoid router. Names as in
+        transformers.
+
+    Note:
+        Logits are computed in fp32. `state` holds counts, losses and what else a training loop
+        needs of the last forward: add `state.balance_loss + state.z_loss` to the loss and, with the
+        sigmoid router, call :meth:`update_bias` after the step. Jitter, noise and (unless
+        `capacity_at_eval`) capacity apply in training only.
+
+    Reference:
+        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538.
+
+    Example:
+        >>> layer = MoE(MoE.Config(8, 16, experts=4, top_k=2))
+        >>> layer(torch.ones(1, 3, 8)).shape, layer.state.counts.sum()
+        (torch.Size([1, 3, 8]), tensor(6))
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options of the layer.
+
+        `router`: softmax, sigmoid, noisy (top_k of both), or expert_choice, for which
+        `capacity_factor` is needed and k unused. `renormalize`, `route_scale`, `groups`,
+        `top_groups`, `router_grad`, `jitter`, `noise_eps`, `balance`: see
+        omniattn.functional.routing. `capacity_factor`: None never drops. `shared_hidden_dim`: width
+        of the experts that take every token, 0 for none; `shared_gate`: sigmoid gate in front of
+        them (Qwen2-MoE). `clamp`: alpha and limit of clamped_swiglu.
+        """
+
+        dim: int
+        hidden_dim: int
+        experts: int
+        top_k: int
+        activation: str = "swiglu"
+        bias: bool = False
+        clamp: tuple[float, float] = (1.702, 7.0)
+        router: str = "softmax"
+        router_bias: bool = False
+        renormalize: bool = True
+        route_scale: float = 1.0
+        groups: int = 1
+        top_groups: int = 1
+        router_grad: str = "exact"
+        jitter: float = 0.0
+        noise_eps: float = 0.0
+        capacity_factor: float | None = None
+        capacity_at_eval: bool = False
+        shared_hidden_dim: int = 0
+        shared_gate: bool = False
+        balance: str = "switch"
+        balance_coefficient: float = 0.0
+        z_coefficient: float = 0.0
+        recompute: bool = False
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            for name, allowed in (
+                ("activation", tuple(ACTIVATIONS)),
+                ("router", ROUTERS),
+                ("router_grad", ROUTER_GRADS),
+                ("balance", BALANCE_LOSSES),
+            ):
+                value = getattr(self, name)
+                if value not in allowed:
+                    raise ValueError(
+                        f"MoE: {name} must be one of {', '.join(allowed)}, got {name}={value!r}"
+                    )
+            if not 1 <= self.top_k <= self.experts:
+                raise ValueError(
+                    f"MoE: top_k must be in [1, experts], got top_k={self.top_k}, "
+                    f"experts={self.experts}"
+                )
+            if self.top_k == 1 and self.renormalize and self.router == "softmax":
+                warnings.warn(
+                    "MoE: top_k=1 with renormalize=True gives weight 1 to every token: its router "
+                    "learns from the balance loss alone",
+                    stacklevel=3,
+                )
+            if self.router == "expert_choice" and self.capacity_factor is None:
+                raise ValueError("MoE: router='expert_choice' needs a capacity_factor, got None")
+            if self.capacity_factor is not None and not self.capacity_factor >= 0:
+                raise ValueError(f"MoE: capacity_factor must be >= 0, got {self.capacity_factor}")
+
+        @classmethod
+        def mixtral(cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2) -> MoE.Config:
+            """Jiang et al. 2024, arXiv 2401.04088; Qwen3-MoE too."""
+            return cls(dim, hidden_dim, experts, top_k, balance_coefficient=2e-2)
+
+        @classmethod
+        def switch(cls, dim: int, hidden_dim: int, experts: int) -> MoE.Config:
+            """Fedus et al. 2021, arXiv 2101.03961: top-1, ReLU experts, capacity 1.25."""
+            return cls(
+                dim,
+                hidden_dim,
+                experts,
+                1,
+                activation="relu",
+                renormalize=False,
+                jitter=1e-2,
+                capacity_factor=1.25,
+                balance_coefficient=1e-2,
+            )
+
+        @classmethod
+        def qwen2_moe(
+            cls, dim: int, hidden_dim: int, experts: int, top_k: int, shared_hidden_dim: int
+        ) -> MoE.Config:
+            """Qwen1.5-MoE and Qwen2-MoE: a gated shared expert, no renormalisation."""
+            return cls(
+                dim,
+                hidden_dim,
+                experts,
+                top_k,
+                renormalize=False,
+                shared_hidden_dim=shared_hidden_dim,
+                shared_gate=True,
+                balance_coefficient=1e-3,
+            )
+
+        @classmethod
+        def deepseek_v2(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int = 160,
+            top_k: int = 6,
+            *,
+            shared: int = 2,
+            groups: int = 8,
+            top_groups: int = 3,
+            route_scale: float = 16.0,
+        ) -> MoE.Config:
+            """DeepSeek-AI 2024, arXiv 2405.04434: group-limited softmax routing."""
+            return cls(
+                dim,
+                hidden_dim,
+                experts,
+                top_k,
+                renormalize=False,
+                route_scale=route_scale,
+                groups=groups,
+                top_groups=top_groups,
+                shared_hidden_dim=shared * hidden_dim,
+                balance="deepseek_v2",
+                balance_coefficient=3e-3,
+            )
+
+        @classmethod
+        def deepseek_v3(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int = 256,
+            top_k: int = 8,
+            *,
+            shared: int = 1,
+            groups: int = 8,
+            top_groups: int = 4,
+            route_scale: float = 2.5,
+        ) -> MoE.Config:
+            """DeepSeek-AI 2024, arXiv 2412.19437: sigmoid routing balanced by a bias."""
+            return cls(
+                dim,
+                hidden_dim,
+                experts,
+                top_k,
+                router="sigmoid",
+                route_scale=route_scale,
+                groups=groups,
+                top_groups=top_groups,
+                shared_hidden_dim=shared * hidden_dim,
+                balance="deepseek_v3",
+                balance_coefficient=1e-4,
+            )
+
+    state: RouterState | None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        self.gate = Router(c, device=device, dtype=dtype)
+        self.experts = Experts(c, device=device, dtype=dtype)
+        self.shared_experts: GatedMLP | None = None
+        if c.shared_hidden_dim:
+            shared = GatedMLP.Config(
+                c.dim,
+                c.shared_hidden_dim,
+                init_std=c.init_std,
+                out_init_std=c.out_init_std,
+                backend=c.backend,
+            )
+            self.shared_experts = GatedMLP(shared, device=device, dtype=dtype)
+        self.shared_expert_gate: Linear | None = None
+        if c.shared_gate:
+            gate = Linear.Config(c.dim, 1, init_std=c.init_std, backend=c.backend)
+            self.shared_expert_gate = Linear(gate, device=device, dtype=dtype)
+        self.state = None
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """x (..., T, dim) -> (..., T, dim); token_mask (..., T) bool, False for padding, whose
+        output is that of the shared experts alone."""
+        routing, self.state = self.route(x, token_mask)
+        y: Tensor = self.experts(x, routing)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(x)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(x).sigmoid() * shared
+            y = y + shared
+        return y
+
+    def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
+        """The routing that forward executes, and its state."""
+        c = self.config
+        logits, routing = self.gate(x)
+        experts = routing.experts
+        if token_mask is not None:
+            hidden = ~token_mask[..., None]
+            experts = experts.masked_fill(hidden, -1)
+            routing = routing._replace(
+                experts=experts, weights=routing.weights.masked_fill(hidden, 0.0)
+            )
+        counts = functional.expert_counts(experts, c.experts)
+        zero = routing.scores.new_zeros(())
+        balance_loss = z_loss = zero
+        if c.balance_coefficient:
+            counted = experts
+            if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
+                counted = functional.top_k(routing.scores, c.top_k)[1]
+                counted = counted if token_mask is None else counted.masked_fill(hidden, -1)
+            balance_loss = c.balance_coefficient * functional.load_balance_loss(
+                routing.scores,
+                counted,
+                kind=c.balance,
+                token_mask=token_mask,
+                groups=c.groups,
+                top_groups=c.top_groups,
+            )
+        if c.z_coefficient:
+            z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
+        dropped = counts.new_zeros(())
+        limited = c.capacity_factor is not None and (self.training or c.capacity_at_eval)
+        if limited and c.router != "expert_choice":
+            flat = Routing(*(t.reshape(-1, t.shape[-1]) for t in routing))
+            tokens = flat.experts.shape[0]
+            assert c.capacity_factor is not None
+            capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
+            kept, dropped = functional.drop_over_capacity(flat, capacity)
+            routing = Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True)))
+        mean = routing.scores.detach().flatten(0, -2).mean(0)
+        share = mean / mean.sum()
+        entropy = torch.special.entr(share).sum()
+        state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)
+        return routing, state
+
+    @torch.no_grad()
+    def update_bias(
+        self, rate: float = 1e-3, group: torch.distributed.ProcessGroup | None = None
+    ) -> None:
+        """Moves the bias of the sigmoid router by the counts of the last forward, summed over the
+        ranks of `group` where one is given."""
+        bias = self.gate.e_score_correction_bias
+        if bias is None or self.state is None:
+            raise RuntimeError("MoE: update_bias needs router='sigmoid' and a forward before it")
+        counts = self.state.counts.clone()
+        if group is not None:
+            torch.distributed.all_reduce(counts, group=group)
+        functional.update_router_bias(bias, counts, rate)
+
+
+class Router(nn.Module):
+    """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
+
+    Shape:
+        x (..., T, dim) -> logits (..., T, E), Routing.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: MoE.Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        noisy = c.router == "noisy"
+        empty = torch.empty(c.experts, c.dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(empty)
+        self.noise_weight = nn.Parameter(torch.empty_like(empty)) if noisy else None
+        self.bias = (
+            nn.Parameter(torch.zeros(c.experts, device=device, dtype=dtype))
+            if c.router_bias
+            else None
+        )
+        correction = torch.zeros(c.experts, device=device) if c.router == "sigmoid" else None
+        self.register_buffer("e_score_correction_bias", correction)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights; zero ones for the noisy router, as its paper has it."""
+        if self.noise_weight is not None:
+            nn.init.zeros_(self.weight)
+            nn.init.zeros_(self.noise_weight)
+        else:
+            nn.init.normal_(self.weight, std=self.config.init_std)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """x (..., T, dim) -> logits (..., T, E) and the routing."""
+        c = self.config
+        if self.training and c.jitter:
+            x = functional.router_jitter(x, c.jitter, philox.new_seed())
+        logits = self._product(x, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits.dtype)
+        if c.router == "sigmoid":
+            return logits, functional.sigmoid_top_k(
+                logits,
+                c.top_k,
+                bias=self.e_score_correction_bias,
+                renormalize=c.renormalize,
+                scale=c.route_scale,
+                groups=c.groups,
+                top_groups=c.top_groups,
+            )
+        if c.router == "noisy":
+            assert self.noise_weight is not None
+            seed = philox.new_seed() if self.training else None
+            noise = self._product(x, self.noise_weight)
+            return logits, functional.noisy_top_k(
+                logits, noise, c.top_k, seed=seed, noise_eps=c.noise_eps
+            )[0]
+        if c.router == "expert_choice":
+            assert c.capacity_factor is not None
+            tokens = logits.shape[-2]
+            capacity = functional.expert_capacity(tokens, c.experts, 1, c.capacity_factor)
+            return logits, functional.expert_choice(logits, capacity)
+        return logits, functional.softmax_top_k(
+            logits,
+            c.top_k,
+            renormalize=c.renormalize,
+            scale=c.route_scale,
+            groups=c.groups,
+            top_groups=c.top_groups,
+            router_grad=c.router_grad,
+        )
+
+    @staticmethod
+    def _product(x: Tensor, weight: Tensor) -> Tensor:
+        """In fp32 (fp64 for fp64), under autocast too."""
+        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.to(compute), weight.to(compute))
+
+
+class Experts(nn.Module):
+    """The stacked weights of all experts.
+
+    Shape:
+        x (..., dim), Routing of (..., k) -> (..., dim).
+    """
+
+    def __init__(
+        self,
+        config: MoE.Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        columns = c.hidden_dim * (1 + ACTIVATIONS[c.activation][1])
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(c.experts, columns, c.dim)
+        self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
+        self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
+        self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, zero biases."""
+        nn.init.normal_(self.gate_up_proj, std=self.config.init_std)
+        nn.init.normal_(self.down_proj, std=self.config.out_init_std)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of the chosen experts."""
+        c = self.config
+        return functional.moe_experts(
+            x,
+            routing.experts,
+            routing.weights,
+            self.gate_up_proj,
+            self.down_proj,
+            up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            activation=c.activation,
+            alpha=c.clamp[0],
+            limit=c.clamp[1],
+            recompute=c.recompute,
+            backend=c.backend,
+        )
