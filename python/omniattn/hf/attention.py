@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def attention_forward(
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
-    out, lse = functional.attention(
+    out = functional.attention(
         q,
         k,
         v,
@@ -116,12 +116,10 @@ def attention_forward(
         bias=bias,
         scale=scaling,
         softcap=softcap or 0.0,
+        sinks=s_aux,
         dropout_p=dropout,
-        return_lse=True,
     )
-    if s_aux is not None:
-        out = out * torch.sigmoid(lse - s_aux[:, None]).transpose(1, 2)[..., None].to(out.dtype)
-    return out, None
+    return cast(Tensor, out), None
 
 
 def _default_mask(

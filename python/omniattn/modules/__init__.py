@@ -3,11 +3,13 @@
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.differential import DifferentialAttention
+from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.moe import MoE, RouterState
+from omniattn.modules.multihead import MultiheadAttention
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.positions import (
@@ -16,7 +18,14 @@ from omniattn.modules.positions import (
     SinCosPositional2d,
     SinusoidalPositional,
 )
+from omniattn.modules.relative_attention import (
+    DisentangledAttention,
+    T5RelativeBias,
+    TransformerXLAttention,
+)
 from omniattn.modules.rope import RotaryEmbedding
+from omniattn.modules.spatial_reduction import SpatialReductionAttention
+from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
 
 __all__ = [
     "ALiBi",
@@ -25,6 +34,8 @@ __all__ = [
     "CrossCache",
     "DecoderBlock",
     "DifferentialAttention",
+    "DisentangledAttention",
+    "GatedAttentionUnit",
     "GatedMLP",
     "KVCache",
     "LatentCache",
@@ -33,12 +44,19 @@ __all__ = [
     "Linear",
     "MoE",
     "MultiHeadLatentAttention",
+    "MultiheadAttention",
     "PagePool",
     "PagedCache",
+    "PatchMerging",
     "RMSNorm",
     "RollingCache",
     "RotaryEmbedding",
     "RouterState",
     "SinCosPositional2d",
     "SinusoidalPositional",
+    "SpatialReductionAttention",
+    "SwinBlock",
+    "T5RelativeBias",
+    "TransformerXLAttention",
+    "WindowAttention",
 ]

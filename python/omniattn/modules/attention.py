@@ -8,6 +8,7 @@ from torch import nn
 
 from omniattn import functional
 from omniattn.functional.masks import BoolMask, Mask
+from omniattn.functional.scores import RelativeBias
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
@@ -27,7 +28,7 @@ class Attention(nn.Module):
     Shape:
         x (B, T, dim), source (B, S, source_dim) -> (B, T, dim).
         Parameters q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm (head_dim,),
-        with a gate g_proj.
+        with a gate g_proj; sinks and head_scale (num_heads,).
 
     Notes:
         A query that sees no key gives W_o 0 + b and has zero gradients. Dropout acts in training
@@ -63,6 +64,8 @@ class Attention(nn.Module):
             scale: of the scores, default 1 / sqrt(head_dim).
             softcap: scores become softcap * tanh(scores / softcap) if positive.
             dropout_p: of the attention weights.
+            sinks: a learned logit per head with value 0.
+            head_scale: a learned factor of the scores per head, from 1 on.
             gate: "elementwise" (one for each number of each head), "headwise" or None.
             gate_activation: "sigmoid" or "silu", which is neither positive nor bounded.
             init_std, out_init_std: of the weights and of o_proj.
@@ -85,6 +88,8 @@ class Attention(nn.Module):
         scale: float | None = None
         softcap: float = 0.0
         dropout_p: float = 0.0
+        sinks: bool = False
+        head_scale: bool = False
         gate: str | None = None
         gate_activation: str = "sigmoid"
         init_std: float = 0.02
@@ -145,6 +150,9 @@ class Attention(nn.Module):
             norm = RMSNorm.Config(c.head_size, c.qk_norm_eps, backend=c.backend)
             self.q_norm = RMSNorm(norm, device=device, dtype=dtype)
             self.k_norm = RMSNorm(norm, device=device, dtype=dtype)
+        heads = torch.zeros(c.num_heads, device=device)  # fp32, whatever the dtype
+        self.sinks = nn.Parameter(heads) if c.sinks else None
+        self.head_scale = nn.Parameter(heads + 1) if c.head_scale else None
         if c.gate is not None:
             gates = q_dim if c.gate == "elementwise" else c.num_heads
             self.g_proj = linear(c.dim, gates, False, c.init_std)
@@ -194,6 +202,8 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         mask: torch.Tensor | Mask | None = None,
         bias: torch.Tensor | None = None,
+        relative: RelativeBias | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
@@ -206,6 +216,7 @@ class Attention(nn.Module):
             mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), or a value of
                 `functional.masks`.
             bias: added to the scores, broadcastable to (B, num_heads, T, S).
+            relative, alibi_slopes: terms of the distance, see functional.attention.
         """
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
@@ -226,7 +237,8 @@ class Attention(nn.Module):
                 )
             if cache is not None:
                 k, v = cache.append(k, v)
-                mask = with_cache(cache, mask, bias)
+                positional = any(term is not None for term in (bias, relative, alibi_slopes))
+                mask = with_cache(cache, mask, positional)
         out = cast(
             torch.Tensor,
             functional.attention(
@@ -239,6 +251,10 @@ class Attention(nn.Module):
                 bias=bias,
                 scale=c.scale,
                 softcap=c.softcap,
+                relative=relative,
+                alibi_slopes=alibi_slopes,
+                sinks=self.sinks,
+                head_scale=self.head_scale,
                 dropout_p=c.dropout_p if self.training else 0.0,
                 backend=c.backend,
             ),
@@ -267,12 +283,12 @@ class Attention(nn.Module):
 
 
 def with_cache(
-    cache: Cache, mask: torch.Tensor | Mask | None, bias: torch.Tensor | None = None
+    cache: Cache, mask: torch.Tensor | Mask | None, positional: bool = False
 ) -> torch.Tensor | Mask | None:
-    """`mask` and that of the cache."""
-    if not cache.ordered and (mask is not None or bias is not None):
+    """`mask` and that of the cache; `positional` if the scores depend on positions."""
+    if not cache.ordered and (mask is not None or positional):
         raise ValueError(
-            "Attention: with a mask or bias the cache must be in the order of positions, "
+            "Attention: the cache must be in the order of positions for masks and terms of them, "
             f"got {type(cache).__name__} with sort=False"
         )
     if mask is None or cache.mask is None:

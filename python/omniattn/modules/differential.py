@@ -192,7 +192,7 @@ class DifferentialAttention(nn.Module):
         q, k, v = self._pairs(q), self._pairs(k), self._pairs(v)
         if cache is not None:
             k, v = cache.append(k, v)
-            mask = with_cache(cache, mask, bias)
+            mask = with_cache(cache, mask, bias is not None)
         group = c.num_heads // c.kv_heads
         maps = []
         for i in range(2):

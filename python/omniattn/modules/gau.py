@@ -1,0 +1,151 @@
+"""Gated attention unit: one gated head of attention in place of attention and feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
+from omniattn.modules.linear import Linear
+
+
+class GatedAttentionUnit(nn.Module):
+    """``y = (u * (A v)) W_o``; u, v = silu(x W_u), silu(x W_v); z = silu(x W_z).
+
+    ``q = z g_q + b_q`` and ``k = z g_k + b_k`` share one projection. A is ``relu(q k^T / n + b)^2``
+    with n the number of keys, or ``softmax(q k^T / sqrt(s) + b)``; b is a relative bias or nothing.
+    The norm and the residual around it belong to the block.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters u_proj, v_proj, z_proj, o_proj, gamma and beta
+        (2, key_dim) for q and k, and with a relative bias its table relative_bias.
+
+    Reference:
+        Hua et al., Transformer Quality in Linear Time, 2022, arXiv 2202.10447.
+
+    Example:
+        >>> GatedAttentionUnit(GatedAttentionUnit.Config(dim=8))(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y.
+            expansion: width of u and v over dim.
+            key_dim: s, width of q and k.
+            attention: "relu2" or "softmax".
+            norm_n: n of relu2; None for the number of keys. A constant makes decoding exact.
+            relative: None, "t5" (32 buckets) or "toeplitz" (a number for each distance).
+            max_length: of a toeplitz bias.
+            bias_inside_n: of relu2, relu((q k^T + sqrt(dim) b) / n)^2.
+            causal, rope_interleaved, init_std, backend: as in Attention.
+        """
+
+        dim: int
+        expansion: int = 2
+        key_dim: int = 128
+        attention: str = "relu2"
+        norm_n: int | None = None
+        relative: str | None = None
+        max_length: int = 512
+        bias_inside_n: bool = False
+        causal: bool = True
+        rope_interleaved: bool = False
+        init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            for name, value, known in (
+                ("attention", self.attention, ("relu2", "softmax")),
+                ("relative", self.relative, (None, "t5", "toeplitz")),
+            ):
+                if value not in known:
+                    raise ValueError(
+                        f"GatedAttentionUnit: {name} must be one of {known}, got {value!r}"
+                    )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = c.expansion * c.dim
+
+        def linear(n_in: int, n_out: int) -> Linear:
+            config = Linear.Config(n_in, n_out, False, c.init_std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.u_proj, self.v_proj = linear(c.dim, wide), linear(c.dim, wide)
+        self.z_proj, self.o_proj = linear(c.dim, c.key_dim), linear(wide, c.dim)
+        gamma = torch.empty(2, c.key_dim, device=device, dtype=dtype)
+        self.gamma = nn.Parameter(nn.init.normal_(gamma, std=0.02))
+        self.beta = nn.Parameter(torch.zeros_like(gamma))
+        if c.relative is not None:
+            rows = 32 if c.relative == "t5" else 2 * c.max_length - 1
+            table = torch.empty(rows, 1, device=device, dtype=dtype)
+            self.relative_bias = nn.Parameter(nn.init.normal_(table, std=0.02))
+
+    def _relative(self, n: int) -> RelativeBias | None:
+        c = self.config
+        if c.relative is None:
+            return None
+        table: Tensor = self.relative_bias
+        if c.attention == "relu2" and c.bias_inside_n:
+            table = table * (c.dim**0.5 / n)
+        if c.relative == "t5":
+            return T5Bias(table, bidirectional=not c.causal)
+        return DistanceBias(table, zero=c.max_length - 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim); rope and mask as in Attention."""
+        c = self.config
+        if c.relative == "toeplitz" and x.shape[1] > c.max_length:
+            raise ValueError(
+                "GatedAttentionUnit: T must not exceed max_length with a toeplitz bias, "
+                f"got T={x.shape[1]}, max_length={c.max_length}"
+            )
+        u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
+        q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
+        if rope is not None:
+            q, k = cast(
+                "tuple[Tensor, Tensor]",
+                functional.apply_rotary(
+                    q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+                ),
+            )
+        n = x.shape[1] if c.norm_n is None else c.norm_n
+        out = functional.attention(
+            q,
+            k,
+            v[:, :, None],
+            causal=c.causal,
+            mask=mask,
+            scale=1 / max(n, 1) if c.attention == "relu2" else None,
+            relative=self._relative(n),
+            normaliser="relu2" if c.attention == "relu2" else "softmax",
+            backend=c.backend,
+        )
+        y: Tensor = self.o_proj(u * cast(Tensor, out)[:, :, 0])
+        return y

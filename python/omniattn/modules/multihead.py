@@ -1,0 +1,246 @@
+"""Drop-in for torch.nn.MultiheadAttention, with its parameters and its mask conventions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
+from omniattn.modules.linear import Linear
+from omniattn.reference.masks import visible
+
+
+class MultiheadAttention(nn.Module):
+    """torch.nn.MultiheadAttention on this package's kernels; `load_state_dict` takes its weights.
+
+    Masks follow torch: bool masks are True where a key is NOT seen, float masks are added.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        query (B, T, dim), key (B, S, kdim), value (B, S, vdim) -> (B, T, dim) and None or the
+        weights (B, T, S); without batch_first (T, B, dim) and so on; or all without B. Parameters
+        in_proj_weight or q_proj_weight, k_proj_weight, v_proj_weight; in_proj_bias, bias_k, bias_v,
+        out_proj.weight, out_proj.bias.
+
+    Notes:
+        With need_weights the weights are computed by their definition, in T x S memory and without
+        dropout. A query that sees no key, where torch gives NaN, gives 0.
+
+    Example:
+        >>> layer = MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2))
+        >>> x = torch.ones(5, 1, 8)
+        >>> layer(x, x, x, need_weights=False)[0].shape
+        torch.Size([5, 1, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """The arguments of torch.nn.MultiheadAttention, and `backend` of the ops."""
+
+        embed_dim: int
+        num_heads: int
+        dropout: float = 0.0
+        bias: bool = True
+        add_bias_kv: bool = False
+        add_zero_attn: bool = False
+        kdim: int | None = None
+        vdim: int | None = None
+        batch_first: bool = False
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.embed_dim % self.num_heads:
+                raise ValueError(
+                    "MultiheadAttention: embed_dim must be a multiple of num_heads, "
+                    f"got embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+                )
+
+        @property
+        def joint(self) -> bool:
+            """Whether the three projections are one parameter."""
+            return self.kdim in (None, self.embed_dim) and self.vdim in (None, self.embed_dim)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        dim = c.embed_dim
+
+        def weight(rows: int, columns: int) -> nn.Parameter:
+            empty = torch.empty(rows, columns, device=device, dtype=dtype)
+            return nn.Parameter(nn.init.xavier_uniform_(empty))
+
+        def row() -> nn.Parameter:
+            empty = torch.empty(1, 1, dim, device=device, dtype=dtype)
+            return nn.Parameter(nn.init.xavier_normal_(empty))
+
+        if c.joint:
+            self.in_proj_weight = weight(3 * dim, dim)
+        else:
+            self.q_proj_weight = weight(dim, dim)
+            self.k_proj_weight = weight(dim, dim if c.kdim is None else c.kdim)
+            self.v_proj_weight = weight(dim, dim if c.vdim is None else c.vdim)
+        zeros = torch.zeros(3 * dim, device=device, dtype=dtype)
+        self.in_proj_bias = nn.Parameter(zeros) if c.bias else None
+        self.bias_k = row() if c.add_bias_kv else None
+        self.bias_v = row() if c.add_bias_kv else None
+        out = Linear.Config(dim, dim, c.bias, init_std=dim**-0.5, backend=c.backend)
+        self.out_proj = Linear(out, device=device, dtype=dtype)
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.MultiheadAttention, *, backend: str | None = None
+    ) -> MultiheadAttention:
+        """The same layer with copies of its weights, on its device and in its dtype."""
+        config = cls.Config(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            module.in_proj_bias is not None,
+            module.bias_k is not None,
+            module.add_zero_attn,
+            module.kdim,
+            module.vdim,
+            module.batch_first,
+            backend,
+        )
+        weight = module.out_proj.weight
+        ours = cls(config, device=weight.device, dtype=weight.dtype)
+        ours.load_state_dict(module.state_dict())
+        return ours.train(module.training)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """(B, T, dim), (B, S, dim), (B, S, dim)."""
+        c = self.config
+        if c.joint:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        if query is key and key is value and c.joint:
+            joint = functional.linear(
+                query, self.in_proj_weight, self.in_proj_bias, backend=c.backend
+            )
+            return list(joint.chunk(3, -1))
+        return [
+            functional.linear(x, w, b, backend=c.backend)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        ]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch.nn.MultiheadAttention.forward.
+
+        Args:
+            query, key, value: see Shape.
+            key_padding_mask: (B, S), bool (True = not seen) or float (added).
+            need_weights: also return the attention weights.
+            attn_mask: (T, S) or (B num_heads, T, S), bool (True = not seen) or float (added).
+            average_attn_weights: mean over the heads, otherwise (B, num_heads, T, S).
+            is_causal: a hint that attn_mask is causal, as in torch, which requires it to be given;
+                here it is enough on its own, aligned top-left.
+        """
+        c = self.config
+        batched = query.dim() == 3
+        same = query is key and key is value
+        inputs = [query] if same else [query, key, value]
+        if not batched:
+            inputs = [x[None] for x in inputs]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not c.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        q, k, v = self._project(*(inputs * 3 if same else inputs))
+        batch, seen = q.shape[0], k.shape[1]
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(batch, -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(batch, -1, -1)], 1)
+        if c.add_zero_attn:
+            k, v = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (x.unflatten(-1, (c.num_heads, -1)) for x in (q, k, v))
+        extra = k.shape[1] - seen
+        mask, bias = self._masks(key_padding_mask, attn_mask, is_causal, batch, extra)
+        dropout = c.dropout if self.training else 0.0
+        out, lse = functional.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            dropout_p=dropout,
+            return_lse=True,
+            backend=c.backend,
+        )
+        y: Tensor = self.out_proj(out.flatten(-2))
+        weights = None
+        if need_weights:
+            weights = self._weights(q, k, lse, mask, bias)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            return y[0], None if weights is None else weights[0]
+        return (y if c.batch_first else y.transpose(0, 1)), weights
+
+    def _masks(
+        self,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        batch: int,
+        extra: int,
+    ) -> tuple[Mask, Tensor | None]:
+        """Rules and bias; the last `extra` keys (bias_k, zero) are seen by all."""
+        rules: list[Mask] = []
+        bias: Tensor | None = None
+        if attn_mask is None and is_causal:
+            if extra:
+                raise NotImplementedError(
+                    "MultiheadAttention: is_causal needs attn_mask with add_bias_kv, add_zero_attn"
+                )
+            rules.append(Causal(top_left=True))
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is None:
+                continue
+            padded = nn.functional.pad(mask, (0, extra))
+            if name == "attn_mask" and mask.dim() == 3:
+                padded = padded.unflatten(0, (batch, -1))
+            if mask.dtype == torch.bool:
+                wrap = KeyPadding if name == "key_padding_mask" else BoolMask
+                rules.append(wrap(~padded))
+            elif mask.is_floating_point():
+                term = padded[:, None, None] if name == "key_padding_mask" else padded
+                bias = term if bias is None else bias + term
+            else:
+                raise TypeError(
+                    f"MultiheadAttention: {name} must be bool or float, "
+                    f"got {name}.dtype={mask.dtype}"
+                )
+        return All(tuple(rules)), bias
+
+    @staticmethod
+    def _weights(q: Tensor, k: Tensor, lse: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
+        """exp(logits - lse) (B, H, T, S); 0 for what is not seen."""
+        logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        logits = logits if bias is None else logits + bias
+        seen = visible(mask.rules(), q.shape[1], k.shape[1], q.device)
+        some = lse[..., None] > -torch.inf
+        weights = (logits - lse[..., None].masked_fill(~some, 0)).exp()
+        return weights.masked_fill(~(some if seen is None else some & seen), 0).to(q.dtype)

@@ -1,0 +1,205 @@
+"""T5, Transformer-XL, DeBERTa and the gated attention unit against their definitions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from omniattn.modules import (
+    Attention,
+    DisentangledAttention,
+    GatedAttentionUnit,
+    RotaryEmbedding,
+    T5RelativeBias,
+    TransformerXLAttention,
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def assert_same(actual, expected, inputs) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    grad = torch.randn_like(actual)
+    for a, e in zip(
+        torch.autograd.grad(actual, inputs[0], grad),
+        torch.autograd.grad(expected, inputs[1], grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_t5_attention_is_that_of_transformers(decoder):
+    config = transformers.T5Config(
+        d_model=24,
+        d_kv=6,
+        num_heads=4,
+        is_decoder=decoder,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+    )
+    config._attn_implementation = "eager"
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
+    torch.nn.init.normal_(theirs.relative_attention_bias.weight)
+    layer = Attention(Attention.Config(24, 4, causal=decoder, scale=1.0))
+    state = {f"{n}_proj.weight": getattr(theirs, n).weight for n in "qkvo"}
+    layer.load_state_dict(state)
+    bias = T5RelativeBias(T5RelativeBias.Config(4, 8, 20, bidirectional=not decoder))
+    bias.load_state_dict(theirs.relative_attention_bias.state_dict())
+    x = torch.randn(2, 31, 24)
+    hidden = torch.ones(31, 31).triu(1) * (-1e30 if decoder else 0)
+    expected = theirs(x, mask=hidden[None, None])[0]
+    tables = [bias.weight], [theirs.relative_attention_bias.weight]
+    assert_same(layer(x, relative=bias()), expected, tables)
+    if decoder:
+        with torch.no_grad():
+            cache = layer.new_cache(2, 31)
+            parts = [
+                layer(x[:, a:b], cache=cache, relative=bias())
+                for a, b in ((0, 20), (20, 21), (21, 30), (30, 31))
+            ]
+        torch.testing.assert_close(torch.cat(parts, 1), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def xl_by_hand(layer: TransformerXLAttention, x: torch.Tensor, memory) -> torch.Tensor:
+    """Score by score."""
+    c = layer.config
+    source = x if memory is None else torch.cat([memory, x], 1)
+    past = source.shape[1] - x.shape[1]
+    w_q, w_k, w_v = layer.qkv_net.weight.chunk(3)
+    q, k, v = (
+        (t @ w.T).unflatten(-1, (c.num_heads, -1))
+        for t, w in ((x, w_q), (source, w_k), (source, w_v))
+    )
+    half = torch.arange(0, c.dim, 2, dtype=x.dtype)
+    outs = []
+    for i in range(x.shape[1]):
+        keys = range(max(0, i + past - c.memory_length + 1) if c.same_length else 0, i + past + 1)
+        scores = []
+        for j in keys:
+            distance = i + past - j
+            if c.clamp_length >= 0:
+                distance = min(distance, c.clamp_length)
+            angle = distance / 10000 ** (half / c.dim)
+            r = layer.r_net(torch.cat([angle.sin(), angle.cos()])).unflatten(-1, (c.num_heads, -1))
+            content = ((q[:, i] + layer.r_w_bias) * k[:, j]).sum(-1)
+            scores.append((content + ((q[:, i] + layer.r_r_bias) * r).sum(-1)) / c.head_size**0.5)
+        p = torch.stack(scores, -1).softmax(-1)
+        outs.append(torch.einsum("bhk,bkhd->bhd", p, v[:, keys.start : keys.stop]).flatten(1))
+    return layer.o_net(torch.stack(outs, 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"same_length": True}, {"clamp_length": 3}])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_transformer_xl_is_its_definition(options, segments):
+    config = TransformerXLAttention.Config(8, 2, memory_length=6, init_std=0.5, **options)
+    layer = TransformerXLAttention(config, dtype=torch.float64)
+    memory = None
+    for _ in range(segments):
+        x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+        actual, expected = layer(x, memory), xl_by_hand(layer, x, memory)
+        inputs = [x, *layer.parameters()]
+        assert_same(actual, expected, (inputs, inputs))
+        memory = layer.next_memory(x, memory)
+    assert memory.shape[1] == min(5 * segments, 6)
+    assert not memory.requires_grad
+    assert torch.equal(memory[:, -5:], x)
+
+
+@pytest.mark.parametrize("terms", ["c2p|p2c", "c2p", "p2c"])
+@pytest.mark.parametrize("buckets", [0, 8])
+@pytest.mark.parametrize("share", [True, False])
+def test_disentangled_attention_is_that_of_deberta(terms, buckets, share):
+    types = terms.split("|")
+    theirs = DisentangledSelfAttention(
+        transformers.DebertaV2Config(
+            hidden_size=24,
+            num_attention_heads=4,
+            relative_attention=True,
+            max_relative_positions=12,
+            position_buckets=buckets or -1,
+            pos_att_type=types,
+            share_att_key=share,
+        )
+    ).eval()
+    config = DisentangledAttention.Config(
+        24,
+        4,
+        max_distance=12,
+        buckets=buckets,
+        content_to_position="c2p" in types,
+        position_to_content="p2c" in types,
+        share_projections=share,
+        clamp_distance=False,
+    )
+    ours = DisentangledAttention(config)
+    ours.load_state_dict(theirs.state_dict(), strict=len(types) == 2 or share)
+    x = torch.randn(2, 19, 24, requires_grad=True)
+    positions = torch.randn(2 * config.span, 24, requires_grad=True)
+    real = torch.ones(2, 19, dtype=torch.bool)
+    real[1, 15:] = False
+    expected = theirs(x, real[:, None, None], rel_embeddings=positions)[0]
+    actual = ours(x, positions, mask=real[:, None, None])
+    assert_same(actual, expected, ([x, positions], [x, positions]))
+    # Microsoft's clamp only matters beyond max_distance.
+    clamped = DisentangledAttention(replace(config, clamp_distance=True))
+    clamped.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(clamped(x[:, :12], positions), ours(x[:, :12], positions))
+    with pytest.raises(ValueError, match="positions must have shape"):
+        ours(x, positions[:-1])
+
+
+@pytest.mark.parametrize("attention", ["relu2", "softmax"])
+@pytest.mark.parametrize("relative", [None, "t5", "toeplitz"])
+@pytest.mark.parametrize("options", [{}, {"norm_n": 20, "causal": False, "bias_inside_n": True}])
+def test_gated_attention_unit_is_its_definition(attention, relative, options):
+    config = GatedAttentionUnit.Config(
+        10, key_dim=6, attention=attention, relative=relative, init_std=0.5, **options
+    )
+    layer = GatedAttentionUnit(config, dtype=torch.float64)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x = torch.randn(2, 9, 10, dtype=torch.float64, requires_grad=True)
+    u, v, z = (F.silu(F.linear(x, p.weight)) for p in (layer.u_proj, layer.v_proj, layer.z_proj))
+    q, k = z * layer.gamma[0] + layer.beta[0], z * layer.gamma[1] + layer.beta[1]
+    distance = torch.arange(9) - torch.arange(9)[:, None]
+    bias = 0.0
+    if relative == "toeplitz":
+        bias = layer.relative_bias[distance + 511, 0]
+    elif relative == "t5":  # all distances here have a bucket of their own, but in encoders 8
+        far = -distance if config.causal else distance.abs() + 16 * (distance > 0)
+        bias = layer.relative_bias[far.clamp(min=0), 0]
+    n = config.norm_n or 9
+    scores = q @ k.transpose(1, 2)
+    if attention == "softmax":
+        scores = scores / 6**0.5 + bias
+    elif config.bias_inside_n:
+        scores = (scores + 10**0.5 * bias) / n
+    else:
+        scores = scores / n + bias
+    hidden = torch.ones(9, 9).triu(1).bool() & config.causal
+    if attention == "relu2":
+        weights = scores.relu().square().masked_fill(hidden, 0)
+    else:
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    inputs = [x, *layer.parameters()]
+    assert_same(layer(x), F.linear(u * (weights @ v), layer.o_proj.weight), (inputs, inputs))
+
+
+def test_gated_attention_unit_turns_its_shared_projection():
+    layer = GatedAttentionUnit(GatedAttentionUnit.Config(8, key_dim=4, relative="toeplitz"))
+    x = torch.randn(1, 5, 8)
+    rope = RotaryEmbedding(RotaryEmbedding.Config(4))(torch.arange(5))
+    torch.nn.init.normal_(layer.gamma)
+    assert not torch.allclose(layer(x, rope=rope), layer(x), atol=1e-9, rtol=1e-3)
+    with pytest.raises(ValueError, match="T=513"):
+        layer(torch.zeros(1, 513, 8))
+    with pytest.raises(ValueError, match="'sigmoid'"):
+        GatedAttentionUnit.Config(8, attention="sigmoid")
