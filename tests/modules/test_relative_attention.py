@@ -193,13 +193,29 @@ def test_gated_attention_unit_is_its_definition(attention, relative, options):
     assert_same(layer(x), F.linear(u * (weights @ v), layer.o_proj.weight), (inputs, inputs))
 
 
+@pytest.mark.parametrize("relative", [None, "t5", "toeplitz"])
+@torch.no_grad()
+def test_gated_attention_unit_decodes(relative):
+    config = GatedAttentionUnit.Config(8, key_dim=4, relative=relative, norm_n=16)
+    layer = GatedAttentionUnit(config, dtype=torch.float64)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    cache = layer.new_cache(2, 11)
+    assert cache.nbytes == 2 * 11 * (4 + 16) * 8
+    parts = [layer(x[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 10), (10, 11))]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+    with pytest.raises(ValueError, match="norm_n=None"):
+        GatedAttentionUnit(replace(config, norm_n=None)).new_cache(1, 1)
+
+
 def test_gated_attention_unit_turns_its_shared_projection():
     layer = GatedAttentionUnit(GatedAttentionUnit.Config(8, key_dim=4, relative="toeplitz"))
     x = torch.randn(1, 5, 8)
     rope = RotaryEmbedding(RotaryEmbedding.Config(4))(torch.arange(5))
     torch.nn.init.normal_(layer.gamma)
     assert not torch.allclose(layer(x, rope=rope), layer(x), atol=1e-9, rtol=1e-3)
-    with pytest.raises(ValueError, match="T=513"):
+    with pytest.raises(ValueError, match="keys=513"):
         layer(torch.zeros(1, 513, 8))
     with pytest.raises(ValueError, match="'sigmoid'"):
         GatedAttentionUnit.Config(8, attention="sigmoid")

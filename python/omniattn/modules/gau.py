@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
+from omniattn.modules.attention import with_cache
+from omniattn.modules.kv_cache import Cache, KVCache
 from omniattn.modules.linear import Linear
 
 
@@ -101,6 +103,25 @@ class GatedAttentionUnit(nn.Module):
             table = torch.empty(rows, 1, device=device, dtype=dtype)
             self.relative_bias = nn.Parameter(nn.init.normal_(table, std=0.02))
 
+    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""
+        c = self.config
+        if c.attention == "relu2" and c.norm_n is None:
+            raise ValueError(
+                "GatedAttentionUnit: decoding needs a constant norm_n, got norm_n=None: weights of "
+                "earlier tokens would change with the number of keys"
+            )
+        weight = self.v_proj.weight
+        return KVCache(
+            batch,
+            max_length,
+            1,
+            c.key_dim,
+            v_head_dim=c.expansion * c.dim,
+            device=weight.device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )
+
     def _relative(self, n: int) -> RelativeBias | None:
         c = self.config
         if c.relative is None:
@@ -117,15 +138,11 @@ class GatedAttentionUnit(nn.Module):
         x: Tensor,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); rope and mask as in Attention."""
+        """x (B, T, dim) -> (B, T, dim); rope, cache and mask as in Attention."""
         c = self.config
-        if c.relative == "toeplitz" and x.shape[1] > c.max_length:
-            raise ValueError(
-                "GatedAttentionUnit: T must not exceed max_length with a toeplitz bias, "
-                f"got T={x.shape[1]}, max_length={c.max_length}"
-            )
         u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
         q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
         if rope is not None:
@@ -135,11 +152,21 @@ class GatedAttentionUnit(nn.Module):
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 ),
             )
-        n = x.shape[1] if c.norm_n is None else c.norm_n
+        v = v[:, :, None]
+        if cache is not None:
+            k, v = cache.append(k, v)
+            mask = with_cache(cache, mask, c.relative is not None)
+        keys = k.shape[1]
+        if c.relative == "toeplitz" and keys > c.max_length:
+            raise ValueError(
+                "GatedAttentionUnit: keys must not exceed max_length with a toeplitz bias, "
+                f"got keys={keys}, max_length={c.max_length}"
+            )
+        n = keys if c.norm_n is None else c.norm_n
         out = functional.attention(
             q,
             k,
-            v[:, :, None],
+            v,
             causal=c.causal,
             mask=mask,
             scale=1 / max(n, 1) if c.attention == "relu2" else None,

@@ -165,8 +165,16 @@ class MultiHeadLatentAttention(nn.Module):
             dtype=dtype,
         )
 
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, T, H, qk_nope_dim) and, not yet rotated, (B, T, H, qk_rope_dim)."""
+    def _rotate(self, x: Tensor, start: int, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """x (B, T, H, D) with its dimensions from `start` on turned."""
+        c = self.config
+        turned, _ = functional.apply_rotary(
+            x, None, *rope, rotary_start=start, interleaved=c.rope_interleaved, backend=c.backend
+        )
+        return turned
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """Queries (B, T, H, qk_nope_dim + qk_rope_dim), not yet rotated."""
         c = self.config
         if c.q_lora_rank is None:
             q = self.q_proj(x)
@@ -175,9 +183,8 @@ class MultiHeadLatentAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(latent) if c.latent_norm else latent)
         q = q.unflatten(-1, (c.num_heads, -1))
         if c.q_rope_from == "x" and c.qk_rope_dim:
-            return q, self.q_rope_proj(x).unflatten(-1, (c.num_heads, -1))
-        q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
-        return q_nope, q_rope
+            q = torch.cat([q, self.q_rope_proj(x).unflatten(-1, (c.num_heads, -1))], -1)
+        return q
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents of keys and of values (B, T, 1, rank), the unrotated key (B, T, 1, rope_dim)."""
@@ -235,16 +242,12 @@ class MultiHeadLatentAttention(nn.Module):
                 "MultiHeadLatentAttention: rope must be given if and only if qk_rope_dim > 0, "
                 f"got qk_rope_dim={c.qk_rope_dim}, rope={'None' if rope is None else 'given'}"
             )
-        q_nope, q_rope = self._queries(x)
+        q = self._queries(x)
         k_latent, v, k_rope = self._latents(x)
-        if rope is not None:
-            q_rope, k_rope = cast(
-                "tuple[Tensor, Tensor]",
-                functional.apply_rotary(
-                    q_rope, k_rope, *rope, interleaved=c.rope_interleaved, backend=c.backend
-                ),
-            )
         k = torch.cat([k_latent, k_rope], -1)
+        if rope is not None:
+            q = self._rotate(q, c.qk_nope_dim, rope)
+            k = self._rotate(k, c.kv_lora_rank, rope)
         if cache is not None:
             k, v = cache.append(k, v)
             mask = with_cache(cache, mask)
@@ -252,13 +255,14 @@ class MultiHeadLatentAttention(nn.Module):
             absorb = cache is not None and x.shape[1] <= c.absorb_max
         if absorb:
             w_k, w_v = self._up_weights()
+            q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
             q = torch.cat([torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], -1)
             out = torch.einsum("bthr,hvr->bthv", self._attend(q, k, v, mask), w_v)
         else:
             k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
             k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
             k = torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1)
-            out = self._attend(torch.cat([q_nope, q_rope], -1), k, v, mask)
+            out = self._attend(q, k, v, mask)
         y: Tensor = self.o_proj(out.flatten(-2))
         return y
 
