@@ -6,7 +6,7 @@
 """
 
 from omniattn.testing.check import check_op
-from omniattn.testing.environment import isa, isas, threads
+from omniattn.testing.environment import isa, isas, on_device, threads
 from omniattn.testing.errors import Measured, assert_within_budget, measure_error
 from omniattn.testing.memory import LAYOUTS, Layout, poisoned_memory, relayout
 from omniattn.testing.registry import registry
@@ -28,6 +28,7 @@ __all__ = [
     "isa",
     "isas",
     "measure_error",
+    "on_device",
     "poisoned_memory",
     "prepare",
     "registry",

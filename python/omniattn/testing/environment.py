@@ -1,4 +1,4 @@
-"""Context managers for the state of the machine: instruction set, number of threads."""
+"""Context managers for what tests run on: device, instruction set, number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,25 @@ import torch
 
 from omniattn.config import CPU_ISAS
 
-__all__ = ["isa", "isas", "threads"]
+__all__ = ["current_device", "isa", "isas", "on_device", "threads"]
+
+_device = torch.device("cpu")
+
+
+def current_device() -> torch.device:
+    """The device of an OpSpec's calls."""
+    return _device
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Makes the calls of OpSpecs on this device; references stay on the CPU."""
+    global _device
+    before, _device = _device, torch.device(device)
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def isas() -> tuple[str, ...]:

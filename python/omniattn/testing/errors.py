@@ -1,4 +1,4 @@
-"""Error budgets: a kernel may err as much as eager torch does, and no more.
+"""Error budgets: a kernel may err as much as eager torch does on the CPU, and no more.
 
 An error is the largest distance to the fp64 reference on the same inputs. The budget is twice (for
 gradients three times) the error of the reference run in the dtype of the inputs, which rounds only
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from omniattn.testing.environment import current_device
 from omniattn.testing.memory import Layout
 from omniattn.testing.spec import Case, Function, OpSpec, Pass, output_gradients
 
@@ -47,7 +48,8 @@ def measure_error(
     """
     function = function or spec.function
     results: list[Measured] = []
-    strided, call = spec.call(case, dtype, layout), spec.call(case, dtype)
+    strided = spec.call(case, dtype, layout)
+    call = spec.call(case, dtype, device=torch.device("cpu"))
     exact = call.to(torch.float64)
     if pass_ != "backward":
         truth = exact.run(spec.reference)
@@ -67,7 +69,7 @@ def measure_error(
             case,
             dtype,
             {f"gradient of {name}": spec.factor_of(name) for name in call.differentiable},
-            strided.gradients(function, grads),
+            strided.gradients(function, tuple(g.to(current_device()) for g in grads)),
             call.gradients(spec.reference, grads),
             exact.gradients(spec.reference, tuple(g.double() for g in grads)),
         )
@@ -103,7 +105,7 @@ def _compare(
 
 def distance(actual: Tensor, exact: Tensor) -> float:
     """Largest absolute difference; equal infinities differ by 0, a NaN counts as infinite."""
-    actual, exact = actual.detach().double(), exact.detach().double()
+    actual, exact = actual.detach().cpu().double(), exact.detach().double()
     difference = (actual - exact).abs().masked_fill(actual == exact, 0)
     return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
 

@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from omniattn.testing.environment import current_device
+
 __all__ = ["LAYOUTS", "Layout", "poisoned_memory", "relayout"]
 
 Layout: TypeAlias = Literal["contiguous", "padded", "transposed", "stepped", "far"]
@@ -27,32 +29,40 @@ def relayout(t: Tensor, layout: Layout) -> Tensor:
     if layout == "contiguous" or t.dim() == 0:
         return t
     if layout == "padded":
-        out = _poisoned([n + 2 for n in t.shape], t.dtype)[(slice(1, -1),) * t.dim()]
+        out = _poisoned([n + 2 for n in t.shape], t)[(slice(1, -1),) * t.dim()]
     elif layout == "transposed":
         order = [*reversed(range(t.dim() - 1)), t.dim() - 1]
-        out = _poisoned([t.shape[i] for i in order], t.dtype).permute(order)
+        out = _poisoned([t.shape[i] for i in order], t).permute(order)
     elif layout == "stepped":
-        out = _poisoned([*t.shape[:-1], 2 * t.shape[-1]], t.dtype)[..., ::2]
+        out = _poisoned([*t.shape[:-1], 2 * t.shape[-1]], t)[..., ::2]
     else:
         rows, inner = t.shape[0], t[0].contiguous()
         stride = 2**31 // max(rows - 1, 1) + inner.numel()
-        storage = torch.empty((rows - 1) * stride + inner.numel() + 1, dtype=t.dtype)
+        storage = t.new_empty((rows - 1) * stride + inner.numel() + 1)
         out = storage.as_strided(t.shape, (stride, *inner.stride()), 1)
     return out.copy_(t)
 
 
-def _poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
-    if dtype.is_floating_point:
-        return torch.full(shape, float("nan"), dtype=dtype)
-    return torch.full(shape, 1 if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype)
+def _poisoned(shape: list[int], like: Tensor) -> Tensor:
+    if like.dtype.is_floating_point:
+        return like.new_full(shape, float("nan"))
+    return like.new_full(shape, 1 if like.dtype == torch.bool else torch.iinfo(like.dtype).min)
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Inside, new memory holds 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
 
-    A kernel that reads what it has not written then gives NaN.
+    A kernel that reads what it has not written then gives NaN. On CUDA the memory that torch's
+    allocator hands out next is filled instead.
     """
+    if current_device().type == "cuda":
+        torch.cuda.empty_cache()
+        sizes = [1 << bits for bits in range(9, 25)] * 8
+        blocks = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in sizes]
+        del blocks
+        yield
+        return
     mallopt = ctypes.CDLL(None).mallopt
     perturb, filled_with_ff = -6, 0x100  # new bytes get the complement of the low byte
     if not mallopt(perturb, filled_with_ff):

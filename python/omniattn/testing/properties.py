@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from omniattn.testing.environment import isa, isas, threads
+from omniattn.testing.environment import current_device, isa, isas, threads
 from omniattn.testing.errors import assert_within_budget
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
 from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
@@ -43,7 +43,7 @@ def expanded_gradient(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """An incoming gradient with stride 0, as sum() makes it, gives what a dense one gives."""
     call = spec.call(case, dtype)
     outputs = call.run(spec.function)
-    scalars = tuple(torch.full((), 0.5, dtype=o.dtype) for o in outputs)
+    scalars = tuple(o.new_full((), 0.5) for o in outputs)
     dense = tuple(s.expand(o.shape).contiguous() for s, o in zip(scalars, outputs, strict=True))
     expanded = tuple(s.expand(o.shape) for s, o in zip(scalars, outputs, strict=True))
     _assert_all_same(
@@ -187,7 +187,7 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     for name in ("weight", "bias"):
         if name in mixed:
             mixed[name] = mixed[name].float()
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(current_device().type, dtype=dtype):
         actual = Call(mixed, low.options).run(spec.function)
     _assert_all_same(spec, actual, low.run(spec.function))
 

@@ -473,7 +473,7 @@ def _gemms() -> tuple[OpSpec, ...]:
         differentiable=("x", "weight", "bias"),
         flops=_gemm_flops,
         second_order=True,
-        forced={"backend": "cpu"},
+        chooses=True,
         rivals=rivals.LINEAR,
         cases=(
             _gemm("tiny", 2, 3, 4, ("bias",)),

@@ -28,6 +28,7 @@ __all__ = [
     "LINEAR",
     "LINEAR_CROSS_ENTROPY",
     "MOE",
+    "ON_GPU",
     "RMS_NORM",
     "ROTARY",
     "SDPA",
@@ -101,10 +102,12 @@ def _sdpa_attention(
     ).transpose(1, 2)
 
 
-def _math(function: Function) -> Function:
+def _held_to(backend: SDPBackend, function: Function) -> Function:
+    """`function` on one kernel of torch's attention."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(backend):
             return function(*args, **kwargs)
 
     return call
@@ -122,7 +125,7 @@ def _flex_attention(
     from torch.nn.attention.flex_attention import flex_attention
 
     _lacks(options=options, backward=torch.is_grad_enabled() and q.requires_grad)
-    block_mask = _flex_mask(q.shape[1], k.shape[1], causal, window_size)
+    block_mask = _flex_mask(q.shape[1], k.shape[1], causal, window_size, q.device.type)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = _compile(flex_attention)(
         q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
@@ -132,7 +135,7 @@ def _flex_attention(
 
 
 @functools.cache
-def _flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int]) -> Any:
+def _flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int], device: str) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     left, right = window[0], 0 if causal else window[1]
@@ -145,7 +148,7 @@ def _flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int]) -> Any:
         seen = seen & (distance >= -left) if left >= 0 else seen
         return seen & (distance <= right) if right >= 0 else seen
 
-    return create_block_mask(rule, None, None, tq, tk, device="cpu")
+    return create_block_mask(rule, None, None, tq, tk, device=device)
 
 
 def _rms_norm(
@@ -316,10 +319,23 @@ def _unstable_top_k(scores: Tensor, k: int, *, mask: Tensor | None = None) -> tu
     return values, index
 
 
-ATTENTION = {"aten": _sdpa_attention, "math": _math(_sdpa_attention), "flex": _flex_attention}
+ATTENTION = {
+    "aten": _sdpa_attention,
+    "math": _held_to(SDPBackend.MATH, _sdpa_attention),
+    "flex": _flex_attention,
+}
+#: By op, where users of a GPU have other choices; "math" would hold all scores of long sequences.
+ON_GPU = {
+    "attention": {
+        "aten": _sdpa_attention,
+        "flash": _held_to(SDPBackend.FLASH_ATTENTION, _sdpa_attention),
+        "cudnn": _held_to(SDPBackend.CUDNN_ATTENTION, _sdpa_attention),
+        "flex": _flex_attention,
+    }
+}
 SDPA = {
     "aten": F.scaled_dot_product_attention,
-    "math": _math(F.scaled_dot_product_attention),
+    "math": _held_to(SDPBackend.MATH, F.scaled_dot_product_attention),
 }
 RMS_NORM = {"aten": _rms_norm, "compiled": _compiled(_rms_norm)}
 LAYER_NORM = {"aten": _layer_norm, "compiled": _compiled(_layer_norm)}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional, reference
+from omniattn.testing.environment import current_device
 from omniattn.testing.memory import Layout, relayout
 
 __all__ = ["Benchmark", "Call", "Case", "Function", "OpSpec", "Pass", "Random", "outputs_of"]
@@ -100,9 +101,9 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
 
 
 def output_gradients(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fixed random gradients of the shapes and dtypes of `outputs`."""
+    """Fixed random gradients of the shapes, dtypes and devices of `outputs`."""
     random = Random("gradients", torch.float64)
-    return tuple(random.normal(*o.shape).to(o.dtype) for o in outputs)
+    return tuple(random.normal(*o.shape).to(o) for o in outputs)
 
 
 class Random:
@@ -134,11 +135,12 @@ class OpSpec:
         flops: floating-point operations of (case, pass), as counted in the literature.
         rivals: what users run today, by provider; same signature, NotImplementedError where a
             case is beyond it. The first one is the eager form.
-        cuda: "emulated" where the CUDA kernels are verified under emulation and await a GPU run.
+        cuda: "native" where the results of a GPU run are in benchmarks/results, "emulated" where
+            the CUDA kernels are verified under emulation and await that.
         gradient_factor: how much more than eager the gradients may err.
         gradient_factors: the same for single arguments.
         second_order: whether second derivatives exist; without, they must raise.
-        forced: arguments that hold the function to its native kernel where it may choose torch's.
+        chooses: the function may take torch's kernel; checks hold it to the native one.
     """
 
     name: str
@@ -151,11 +153,11 @@ class OpSpec:
     benchmarks: tuple[Benchmark, ...] = ()
     rivals: Mapping[str, Function] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    cuda: Literal["planned", "emulated"] = "planned"
+    cuda: Literal["planned", "emulated", "native"] = "planned"
     gradient_factor: float = 3.0
     gradient_factors: Mapping[str, float] = field(default_factory=dict)
     second_order: bool = False
-    forced: Mapping[str, Any] = field(default_factory=dict)
+    chooses: bool = False
 
     @property
     def public(self) -> Function:
@@ -165,8 +167,10 @@ class OpSpec:
 
     @property
     def function(self) -> Function:
-        """What is checked: the public function with `forced` arguments."""
-        return functools.partial(self.public, **self.forced) if self.forced else self.public
+        """What is checked: the public function on its native kernel."""
+        if not self.chooses:
+            return self.public
+        return functools.partial(self.public, backend=current_device().type)
 
     @property
     def reference(self) -> Function:
@@ -179,9 +183,17 @@ class OpSpec:
     def case(self, label: str) -> Case:
         return next(c for c in self.cases if c.label == label)
 
-    def call(self, case: Case, dtype: torch.dtype, layout: Layout = "contiguous") -> Call:
+    def call(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        layout: Layout = "contiguous",
+        device: torch.device | None = None,
+    ) -> Call:
+        """The arguments of a case, the same on each device; by default on the current one."""
         tensors = self.inputs(case, Random(case.name, dtype))
-        tensors = {name: relayout(t, layout) for name, t in tensors.items()}
+        where = device or current_device()
+        tensors = {name: relayout(t.to(where), layout) for name, t in tensors.items()}
         named = tuple(
             n for n in self.differentiable if n in tensors and tensors[n].is_floating_point()
         )
