@@ -2,8 +2,8 @@
 
 A round times every provider once, A B C in even rounds and C B A in odd ones, each sample long
 enough to be read from the clock. Ratios are taken within a round; their median and a bootstrap
-interval are what is reported. A round whose multiply-add probe falls 10 % short of the best one is
-dropped: another process had the core.
+interval are what is reported. On the CPU a round whose multiply-add probe falls 10 % short of the
+best one is dropped: another process had the core.
 """
 
 from __future__ import annotations
@@ -63,13 +63,26 @@ class Timing:
     rounds: int
 
 
-def interleave(providers: Mapping[str, Callable[[], object]], seconds: float, isa: str) -> Timing:
-    """Rounds over all providers for about `seconds` in total, warm-up apart."""
+def cpu_speed(isa: str) -> Callable[[], float]:
+    """How fast this core multiplies and adds right now."""
     probe = _kernels.Probe(isa)
+    return lambda: probe.peak("f32", 1, PROBE_SECONDS)
+
+
+def interleave(
+    providers: Mapping[str, Callable[[], object]],
+    seconds: float,
+    speed: Callable[[], float],
+    clock: Callable[[Callable[[], object], int], float] = once,
+) -> Timing:
+    """Rounds over all providers for about `seconds` in total, warm-up apart.
+
+    clock(run, n) tells the seconds per call of n calls; speed() how fast the machine is.
+    """
     repeats = {}
     for name, run in providers.items():
         run()
-        repeats[name] = max(1, round(SAMPLE_SECONDS / once(run, 1)))
+        repeats[name] = max(1, round(SAMPLE_SECONDS / clock(run, 1)))
     samples: list[dict[str, float]] = []
     quiet: list[float] = []
     start = time.perf_counter()
@@ -77,8 +90,8 @@ def interleave(providers: Mapping[str, Callable[[], object]], seconds: float, is
         if len(samples) >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
             break
         names = list(providers) if len(samples) % 2 == 0 else list(reversed(providers))
-        samples.append({name: once(providers[name], repeats[name]) for name in names})
-        quiet.append(probe.peak("f32", 1, PROBE_SECONDS))
+        samples.append({name: clock(providers[name], repeats[name]) for name in names})
+        quiet.append(speed())
     kept = [s for s, q in zip(samples, quiet, strict=True) if q >= QUIET * max(quiet)]
     times = {name: statistics.median(s[name] for s in kept) for name in providers}
     ratios = {

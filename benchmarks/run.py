@@ -27,7 +27,7 @@ from omniattn.testing.spec import SHORT_DTYPE, Function
 #: A rival may round more often than we do: it is wrong beyond this many of our budgets.
 RIVAL_BUDGETS = 64
 #: Longest sequence that is compared with fp64 at full length; the score matrix is held in memory.
-LONGEST_CHECK = 320
+LONGEST_CHECK = {"Tq": 320, "Tk": 320}
 SECONDS, QUICK_SECONDS = 3.0, 1.0
 LARGEST_LOAD = 0.5
 
@@ -55,13 +55,16 @@ def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
                     yield lambda s=spec, b=benchmark, d=dtype, p=pass_: op_task(s, b, d, p)
 
 
-def op_task(spec: OpSpec, benchmark, dtype: torch.dtype, pass_) -> Task:
+def op_task(
+    spec: OpSpec, benchmark, dtype: torch.dtype, pass_, rivals=None, longest=LONGEST_CHECK
+) -> Task:
+    """Ours and the rivals, by default the spec's; `longest` limits sizes where they are checked."""
     torch._dynamo.reset()  # a compiled rival would count this shape as a recompilation
     call = spec.call(benchmark.case, dtype)
     providers = {}
-    for name, function in {"ours": spec.public, **spec.rivals}.items():
+    for name, function in {"ours": spec.public, **(rivals or spec.rivals)}.items():
         try:
-            check(spec, benchmark.case, dtype, pass_, name, function)
+            check(spec, benchmark.case, dtype, pass_, name, function, longest)
             providers[name] = prepare(call, function, pass_)
         except (NotImplementedError, WrongProvider) as reason:
             if name == "ours":
@@ -86,9 +89,15 @@ class WrongProvider(Exception):
 
 
 def check(
-    spec: OpSpec, case: Case, dtype: torch.dtype, pass_: str, name: str, function: Function
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    pass_: str,
+    name: str,
+    function: Function,
+    longest: dict[str, int],
 ) -> None:
-    sizes = {k: min(n, LONGEST_CHECK) if k in ("Tq", "Tk") else n for k, n in case.sizes.items()}
+    sizes = {k: min(n, longest.get(k, n)) for k, n in case.sizes.items()}
     small = dataclasses.replace(case, sizes=sizes)
     found = measure_error(spec, small, dtype, pass_, function=function)
     if found.error > found.budget * (1 if name == "ours" else RIVAL_BUDGETS):
@@ -146,7 +155,11 @@ def training_task() -> Task:
 
 
 def rows_of(
-    task: Task, timing: harness.Timing, ceilings: harness.Ceilings, commit: str
+    task: Task,
+    timing: harness.Timing,
+    ceilings: harness.Ceilings,
+    commit: str,
+    peak_memory: Callable[[Callable[[], object]], float],
 ) -> list[report.Row]:
     rows = []
     for name, seconds in timing.seconds.items():
@@ -171,7 +184,7 @@ def rows_of(
                 "ratio": round(ratio.median, 4),
                 "ratio_low": round(ratio.low, 4),
                 "ratio_high": round(ratio.high, 4),
-                "memory_mib": round(harness.peak_memory(task.providers[name]), 2),
+                "memory_mib": round(peak_memory(task.providers[name]), 2),
                 "rounds": timing.kept,
                 "dropped": timing.rounds - timing.kept,
                 "commit": commit,
@@ -217,8 +230,8 @@ def main() -> None:
             failures += 1
             continue
         seconds = QUICK_SECONDS if args.quick else SECONDS
-        timing = harness.interleave(task.providers, seconds, isa)
-        record["rows"] += rows_of(task, timing, ceilings, commit)
+        timing = harness.interleave(task.providers, seconds, harness.cpu_speed(isa))
+        record["rows"] += rows_of(task, timing, ceilings, commit, harness.peak_memory)
         report.save(args.name, record)
         line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())
         tqdm.write(f"{task.op} {task.case} {task.dtype} {task.pass_}: {line}")

@@ -61,3 +61,12 @@ target_link_options(omniattn_cuda PRIVATE -Wl,--as-needed -Wl,-z,defs)
 set_target_properties(omniattn_cuda PROPERTIES
   CUDA_RUNTIME_LIBRARY Static SKIP_BUILD_RPATH ON INSTALL_RPATH "")
 install(TARGETS omniattn_cuda LIBRARY DESTINATION . COMPONENT omniattn)
+
+if(OMNIATTN_BUILD_DEV)  # the wrappers of runtime/gpu.h, for tests on a GPU
+  add_library(gpu_fixtures SHARED tests/cuda/fixtures.cu)
+  target_include_directories(gpu_fixtures PRIVATE csrc)
+  set_target_properties(gpu_fixtures PROPERTIES
+    CUDA_ARCHITECTURES "${OMNIATTN_CUDA_ARCHS}" CUDA_RUNTIME_LIBRARY Static
+    SKIP_BUILD_RPATH ON INSTALL_RPATH "")
+  install(TARGETS gpu_fixtures LIBRARY DESTINATION . COMPONENT dev)
+endif()

@@ -1,0 +1,156 @@
+"""The CUDA kernels on a GPU: OpSpecs against the CPU, graphs, wrappers. The last need none."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from omniattn.ops import _library
+from omniattn.testing import on_device, registry
+from omniattn.testing.spec import output_gradients
+
+needs_gpu = pytest.mark.skipif("cuda" not in _library.loaded, reason="no GPU, or no CUDA library")
+
+ROOT = Path(__file__).parents[2]
+SPECS = [spec for spec in registry().values() if spec.cuda != "planned"]
+PROPERTIES = (
+    *("forward", "backward", "strided", "far", "poisoned", "deterministic", "expanded_gradient"),
+    *("gradcheck", "opcheck", "compiled", "exported", "checkpointed", "autocast", "transforms"),
+)
+FIXTURES = ("reverse", "pipeline", "exchange", "handover", "shuffle", "pending_copy")
+#: Calls whose values only the GPU knows to be out of range.
+OUT_OF_RANGE = {
+    "rope: positions must be in": """
+        table = torch.ones(4, 2, device="cuda")
+        x = torch.ones(1, 4, 1, 4, device="cuda")
+        F.apply_rotary(x, None, table, table, positions=torch.arange(1, 5, device="cuda"))
+    """,
+    "cross_entropy: target must be in": """
+        F.cross_entropy(torch.ones(2, 3, device="cuda"), torch.tensor([0, 3], device="cuda"))
+    """,
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("op", [spec.name for spec in SPECS])
+def test_ops_pass_their_specs(op):
+    selection = f"({' or '.join(PROPERTIES)}) and -{op}-"
+    command = [sys.executable, "-m", "pytest", "-p", "on_device", "-p", "no:cacheprovider", "-q"]
+    command += ["-k", selection, str(ROOT / "tests/ops/test_specs.py")]
+    env = os.environ | {
+        "OMNIATTN_TEST_DEVICE": "cuda",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/cuda"), *filter(None, sys.path)]),
+    }
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_forward_and_backward_are_captured_in_a_graph(spec, dtype):
+    """A replay computes on new inputs what a call computes."""
+    with on_device("cuda"):
+        first, second = (spec.call(spec.cases[1], dtype) for _ in range(2))
+        for t in second.tensors.values():
+            if t.is_floating_point():
+                t.mul_(0.5)
+        grads = output_gradients(second.run(spec.function))
+        expected = (*second.run(spec.function), *second.gradients(spec.function, grads))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first.gradients(spec.function, grads)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = (*first.run(spec.function), *first.gradients(spec.function, grads))
+        for name, t in first.tensors.items():
+            t.copy_(second.tensors[name])
+        graph.replay()
+        torch.cuda.synchronize()
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@needs_gpu
+@pytest.mark.parametrize("message", OUT_OF_RANGE)
+def test_a_value_out_of_range_stops_the_kernel(message):
+    lines = [line.strip() for line in OUT_OF_RANGE[message].strip().splitlines()]
+    script = ["import torch", "import omniattn.functional as F", *lines, "torch.cuda.synchronize()"]
+    command = [sys.executable, "-c", "\n".join(script)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "device-side assert" in result.stderr and message in result.stderr
+
+
+def fixtures():
+    path = _library.find("libgpu_fixtures.so")
+    assert path is not None, "the development build has the fixtures where nvcc is"
+    library = ctypes.CDLL(str(path))
+    library.run_fixture.restype = library.run_matmul.restype = ctypes.c_char_p
+    return library
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", FIXTURES)
+def test_wrappers_synchronise_and_copy(kernel):
+    x = torch.arange(128, dtype=torch.float32, device="cuda")
+    y = torch.full_like(x, -1)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y)]
+    torch.cuda.synchronize()
+    assert fixtures().run_fixture(kernel.encode(), False, 0, *pointers) == b""
+    if kernel in ("reverse", "pipeline"):
+        assert torch.equal(y, x.flip(0))
+    elif kernel == "handover":
+        assert torch.equal(y, x[:32].repeat(4))
+    else:
+        assert torch.equal(y.sort().values, x)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["bf16", "f16", "tf32"])
+def test_matrix_wrappers_multiply(kind):
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32}[kind]
+    shapes = ((16, 8), (8, 8)) if kind == "tf32" else ((16, 16), (16, 16))
+    # Small integers: exact in every format.
+    a, b = (torch.randint(-4, 5, s, device="cuda").to(dtype) for s in shapes)
+    c = torch.empty(16, b.shape[1], device="cuda")
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, c)]
+    torch.cuda.synchronize()
+    assert fixtures().run_matmul(kind.encode(), *pointers) == b""
+    assert torch.equal(c, a.float() @ b.float())
+
+
+def test_the_script_for_a_gpu_runs_dry(tmp_path):
+    """benchmarks/gpu.py on the CPU, with something in the place of compute-sanitizer."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\n[ "$1 $2" = "--tool racecheck" ] && exit 9 || exit 0\n')
+    tool.chmod(0o755)
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run"]
+    command += ["--op", "rms_norm", "linear_cross_entropy", "--results", str(tmp_path)]
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-3000:]
+    record = json.loads((tmp_path / "cuda.json").read_text())
+    assert record["machine"]["checks"] == {
+        "tests": "passed",
+        "memcheck": "passed",
+        "racecheck": "failed with exit code 9",
+        "synccheck": "passed",
+        "initcheck": "passed",
+    }
+    assert {row["op"] for row in record["rows"]} == {"rms_norm", "linear_cross_entropy"}
+    assert (tmp_path / "cuda.png").exists() and not record["failures"]
+
+
+@pytest.mark.skipif("cuda" in _library.loaded, reason="there is a GPU")
+@pytest.mark.skipif(_library.find("libgpu_fixtures.so") is None, reason="no nvcc")
+def test_fixtures_report_that_there_is_no_gpu():
+    assert b"CUDA" in fixtures().run_matmul(b"bf16", None, None, None)
