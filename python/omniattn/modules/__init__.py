@@ -3,12 +3,14 @@
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.differential import DifferentialAttention
+from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.moe import MoE, RouterState
+from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, PagePool
@@ -35,6 +37,7 @@ __all__ = [
     "DecoderBlock",
     "DifferentialAttention",
     "DisentangledAttention",
+    "ExpertParallel",
     "GatedAttentionUnit",
     "GatedMLP",
     "KVCache",
@@ -44,6 +47,7 @@ __all__ = [
     "Linear",
     "MoE",
     "MultiHeadLatentAttention",
+    "MultiTokenPredictor",
     "MultiheadAttention",
     "PagePool",
     "PagedCache",

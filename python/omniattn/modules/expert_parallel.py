@@ -1,0 +1,104 @@
+"""Experts spread over the ranks of a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.routing import Routing
+from omniattn.modules.moe import Experts, MoE
+
+__all__ = ["ExpertParallel"]
+
+
+class ExpertParallel(nn.Module):
+    """The experts of a :class:`MoE`, of which each rank holds E / ranks.
+
+    Every rank routes its own tokens; a row travels to the rank of its expert and its result back
+    (two all-to-alls forward, two backward), where it is weighted and summed in the order of the
+    slots. Outputs and gradients are those of the single-process layer up to rounding; a gradient of
+    an expert's weights sums over the tokens of all ranks. Replace `layer.experts` by it:
+
+    ``layer.experts = ExpertParallel(layer.experts, group)``
+
+    Args:
+        experts: the whole layer's, the same on each rank; rank r keeps experts r E / ranks on.
+        group: process group, None for the default one. Its timeout bounds the wait for a peer that
+            died: the collective then raises RuntimeError on the others.
+
+    Shape:
+        x (..., dim), Routing of (..., k) over all E experts -> (..., dim). Ranks may have different
+        numbers of tokens, or none.
+
+    Reference:
+        Lepikhin et al., "GShard", 2020, arXiv 2006.16668.
+    """
+
+    def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.config: MoE.Config = experts.config
+        self.group = group
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.config.experts % ranks != 0:
+            raise ValueError(
+                "ExpertParallel: experts must be a multiple of the ranks, "
+                f"got experts={self.config.experts}, ranks={ranks}"
+            )
+        self.local = self.config.experts // ranks
+        own = slice(rank * self.local, (rank + 1) * self.local)
+        self.experts = experts
+        for name, parameter in list(experts.named_parameters()):
+            part = nn.Parameter(parameter.detach()[own].clone(), parameter.requires_grad)
+            setattr(experts, name, part)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of the chosen experts, wherever they are."""
+        k = routing.experts.shape[-1]
+        chosen = routing.experts.reshape(-1)
+        # Rows in the order of their expert, and so of their rank; slots without one are left out.
+        rows = chosen.masked_fill(chosen < 0, self.config.experts).sort(stable=True).indices
+        rows = rows[: int((chosen >= 0).sum())]
+        sent = functional.expert_counts(chosen, self.config.experts).view(-1, self.local)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent.contiguous(), group=self.group)
+        splits = sent.sum(1).tolist(), received.sum(1).tolist()
+
+        tokens = x.reshape(-1, x.shape[-1])
+        arrived = _AllToAll.apply(tokens[rows // max(k, 1)], *splits, self.group)
+        # From each rank come its rows of my first expert, then of my second, ...
+        expert = torch.arange(self.local, device=x.device).repeat(len(received))
+        expert = expert.repeat_interleave(received.flatten())[:, None]
+        one = torch.ones_like(expert, dtype=routing.weights.dtype)
+        results = self.experts(arrived, Routing(expert, one, one))
+        back = _AllToAll.apply(results, *reversed(splits), self.group)
+
+        slots = back.new_zeros(chosen.numel(), x.shape[-1], dtype=routing.weights.dtype)
+        slots = slots.index_copy(0, rows, back.to(slots.dtype))
+        weighted = slots.view(*routing.experts.shape, x.shape[-1]) * routing.weights[..., None]
+        return weighted.sum(-2).to(x.dtype)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to ranks: `sent[r]` of them to rank r, `received[r]` from it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sent, received = ctx.splits
+        return _AllToAll.apply(grads[0], received, sent, ctx.group), None, None, None

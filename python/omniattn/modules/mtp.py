@@ -1,0 +1,133 @@
+"""Multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.modules.linear import Linear
+from omniattn.modules.norm import RMSNorm
+
+__all__ = ["MultiTokenPredictor"]
+
+
+class MultiTokenPredictor(nn.Module):
+    """Predicts further tokens, one more per depth, keeping the causal chain.
+
+    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``;
+    ``logits_d[i] = Head(RMSNorm(h^d[i]))`` for token ``i + d + 1``
+
+    Args:
+        config: sizes and options.
+        block: makes one transformer block (B, T, dim) -> (B, T, dim), causal; called per depth.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden (B, T, dim) of the trunk, tokens (B, T) -> per depth d = 1.. logits (B, T - d, V).
+        Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block, norm. Embedding
+        and head are the trunk's.
+
+    Reference:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2.
+
+    Example:
+        >>> predictor = MultiTokenPredictor(MultiTokenPredictor.Config(8, depths=2), nn.Identity)
+        >>> embedding, head = nn.Embedding(5, 8), nn.Linear(8, 5)
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> [l.shape[1] for l in predictor(embedding(tokens), tokens, embedding, head)]
+        [3, 2]
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options: `concat` is the order in front of proj, "hidden_first" (paper) or
+        "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
+        output to the next (and so expects the trunk's behind its final norm)."""
+
+        dim: int
+        depths: int = 1
+        eps: float = 1e-6
+        concat: str = "hidden_first"
+        post_norm: bool = True
+        init_std: float = 0.02
+
+        def __post_init__(self) -> None:
+            if self.depths < 1:
+                raise ValueError(
+                    f"MultiTokenPredictor: depths must be >= 1, got depths={self.depths}"
+                )
+            if self.concat not in ("hidden_first", "embedding_first"):
+                raise ValueError(
+                    "MultiTokenPredictor: concat must be hidden_first or embedding_first, "
+                    f"got concat={self.concat!r}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        block: Callable[[], nn.Module],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+
+        def norm() -> RMSNorm:
+            return RMSNorm(RMSNorm.Config(c.dim, eps=c.eps), device=device, dtype=dtype)
+
+        def depth() -> nn.ModuleDict:
+            proj = Linear.Config(2 * c.dim, c.dim, init_std=c.init_std)
+            return nn.ModuleDict(
+                {
+                    "hidden_norm": norm(),
+                    "embedding_norm": norm(),
+                    "proj": Linear(proj, device=device, dtype=dtype),
+                    "block": block(),
+                    "norm": norm(),
+                }
+            )
+
+        self.depths = nn.ModuleList(depth() for _ in range(c.depths))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        embedding: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """Logits of each depth; `embedding` and `head` are the trunk's."""
+        if tokens.shape[1] <= self.config.depths:
+            raise ValueError(
+                "MultiTokenPredictor: tokens must be longer than the depths, "
+                f"got T={tokens.shape[1]}, depths={self.config.depths}"
+            )
+        logits = []
+        for d, depth in enumerate(self.depths, 1):
+            assert isinstance(depth, nn.ModuleDict)
+            pair = [
+                depth["hidden_norm"](hidden[:, :-1]),
+                depth["embedding_norm"](embedding(tokens[:, d:])),
+            ]
+            if self.config.concat == "embedding_first":
+                pair.reverse()
+            hidden = depth["block"](depth["proj"](torch.cat(pair, -1)))
+            normed = depth["norm"](hidden)
+            logits.append(head(normed))
+            hidden = normed if self.config.post_norm else hidden
+        return logits
+
+    @staticmethod
+    def loss(logits: list[Tensor], labels: Tensor, *, weight: float = 0.3) -> Tensor:
+        """``weight / depths`` times the sum of the cross entropies of the depths, each the mean
+        over its kept targets.
+
+        labels (B, T) int64: the next token of each position, -100 where it is not to be learned.
+        """
+        losses = [functional.cross_entropy(x, labels[:, d:]) for d, x in enumerate(logits, start=1)]
+        return weight * torch.stack(losses).mean()

@@ -1,0 +1,60 @@
+"""Multi-token prediction: the paper's indices, causality, loss, bad input."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from omniattn.modules import MultiTokenPredictor as MTP
+
+CONFIG = MTP.Config(8, depths=2)
+
+
+def setup(config=CONFIG):
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    predictor = MTP(config, lambda: nn.Linear(8, 8))
+    return predictor, embedding, head, torch.randint(11, (2, 7)), torch.randn(2, 7, 8)
+
+
+@pytest.mark.parametrize("concat", ["hidden_first", "embedding_first"])
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_depths_chain_as_in_the_paper(concat, post_norm):
+    config = dataclasses.replace(CONFIG, concat=concat, post_norm=post_norm)
+    predictor, embedding, head, tokens, trunk = setup(config)
+    logits = predictor(trunk, tokens, embedding, head)
+    for i in range(5):
+        h = trunk[:, i]
+        for d, depth in enumerate(predictor.depths, 1):
+            pair = [depth["hidden_norm"](h), depth["embedding_norm"](embedding(tokens[:, i + d]))]
+            if concat == "embedding_first":
+                pair.reverse()
+            h = depth["block"](depth["proj"](torch.cat(pair, -1)))
+            normed = depth["norm"](h)
+            torch.testing.assert_close(logits[d - 1][:, i], head(normed))
+            h = normed if post_norm else h
+
+
+def test_loss_is_the_mean_over_kept_targets():
+    predictor, embedding, head, tokens, trunk = setup()
+    logits = predictor(trunk, tokens, embedding, head)
+    labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], 1)
+    expected = [
+        nn.functional.cross_entropy(x.flatten(0, 1), labels[:, d:].flatten())
+        for d, x in enumerate(logits, 1)
+    ]
+    loss = MTP.loss(logits, labels, weight=0.1)
+    torch.testing.assert_close(loss, 0.1 * sum(expected) / 2)
+    grads = torch.autograd.grad(loss, [*predictor.parameters(), embedding.weight])
+    assert all(g.abs().sum() > 0 for g in grads)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="depths must be >= 1"):
+        MTP.Config(8, depths=0)
+    with pytest.raises(ValueError, match="concat must be"):
+        MTP.Config(8, concat="both")
+    predictor, embedding, head, tokens, trunk = setup()
+    with pytest.raises(ValueError, match="tokens must be longer"):
+        predictor(trunk[:, :2], tokens[:, :2], embedding, head)
