@@ -298,6 +298,7 @@ inline void barrier_arrive(int id, int count, OMNIATTN_HERE) {
 using omniattn::narrow;
 using omniattn::widen;
 
+inline int opaque(int x) { return x; }
 template <class T>
 inline uint32_t pack(float low, float high) {
   return narrow<T>(low).bits | static_cast<uint32_t>(narrow<T>(high).bits) << 16;

@@ -146,6 +146,13 @@ __device__ __forceinline__ T narrow(compute_t<T> x) {
   }
 }
 
+// x, of unknown origin to the compiler: it does not compute what follows from x ahead of a loop, to
+// keep it in registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Two elements in one register.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -86,8 +86,9 @@ __device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& par
 #pragma unroll 1
     for (int c = tx; c < kTile; c += 16) {
       const int at = place<kSum>(r, c);
-      f(at,
-        gradient_of(p, tile, shared.bits, r, c, shared.tile[at], shared.other[at], shift, delta));
+      f(at, gradient_of(p, tile, r, c, shared.bits.sees(p, tile, r, c),
+                        shared.bits.template factor<A>(p, r, c), shared.tile[at], shared.other[at],
+                        shift, delta));
     }
   }
 }
@@ -252,20 +253,31 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 
 }  // namespace
 
-Status launch_attention_backward(const AttentionBackwardParams& params, Stream stream) {
+Status launch_attention_delta(const AttentionBackwardParams& params, Stream stream) {
+  dispatch(params.problem.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(attention_delta_kernel<T>,
+               item_grid(ceil_div(query_rows(params.problem), kDeltaRows)), dim3(32, kDeltaRows), 0,
+               stream, params);
+  });
+  return launch_status();
+}
+
+Status launch_attention_gradients(const AttentionBackwardParams& params, Stream stream) {
   const AttentionProblem& p = params.problem;
   dispatch(p.dtype, [&]<class T>(T) {
     constexpr size_t kBytes = sizeof(GradientShared<compute_t<T>>);
-    GPU_LAUNCH(attention_delta_kernel<T>, item_grid(ceil_div(query_rows(p), kDeltaRows)),
-               dim3(32, kDeltaRows), 0, stream, params);
     GPU_LAUNCH(attention_dq_fma_kernel<T>, item_grid(dq_blocks<T>(p)), kFmaThreads, kBytes, stream,
                params);
     GPU_LAUNCH(attention_dkdv_fma_kernel<T>, item_grid(dkdv_blocks<T>(p)), kFmaThreads, kBytes,
                stream, params);
-    if (params.grad_bias != nullptr) {
-      GPU_LAUNCH(attention_dbias_fma_kernel<T>, item_grid(dbias_blocks(params)), kFmaThreads,
-                 kBytes, stream, params);
-    }
+  });
+  return launch_status();
+}
+
+Status launch_attention_bias_gradient(const AttentionBackwardParams& params, Stream stream) {
+  dispatch(params.problem.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(attention_dbias_fma_kernel<T>, item_grid(dbias_blocks(params)), kFmaThreads,
+               sizeof(GradientShared<compute_t<T>>), stream, params);
   });
   return launch_status();
 }

@@ -127,6 +127,11 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   return {x, slope};
 }
 
+// Whether the logit of a visible pair is pre * q.k.
+__device__ __forceinline__ bool is_plain(const AttentionProblem& p) {
+  return p.score.post == 0 && p.bias.data == nullptr;
+}
+
 // The gradients of one pair.
 template <class A>
 struct PairGradient {
@@ -135,14 +140,14 @@ struct PairGradient {
   A dot;     // by pre * q.k, in units of the natural logarithm
 };
 
-// From q.k and dP = dO.v, with lse in log2 units as `shift`, to the gradients.
+// From q.k and dP = dO.v, with z of dropout and lse in log2 units as `shift`, to the gradients.
 template <class A>
 __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p, const Tile& tile,
-                                                       const TileBits& bits, int r, int n, A dot,
-                                                       A dp, A shift, A delta) {
-  if (!bits.sees(p, tile, r, n)) return {0, 0, 0};  // whatever a hidden key holds
+                                                       int r, int n, bool sees, A z, A dot, A dp,
+                                                       A shift, A delta) {
+  if (!sees) return {0, 0, 0};  // whatever a hidden key holds
   const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
-  const A e = exp2(logit.value - shift), z = bits.template factor<A>(p, r, n);
+  const A e = exp2(logit.value - shift);
   const A grad = e * (z * dp - delta);
   return {e * z, grad, grad * logit.slope};
 }

@@ -1,0 +1,245 @@
+// Few query rows against many keys, see attention.h: keys are split at fixed places, and a block
+// reads its K and V once, 16 bytes per access, for all query rows that share them (the queries of
+// all heads of a group). It leaves one partial (O, m, l) per row; merge adds them in key order.
+#include "kernels/attention/attention_cuda.h"
+#include "kernels/attention/attention_tile_cuda.h"
+#include "runtime/gpu_row.h"
+
+namespace omniattn {
+namespace {
+
+using namespace gpu;
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kRows = 4;  // that a thread computes at once
+constexpr int kSplit = static_cast<int>(kSplitKeys);
+constexpr int64_t kMaxHead = 512;  // queries of that size fit into shared memory
+
+// Rows of one kv head: queries of the heads of its group.
+OMNIATTN_FN int64_t head_rows(const AttentionProblem& p) { return group_size(p) * p.tq; }
+OMNIATTN_FN int64_t items(const AttentionProblem& p) { return p.batch * p.hkv * decode_splits(p); }
+OMNIATTN_FN int64_t partial_width(const AttentionProblem& p) { return p.dv + 2; }
+
+// Shared memory: q (rows, d), logits (rows, kSplit) and the parts of O (kThreads, kRows, W), rows
+// rounded up to kRows.
+template <class A>
+struct DecodeShared {
+  A *q, *s, *parts;
+};
+OMNIATTN_FN int64_t padded_rows(const AttentionProblem& p) { return round_up(head_rows(p), kRows); }
+template <class A>
+__device__ __forceinline__ DecodeShared<A> shared_of(const AttentionProblem& p) {
+  A* const q = dynamic_shared<A>();
+  A* const s = q + padded_rows(p) * p.d;
+  return {q, s, s + padded_rows(p) * kSplit};
+}
+template <class A, int W>
+size_t shared_bytes(const AttentionProblem& p) {
+  return static_cast<size_t>(padded_rows(p) * (p.d + kSplit) + kThreads * kRows * W) * sizeof(A);
+}
+
+// The smallest power of two that is at least n, or `most`.
+__device__ __forceinline__ int threads_for(int64_t n, int most) {
+  int threads = 1;
+  while (threads < n && threads < most) threads *= 2;
+  return threads;
+}
+
+// s[r][n] = q_r . k_n for the split's `count` keys: neighbouring threads read a key's pieces.
+template <class T, int W>
+__device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T* k, int count,
+                                              const compute_t<T>* q, compute_t<T>* s) {
+  using A = compute_t<T>;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int width = threads_for(p.d / W, 32), keys = 32 / width, part = lane % width;
+  for (int base = warp * keys; base < count; base += kWarps * keys) {
+    const int n = base + lane / width;
+    const T* const row = k + (n < count ? n : 0) * p.k.stride_t;
+    for (int r = 0; r < padded_rows(p); r += kRows) {
+      A sum[kRows] = {};
+      for (int64_t c = part * W; c < p.d; c += width * W) {
+        const Pack<T, W> x = load_constant<W>(row + c);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) sum[i] += q[(r + i) * p.d + c + j] * x[j];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        for (int bits = width / 2; bits > 0; bits /= 2) {
+          sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], bits);
+        }
+        if (part == 0 && n < count) s[(r + i) * kSplit + n] = sum[i];
+      }
+    }
+  }
+}
+
+// Logits to probabilities times the factors of dropout, by one warp; m and l to `partial`.
+template <class A>
+__device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Tile& row, int count,
+                                            A* s, A* partial) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool drops = p.dropout.threshold != 0;
+  uint64_t visible = ~uint64_t{0}, keep = ~uint64_t{0};  // of keys 64 lane, ..., 64 lane + 63
+  if (lane < kSplit / 64) {
+    const int64_t key = row.k + 64 * lane;
+    if (row.masked) visible = row_bits(p, row.b, row.h, row.q, key);
+    if (drops) keep = keep_bits(p.dropout, row.b * p.hq + row.h, row.q, key);
+  }
+  A top = negative_infinity<A>();
+  for (int n = lane; n < kSplit; n += 32) {
+    const bool sees = (__shfl_sync(0xffffffffu, visible, n / 64) >> n % 64 & 1) != 0;
+    if (n >= count) continue;
+    s[n] = logit_of(p, row, 0, n, s[n], sees).value;
+    top = max(top, s[n]);
+  }
+  top = warp_reduce(top, [](A x, A y) { return max(x, y); });
+  const A shift = softmax_shift(top);
+  A l = 0;
+  for (int n = lane; n < kSplit; n += 32) {
+    const bool keeps = (__shfl_sync(0xffffffffu, keep, n / 64) >> n % 64 & 1) != 0;
+    if (n >= count) continue;
+    const A e = exp2(s[n] - shift);
+    l += e;
+    s[n] = drops ? (keeps ? e * static_cast<A>(p.dropout.scale) : A(0)) : e;
+  }
+  l = warp_reduce(l, [](A x, A y) { return x + y; });
+  if (lane == 0) {
+    partial[p.dv] = top;
+    partial[p.dv + 1] = l;
+  }
+}
+
+// O = P V of the split: a thread adds up W columns over every so many keys, then the threads of the
+// same columns are added in order.
+template <class T, int W>
+__device__ __forceinline__ void multiply_values(const AttentionProblem& p, const T* v, int count,
+                                                const compute_t<T>* s, compute_t<T>* parts,
+                                                compute_t<T>* partial) {
+  using A = compute_t<T>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int width = threads_for(p.dv / W, kThreads), groups = kThreads / width;
+  const int group = thread / width, column = thread % width;
+  for (int64_t first = 0; first < p.dv; first += width * W) {
+    const int64_t c = first + column * W;
+    for (int r = 0; r < padded_rows(p); r += kRows) {
+      A sum[kRows][W] = {};
+      for (int n = group; c < p.dv && n < count; n += groups) {
+        const Pack<T, W> x = load_constant<W>(v + n * p.v.stride_t + c);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) sum[i][j] += s[(r + i) * kSplit + n] * x[j];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < W; ++j) parts[(i * W + j) * kThreads + thread] = sum[i][j];
+      }
+      __syncthreads();
+      for (int e = thread; e < kRows * W * width; e += kThreads) {
+        const int i = e / (W * width), j = e / width % W, x = e % width;
+        const int64_t to = first + x * W + j;
+        if (to >= p.dv || r + i >= head_rows(p)) continue;
+        A total = 0;
+        for (int g = 0; g < groups; ++g) total += parts[(i * W + j) * kThreads + g * width + x];
+        partial[(r + i) * partial_width(p) + to] = total;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+template <class T, int W>
+__global__ void __launch_bounds__(kThreads)
+    attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const DecodeShared<A> shared = shared_of<A>(p);
+  const int64_t splits = decode_splits(p), rows = head_rows(p);
+  for (int64_t item = blockIdx.x; item < items(p); item += gridDim.x) {
+    const int64_t split = item % splits, kv = item / splits % p.hkv, b = item / splits / p.hkv;
+    const int64_t key = split * kSplit, left = p.tk - key;
+    const int count = left < kSplit ? static_cast<int>(left) : kSplit;
+    const auto head = [&](int64_t r) { return kv * group_size(p) + r / p.tq; };
+    A* const partial = static_cast<A*>(params.workspace) + item * rows * partial_width(p);
+
+    for (int64_t i = threadIdx.x; i < padded_rows(p) * p.d; i += kThreads) {
+      const int64_t r = i / p.d, c = i % p.d;
+      shared.q[i] = r < rows ? gpu::widen(row_of<T>(p.q, b, r % p.tq, head(r))[c]) : A(0);
+    }
+    for (int64_t i = rows * kSplit + threadIdx.x; i < padded_rows(p) * kSplit; i += kThreads) {
+      shared.s[i] = 0;
+    }
+    __syncthreads();
+    multiply_keys<T, W>(p, row_of<T>(p.k, b, key, kv), count, shared.q, shared.s);
+    __syncthreads();
+    for (int64_t r = threadIdx.x / 32; r < rows; r += kWarps) {
+      const Tile row{b, head(r), r % p.tq, key, p.mask.count > 0};
+      softmax_row(p, row, count, shared.s + r * kSplit, partial + r * partial_width(p));
+    }
+    __syncthreads();
+    multiply_values<T, W>(p, row_of<T>(p.v, b, key, kv), count, shared.s, shared.parts, partial);
+    __syncthreads();
+  }
+}
+
+// A block per row.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    attention_merge_kernel(const __grid_constant__ AttentionForwardParams params) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t splits = decode_splits(p), rows = head_rows(p), step = rows * partial_width(p);
+  for (int64_t row = blockIdx.x; row < merge_items(p); row += gridDim.x) {
+    const int64_t q = row % p.tq, h = row / p.tq % p.hq, b = row / p.tq / p.hq;
+    const int64_t kv = h / group_size(p), r = h % group_size(p) * p.tq + q;
+    const A* const first = static_cast<const A*>(params.workspace) +
+                           (b * p.hkv + kv) * splits * step + r * partial_width(p);
+    A m = negative_infinity<A>(), l = 0;
+    for (int64_t n = 0; n < splits; ++n) m = max(m, first[n * step + p.dv]);
+    const A shift = softmax_shift(m);
+    for (int64_t n = 0; n < splits; ++n) {
+      l += exp2(first[n * step + p.dv] - shift) * first[n * step + p.dv + 1];
+    }
+    T* const out = row_of<T>(params.out, b, q, h);
+    for (int64_t c = threadIdx.x; c < p.dv; c += kThreads) {
+      A sum = 0;
+      for (int64_t n = 0; n < splits; ++n) {
+        sum += exp2(first[n * step + p.dv] - shift) * first[n * step + c];
+      }
+      out[c] = gpu::narrow<T>(sum * softmax_normaliser(l));
+    }
+    if (threadIdx.x == 0) static_cast<A*>(params.lse)[row] = softmax_lse(m, l, log(l));
+  }
+}
+
+}  // namespace
+
+bool takes_split_path(const AttentionProblem& p) { return takes_decode_path(p) && p.d <= kMaxHead; }
+
+int64_t attention_decode_workspace(const AttentionProblem& p) {
+  return items(p) * head_rows(p) * partial_width(p);
+}
+
+Status launch_attention_decode(const AttentionForwardParams& params, Stream stream) {
+  const AttentionProblem& p = params.problem;
+  const auto vectorised = [&]<class T, int W>(T, Width<W>) {
+    const auto fits = [](const HeadView& x) {
+      return aligned_16(x.data) && x.stride_b % W == 0 && x.stride_t % W == 0 &&
+             x.stride_h % W == 0;
+    };
+    return p.d % W == 0 && p.dv % W == 0 && fits(p.k) && fits(p.v);
+  };
+  dispatch_width(p.dtype, vectorised, [&]<class T, int W>(T, Width<W>) {
+    GPU_LAUNCH((attention_decode_kernel<T, W>), item_grid(items(p)), kThreads,
+               (shared_bytes<compute_t<T>, W>(p)), stream, params);
+    GPU_LAUNCH(attention_merge_kernel<T>, item_grid(merge_items(p)), kThreads, 0, stream, params);
+  });
+  return launch_status();
+}
+
+}  // namespace omniattn

@@ -1,0 +1,218 @@
+// Forward on tensor cores, see attention.h and attention_mma_cuda.h: FlashAttention-2 (arXiv
+// 2307.08691). A block computes 128 queries of one head against 64 keys at a time (32 where D >
+// 128, for shared memory); the next keys and values are copied while these are used.
+#include "kernels/attention/attention_cuda.h"
+#include "kernels/attention/attention_mma_cuda.h"
+
+namespace omniattn {
+namespace {
+
+using namespace gpu;
+
+// 5 warps with the planner: 255 registers per thread, of which the dots, the outputs and the
+// softmax take up to 254. (9 warps could have 168, because an SM has four register files.)
+using Workers = Team<4>;
+constexpr int kQueries = 16 * 4;
+template <int kD>
+constexpr int kKeys = kD <= 128 ? 64 : 32;
+
+template <class T, int kD>
+struct ForwardShared {
+  T q[kQueries * kD];
+  T k[2][kKeys<kD> * kD], v[2][kKeys<kD> * kD];
+  KeyPlan<kQueries, kKeys<kD>> plans[3];
+  float slots[8 * Workers::kWorkers];  // of apply_in_loop
+};
+
+struct Item {
+  int64_t b, h;
+  Range queries;
+};
+// Under a causal mask the last queries have most to do: they come first.
+__device__ __forceinline__ Item item_of(const AttentionProblem& p, int64_t item) {
+  const int64_t blocks = ceil_div(p.tq, kQueries), head = item / blocks;
+  return {head / p.hq, head % p.hq, block(blocks - 1 - item % blocks, kQueries, p.tq)};
+}
+OMNIATTN_FN int64_t item_count(const AttentionProblem& p) {
+  return p.batch * p.hq * ceil_div(p.tq, kQueries);
+}
+
+template <class Shared>
+__device__ __forceinline__ void plan_items(const AttentionProblem& p, Shared& shared) {
+  int slot = 0;
+  for (int64_t i = blockIdx.x; i < item_count(p); i += gridDim.x) {
+    const Item item = item_of(p, i);
+    plan_keys<Workers>(p, item.b, item.h, item.queries, shared.plans, slot);
+  }
+}
+
+// The online softmax of a worker's rows.
+template <int C>
+struct Rows {
+  float o[C][4];
+  float m[2], l[2];  // of rows g and g + 8; l of this lane's columns
+};
+
+// Logits to probabilities, times the factors of dropout. `tile` is the worker's part of the tile,
+// `visible` its words. `slots`: 8 numbers per thread.
+template <int N, int C>
+__device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Tile& tile,
+                                             const uint64_t* visible, float* slots,
+                                             float (&s)[N][4], Rows<C>& rows) {
+  const int lane = lane_id(), g = lane / 4, t = lane % 4;
+  const auto column = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
+  const bool drops = p.dropout.threshold != 0;
+  // Of half the keys of row lane % 16.
+  const uint32_t keep = drops ? kept_keys<32>(p, tile, lane % 16, tile.k + lane / 16 * 32) : 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = 8 * half + g;
+    const uint64_t sees = tile.masked ? visible[r] : ~uint64_t{0};
+    float x[2 * N];
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) x[i] = s[i / 2][2 * half + i % 2];
+    if (is_plain(p)) {
+#pragma unroll
+      for (int i = 0; i < 2 * N; ++i) x[i] *= static_cast<float>(p.score.pre);
+    } else {
+#pragma unroll
+      for (int part = 0; part < 2 * N; part += 8) {
+        float some[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) some[i] = x[part + i];
+        apply_in_loop<Workers::kWorkers>(slots, some, [&](int i, float dot) {
+          const int c = column(part + i);
+          return logit_of(p, tile, r, c, dot, tile.q + r < p.tq && bit(sees, c)).value;
+        });
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[part + i] = some[i];
+      }
+    }
+    float top = rows.m[half];
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+      if (tile.masked && !bit(sees, column(i))) x[i] = negative_infinity<float>();
+      top = max(top, x[i]);
+    }
+    top = reduce_row(top, [](float a, float b) { return max(a, b); });
+    const float shift = softmax_shift(top), alpha = exp2_approx(rows.m[half] - shift);
+    float sum = alpha * rows.l[half];
+    const uint32_t kept[2] = {__shfl_sync(0xffffffffu, keep, r),
+                              __shfl_sync(0xffffffffu, keep, 16 + r)};
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+      x[i] = exp2_approx(x[i] - shift);
+      sum += x[i];
+      const int c = column(i);
+      if (drops) x[i] = bit(kept[i / 8], c % 32) ? x[i] * static_cast<float>(p.dropout.scale) : 0;
+      s[i / 2][2 * half + i % 2] = x[i];
+    }
+    rows.m[half] = top;
+    rows.l[half] = sum;
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      rows.o[c][2 * half] *= alpha;
+      rows.o[c][2 * half + 1] *= alpha;
+    }
+  }
+}
+
+template <class T, int kD, class Shared>
+__device__ __forceinline__ void work_items(const AttentionForwardParams& params, Shared& shared) {
+  constexpr int N = kKeys<kD> / 8;
+  const AttentionProblem& p = params.problem;
+  const SharedRows<T, kD> q_rows{shared.q};
+  const int first = 16 * warp_id();
+  int slot = 0;
+  for (int64_t i = blockIdx.x; i < item_count(p); i += gridDim.x) {
+    const Item item = item_of(p, i);
+    const int64_t b = item.b, h = item.h, kv = kv_head(h, p.hq, p.hkv);
+    const auto load = [&](const HeadView& x, T* to, int64_t n, int64_t width) {
+      const int64_t key = n * kKeys<kD>;
+      if (n >= 0) {
+        SharedRows<T, kD>{to}.template load<kKeys<kD>, Workers::kWorkers>(
+            row_of<T>(x, b, key, kv), x.stride_t, p.tk - key, width);
+      }
+      cp_async_commit();
+    };
+
+    Workers::meet();  // the first plan is made; all have read the previous item
+    int64_t n = block_of(shared.plans[slot]);
+    q_rows.template load<kQueries, Workers::kWorkers>(row_of<T>(p.q, b, item.queries.begin, h),
+                                                      p.q.stride_t, p.tq - item.queries.begin, p.d);
+    load(p.k, shared.k[0], n, p.d);
+    load(p.v, shared.v[0], n, p.dv);
+    Rows<kD / 8> rows;
+    clear(rows.o);
+    rows.m[0] = rows.m[1] = negative_infinity<float>();
+    rows.l[0] = rows.l[1] = 0;
+    for (int stage = 0; n >= 0; stage ^= 1) {
+      cp_async_wait<1>();
+      Workers::meet();  // K has arrived; the next plan is made; the other stage has been read
+      const auto& plan = shared.plans[slot];
+      slot = next_plan(slot);
+      const int64_t next = block_of(shared.plans[slot]);
+      load(p.k, shared.k[stage ^ 1], next, p.d);
+      load(p.v, shared.v[stage ^ 1], next, p.dv);
+      const Tile tile{b, h, item.queries.begin + first, n * kKeys<kD>, plan.masked != 0};
+      float s[N][4];
+      multiply_rows(s, q_rows, first, SharedRows<T, kD>{shared.k[stage]});
+      softmax_tile(p, tile, plan.visible + first, shared.slots, s, rows);
+      const LeftOperand<N> weights = as_left<T>(s);
+      cp_async_wait<2>();
+      Workers::workers_meet();  // V has arrived
+      multiply_sum(rows.o, weights, SharedRows<T, kD>{shared.v[stage]}, 0);
+      n = next;
+    }
+    slot = next_plan(slot);
+    cp_async_wait<0>();
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float l = reduce_row(rows.l[half], [](float x, float y) { return x + y; });
+      const int64_t q = item.queries.begin + first + 8 * half + lane_id() / 4;
+      if (q >= p.tq) continue;
+      if (lane_id() % 4 == 0) {
+        static_cast<float*>(params.lse)[row_index(p, b, h, q)] =
+            softmax_lse(rows.m[half], l, log(l));
+      }
+      store_row(rows.o, half, softmax_normaliser(l), row_of<T>(params.out, b, q, h), p.dv);
+    }
+  }
+}
+
+template <class T, int kD>
+__global__ void __launch_bounds__(Workers::kThreads, 1)
+    attention_forward_mma_kernel(const __grid_constant__ AttentionForwardParams params) {
+  auto& shared = *dynamic_shared<ForwardShared<T, kD>>();
+  if (Workers::plans()) {
+    plan_items(params.problem, shared);
+  } else {
+    work_items<T, kD>(params, shared);
+  }
+}
+
+}  // namespace
+
+bool takes_mma_path(const AttentionProblem& p) {
+  const auto fits = [&](const HeadView& x, int64_t length, int64_t heads) {
+    const auto stride_fits = [](int64_t size, int64_t stride) {
+      return size <= 1 || stride % 8 == 0;
+    };
+    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && stride_fits(p.batch, x.stride_b) &&
+           stride_fits(length, x.stride_t) && stride_fits(heads, x.stride_h);
+  };
+  const auto size_fits = [](int64_t d) { return d > 0 && d <= 256 && d % 8 == 0; };
+  return size_of(p.dtype) == 2 && size_fits(p.d) && size_fits(p.dv) && fits(p.q, p.tq, p.hq) &&
+         fits(p.k, p.tk, p.hkv) && fits(p.v, p.tk, p.hkv);
+}
+
+Status launch_attention_mma(const AttentionForwardParams& params, Stream stream) {
+  dispatch_mma(params.problem, [&]<class T, int kD>(T, Head<kD>) {
+    GPU_LAUNCH((attention_forward_mma_kernel<T, kD>), item_grid(item_count(params.problem)),
+               Workers::kThreads, (sizeof(ForwardShared<T, kD>)), stream, params);
+  });
+  return launch_status();
+}
+
+}  // namespace omniattn

@@ -1,0 +1,259 @@
+// Products of tiles by tensor cores (mma.sync m16n8k16) for 16-bit dtypes and head sizes up to 256,
+// padded with zeros to kD = 64, 128 or 256.
+//
+// A block has kWarps workers and one planner. A worker owns 16 rows of the results; lane 4 g + t
+// holds, of 16 x 8 numbers, columns 2 t and 2 t + 1 of rows g and g + 8, which are the elements
+// that it needs of them as the left operand of the next product. The planner finds the tiles that
+// the mask leaves and the visible pairs of partial ones, one tile ahead: the workers' registers are
+// full of sums, its are free for any rule.
+#pragma once
+
+#include "kernels/attention/attention_tile_cuda.h"
+
+namespace omniattn::gpu {
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
+
+template <int kWarps>
+struct Team {
+  static constexpr int kWorkers = 32 * kWarps, kThreads = kWorkers + 32;
+
+  static __device__ __forceinline__ bool plans() { return warp_id() == kWarps; }
+  static __device__ __forceinline__ void meet() { barrier_sync(1, kThreads); }
+  static __device__ __forceinline__ void workers_meet() { barrier_sync(2, kWorkers); }
+};
+
+// ---- operands ----------------------------------------------------------------------------------
+
+// Rows of kD elements in shared memory. Piece c (16 bytes) of row r lies at place c ^ r % 8, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
+template <class T, int kD>
+struct SharedRows {
+  T* data;
+
+  static __device__ __forceinline__ int offset(int row, int c) {
+    return row * kD + 8 * (c ^ row % 8);
+  }
+
+  // kThreads threads start to copy kRows rows of `from`, with zeros from row `count` and element
+  // `width` on. (Unrolled, the addresses would take the registers of the products.)
+  template <int kRows, int kThreads>
+  __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
+                                       int64_t width) const {
+    constexpr int kPieces = kD / 8;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
+      const int r = i / kPieces, c = i % kPieces;
+      const bool valid = r < count && 8 * c < width;
+      cp_async_16(data + offset(r, c), valid ? from + r * stride + 8 * c : from, valid);
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4],
+                                    const uint32_t (&b)[2]) {
+  if constexpr (TypeTraits<T>::kDType == DType::bf16) {
+    mma_bf16(acc, a, b);
+  } else {
+    mma_f16(acc, a, b);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void clear(float (&acc)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+}
+
+// Below, a lane's offset for pieces 2 k and 2 k + 1 is that for pieces 0 and 1, xor 16 k.
+
+// acc (16 x 8 N) = rows [first, first + 16) of x times the first 8 N rows of y.
+template <int N, class T, int kD>
+__device__ __forceinline__ void multiply_rows(float (&acc)[N][4], const SharedRows<T, kD>& x,
+                                              int first, const SharedRows<T, kD>& y) {
+  using Rows = SharedRows<T, kD>;
+  const int lane = lane_id();
+  const int x_at = opaque(Rows::offset(first + lane % 16, lane / 16));
+  const int y_at = opaque(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+  clear(acc);
+#pragma unroll
+  for (int k = 0; k < kD / 16; ++k) {
+    uint32_t a[4];
+    ldmatrix_x4(a, x.data + (x_at ^ 16 * k));
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b, y.data + 8 * n * kD + (y_at ^ 16 * k));
+      mma<T>(acc[n], a, {b[0], b[1]});
+      mma<T>(acc[n + 1], a, {b[2], b[3]});
+    }
+  }
+}
+
+// 16 x 8 N numbers as the left operand of a sum over their columns.
+template <int N>
+struct LeftOperand {
+  uint32_t a[N / 2][4];
+};
+template <class T, int N>
+__device__ __forceinline__ LeftOperand<N> as_left(const float (&x)[N][4]) {
+  LeftOperand<N> left;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    left.a[n / 2][n % 2 * 2] = pack<T>(x[n][0], x[n][1]);
+    left.a[n / 2][n % 2 * 2 + 1] = pack<T>(x[n][2], x[n][3]);
+  }
+  return left;
+}
+
+// acc (16 x 8 C) += x y: the first 8 N rows of y, columns from `first` on.
+template <int C, int N, class T, int kD>
+__device__ __forceinline__ void multiply_sum(float (&acc)[C][4], const LeftOperand<N>& x,
+                                             const SharedRows<T, kD>& y, int first) {
+  const int lane = lane_id();
+  const int y_at = opaque(SharedRows<T, kD>::offset(lane % 16, lane / 16));
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) {
+#pragma unroll
+    for (int c = 0; c < C; c += 2) {
+      uint32_t b[4];
+      ldmatrix_x4_trans(b, y.data + 16 * k * kD + (y_at ^ (first + 8 * c)));
+      mma<T>(acc[c], x.a[k], {b[0], b[1]});
+      mma<T>(acc[c + 1], x.a[k], {b[2], b[3]});
+    }
+  }
+}
+
+// row[8 c + ...] = factor * acc of this lane's row g + 8 half; width is a multiple of 8.
+template <class T, int C>
+__device__ __forceinline__ void store_row(const float (&acc)[C][4], int half, float factor, T* row,
+                                          int64_t width) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    if (8 * c < width) {
+      *reinterpret_cast<uint32_t*>(row + 8 * c + 2 * t) =
+          pack<T>(factor * acc[c][2 * half], factor * acc[c][2 * half + 1]);
+    }
+  }
+}
+
+// Over the 4 lanes of a row.
+template <class F>
+__device__ __forceinline__ float reduce_row(float x, const F& f) {
+  x = f(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return f(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 1) != 0; }
+
+// ---- plans -------------------------------------------------------------------------------------
+
+// Plans form a ring of three: the planner writes one while the workers use the two before.
+__device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot + 1; }
+
+// A tile of kQueries x kKeys along the keys.
+template <int kQueries, int kKeys>
+struct KeyPlan {
+  int64_t block;  // number of the block of keys; -1: there is no further tile
+  int32_t masked;
+  uint64_t visible[kQueries];  // keys of each query, if masked
+
+  // By the planner: the first tile from block n on that has a visible pair.
+  __device__ __forceinline__ void make(const AttentionProblem& p, int64_t b, int64_t h,
+                                       Range queries, int64_t n, int64_t end) {
+    const int lane = lane_id();
+    TileClass found = TileClass::skip;
+    for (; n < end; n += 32) {  // a lane looks at one tile
+      const Range keys{(n + lane) * kKeys, (n + lane + 1) * kKeys};
+      if (n + lane < end) found = tile_class(p, b, h, queries, keys);
+      const uint32_t votes = __ballot_sync(0xffffffffu, found != TileClass::skip);
+      if (votes == 0) continue;
+      const int first = __popc((votes & (0u - votes)) - 1);
+      n += first;
+      found = static_cast<TileClass>(__shfl_sync(0xffffffffu, static_cast<int>(found), first));
+      break;
+    }
+    if (lane == 0) {
+      block = n < end ? n : -1;
+      masked = found == TileClass::partial;
+    }
+    if (n >= end || found != TileClass::partial) return;
+    for (int r = lane; r < kQueries; r += 32) {
+      const int64_t q = queries.begin + r;
+      visible[r] = q < queries.end ? row_bits(p, b, h, q, n * kKeys) : 0;
+    }
+  }
+};
+
+// By the planner: the plans of all tiles of one block of queries; Workers::meet() after each.
+template <class Workers, int kQueries, int kKeys>
+__device__ __forceinline__ void plan_keys(const AttentionProblem& p, int64_t b, int64_t h,
+                                          Range queries, KeyPlan<kQueries, kKeys> (&plans)[3],
+                                          int& slot) {
+  const Range range = key_blocks(p.mask, b, queries, kKeys);
+  int64_t n = range.begin;
+  do {
+    plans[slot].make(p, b, h, queries, n, range.end);
+    __syncwarp();
+    n = plans[slot].block + 1;
+    slot = next_plan(slot);
+    Workers::meet();
+  } while (n > 0);
+}
+
+// (The shuffle tells the compiler that a warp agrees on it.)
+template <class Plan>
+__device__ __forceinline__ int64_t block_of(const Plan& plan) {
+  return __shfl_sync(0xffffffffu, plan.block, 0);
+}
+
+// ---- elements ----------------------------------------------------------------------------------
+
+// x[i] = f(i, x[i]) by a loop that is not unrolled: `slots` has kCount numbers per thread.
+template <int kThreads, int kCount, class F>
+__device__ __forceinline__ void apply_in_loop(float* slots, float (&x)[kCount], const F& f) {
+  slots += threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) slots[i * kThreads] = x[i];
+#pragma unroll 1
+  for (int i = 0; i < kCount; ++i) slots[i * kThreads] = f(i, slots[i * kThreads]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = slots[i * kThreads];
+}
+
+// What dropout keeps of keys key, ..., key + kKeys - 1 of one query.
+template <int kKeys>
+__device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const Tile& tile, int row,
+                                              int64_t key) {
+  uint32_t bits = 0;
+#pragma unroll 1  // for registers
+  for (int n = 0; n < kKeys; n += 4) {
+    bits |= static_cast<uint32_t>(
+                keep_groups<1>(p.dropout, tile.b * p.hq + tile.h, tile.q + row, key + n))
+            << n;
+  }
+  return bits;
+}
+
+// f(T{}, Head<kD>{}) with a 16-bit dtype and the smallest kD that holds the head sizes.
+template <int kD>
+struct Head {};
+template <class F>
+void dispatch_mma(const AttentionProblem& p, const F& f) {
+  const auto with_dtype = [&]<class T>(T) {
+    const int64_t d = max(p.d, p.dv);
+    if (d <= 64) {
+      f(T{}, Head<64>{});
+    } else if (d <= 128) {
+      f(T{}, Head<128>{});
+    } else {
+      f(T{}, Head<256>{});
+    }
+  };
+  p.dtype == DType::bf16 ? with_dtype(bf16{}) : with_dtype(f16{});
+}
+
+}  // namespace omniattn::gpu
