@@ -91,6 +91,8 @@ def test_rivals_compute_the_same():
             if name in ("compiled", "flex"):
                 continue
             for case in spec.cases:
+                if (name, case.label) == ("aten", "ties"):
+                    continue  # torch.topk leaves their order open
                 call = spec.call(case, torch.float32)
                 try:
                     actual = call.run(rival)
