@@ -91,7 +91,7 @@ def test_rivals_compute_the_same():
             if name in ("compiled", "flex"):
                 continue
             for case in spec.cases:
-                if (name, case.label) == ("aten", "ties"):
+                if name == "aten" and "ties" in case.tensors:
                     continue  # torch.topk leaves their order open
                 call = spec.call(case, torch.float32)
                 try:
