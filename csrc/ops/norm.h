@@ -17,15 +17,6 @@ void run_forward(const NormParams& p);
 // dweight, dbias: (cols) or null.
 void run_backward(const NormBackwardParams& p, void* dweight, void* dbias);
 
-// A per-column vector with unit stride: a copy where `v` has another one.
-OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
-                    int64_t cols) {
-  if (!v.has_value()) return v;
-  require_tensor(op, name, *v, dtype);
-  require_sizes(op, name, *v, {&cols, 1});
-  return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
-}
-
 struct NormResult {
   Tensor y;
   OptTensor h, stats;

@@ -59,6 +59,22 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       " float offset, bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor "
       "dbias)");
 
+  // gated_norm: of each of `groups` parts of the last dimension, ((v - mean) * rstd * weight +
+  // bias), with v = x; v = x * act(z) for gate 1; the result times act(z) for gate 2. stats (rows,
+  // groups, 2)
+  define(m, "gated_norm",
+         "(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act, bool "
+         "center, float eps) -> (Tensor y, Tensor stats)");
+  m.def(
+      "gated_norm_only(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, "
+      "int "
+      "act, bool center, float eps) -> Tensor y");
+  m.def(
+      "gated_norm_backward(Tensor grad_y, Tensor x, Tensor? z, Tensor? weight, Tensor? bias, "
+      "Tensor "
+      "stats, int groups, int gate, int act, bool center, bool weight_grad, bool bias_grad)"
+      " -> (Tensor dx, Tensor dz, Tensor dweight, Tensor dbias)");
+
   // rope: q, k (B, T, H, D) turned by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are chosen
   // by positions (T) or (B, T), from dimension `start` of D on; without k the second result is
   // empty
@@ -68,6 +84,16 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def(
       "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, int "
       "start, bool interleaved, bool inverse) -> ()");
+
+  // norm_rope: the heads of x (B, T, H, D) normalised by their mean square, times weight + offset,
+  // and turned as by rope; rstd (B, T, H)
+  define(m, "norm_rope",
+         "(Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? positions, int start, bool "
+         "interleaved, float eps, float offset) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "norm_rope_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? "
+      "positions, Tensor rstd, int start, bool interleaved, float offset, bool weight_grad)"
+      " -> (Tensor dx, Tensor dweight)");
 
   // activation: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up
   define(m, "glu", "(Tensor gate, Tensor? up, int act) -> Tensor");
@@ -80,6 +106,20 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def(
       "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool x_grad, bool weight_grad, bool "
       "bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  // ffn: y = (act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T +
+  // down_bias; without up_weight the activation alone. keep: elements of the hidden layer that
+  // stay, times scale. gate and up are empty with recompute. Implemented in
+  // python/omniattn/ops/ffn.py.
+  define(m, "glu_mlp",
+         "(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, "
+         "Tensor? up_bias, Tensor? down_bias, Tensor? keep, float scale, int act, bool recompute, "
+         "bool native) -> (Tensor y, Tensor gate, Tensor up)");
+  m.def(
+      "glu_mlp_backward(Tensor grad_y, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor "
+      "down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? keep, Tensor gate, Tensor up, "
+      "float "
+      "scale, int act, bool recompute, bool native, bool[] needs) -> Tensor[]");
 
   // loss: target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum
   define(m, "cross_entropy",

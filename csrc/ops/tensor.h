@@ -185,6 +185,15 @@ inline Rows as_rows(const char* op, const char* name, const Tensor& t) {
   return {torch::stable::contiguous(t), rows, cols, cols};
 }
 
+// A per-column vector with unit stride: a copy where `v` has another one.
+inline OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
+                           int64_t cols) {
+  if (!v.has_value()) return v;
+  require_tensor(op, name, *v, dtype);
+  require_sizes(op, name, *v, {&cols, 1});
+  return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
+}
+
 }  // namespace omniattn::ops
 
 // Registers one implementation under both names of an op (see schema.cpp).

@@ -137,6 +137,27 @@ __device__ __forceinline__ C row_max(C x) {
   return row_reduce(x, C(-INFINITY), [](C a, C b) { return fmax(a, b); });
 }
 
+// Sums over the rows of one shard, per column: in registers where the row is, in the shard's row of
+// `partial` beyond that.
+template <class C, int W, int kKept>
+struct ColumnSums {
+  C* partial;  // (cols) or null
+  C kept[kKept][W] = {};
+
+  __device__ __forceinline__ void add(int64_t i, int k, int j, C x, bool first_row) {
+    if (k < kKept) {
+      kept[k][j] += x;
+    } else if (partial != nullptr) {
+      partial[i + j] = first_row ? x : partial[i + j] + x;
+    }
+  }
+  __device__ __forceinline__ void store(int64_t i, int k) const {
+    if (k == kKept || partial == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < W; ++j) partial[i + j] = kept[k][j];
+  }
+};
+
 // A block for rows of `packs` Packs: the fewest threads, of at most max_threads, that keep the
 // whole row at `kept` Packs each; short rows share a block, so that an SM can hold its full number
 // of warps.

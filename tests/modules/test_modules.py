@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from omniattn import reference
 from omniattn.modules import (
+    MLP,
     Attention,
     DecoderBlock,
     GatedMLP,
@@ -63,6 +64,7 @@ def test_rotary_angles_survive_a_cast_of_the_module():
         ("geglu", F.gelu),
         ("geglu_tanh", lambda x: F.gelu(x, approximate="tanh")),
         ("reglu", F.relu),
+        ("glu", torch.sigmoid),
         ("bilinear", lambda x: x),
     ],
 )
@@ -71,6 +73,16 @@ def test_gated_mlp(activation, act):
     x = torch.randn(3, 6)
     hidden = act(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)
     torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_mlp_equals_torch_and_drops_in_training_only():
+    mlp = MLP(MLP.Config(6, 10, "relu", init_std=1.0, out_init_std=1.0, dropout_p=0.5))
+    x = torch.randn(3, 6)
+    expected = mlp.down_proj(F.relu(mlp.up_proj(x)))
+    assert not torch.allclose(mlp(x), expected)
+    torch.testing.assert_close(mlp.eval()(x), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="activation='mish'"):
+        MLP.Config(6, 10, "mish")
 
 
 def test_gated_mlp_names_an_unknown_activation():

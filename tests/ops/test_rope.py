@@ -139,3 +139,29 @@ def test_bad_input(arguments, error, message):
 def test_bad_frequencies(arguments, error, message):
     with pytest.raises(error, match=f"rope_frequencies: {message}"):
         F.rope_frequencies(**({"rotary_dim": 4} | arguments))
+
+
+def test_qk_norm_rotary_equals_qwen3():
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    q, k = qk()
+    norms = Qwen3RMSNorm(8), Qwen3RMSNorm(8)
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    cos, sin = F.rotary_tables(F.rope_frequencies(8), torch.arange(5))
+    tables = (torch.cat((t, t), -1)[None] for t in (cos, sin))
+    normed = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+    expected = apply_rotary_pos_emb(*normed, *tables)
+    got = F.qk_norm_rotary(q, k, cos, sin, q_weight=norms[0].weight, k_weight=norms[1].weight)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b.transpose(1, 2))
+
+
+def test_qk_norm_rotary_says_what_does_not_fit():
+    q, k = qk()
+    with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\)"):
+        F.qk_norm_rotary(q, k, COS[:5], SIN[:5], q_weight=torch.ones(7))
+    with pytest.raises(ValueError, match="eps must be finite"):
+        F.qk_norm_rotary(q, k, COS[:5], SIN[:5], eps=-1.0)
+    with pytest.raises(RuntimeError, match=r"positions must be in \[0, 9\)"):
+        F.qk_norm_rotary(q, k, COS, SIN, positions=torch.arange(5, 10))

@@ -108,3 +108,11 @@ def test_block_is_replaced_between_its_markers():
     assert replace_block(text, "t", "new") == text.replace("old", "new")
     with pytest.raises(ValueError, match="markers"):
         replace_block("a", "t", "new")
+
+
+def test_every_name_of_the_variant_table_is_public():
+    from omniattn import functional, modules, reference
+    from omniattn.testing.variants import VARIANTS
+
+    public = {*functional.__all__, *modules.__all__, *reference.__all__}
+    assert {name for variant in VARIANTS for name in variant.names} <= public

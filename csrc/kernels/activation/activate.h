@@ -12,6 +12,13 @@ struct ValueAndSlope {
   V value, slope;
 };
 
+// Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
+template <class T>
+OMNIATTN_INLINE Vec<T> sigmoid_to_zero(Vec<T> x) {
+  constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
+  return select(x < Vec<T>(kTail), Vec<T>(T{0}), sigmoid(x));
+}
+
 // act(x) and act'(x); the compiler drops the slope where only the value is used.
 template <Activation kAct, class T>
 OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
@@ -21,15 +28,23 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   } else if constexpr (kAct == Activation::relu) {
     return {max(V(T{0}), x), select(x > V(T{0}), V(T{1}), V(T{0}))};
   } else if constexpr (kAct == Activation::silu) {
-    // Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
-    constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
-    const V s = select(x < V(kTail), V(T{0}), sigmoid(x));
+    const V s = sigmoid_to_zero(x);
     return {x * s, fma(x * s, T{1} - s, s)};
   } else if constexpr (kAct == Activation::gelu) {
     constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);
     constexpr auto kInvSqrt2Pi = static_cast<T>(0.39894228040143267794);
     const V below = T(0.5) * (T{1} + erf(x * kInvSqrt2));
     return {x * below, fma(x * kInvSqrt2Pi, exp(x * x * T(-0.5)), below)};
+  } else if constexpr (kAct == Activation::sigmoid) {
+    const V s = sigmoid(x);
+    return {s, s * (T{1} - s)};
+  } else if constexpr (kAct == Activation::quick_gelu) {
+    constexpr auto kScale = static_cast<T>(1.702);
+    const V s = sigmoid_to_zero(kScale * x);
+    return {x * s, fma(kScale * x * s, T{1} - s, s)};
+  } else if constexpr (kAct == Activation::relu_squared) {
+    const V r = max(V(T{0}), x);
+    return {r * r, r + r};
   } else {
     static_assert(kAct == Activation::gelu_tanh);
     constexpr auto kScale = static_cast<T>(0.79788456080286535588);  // sqrt(2 / pi)
@@ -56,6 +71,12 @@ OMNIATTN_INLINE void with_activation(Activation act, const F& f) {
       return f.template operator()<Activation::gelu>();
     case Activation::gelu_tanh:
       return f.template operator()<Activation::gelu_tanh>();
+    case Activation::sigmoid:
+      return f.template operator()<Activation::sigmoid>();
+    case Activation::quick_gelu:
+      return f.template operator()<Activation::quick_gelu>();
+    case Activation::relu_squared:
+      return f.template operator()<Activation::relu_squared>();
   }
 }
 

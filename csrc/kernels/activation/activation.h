@@ -16,8 +16,17 @@
 namespace omniattn {
 
 // Numbered as in python/omniattn/ops/activation.py.
-enum class Activation : int32_t { identity = 0, relu = 1, silu = 2, gelu = 3, gelu_tanh = 4 };
-inline constexpr int64_t kActivationCount = 5;
+enum class Activation : int32_t {
+  identity = 0,
+  relu = 1,
+  silu = 2,
+  gelu = 3,
+  gelu_tanh = 4,
+  sigmoid = 5,
+  quick_gelu = 6,    // x sigmoid(1.702 x)
+  relu_squared = 7,  // max(x, 0)^2
+};
+inline constexpr int64_t kActivationCount = 8;
 
 inline constexpr int64_t kGluBlock = 4096;
 

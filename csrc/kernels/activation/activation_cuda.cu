@@ -2,6 +2,7 @@
 // another.
 #include "kernels/activation/activation_cuda.h"
 
+#include "kernels/activation/activate_cuda.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -11,42 +12,6 @@ using gpu::Pack;
 using gpu::Width;
 
 constexpr unsigned kThreads = 256;
-
-template <class C>
-struct ValueAndSlope {
-  C value, slope;
-};
-
-// act(x) and act'(x); the compiler drops the slope where only the value is used.
-template <class C>
-__device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
-  switch (act) {
-    case Activation::identity:
-      return {x, C(1)};
-    case Activation::relu:
-      return {x > C(0) || x != x ? x : C(0), x > C(0) ? C(1) : C(0)};
-    case Activation::silu: {
-      const C s = C(1) / (C(1) + exp(-x));
-      return {x * s, s + x * s * (C(1) - s)};
-    }
-    case Activation::gelu: {
-      constexpr auto kInvSqrt2 = static_cast<C>(0.70710678118654752440);
-      constexpr auto kInvSqrt2Pi = static_cast<C>(0.39894228040143267794);
-      // erfc keeps the digits of the left tail.
-      const C below = C(0.5) * erfc(-x * kInvSqrt2);
-      return {x * below, below + x * kInvSqrt2Pi * exp(x * x * C(-0.5))};
-    }
-    case Activation::gelu_tanh: {
-      constexpr auto kScale = static_cast<C>(0.79788456080286535588);  // sqrt(2 / pi)
-      constexpr auto kCubic = static_cast<C>(0.044715);
-      const C t = tanh(kScale * x * (C(1) + kCubic * x * x));
-      const C below = C(0.5) * (C(1) + t);
-      const C inner = kScale * (C(1) + 3 * kCubic * x * x);
-      return {x * below, below + C(0.5) * x * (C(1) - t * t) * inner};
-    }
-  }
-  return {x, C(1)};
-}
 
 // f(row, column) for the Packs of this thread; the grid covers the columns and steps over the rows.
 template <int W, class F>

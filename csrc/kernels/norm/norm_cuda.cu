@@ -117,27 +117,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sums over the rows of one shard, per column: in registers where the row is, in the shard's row of
-// `partial` beyond that.
-template <class C, int W, int kKept>
-struct ColumnSums {
-  C* partial;  // (cols) or null
-  C kept[kKept][W] = {};
-
-  __device__ __forceinline__ void add(int64_t i, int k, int j, C x, bool first_row) {
-    if (k < kKept) {
-      kept[k][j] += x;
-    } else if (partial != nullptr) {
-      partial[i + j] = first_row ? x : partial[i + j] + x;
-    }
-  }
-  __device__ __forceinline__ void store(int64_t i, int k) const {
-    if (k == kKept || partial == nullptr) return;
-#pragma unroll
-    for (int j = 0; j < W; ++j) partial[i + j] = kept[k][j];
-  }
-};
-
 // The formulas are in norm_cpu.cpp; shard s has the rows s, s + shards, ...
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
@@ -150,8 +129,8 @@ __global__ void __launch_bounds__(kThreads)
   const Scale<T, W> scale{static_cast<const T*>(p.weight), static_cast<C>(p.offset)};
   const int64_t shard = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t shards = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  ColumnSums<C, W, kKept> dw{dweight != nullptr ? dweight + shard * partial_stride : nullptr};
-  ColumnSums<C, W, kKept> db{dbias != nullptr ? dbias + shard * partial_stride : nullptr};
+  gpu::ColumnSums<C, W, kKept> dw{dweight != nullptr ? dweight + shard * partial_stride : nullptr};
+  gpu::ColumnSums<C, W, kKept> db{dbias != nullptr ? dbias + shard * partial_stride : nullptr};
 
   for (int64_t row = shard; row < p.rows; row += shards) {
     const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
@@ -306,16 +285,21 @@ Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradien
       GPU_LAUNCH((norm_backward_kernel<T, W>), static_cast<unsigned>(shards / block.y), block, 0,
                  stream, p, dw, db, stride);
     }
-    const auto sum = [&](const C* from, void* to) {
-      if (to == nullptr || p.cols == 0) return;
-      const auto grid = static_cast<unsigned>((p.cols + kSumColumns - 1) / kSumColumns);
-      GPU_LAUNCH(norm_sum_shards_kernel<T>, grid, dim3(kSumColumns, kSumRows), 0, stream, from,
-                 shards, stride, p.cols, static_cast<T*>(to));
-    };
-    sum(dw, weights.dweight);
-    sum(db, weights.dbias);
+    launch_sum_shards(p.dtype, dw, shards, stride, p.cols, weights.dweight, stream);
+    launch_sum_shards(p.dtype, db, shards, stride, p.cols, weights.dbias, stream);
   });
   return gpu::launch_status();
+}
+
+void launch_sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride,
+                       int64_t cols, void* out, Stream stream) {
+  if (out == nullptr || cols == 0) return;
+  dispatch(dtype, [&]<class T>(T) {
+    const auto grid = static_cast<unsigned>((cols + kSumColumns - 1) / kSumColumns);
+    GPU_LAUNCH(norm_sum_shards_kernel<T>, grid, dim3(kSumColumns, kSumRows), 0, stream,
+               static_cast<const compute_t<T>*>(partial), shards, stride, cols,
+               static_cast<T*>(out));
+  });
 }
 
 }  // namespace omniattn

@@ -19,4 +19,9 @@ struct NormWeightGradients {
 Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradients& weights,
                             Stream stream);
 
+// out (cols) in `dtype` = sum over shards of partial (shards, cols) in the accumulator type,
+// `stride` between shards, in an order that is always the same; nothing where out is null.
+void launch_sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride,
+                       int64_t cols, void* out, Stream stream);
+
 }  // namespace omniattn

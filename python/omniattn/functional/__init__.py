@@ -2,12 +2,13 @@
 
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
-from omniattn.functional.activation import bilinear, geglu, reglu, swiglu
+from omniattn.functional.activation import bilinear, geglu, glu, reglu, swiglu
 from omniattn.functional.attention import attention, scaled_dot_product_attention
+from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
 from omniattn.functional.moe import moe_experts
-from omniattn.functional.norm import layer_norm, rms_norm
+from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.functional.positions import (
     alibi_bias,
     alibi_slopes,
@@ -23,6 +24,7 @@ from omniattn.functional.rope import (
     apply_rotary,
     axial_frequencies,
     mrope_axes,
+    qk_norm_rotary,
     rope_frequencies,
     rotary_tables,
 )
@@ -61,7 +63,10 @@ __all__ = [
     "expert_choice",
     "expert_counts",
     "geglu",
+    "glu",
+    "glu_mlp",
     "grid_positions",
+    "group_norm",
     "interpolate_grid",
     "interpolate_positions",
     "layer_norm",
@@ -69,12 +74,15 @@ __all__ = [
     "linear_cross_entropy",
     "load_balance_loss",
     "masked_positions",
+    "mlp",
     "moe_experts",
     "mrope_axes",
     "noisy_top_k",
     "packed_positions",
+    "qk_norm_rotary",
     "reglu",
     "rms_norm",
+    "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
     "router_jitter",

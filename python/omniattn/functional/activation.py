@@ -9,7 +9,7 @@ from omniattn import reference
 from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
 from omniattn.ops import activation as ops
 
-__all__ = ["bilinear", "geglu", "reglu", "swiglu"]
+__all__ = ["bilinear", "geglu", "glu", "reglu", "swiglu"]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -159,6 +159,38 @@ def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = No
     if use_reference("bilinear", backend, gate):
         return reference.bilinear(gate, up)
     return ops.glu(gate, up, ops.ACTIVATIONS["identity"])
+
+
+def glu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Gated linear unit.
+
+    ``y = sigmoid(gate) * up``. In torch.nn.functional.glu the gate is the *second* packed half.
+
+    Args:
+        gate: see :func:`swiglu`.
+        up: see :func:`swiglu`.
+        backend: see :func:`swiglu`.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`swiglu`.
+
+    Note:
+        Precision and gradients as for :func:`swiglu`.
+
+    Reference:
+        Dauphin et al., Language Modeling with Gated Convolutional Networks, 2016, arXiv:1612.08083.
+
+    Example:
+        >>> glu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
+        tensor([2.5000, 1.4621])
+    """
+    up = _prepare("glu", gate, up)
+    if use_reference("glu", backend, gate):
+        return reference.glu(gate, up)
+    return ops.glu(gate, up, ops.ACTIVATIONS["sigmoid"])
 
 
 def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:

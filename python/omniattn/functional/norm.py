@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, with an optional fused residual add."""
+"""RMSNorm and LayerNorm over the last dimension or its heads, with a fused residual or gate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
 from omniattn.ops import norm as ops
+from omniattn.ops.activation import ACTIVATIONS
+from omniattn.ops.gated_norm import GATE_PLACES, gated_norm
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["group_norm", "layer_norm", "rms_norm", "rms_norm_gated"]
 
 
 def rms_norm(
@@ -124,6 +126,143 @@ def layer_norm(
         y: Tensor = ops.norm(x, weight, bias, True, eps, 0.0)
         return y
     return _add_norm("layer_norm", x, residual, weight, bias, True, eps, 0.0)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalisation of each head: of `num_groups` equal parts of the last dimension.
+
+    ``y = (x - mean) / sqrt(var + eps) * weight + bias`` with mean and biased variance of the part;
+    without `center` ``y = x / sqrt(mean(x^2) + eps) * weight + bias``.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16, any strides; channels last, where
+            torch.nn.functional.group_norm has them second.
+        num_groups: number of parts, a divisor of N.
+        weight, bias: (N,) of x's dtype, or None.
+        eps: inside the root.
+        center: subtract the mean (RWKV, sLSTM) or not (RetNet).
+        backend: see :func:`rms_norm`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
+
+    Note:
+        Precision and determinism as for :func:`rms_norm`. Second and forward-mode derivatives go
+        through the eager definition.
+
+    Reference:
+        Wu and He, Group Normalization, 2018, arXiv:1803.08494; per head: Sun et al., Retentive
+        Network, 2023, arXiv:2307.08621.
+
+    Example:
+        >>> group_norm(torch.tensor([1.0, 3.0, 10.0, 30.0]), 2, eps=0.0)
+        tensor([-1.,  1., -1.,  1.])
+    """
+    op = "group_norm"
+    _check(op, x, eps)
+    _check_groups(op, x, num_groups)
+    weight = _vector(op, "weight", weight, x)
+    bias = _vector(op, "bias", bias, x)
+    if use_reference(op, backend, x):
+        return reference.group_norm(x, num_groups, weight, bias, eps=eps, center=center)
+    y: Tensor = gated_norm(
+        x, None, weight, bias, num_groups, GATE_PLACES["none"], ACTIVATIONS["silu"], center, eps
+    )
+    return y
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    num_groups: int = 1,
+    backend: str | None = None,
+) -> Tensor:
+    """Root mean square normalisation with a gate, in one pass.
+
+    ``y = RMSNorm(x) * weight * act(gate)``, or ``y = RMSNorm(x * act(gate)) * weight``.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16, any strides.
+        gate: of x's shape and dtype; under autocast it is cast to x's dtype.
+        weight: (N,) of x's dtype, or None.
+        eps: added to the mean square.
+        norm_before_gate: the gate multiplies the result (Gated DeltaNet, Kimi) or what is
+            normalised (Mamba-2).
+        activation: "silu", or "sigmoid" (Kimi Delta Attention).
+        num_groups: parts of the last dimension that are normalised alone (Mamba-2's groups).
+        backend: see :func:`rms_norm`.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
+
+    Note:
+        Half inputs compute in fp32 throughout and are rounded once. The backward computes the gate
+        again: only the inputs and one number per group are kept. Derivatives as for
+        :func:`group_norm`.
+
+    Reference:
+        Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; Yang, Kautz and Hatamizadeh,
+        Gated Delta Networks, 2024, arXiv:2412.06464.
+
+    Example:
+        >>> rms_norm_gated(torch.tensor([3.0, 4.0]), torch.zeros(2), activation="sigmoid", eps=0.0)
+        tensor([0.4243, 0.5657])
+    """
+    op = "rms_norm_gated"
+    _check(op, x, eps)
+    _check_groups(op, x, num_groups)
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(
+            f'{op}: activation must be "silu" or "sigmoid", got activation={activation!r}'
+        )
+    if isinstance(gate, Tensor) and gate.dtype != x.dtype and _autocasts(x):
+        gate = gate.to(x.dtype)
+    require_like(op, "gate", gate, x)
+    require_shape(op, "gate", gate, x.shape)
+    weight = _vector(op, "weight", weight, x)
+    if use_reference(op, backend, x):
+        return reference.rms_norm_gated(
+            x,
+            gate,
+            weight,
+            eps=eps,
+            norm_before_gate=norm_before_gate,
+            activation=activation,
+            num_groups=num_groups,
+        )
+    place = GATE_PLACES["after" if norm_before_gate else "before"]
+    y: Tensor = gated_norm(
+        x, gate, weight, None, num_groups, place, ACTIVATIONS[activation], False, eps
+    )
+    return y
+
+
+def _check_groups(op: str, x: Tensor, num_groups: int) -> None:
+    if num_groups <= 0 or x.shape[-1] % num_groups:
+        raise ValueError(
+            f"{op}: num_groups must divide the last dimension of x, "
+            f"got num_groups={num_groups}, x.shape={tuple(x.shape)}"
+        )
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,18 @@ from omniattn.functional._checks import (
     require_float,
     require_integers,
     require_like,
+    require_shape,
     use_reference,
 )
 from omniattn.ops import rope as ops
+from omniattn.ops.norm_rope import norm_rope
 from omniattn.reference.rope_scaling import RopeScaling
 
 __all__ = [
     "apply_rotary",
     "axial_frequencies",
     "mrope_axes",
+    "qk_norm_rotary",
     "rope_frequencies",
     "rotary_tables",
 ]
@@ -297,6 +300,107 @@ def apply_rotary(
         return q, k
     q_out, k_out = ops.rope(q, k, cos, sin, positions, *options)
     return q_out, None if k is None else k_out
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    positions: Tensor | int | None = None,
+    rotary_start: int = 0,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """RMSNorm of every head of queries and keys, then their rotary embedding, in one pass.
+
+    ``apply_rotary(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)``
+
+    Args:
+        q: (B, T, Hq, D), see :func:`apply_rotary`.
+        k: (B, T, Hkv, D) of q's dtype, or None.
+        cos, sin: see :func:`apply_rotary`.
+        q_weight, k_weight: (D,) of q's dtype, shared by the heads, or None for no scale. Under
+            autocast they are cast to q's dtype.
+        eps: added to the mean square.
+        offset: added to the weights: 1.0 for the Gemma form.
+        positions, rotary_start, interleaved: see :func:`apply_rotary`.
+        backend: see :func:`apply_rotary`; CPU only.
+
+    Returns:
+        q and k normed and turned, of their shapes and dtypes; None for a k of None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`apply_rotary`.
+
+    Note:
+        Half inputs compute in fp32 and are rounded once, where two calls round twice. Keeps the
+        inputs and one number per head. cos and sin get no gradient. Second and forward-mode
+        derivatives go through the eager definition.
+
+    Reference:
+        Henry et al., Query-Key Normalization for Transformers, 2020, arXiv:2010.04245; this form:
+        Qwen3 Technical Report, 2025, arXiv:2505.09388.
+
+    Example:
+        >>> cos, sin = rotary_tables(rope_frequencies(2), torch.arange(1))
+        >>> qk_norm_rotary(torch.tensor([[[[3.0, 4.0]]]]), None, cos, sin, eps=0.0)[0]
+        tensor([[[[0.8485, 1.1314]]]])
+    """
+    op = "qk_norm_rotary"
+    _check(op, q, k, cos, sin, positions, rotary_start)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
+    q_weight = _head_weight(op, "q_weight", q_weight, q)
+    k_weight = _head_weight(op, "k_weight", k_weight, q)
+    if use_reference(op, backend, q):
+        return reference.qk_norm_rotary(
+            q,
+            k,
+            cos,
+            sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            offset=offset,
+            positions=positions,
+            rotary_start=rotary_start,
+            interleaved=interleaved,
+        )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise NotImplementedError(
+            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
+        )
+    if q.device.type == "cuda":
+        raise NotImplementedError(
+            f"{op}: no fused kernel on CUDA; call rms_norm and apply_rotary instead"
+        )
+    if isinstance(positions, int):
+        tokens = slice(positions, positions + q.shape[1])
+        cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
+    if positions is not None and positions.dtype != torch.int64:
+        positions = positions.to(torch.int64)
+    table = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rest = (cos.to(table), sin.to(table), positions, rotary_start, interleaved, eps, offset)
+    return (
+        norm_rope(q, q_weight, *rest),
+        None if k is None else norm_rope(k, k_weight, *rest),
+    )
+
+
+def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor | None:
+    if weight is None:
+        return None
+    if isinstance(weight, Tensor) and torch.is_autocast_enabled(q.device.type):
+        weight = weight.to(q.dtype)
+    require_like(op, name, weight, q, "q")
+    require_shape(op, name, weight, q.shape[3:])
+    return weight
 
 
 def _check(

@@ -8,11 +8,11 @@ from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
 from omniattn.modules.mla import MultiHeadLatentAttention
-from omniattn.modules.mlp import GatedMLP
+from omniattn.modules.mlp import MLP, GatedMLP
 from omniattn.modules.moe import MoE, RouterState
 from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
-from omniattn.modules.norm import LayerNorm, RMSNorm
+from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
 from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.positions import (
     ALiBi,
@@ -25,11 +25,13 @@ from omniattn.modules.relative_attention import (
     T5RelativeBias,
     TransformerXLAttention,
 )
+from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
 
 __all__ = [
+    "MLP",
     "ALiBi",
     "Attention",
     "Cache",
@@ -37,9 +39,11 @@ __all__ = [
     "DecoderBlock",
     "DifferentialAttention",
     "DisentangledAttention",
+    "DropPath",
     "ExpertParallel",
     "GatedAttentionUnit",
     "GatedMLP",
+    "GroupNorm",
     "KVCache",
     "LatentCache",
     "LayerNorm",
@@ -51,8 +55,11 @@ __all__ = [
     "MultiheadAttention",
     "PagePool",
     "PagedCache",
+    "ParallelResidual",
     "PatchMerging",
     "RMSNorm",
+    "RMSNormGated",
+    "Residual",
     "RollingCache",
     "RotaryEmbedding",
     "RouterState",

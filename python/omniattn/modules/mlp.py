@@ -1,4 +1,4 @@
-"""Gated feed-forward layer."""
+"""Feed-forward layers, plain and gated, each on one op."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,26 @@ from torch import nn
 
 from omniattn import functional
 from omniattn.modules.linear import Linear
+from omniattn.ops.activation import ACTIVATIONS
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "bilinear")
+#: Name of a gated activation -> that of the activation.
+GATED_ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
 
 
 class GatedMLP(nn.Module):
-    """y = (act(x W_gate) * (x W_up)) W_down.
+    """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
-        config: sizes and options; `activation` is one of swiglu, geglu, geglu_tanh, reglu,
-            bilinear; `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers)).
+        config: sizes and options; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu,
+            bilinear; `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers));
+            `recompute` keeps nothing of the hidden size for the backward.
         device, dtype: of the parameters.
 
     Shape:
@@ -42,11 +52,13 @@ class GatedMLP(nn.Module):
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: str | None = None
+        dropout_p: float = 0.0
+        recompute: bool = False
 
         def __post_init__(self) -> None:
-            if self.activation not in ACTIVATIONS:
+            if self.activation not in GATED_ACTIVATIONS:
                 raise ValueError(
-                    f"GatedMLP: activation must be one of {', '.join(ACTIVATIONS)}, "
+                    f"GatedMLP: activation must be one of {', '.join(GATED_ACTIVATIONS)}, "
                     f"got activation={self.activation!r}"
                 )
 
@@ -67,11 +79,86 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        name, backend = self.config.activation, self.config.backend
-        if name == "geglu_tanh":
-            hidden = functional.geglu(gate, up, approximate="tanh", backend=backend)
-        else:
-            hidden = getattr(functional, name)(gate, up, backend=backend)
-        y: torch.Tensor = self.down_proj(hidden)
-        return y
+        c = self.config
+        return functional.glu_mlp(
+            x,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            gate_bias=self.gate_proj.bias,
+            up_bias=self.up_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=GATED_ACTIVATIONS[c.activation],
+            dropout_p=c.dropout_p if self.training else 0.0,
+            recompute=c.recompute,
+            backend=c.backend,
+        )
+
+
+class MLP(nn.Module):
+    """y = dropout(act(x W_up + b_up)) W_down + b_down.
+
+    Args:
+        config: sizes and options; `activation` is one of `omniattn.functional.mlp`.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
+
+    Reference:
+        Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
+
+    Example:
+        >>> MLP(MLP.Config(8, 32))(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options of the layer."""
+
+        dim: int
+        hidden_dim: int
+        activation: str = "gelu"
+        bias: bool = True
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+        dropout_p: float = 0.0
+        recompute: bool = False
+
+        def __post_init__(self) -> None:
+            if self.activation not in ACTIVATIONS:
+                raise ValueError(
+                    f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, "
+                    f"got activation={self.activation!r}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
+        narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
+        self.up_proj = Linear(wide, device=device, dtype=dtype)
+        self.down_proj = Linear(narrow, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim)."""
+        c = self.config
+        return functional.mlp(
+            x,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            up_bias=self.up_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=c.activation,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            recompute=c.recompute,
+            backend=c.backend,
+        )

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on their functionals; a residual can be added in the same pass."""
+"""RMSNorm, LayerNorm, and their gated and per-head forms, on their functionals."""
 
 from dataclasses import dataclass
 
@@ -117,6 +117,160 @@ class LayerNorm(nn.Module):
         c = self.config
         return functional.layer_norm(
             x, self.weight, self.bias, eps=c.eps, residual=residual, backend=c.backend
+        )
+
+    def extra_repr(self) -> str:
+        """The size and eps, for print(module)."""
+        return f"{self.config.dim}, eps={self.config.eps}"
+
+
+class GroupNorm(nn.Module):
+    """Every head of the last dimension normalised alone, then a weight and a bias per channel.
+
+    Args:
+        config: size, number of heads and options.
+        device, dtype: of weight and bias.
+
+    Shape:
+        x (..., dim) -> (..., dim).
+
+    Reference:
+        Wu, He, "Group Normalization", 2018, arXiv 1803.08494; per head: Sun et al., "Retentive
+        Network", 2023, arXiv 2307.08621.
+
+    Example:
+        >>> GroupNorm(GroupNorm.Config(4, num_groups=2, affine=False))(torch.ones(1, 4))
+        tensor([[0., 0., 0., 0.]])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Size and options; without `center` the heads are RMS-normalised (RetNet)."""
+
+        dim: int
+        num_groups: int
+        eps: float = 1e-5
+        center: bool = True
+        affine: bool = True
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.num_groups <= 0 or self.dim % self.num_groups:
+                raise ValueError(
+                    "GroupNorm: num_groups must divide dim, "
+                    f"got num_groups={self.num_groups}, dim={self.dim}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+
+        def vector() -> nn.Parameter | None:
+            if not config.affine:
+                return None
+            return nn.Parameter(torch.empty(config.dim, device=device, dtype=dtype))
+
+        self.weight = vector()
+        self.bias = vector() if config.center else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to 1 and the bias to 0."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim)."""
+        c = self.config
+        return functional.group_norm(
+            x,
+            c.num_groups,
+            self.weight,
+            self.bias,
+            eps=c.eps,
+            center=c.center,
+            backend=c.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The size and number of groups, for print(module)."""
+        return f"{self.config.dim}, num_groups={self.config.num_groups}, eps={self.config.eps}"
+
+
+class RMSNormGated(nn.Module):
+    """y = RMSNorm(x) w act(gate), or RMSNorm(x act(gate)) w, over groups of the last dimension.
+
+    Args:
+        config: size and options.
+        device, dtype: of the weight.
+
+    Shape:
+        x, gate (..., dim) -> (..., dim).
+
+    Reference:
+        Dao, Gu, "Transformers are SSMs", 2024, arXiv 2405.21060; Yang et al., "Gated Delta
+        Networks", 2024, arXiv 2412.06464.
+
+    Example:
+        >>> norm = RMSNormGated(RMSNormGated.Config(2, activation="sigmoid"))
+        >>> norm(torch.ones(1, 2), torch.zeros(1, 2))
+        tensor([[0.5000, 0.5000]], grad_fn=...)
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Size and options, as in functional.rms_norm_gated."""
+
+        dim: int
+        eps: float = 1e-6
+        norm_before_gate: bool = True
+        activation: str = "silu"
+        num_groups: int = 1
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.num_groups <= 0 or self.dim % self.num_groups:
+                raise ValueError(
+                    "RMSNormGated: num_groups must divide dim, "
+                    f"got num_groups={self.num_groups}, dim={self.dim}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x, gate (..., dim) -> (..., dim)."""
+        c = self.config
+        return functional.rms_norm_gated(
+            x,
+            gate,
+            self.weight,
+            eps=c.eps,
+            norm_before_gate=c.norm_before_gate,
+            activation=c.activation,
+            num_groups=c.num_groups,
+            backend=c.backend,
         )
 
     def extra_repr(self) -> str:

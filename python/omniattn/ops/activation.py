@@ -14,15 +14,18 @@ from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 __all__ = ["ACTIVATIONS", "glu"]
 
 #: Name of an activation -> its number in csrc/kernels/activation/activation.h.
-ACTIVATIONS = {"identity": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
-
-_FORMULAS = {
-    0: reference.bilinear,
-    1: reference.reglu,
-    2: reference.swiglu,
-    3: reference.geglu,
-    4: lambda gate, up: reference.geglu(gate, up, approximate="tanh"),
+ACTIVATIONS = {
+    "identity": 0,
+    "relu": 1,
+    "silu": 2,
+    "gelu": 3,
+    "gelu_tanh": 4,
+    "sigmoid": 5,
+    "quick_gelu": 6,
+    "relu_squared": 7,
 }
+
+_NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
 _backward_op = torch.ops.omniattn.glu_backward.default
 
@@ -56,7 +59,7 @@ glu = DifferentiableOp(
     fake=_fake,
     save=lambda args, output: (args[:2], args[2]),
     backward=_backward,
-    formula=lambda gate, up, act: _FORMULAS[act](gate, up),
+    formula=lambda gate, up, act: reference.gated_activation(gate, up, _NAMES[act]),
     restore=lambda saved, act: (*saved, act),
 )
 

@@ -4,12 +4,21 @@ Same signatures as `omniattn.functional` without `backend`; differentiable; half
 fp32 and are rounded once, fp32 and fp64 compute in their own dtype.
 """
 
-from omniattn.reference.activation import bilinear, geglu, reglu, swiglu
+from omniattn.reference.activation import (
+    activate,
+    bilinear,
+    gated_activation,
+    geglu,
+    glu,
+    reglu,
+    swiglu,
+)
 from omniattn.reference.attention import attention, scaled_dot_product_attention
+from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import cross_entropy, linear_cross_entropy
 from omniattn.reference.moe import moe_experts
-from omniattn.reference.norm import layer_norm, rms_norm
+from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.reference.positions import (
     alibi_bias,
     alibi_slopes,
@@ -25,6 +34,7 @@ from omniattn.reference.rope import (
     apply_rotary,
     axial_frequencies,
     mrope_axes,
+    qk_norm_rotary,
     rope_frequencies,
     rotary_tables,
 )
@@ -49,6 +59,7 @@ __all__ = [
     "NTKScaling",
     "RopeScaling",
     "YarnScaling",
+    "activate",
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
@@ -56,19 +67,26 @@ __all__ = [
     "axial_frequencies",
     "bilinear",
     "cross_entropy",
+    "gated_activation",
     "geglu",
+    "glu",
+    "glu_mlp",
     "grid_positions",
+    "group_norm",
     "interpolate_grid",
     "interpolate_positions",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "masked_positions",
+    "mlp",
     "moe_experts",
     "mrope_axes",
     "packed_positions",
+    "qk_norm_rotary",
     "reglu",
     "rms_norm",
+    "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
     "scaled_dot_product_attention",

@@ -10,32 +10,53 @@ import torch.nn.functional as F
 
 from omniattn.reference.precision import widen
 
+#: Activations by name, on fp32 or fp64.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu_squared": lambda x: F.relu(x).square(),
+}
 
-def _glu(
-    act: Callable[[torch.Tensor], torch.Tensor], gate: torch.Tensor, up: torch.Tensor | None
-) -> torch.Tensor:
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(x) with an activation of `ACTIVATIONS`."""
+    return ACTIVATIONS[activation](widen(x)).to(x.dtype)
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(gate) * up with an activation of `ACTIVATIONS`."""
     if up is None:
         gate, up = gate.chunk(2, -1)
-    return (act(widen(gate)) * widen(up)).to(gate.dtype)
+    return (ACTIVATIONS[activation](widen(gate)) * widen(up)).to(gate.dtype)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) * up."""
-    return _glu(F.silu, gate, up)
+    return gated_activation(gate, up, "silu")
 
 
 def geglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
     """gelu(gate) * up, with erf or with `approximate="tanh"` (as torch.nn.functional.gelu)."""
-    return _glu(lambda g: F.gelu(g, approximate=approximate), gate, up)
+    return gated_activation(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def reglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """relu(gate) * up."""
-    return _glu(F.relu, gate, up)
+    return gated_activation(gate, up, "relu")
 
 
 def bilinear(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """gate * up."""
-    return _glu(lambda g: g, gate, up)
+    return gated_activation(gate, up, "identity")
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """sigmoid(gate) * up."""
+    return gated_activation(gate, up, "sigmoid")

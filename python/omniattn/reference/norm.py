@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, with an optional residual added first.
+"""RMSNorm and LayerNorm over the last dimension or groups of it.
 
 With `residual`, h = x + residual is rounded to the dtype, the statistics use the rounded value and
 (norm(h), h) is returned, so that the fused form equals the unfused one.
@@ -6,6 +6,7 @@ With `residual`, h = x + residual is rounded to the dtype, the statistics use th
 
 import torch
 
+from omniattn.reference.activation import ACTIVATIONS
 from omniattn.reference.precision import widen
 
 
@@ -50,3 +51,49 @@ def layer_norm(
         y = y + widen(bias)
     y = y.to(x.dtype)
     return y if residual is None else (y, h)
+
+
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+) -> torch.Tensor:
+    """Each of `num_groups` parts (heads) of x (..., N) normalised alone, then weight and bias (N,).
+
+    LayerNorm of the parts, or RMSNorm without `center`.
+    """
+    parts = widen(x).unflatten(-1, (num_groups, x.shape[-1] // num_groups))
+    if center:
+        parts = parts - parts.mean(-1, keepdim=True)
+    y = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    if weight is not None:
+        y = y * widen(weight)
+    if bias is not None:
+        y = y + widen(bias)
+    return y.to(x.dtype)
+
+
+def rms_norm_gated(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    num_groups: int = 1,
+) -> torch.Tensor:
+    """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; over each of `num_groups` parts
+    of x, gate (..., N)."""
+    factor = ACTIVATIONS[activation](widen(gate))
+    wide = widen(x)
+    weight = None if weight is None else widen(weight)
+    if norm_before_gate:
+        y = group_norm(wide, num_groups, weight, eps=eps, center=False) * factor
+    else:
+        y = group_norm(wide * factor, num_groups, weight, eps=eps, center=False)
+    return y.to(x.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from omniattn.reference.norm import rms_norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
 
@@ -121,3 +122,37 @@ def apply_rotary(
         return x.copy_(y) if inplace else y
 
     return turn(q), None if k is None else turn(k)
+
+
+def qk_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    positions: torch.Tensor | int | None = None,
+    rotary_start: int = 0,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight), rounded once."""
+
+    def turn(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        wide = widen(x)
+        normed = rms_norm(wide, None if weight is None else widen(weight), eps=eps, offset=offset)
+        assert isinstance(normed, torch.Tensor)
+        y, _ = apply_rotary(
+            normed,
+            None,
+            cos,
+            sin,
+            positions=positions,
+            rotary_start=rotary_start,
+            interleaved=interleaved,
+        )
+        return y.to(x.dtype)
+
+    return turn(q, q_weight), None if k is None else turn(k, k_weight)

@@ -31,7 +31,17 @@ def registry() -> dict[str, OpSpec]:
     """All OpSpecs by name."""
     return {
         spec.name: spec
-        for spec in (*_attention(), *_norms(), _rotary(), *_glus(), *_gemms(), _moe(), _top_k())
+        for spec in (
+            *_attention(),
+            *_norms(),
+            _rotary(),
+            _qk_norm(),
+            *_glus(),
+            *_ffns(),
+            *_gemms(),
+            _moe(),
+            _top_k(),
+        )
     }
 
 
@@ -234,7 +244,7 @@ def _rows(label: str, M: int, N: int, tensors: tuple[str, ...] = (), **options: 
 
 def _norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     m, n = case.sizes["M"], case.sizes["N"]
-    shapes = {"x": (m, n), "weight": (n,), "bias": (n,), "residual": (m, n)}
+    shapes = {"x": (m, n), "weight": (n,), "bias": (n,), "residual": (m, n), "gate": (m, n)}
     return {name: random.normal(*shapes[name]) for name in ("x", *case.tensors)}
 
 
@@ -249,7 +259,7 @@ def _element_flops(per_element: int) -> Callable[[Case, Pass], float]:
     return flops
 
 
-def _norms() -> tuple[OpSpec, OpSpec]:
+def _norms() -> tuple[OpSpec, ...]:
     sizes = [(3, 1), (5, 63), (4, 64), (7, 65), (33, 100), (64, 1024), (3, 4097), (700, 48)]
     empties = [(0, 8), (3, 0)]
     speed = (2048, 1024)
@@ -294,7 +304,64 @@ def _norms() -> tuple[OpSpec, OpSpec]:
         ),
         benchmarks=(Benchmark(_rows("plain", *speed, ("weight", "bias")), (F32, BF16), TRAINING),),
     )
-    return rms, layer
+    groups = tuple(
+        _rows("groups", m, n, ("weight", "bias"), num_groups=g)
+        for m, n, g in [(5, 63, 3), (7, 130, 2), (33, 256, 4), (300, 48, 6), (0, 8, 2), (3, 0, 1)]
+    )
+    group = OpSpec(
+        name="group_norm",
+        family="norm",
+        cuda="emulated",
+        paper="Wu and He 2018, arXiv 1803.08494",
+        inputs=_norm_inputs,
+        differentiable=("x", "weight", "bias"),
+        flops=_element_flops(6),
+        second_order=True,
+        rivals=rivals.GROUP_NORM,
+        cases=(
+            _rows("tiny", 3, 6, ("weight", "bias"), num_groups=2),
+            *groups,
+            _rows("bare", 17, 130, num_groups=13, eps=1e-3),
+            _rows("rms", 17, 130, ("weight",), num_groups=2, center=False),
+            _rows("long", 3, 5000, ("bias",), num_groups=1),
+        ),
+        benchmarks=(
+            Benchmark(
+                _rows("heads", 2048, 1024, ("weight", "bias"), num_groups=16), (F32, BF16), TRAINING
+            ),
+        ),
+    )
+    gated = OpSpec(
+        name="rms_norm_gated",
+        family="norm",
+        cuda="emulated",
+        paper="Dao and Gu 2024, arXiv 2405.21060",
+        inputs=_norm_inputs,
+        differentiable=("x", "gate", "weight"),
+        flops=_element_flops(10),
+        second_order=True,
+        rivals=rivals.RMS_NORM_GATED,
+        cases=(
+            _rows("tiny", 3, 6, ("gate", "weight"), num_groups=2, norm_before_gate=False),
+            *(
+                _rows("after", m, n, ("gate", "weight"))
+                for m, n in [(5, 63), (4, 64), (33, 100), (64, 1024), (3, 4097), (0, 8), (3, 0)]
+            ),
+            _rows("before", 33, 130, ("gate", "weight"), norm_before_gate=False),
+            _rows("beforegroups", 33, 256, ("gate",), norm_before_gate=False, num_groups=4),
+            _rows("sigmoid", 17, 96, ("gate", "weight"), activation="sigmoid", num_groups=3),
+            _rows("sigmoidbefore", 9, 64, ("gate",), activation="sigmoid", norm_before_gate=False),
+        ),
+        benchmarks=(
+            Benchmark(_rows("after", *speed, ("gate", "weight")), (F32, BF16), TRAINING),
+            Benchmark(
+                _rows("before", *speed, ("gate", "weight"), norm_before_gate=False),
+                (F32, BF16),
+                TRAINING,
+            ),
+        ),
+    )
+    return rms, layer, group, gated
 
 
 def _heads(
@@ -327,6 +394,13 @@ def _rotary_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         made["positions"] = random.integers(t, b, t)
     if "short positions" in case.tensors:
         made["positions"] = random.integers(t, t).to(torch.int16)
+    return made
+
+
+def _qk_norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    made = _rotary_inputs(case, random)
+    if "weights" in case.tensors:
+        made |= {name: random.normal(case.sizes["D"]) for name in ("q_weight", "k_weight")}
     return made
 
 
@@ -374,6 +448,34 @@ def _rotary() -> OpSpec:
     )
 
 
+def _qk_norm() -> OpSpec:
+    weights = ("weights",)
+    return OpSpec(
+        name="qk_norm_rotary",
+        family="rope",
+        paper="Henry et al. 2020, arXiv 2010.04245",
+        inputs=_qk_norm_inputs,
+        differentiable=("q", "k", "q_weight", "k_weight"),
+        flops=_rotary_flops,
+        second_order=True,
+        rivals=rivals.QK_NORM_ROTARY,
+        cases=(
+            _heads("tiny", 1, 2, 2, 1, 6, 4, weights),
+            _heads("half", 2, 63, 4, 2, 64, None, weights),
+            _heads("interleaved", 2, 65, 4, 2, 64, None, weights, interleaved=True),
+            _heads("partial", 2, 33, 3, 1, 40, 10, weights, rotary_start=17, offset=1.0),
+            _heads("partialpairs", 2, 33, 3, 1, 41, 10, weights, interleaved=True),
+            _heads("bare", 1, 5, 2, 2, 130, eps=1e-3),
+            _heads("positions", 2, 30, 2, 1, 32, None, ("positions", *weights)),
+            _heads("offset", 2, 1, 2, 1, 32, None, ("long tables", *weights), positions=77),
+            _heads("empty", 2, 0, 4, 2, 64, None, weights),
+        ),
+        benchmarks=(
+            Benchmark(_heads("half", 1, 2048, 16, 4, 128, None, weights), (F32, BF16), TRAINING),
+        ),
+    )
+
+
 def _glu_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     m, n = case.sizes["M"], case.sizes["N"]
     if "packed" in case.tensors:
@@ -392,7 +494,7 @@ def _glus() -> tuple[OpSpec, ...]:
         for label, tensors in (("pair", ()), ("packed", ("packed",)))
     )
     speed = (Benchmark(_rows("pair", 2048, 1024), (F32, BF16), TRAINING),)
-    rows = {"swiglu": (), "geglu": tanh, "reglu": (), "bilinear": ()}
+    rows = {"swiglu": (), "geglu": tanh, "reglu": (), "glu": (), "bilinear": ()}
     return tuple(
         OpSpec(
             name=name,
@@ -409,6 +511,103 @@ def _glus() -> tuple[OpSpec, ...]:
         )
         for name, extra in rows.items()
     )
+
+
+# feed-forward layers ------------------------------------------------------------------------------
+
+
+def _ffn(
+    label: str,
+    M: int,
+    K: int,
+    F: int,
+    N: int | None = None,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    return Case(label, {"M": M, "K": K, "F": F, "N": K if N is None else N}, tensors, options)
+
+
+def _ffn_inputs(gated: bool) -> Callable[[Case, Random], dict[str, Tensor]]:
+    def inputs(case: Case, random: Random) -> dict[str, Tensor]:
+        m, k, f, n = (case.sizes[s] for s in "MKFN")
+        scale = max(k, 1) ** -0.5, max(f, 1) ** -0.5
+        shapes = {"gate_bias": (f,), "up_bias": (f,), "down_bias": (n,)}
+        made = {"x": random.normal(m, k)}
+        if gated:
+            made["gate_weight"] = random.normal(f, k) * scale[0]
+        made |= {
+            "up_weight": random.normal(f, k) * scale[0],
+            "down_weight": random.normal(n, f) * scale[1],
+        }
+        if "biases" in case.tensors:
+            made |= {b: random.normal(*s) for b, s in shapes.items() if gated or b != "gate_bias"}
+        return made | ({"seed": torch.tensor([7, 3])} if "seed" in case.tensors else {})
+
+    return inputs
+
+
+def _ffn_flops(projections: int) -> Callable[[Case, Pass], float]:
+    def flops(case: Case, pass_: Pass) -> float:
+        m, k, f, n = (case.sizes[s] for s in "MKFN")
+        passes = {"forward": 1, "backward": 2, "forward+backward": 3}[pass_]
+        return 2.0 * m * f * (projections * k + n) * passes
+
+    return flops
+
+
+def _ffns() -> tuple[OpSpec, OpSpec]:
+    sizes = [(1, 1, 1, 1), (33, 65, 100, 63), (5, 300, 17, 40), (0, 5, 6, 7), (5, 6, 7, 0)]
+    cases = (
+        _ffn("tiny", 2, 3, 4, 5, ("biases",)),
+        _ffn("plain", 64, 64, 128),
+        *(_ffn("offtile", m, k, f, n, ("biases",)) for m, k, f, n in sizes),
+        _ffn("recompute", 33, 48, 80, None, ("biases",), recompute=True),
+        _ffn("dropout", 33, 48, 80, None, ("seed",), dropout_p=0.3),
+        *(
+            _ffn(name, 17, 33, 40, None, (), activation=name)
+            for name in ("relu", "gelu", "gelu_tanh", "sigmoid", "quick_gelu", "relu_squared")
+        ),
+    )
+    shared: dict[str, Any] = {
+        "family": "ffn",
+        "cuda": "emulated",
+        "second_order": True,
+        "chooses": True,
+        "cases": cases,
+    }
+    glu_mlp = OpSpec(
+        name="glu_mlp",
+        paper="Shazeer 2020, arXiv 2002.05202",
+        inputs=_ffn_inputs(True),
+        differentiable=(
+            "x",
+            "gate_weight",
+            "up_weight",
+            "down_weight",
+            "gate_bias",
+            "up_bias",
+            "down_bias",
+        ),
+        flops=_ffn_flops(2),
+        rivals=rivals.GLU_MLP,
+        benchmarks=(
+            Benchmark(_ffn("swiglu", 2048, 512, 1408), (F32,), EACH, "compute"),
+            Benchmark(_ffn("swiglu", 2048, 512, 1408), (BF16,), TRAINING, "compute"),
+        ),
+        **shared,
+    )
+    mlp = OpSpec(
+        name="mlp",
+        paper="Vaswani et al. 2017, arXiv 1706.03762",
+        inputs=_ffn_inputs(False),
+        differentiable=("x", "up_weight", "down_weight", "up_bias", "down_bias"),
+        flops=_ffn_flops(1),
+        rivals=rivals.MLP,
+        benchmarks=(Benchmark(_ffn("gelu", 2048, 512, 2048), (F32,), TRAINING, "compute"),),
+        **shared,
+    )
+    return glu_mlp, mlp
 
 
 # gemm and losses ----------------------------------------------------------------------------------

@@ -24,12 +24,17 @@ __all__ = [
     "ATTENTION",
     "CROSS_ENTROPY",
     "GLU",
+    "GLU_MLP",
+    "GROUP_NORM",
     "LAYER_NORM",
     "LINEAR",
     "LINEAR_CROSS_ENTROPY",
+    "MLP",
     "MOE",
     "ON_GPU",
+    "QK_NORM_ROTARY",
     "RMS_NORM",
+    "RMS_NORM_GATED",
     "ROTARY",
     "SDPA",
     "TOP_K",
@@ -178,6 +183,38 @@ def _layer_norm(
     return y if residual is None else (y, h)
 
 
+def _group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+) -> Tensor:
+    _lacks(rms=not center)
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
+def _rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    num_groups: int = 1,
+) -> Tensor:
+    """Mamba-2's and Qwen3-Next's layers: fp32 throughout."""
+    factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.float())
+    v = x.float() if norm_before_gate else x.float() * factor
+    parts = v.unflatten(-1, (num_groups, -1))
+    y = F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(-2)
+    y = y if weight is None else y * weight.float()
+    return (y * factor if norm_before_gate else y).to(x.dtype)
+
+
 def _hf_rotary(
     q: Tensor,
     k: Tensor,
@@ -212,6 +249,30 @@ def _rotate_every_two(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
+def _hf_qk_norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    positions: Tensor | int | None = None,
+    rotary_start: int = 0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Qwen3's: a norm per head, then the rotation."""
+    q, k = (
+        F.rms_norm(x, x.shape[-1:], w if w is None or not offset else w + offset, eps)
+        for x, w in ((q, q_weight), (k, k_weight))
+    )
+    return _hf_rotary(
+        q, k, cos, sin, positions=positions, rotary_start=rotary_start, interleaved=interleaved
+    )
+
+
 def _rotate_half(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)
@@ -227,6 +288,56 @@ def _glu(activation: Function) -> dict[str, Function]:
         return act * up
 
     return {"aten": glu, "compiled": _compiled(glu)}
+
+
+def _activation(name: str) -> Function:
+    table: dict[str, Function] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+        "sigmoid": torch.sigmoid,
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "relu_squared": lambda x: F.relu(x).square(),
+    }
+    return table[name]
+
+
+def _glu_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    _lacks(seeded_dropout=dropout_p, recompute=recompute)
+    gate = _activation(activation)(F.linear(x, gate_weight, gate_bias))
+    return F.linear(gate * F.linear(x, up_weight, up_bias), down_weight, down_bias)
+
+
+def _mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    _lacks(seeded_dropout=dropout_p, recompute=recompute)
+    return F.linear(
+        _activation(activation)(F.linear(x, up_weight, up_bias)), down_weight, down_bias
+    )
 
 
 def _cross_entropy(
@@ -337,13 +448,17 @@ SDPA = {
     "aten": F.scaled_dot_product_attention,
     "math": _held_to(SDPBackend.MATH, F.scaled_dot_product_attention),
 }
+GROUP_NORM = {"aten": _group_norm, "compiled": _compiled(_group_norm)}
 RMS_NORM = {"aten": _rms_norm, "compiled": _compiled(_rms_norm)}
+RMS_NORM_GATED = {"hf": _rms_norm_gated, "compiled": _compiled(_rms_norm_gated)}
 LAYER_NORM = {"aten": _layer_norm, "compiled": _compiled(_layer_norm)}
 ROTARY = {"hf": _hf_rotary, "compiled": _compiled(_hf_rotary)}
+QK_NORM_ROTARY = {"hf": _hf_qk_norm_rotary, "compiled": _compiled(_hf_qk_norm_rotary)}
 GLU = {
     "swiglu": _glu(F.silu),
     "geglu": _glu(F.gelu),
     "reglu": _glu(F.relu),
+    "glu": _glu(torch.sigmoid),
     "bilinear": _glu(lambda gate: gate),
 }
 CROSS_ENTROPY = {"aten": _cross_entropy, "compiled": _compiled(_cross_entropy)}
@@ -352,6 +467,8 @@ LINEAR_CROSS_ENTROPY = {
     "chunked": _chunked_linear_cross_entropy,
     "compiled": _compiled(_linear_cross_entropy),
 }
+GLU_MLP = {"aten": _glu_mlp, "compiled": _compiled(_glu_mlp)}
+MLP = {"aten": _mlp, "compiled": _compiled(_mlp)}
 LINEAR = {"aten": F.linear}
 MOE = {"loop": _experts_loop, "grouped": _experts_grouped}
 TOP_K = {"sort": _sorted_top_k, "aten": _unstable_top_k}

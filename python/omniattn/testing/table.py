@@ -1,4 +1,4 @@
-"""The README's table of supported ops, from the registry.
+"""The README's tables of supported ops and variants.
 
 python -m omniattn.testing.table [--check] [README.md]
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 from omniattn.config import CPU_ISAS
 from omniattn.testing.registry import registry
 from omniattn.testing.spec import SHORT_DTYPE, OpSpec
+from omniattn.testing.variants import VARIANTS, Variant
 
-__all__ = ["replace_block", "support_table"]
+__all__ = ["replace_block", "support_table", "variant_table"]
 
 _HEAD = """\
 | op | dtypes | forward | backward | second order | CPU | CUDA | paper |
@@ -31,6 +32,17 @@ def support_table() -> str:
     """One row per OpSpec."""
     rows = [_row(spec) for spec in registry().values()]
     return "\n".join([_HEAD, *rows, "", _NOTE])
+
+
+def variant_table() -> str:
+    """One row per published form."""
+    rows = [_variant_row(variant) for variant in VARIANTS]
+    return "\n".join(["| form | functions, modules, scalings | paper |", "|---|---|---|", *rows])
+
+
+def _variant_row(variant: Variant) -> str:
+    names = ", ".join(f"`{name}`" for name in variant.names)
+    return f"| {variant.form} | {names} | {variant.paper} |"
 
 
 def _row(spec: OpSpec) -> str:
@@ -63,6 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     text = args.readme.read_text()
     wanted = replace_block(text, "support table", support_table())
+    wanted = replace_block(wanted, "variant table", variant_table())
     if args.check:
         hint = f"{args.readme} is out of date: run python -m omniattn.testing.table"
         sys.exit(hint if text != wanted else 0)

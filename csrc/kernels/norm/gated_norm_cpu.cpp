@@ -1,0 +1,178 @@
+// Gated and grouped normalisation, see gated_norm.h.
+#include "kernels/norm/gated_norm.h"
+
+#include "kernels/activation/activate.h"
+#include "runtime/dispatch.h"
+#include "runtime/row.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr Order kAny = Order::any;
+
+template <Activation kAct, class V>
+OMNIATTN_INLINE V gate_of(V z) {
+  return lanewise([](auto x) { return activate<kAct>(x).value; }, z);
+}
+template <Activation kAct, class V>
+OMNIATTN_INLINE V gate_slope(V z) {
+  return lanewise([](auto x) { return activate<kAct>(x).slope; }, z);
+}
+
+// What is normalised, of one group.
+template <class T, GatePlace kPlace, Activation kAct>
+struct Normalised {
+  const T *x, *z;
+
+  OMNIATTN_INLINE auto load(int64_t i, auto part) const {
+    if constexpr (kPlace == GatePlace::before) {
+      return part.load(x + i) * gate_of<kAct>(part.load(z + i));
+    } else {
+      return part.load(x + i);
+    }
+  }
+};
+
+// weight or 1.
+template <class T>
+OMNIATTN_INLINE auto weight_at(const T* weight, int64_t i, auto part) {
+  using V = decltype(part.load(weight));
+  return weight != nullptr ? part.load(weight + i) : V(compute_t<T>(1));
+}
+
+template <class T, GatePlace kPlace, Activation kAct>
+OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_t group) {
+  using C = compute_t<T>;
+  const int64_t n = p.cols, first = group * n;
+  const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
+  const T* const z = static_cast<const T*>(p.z) + row * p.z_stride + first;
+  const Normalised<T, kPlace, kAct> v{static_cast<const T*>(p.x) + row * p.x_stride + first, z};
+  const T* const weight = p.weight ? static_cast<const T*>(p.weight) + first : nullptr;
+  const T* const bias = p.bias ? static_cast<const T*>(p.bias) + first : nullptr;
+  T* const y = static_cast<T*>(p.y) + (row * p.groups + group) * n;
+
+  C mean = 0;
+  if (p.center) {
+    mean = inverse_n * row_sum<T, kAny>(n, [&](int64_t i, auto part) { return v.load(i, part); });
+  }
+  const C variance = inverse_n * row_sum<T, kAny>(n, [&](int64_t i, auto part) {
+                       const auto d = v.load(i, part) - mean;
+                       return d * d;
+                     });
+  const C rstd = C(1) / sqrt(Vec<C>(variance + static_cast<C>(p.eps))).v[0];
+  for_row<T, kAny>(n, [&](int64_t i, auto part) {
+    auto out = (v.load(i, part) - mean) * rstd * weight_at(weight, i, part);
+    if (bias != nullptr) out += part.load(bias + i);
+    if constexpr (kPlace == GatePlace::after) out = out * gate_of<kAct>(part.load(z + i));
+    part.store(y + i, out);
+  });
+  if (p.stats != nullptr) {
+    C* const stats = static_cast<C*>(p.stats) + (row * p.groups + group) * 2;
+    stats[0] = mean;
+    stats[1] = rstd;
+  }
+}
+
+// With xh = (v - mean) rstd, g = grad_y, times act(z) if it gates afterwards, and m = g weight:
+//   dv = rstd (m - avg(m) [if centred] - xh avg(m xh))
+//   dweight += g xh, dbias += g
+//   before:  dx = dv act(z), dz = dv x act'(z)
+//   after:   dx = dv,        dz = grad_y (xh weight + bias) act'(z)
+template <class T, GatePlace kPlace, Activation kAct>
+OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<T>* dweight,
+                                    compute_t<T>* dbias, int64_t row, int64_t group) {
+  using C = compute_t<T>;
+  const int64_t n = p.cols, first = group * n;
+  const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
+  const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride + first;
+  const T* const x = static_cast<const T*>(p.x) + row * p.x_stride + first;
+  const T* const z = static_cast<const T*>(p.z) + row * p.z_stride + first;
+  const Normalised<T, kPlace, kAct> v{x, z};
+  const T* const weight = p.weight ? static_cast<const T*>(p.weight) + first : nullptr;
+  const T* const bias = p.bias ? static_cast<const T*>(p.bias) + first : nullptr;
+  T* const dx = static_cast<T*>(p.dx) + (row * p.groups + group) * n;
+  T* const dz = static_cast<T*>(p.dz) + (row * p.groups + group) * n;
+  const C* const stats = static_cast<const C*>(p.stats) + (row * p.groups + group) * 2;
+  const C mean = stats[0], rstd = stats[1];
+  C* const dw = dweight ? dweight + first : nullptr;
+  C* const db = dbias ? dbias + first : nullptr;
+
+  const auto upstream = [&](int64_t i, auto part) {
+    if constexpr (kPlace == GatePlace::after) {
+      return part.load(gy + i) * gate_of<kAct>(part.load(z + i));
+    } else {
+      return part.load(gy + i);
+    }
+  };
+  RowSum<C> m_d, m_sum;
+  for_row_by_four<T, kAny>(n, [&](int64_t i, auto part, int k) {
+    const auto m = upstream(i, part) * weight_at(weight, i, part);
+    m_d.add(k, part.zero_beyond(m * (v.load(i, part) - mean)));
+    m_sum.add(k, part.zero_beyond(m));
+  });
+  const C slope = m_d.total() * inverse_n * rstd * rstd;
+  const C shift = p.center ? m_sum.total() * inverse_n : C(0);
+
+  for_row<T, kAny>(n, [&](int64_t i, auto part) {
+    const auto g = upstream(i, part), w = weight_at(weight, i, part);
+    const auto d = v.load(i, part) - mean;
+    const auto dv = (g * w - shift - d * slope) * rstd;
+    if constexpr (kPlace == GatePlace::before) {
+      const auto gate = part.load(z + i);
+      part.store(dx + i, dv * gate_of<kAct>(gate));
+      part.store(dz + i, dv * part.load(x + i) * gate_slope<kAct>(gate));
+    } else {
+      part.store(dx + i, dv);
+    }
+    if constexpr (kPlace == GatePlace::after) {
+      auto normed = d * rstd * w;
+      if (bias != nullptr) normed += part.load(bias + i);
+      part.store(dz + i, part.load(gy + i) * normed * gate_slope<kAct>(part.load(z + i)));
+    }
+    if (dw != nullptr) part.store_sums(dw + i, part.load_sums(dw + i) + g * (d * rstd));
+    if (db != nullptr) part.store_sums(db + i, part.load_sums(db + i) + g);
+  });
+}
+
+// f.template operator()<T, place, act>(), for the gates that are built.
+template <class P, class F>
+void dispatch_gate(const P& p, const F& f) {
+  constexpr Activation kSilu = Activation::silu, kSigmoid = Activation::sigmoid;
+  dispatch(p.dtype, [&]<class T>(T) {
+    const bool silu = p.act == kSilu;
+    if (p.place == GatePlace::before) {
+      silu ? f.template operator()<T, GatePlace::before, kSilu>()
+           : f.template operator()<T, GatePlace::before, kSigmoid>();
+    } else if (p.place == GatePlace::after) {
+      silu ? f.template operator()<T, GatePlace::after, kSilu>()
+           : f.template operator()<T, GatePlace::after, kSigmoid>();
+    } else {
+      f.template operator()<T, GatePlace::none, kSilu>();
+    }
+  });
+}
+
+void forward_any(const GatedNormParams& p, int64_t begin, int64_t end) {
+  dispatch_gate(p, [&]<class T, GatePlace kPlace, Activation kAct> {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t g = 0; g < p.groups; ++g) forward_group<T, kPlace, kAct>(p, row, g);
+    }
+  });
+}
+void backward_any(const GatedNormBackwardParams& p, void* dweight, void* dbias, int64_t begin,
+                  int64_t end) {
+  dispatch_gate(p, [&]<class T, GatePlace kPlace, Activation kAct> {
+    auto* const dw = static_cast<compute_t<T>*>(dweight);
+    auto* const db = static_cast<compute_t<T>*>(dbias);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t g = 0; g < p.groups; ++g) backward_group<T, kPlace, kAct>(p, dw, db, row, g);
+    }
+  });
+}
+
+}  // namespace
+
+extern const GatedNormKernels gated_norm_kernels_table;
+const GatedNormKernels gated_norm_kernels_table{forward_any, backward_any};
+
+}  // namespace omniattn::OMNIATTN_ISA

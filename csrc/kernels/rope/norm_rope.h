@@ -1,0 +1,42 @@
+// RMSNorm of every head, then the rotary embedding, in one pass (QK-norm as in Qwen3 and Gemma 3):
+//
+//   y = rotate(x rstd (weight + offset)),  rstd = 1 / sqrt(avg(x^2) + eps) over the head
+//
+// Backward: the gradient turns back, g = rotate^-1(grad_y), and with m = g (weight + offset)
+//
+//   dx = rstd (m - x rstd^2 avg(m x)),  dweight = sum of g x rstd
+//
+// Computed in fp32 (fp64 for fp64), rounded once. A work item is a token with all its heads.
+#pragma once
+
+#include "kernels/rope/rope.h"
+
+namespace omniattn {
+
+struct NormRopeParams {
+  RopeParams rope;     // tensors[0]: x and y, never the same memory
+  const void* weight;  // (dim) or null
+  void* rstd;          // (batch, tokens, heads) in the compute type, or null
+  double eps, offset;
+};
+
+struct NormRopeBackwardParams {
+  RopeParams rope;  // tensors[0]: grad_y and dx
+  const void* x;    // (batch, tokens, heads, dim)
+  int64_t x_batch, x_token, x_head;
+  const void* weight;
+  const void* rstd;
+  double offset;
+};
+static_assert(std::is_trivially_copyable_v<NormRopeParams>);
+static_assert(std::is_trivially_copyable_v<NormRopeBackwardParams>);
+
+struct NormRopeKernels {
+  void (*forward)(const NormRopeParams&, int64_t begin, int64_t end);
+  // dweight, (dim) in the compute type or null, is added to.
+  void (*backward)(const NormRopeBackwardParams&, void* dweight, int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(NormRopeKernels, norm_rope_kernels)
+
+}  // namespace omniattn

@@ -1,0 +1,49 @@
+// What the normalisations share on the CPU: how rows are split, and sums over rows.
+#pragma once
+
+#include "kernels/norm/norm.h"
+
+#include <algorithm>
+
+#include "ops/parallel.h"
+#include "ops/tensor.h"
+
+namespace omniattn::ops {
+
+// Rows per task: about 16 Ki elements, so that a task costs more than handing it out.
+inline int64_t norm_grain(int64_t cols) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, cols));
+}
+
+// backward(dw, db, begin, end) for shards of the rows, each with its own sums (groups * cols) of
+// dweight and dbias in the accumulator type (null where the result is), which are then added in
+// order. Within a group the sums lie in the order that the kernel walks it (runtime/row.h).
+template <class F>
+void sum_over_rows(DType dtype, int64_t rows, int64_t groups, int64_t cols, void* dweight,
+                   void* dbias, const F& backward) {
+  const DType acc = accumulator(dtype);
+  const int64_t shards = std::clamp<int64_t>(rows / norm_grain(groups * cols), 1, 8);
+  const int64_t dw_cols = dweight ? groups * cols : 0, db_cols = dbias ? groups * cols : 0;
+  const int64_t width = dw_cols + db_cols;
+  const int64_t partial_sizes[] = {shards, width};
+  Tensor partial = empty_tensor({partial_sizes, 2}, acc);
+  torch::stable::zero_(partial);
+  char* const sums = static_cast<char*>(partial.mutable_data_ptr());
+  const int64_t size = size_of(acc);
+  parallel_shards(rows, shards, [&](int64_t s, int64_t a, int64_t b) {
+    char* const mine = sums + s * width * size;
+    backward(dweight ? mine : nullptr, dbias ? mine + dw_cols * size : nullptr, a, b);
+  });
+  const auto reduce = norm_kernels().sum_shards;
+  const auto reduce_groups = [&](const char* from, void* out) {
+    if (out == nullptr) return;
+    for (int64_t first = 0; first < groups * cols; first += cols) {
+      reduce(dtype, from + first * size, shards, width, cols,
+             static_cast<char*>(out) + first * size_of(dtype));
+    }
+  };
+  reduce_groups(sums, dweight);
+  reduce_groups(sums + dw_cols * size, dbias);
+}
+
+}  // namespace omniattn::ops

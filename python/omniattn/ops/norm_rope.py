@@ -1,0 +1,91 @@
+"""norm_rope: RMSNorm of heads and rotary embedding in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+
+__all__ = ["norm_rope"]
+
+_backward_op = torch.ops.omniattn.norm_rope_backward.default
+
+
+def _sums(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:3], dtype=_sums(x))
+
+
+@torch.library.register_fake("omniattn::norm_rope_backward")
+def _fake_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rstd: Tensor,
+    start: int,
+    interleaved: bool,
+    offset: float,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[3] if weight_grad else 0, dtype=_sums(x))
+
+
+def _backward(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    if grads[0] is None:
+        return (None,) * 9
+    start, interleaved, _, offset = kept
+    dx, dweight = _backward_op(grads[0], *saved, start, interleaved, offset, needs[1])
+    return (dx, dweight.to(dx.dtype) if needs[1] else None, *(None,) * 7)
+
+
+def _formula(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    start: int,
+    interleaved: bool,
+    eps: float,
+    offset: float,
+) -> Tensor:
+    y, _ = reference.qk_norm_rotary(
+        x,
+        None,
+        cos,
+        sin,
+        q_weight=weight,
+        eps=eps,
+        offset=offset,
+        positions=positions,
+        rotary_start=start,
+        interleaved=interleaved,
+    )
+    return y
+
+
+#: (x, weight, cos, sin, positions, start, interleaved, eps, offset) -> y
+norm_rope = DifferentiableOp(
+    "norm_rope",
+    fake=_fake,
+    save=lambda args, output: ((*args[:5], output[1]), args[5:]),
+    backward=_backward,
+    private_outputs=1,
+    formula=_formula,
+    restore=lambda saved, kept: (*saved[:5], *kept),
+)
+
+loop_over_vmap("norm_rope_backward")

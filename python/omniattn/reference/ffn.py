@@ -1,0 +1,51 @@
+"""Feed-forward layers (Vaswani et al. 2017, arXiv 1706.03762; Shazeer 2020, arXiv 2002.05202)."""
+
+import torch
+
+from omniattn.reference import philox
+from omniattn.reference.activation import activate, gated_activation
+from omniattn.reference.gemm import linear
+
+
+def _dropped(hidden: torch.Tensor, p: float, seed: torch.Tensor | None) -> torch.Tensor:
+    if p == 0.0:
+        return hidden
+    keep = philox.elementwise_keep(hidden.shape, p, philox.new_seed() if seed is None else seed)
+    return torch.where(keep.to(hidden.device), hidden / (1 - p), 0).to(hidden.dtype)
+
+
+def mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """y = dropout(act(x W_up^T + b_up)) W_down^T + b_down; x (..., d), W_up (F, d)."""
+    hidden = activate(linear(x, up_weight, up_bias), activation)
+    return linear(_dropped(hidden, dropout_p, seed), down_weight, down_bias)
+
+
+def glu_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """y = dropout(act(x W_gate^T) * x W_up^T) W_down^T, with biases; x (..., d), W_up (F, d)."""
+    gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
+    hidden = gated_activation(gate, up, activation)
+    return linear(_dropped(hidden, dropout_p, seed), down_weight, down_bias)
