@@ -17,11 +17,20 @@ namespace {
 using namespace omniattn;
 using namespace omniattn::ops;
 
-// Neither is called without queries, nor without keys unless there are sinks. The second one has
+// One sequence of a packed or cached batch: rows [q_begin, q_begin + tq) and [k_begin, k_begin +
+// tk) of batch entry `row`; side tensors and the bias have its number b.
+struct Sequence {
+  int64_t b, row, q_begin, tq, k_begin, tk;
+};
+using Sequences = std::vector<Sequence>;
+
+// The problem is the whole batch, or with `sequences` what they select of it (then problem.batch is
+// their number, and problem.tq and problem.tk bound their lengths). Neither is called without
+// queries, nor without keys unless there are sinks. The second one has
 // `splits` and the parts to set, and adds to zeros behind grad_bias, grad_table, grad_sinks and
 // grad_head_scale.
-void run_forward(AttentionForwardParams f);
-void run_backward(AttentionBackwardParams b);
+void run_forward(AttentionForwardParams f, const Sequences& sequences);
+void run_backward(AttentionBackwardParams b, const Sequences& sequences);
 
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
@@ -83,6 +92,8 @@ struct Call {
   AttentionProblem p;
   Tensors kept;
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;
+  bool is_packed = false;
+  Sequences sequences;
 };
 
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
@@ -144,6 +155,8 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
       rule.second_stride_b = keys.stride(0);
       return;
     }
+    case SideTensor::layout:
+      fail(op, "a layout must be the first mask rule, and the only one");
     case SideTensor::blocks: {
       const Tensor codes = keep_rows(call, side_tensor(op, "blocks", aux, index, ScalarType::Int));
       const ScoreStrides s = score_strides(
@@ -164,14 +177,84 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
   }
 }
 
+#if defined(OMNIATTN_CUDA)
+void decode_layout(const char* op, Call&, MaskKind, const Ints&, const Tensors&) {
+  fail(op, "packed and cached batches are supported on the CPU only");
+}
+#else
+// Row numbers of a layout: `count` integers in [0, limit].
+Ints read_rows(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
+  const bool wide = t.scalar_type() == ScalarType::Long;
+  require(is_here(t) && (wide || t.scalar_type() == ScalarType::Int), op, name,
+          " must be int32 or int64 on ", kDeviceName);
+  require_sizes(op, name, t, {&count, 1});
+  Ints rows(static_cast<size_t>(count));
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = wide ? static_cast<const int64_t*>(t.const_data_ptr())[n * t.stride(0)]
+                             : static_cast<const int32_t*>(t.const_data_ptr())[n * t.stride(0)];
+    require(row >= 0 && row <= limit, op, name, " must lie in [0, ", limit, "], got ", row);
+    rows[static_cast<size_t>(n)] = row;
+  }
+  return rows;
+}
+
+// Boundaries of packed sequences of at most `longest` rows.
+Ints read_boundaries(const char* op, const char* name, const Tensor& t, int64_t rows,
+                     int64_t longest) {
+  require(t.dim() == 1 && t.size(0) >= 1, op, name, " must have shape (N + 1,)");
+  const Ints found = read_rows(op, name, t, t.size(0), rows);
+  for (size_t n = 1; n < found.size(); ++n) {
+    const int64_t length = found[n] - found[n - 1];
+    require(length >= 0 && length <= longest, op, name, " must grow by 0 to ", longest, ", got ",
+            found[n - 1], " then ", found[n]);
+  }
+  return found;
+}
+
+// Reads the layout rule that `code` holds; the problem gets a batch of sequences.
+void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
+                   const Tensors& aux) {
+  AttentionProblem& p = call.p;
+  if (kind == MaskKind::cached) {
+    const Ints lengths = read_rows(op, "lengths", side_tensor(op, aux, code[3]), p.batch, p.tk);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      call.sequences.push_back({b, b, 0, p.tq, 0, lengths[static_cast<size_t>(b)]});
+    }
+    return;
+  }
+  require(p.batch == 1, op, "packed sequences must have B = 1, got B=", p.batch);
+  call.is_packed = true;
+  const Ints q = read_boundaries(op, "cu_seqlens_q", side_tensor(op, aux, code[3]), p.tq, code[1]);
+  const Ints k =
+      read_boundaries(op, "cu_seqlens_k", side_tensor(op, aux, code[3] + 1), p.tk, code[2]);
+  require(q.size() == k.size(), op, "cu_seqlens_q and cu_seqlens_k must have the same length, got ",
+          q.size(), " and ", k.size());
+  for (size_t n = 0; n + 1 < q.size(); ++n) {
+    call.sequences.push_back(
+        {static_cast<int64_t>(n), 0, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
+  }
+  p.batch = static_cast<int64_t>(call.sequences.size());
+  p.tq = code[1];
+  p.tk = code[2];
+}
+#endif
+
 void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& aux) {
   AttentionProblem& p = call.p;
   require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
           " integers per rule, got ", mask.size());
   require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
           " mask rules are supported, got ", mask.size() / kMaskRuleInts);
+  size_t at = 0;
+  if (!mask.empty() && (mask[0] == static_cast<int64_t>(MaskKind::packed) ||
+                        mask[0] == static_cast<int64_t>(MaskKind::cached))) {
+    require(mask_parameters_fit(static_cast<MaskKind>(mask[0]), mask[1], mask[2]), op,
+            "longest sequences must be >= 0 and below 2^40, got ", mask[1], " and ", mask[2]);
+    decode_layout(op, call, static_cast<MaskKind>(mask[0]), mask, aux);
+    at = kMaskRuleInts;
+  }
   p.mask = {p.tq, p.tk, 0, {}};
-  for (size_t at = 0; at < mask.size(); at += kMaskRuleInts) {
+  for (; at < mask.size(); at += kMaskRuleInts) {
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
     require(kind >= 0 && kind < kMaskKinds, op, "mask rule must be 0 to ", kMaskKinds - 1, ", got ",
             kind);
@@ -305,6 +388,7 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
                as_heads(op, "v", v, p.dtype)};
   p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
   p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
+  p.lse_stride = p.tq;
   const int64_t k_sizes[] = {p.batch, p.tk, p.hkv, p.d}, v_sizes[] = {p.batch, p.tk, p.hkv, p.dv};
   require_sizes(op, "k", k, {k_sizes, 4});
   require_sizes(op, "v", v, {v_sizes, 4});
@@ -337,21 +421,31 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
 
 void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
 
+// Without queries, or without keys to see.
+bool has_queries(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
+bool has_work(const AttentionProblem& p) {
+  return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
+}
+
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensors aux,
                                      const OptTensor& seed, Ints mask, Ints score, Floats params) {
   const DeviceScope scope(q);
   const Call call = decode_call("attention", q, k, v, aux, seed, mask, score, params);
   const AttentionProblem& p = call.p;
-  const int64_t out_sizes[] = {p.batch, p.tq, p.hq, p.dv}, lse_sizes[] = {p.batch, p.hq, p.tq};
+  const int64_t out_sizes[] = {q.size(0), q.size(1), p.hq, p.dv};
+  const int64_t lse_sizes[] = {q.size(0), p.hq, q.size(1)};
   const Tensor out = empty_tensor({out_sizes, 4}, p.dtype);
   const Tensor lse = empty_tensor({lse_sizes, 3}, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse};
-  if (p.tk == 0 && p.sinks == nullptr) {
+  // Rows of no sequence, and all rows where there are no keys, see nothing.
+  if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, p.score.normaliser == Normaliser::softmax ? -INFINITY : 0);
-    return {out, lse};
   }
-  run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr});
+  if (has_work(p)) {
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr},
+                call.sequences);
+  }
   return {out, lse};
 }
 
@@ -363,7 +457,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   const DeviceScope scope(q);
   const Call call = decode_call(op, q, k, v, aux, seed, mask, score, params);
   const AttentionProblem& p = call.p;
-  const int64_t out_sizes[] = {p.batch, p.tq, p.hq, p.dv}, lse_sizes[] = {p.batch, p.hq, p.tq};
+  const int64_t out_sizes[] = {q.size(0), q.size(1), p.hq, p.dv};
+  const int64_t lse_sizes[] = {q.size(0), p.hq, q.size(1)};
   const Tensor out_rows = as_heads(op, "out", out, p.dtype);
   const Tensor grad_rows = as_heads(op, "grad_out", grad_out, p.dtype);
   require_sizes(op, "out", out, {out_sizes, 4});
@@ -412,11 +507,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     }
     grads.push_back(grad);
   }
-  if (p.tq > 0 && p.hq > 0 && p.batch > 0 && (p.tk > 0 || p.sinks != nullptr)) {
-    run_backward(b);
-  } else {
+  // Rows of no sequence get no gradient.
+  if (!call.sequences.empty() || !has_work(p)) {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }
+  if (has_work(p)) run_backward(b, call.sequences);
   for (size_t i = 0; i < grads.size(); ++i) {
     grads[i] = torch::stable::to(grads[i], aux[static_cast<size_t>(wanted[i])].scalar_type());
   }

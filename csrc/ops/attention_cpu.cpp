@@ -1,6 +1,10 @@
 // attention and attention_backward on the CPU: choice of kernels, memory, threads.
 #include "ops/attention.h"
 
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
 #include "ops/parallel.h"
 
 namespace {
@@ -9,10 +13,15 @@ Tensor buffer(int64_t elements, DType dtype) {
   return empty_tensor({&elements, 1}, accumulator(dtype));
 }
 
-int64_t thread_count(const AttentionProblem& p, int64_t items) {
+template <class Params>
+int64_t thread_count(const std::vector<Params>& problems, int64_t items) {
   // Small problems stay on this thread: opening the pool costs about 2 us, some 100 kFLOP.
-  const bool small = p.batch * p.hq * p.tq * p.tk * (p.d + p.dv) < 50'000;
-  return small ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
+  int64_t work = 0;
+  for (const Params& x : problems) {
+    const AttentionProblem& p = x.problem;
+    work += p.batch * p.hq * p.tq * p.tk * (p.d + p.dv);
+  }
+  return work < 50'000 ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
 }
 
 // Memory of which each thread has a part of its own.
@@ -30,27 +39,151 @@ class PerThread {
   int64_t bytes_;
 };
 
-// Items of a stage over the threads, each with a scratch of its own, and with a workspace of its
-// own where `workspace_elements` asks for one.
-template <class Params, class Kernel>
-void run_stage(Kernel kernel, const Params& params, int64_t items, int64_t scratch_elements,
-               int64_t workspace_elements = 0) {
-  if (items == 0) return;
-  const AttentionProblem& p = params.problem;
-  const int64_t threads = thread_count(p, items);
-  const PerThread scratch(threads, scratch_elements, p.dtype);
-  const PerThread workspace(threads, workspace_elements, p.dtype);
-  parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
-    Params mine = params;
+// f(problem) added up, and its largest value.
+template <class Params, class F>
+int64_t total(const std::vector<Params>& problems, const F& f) {
+  int64_t sum = 0;
+  for (const Params& x : problems) sum += f(x);
+  return sum;
+}
+template <class Params, class F>
+int64_t largest(const std::vector<Params>& problems, const F& f) {
+  int64_t found = 0;
+  for (const Params& x : problems) found = std::max(found, f(x));
+  return found;
+}
+
+// Gives each problem its own part of one workspace.
+template <class Params, class F>
+Tensor share_workspace(std::vector<Params>& problems, const F& elements) {
+  const DType dtype = problems.front().problem.dtype;
+  const Tensor memory = buffer(total(problems, elements), dtype);
+  char* next = static_cast<char*>(memory.mutable_data_ptr());
+  for (Params& x : problems) {
+    x.workspace = next;
+    next += elements(x) * size_of(accumulator(dtype));
+  }
+  return memory;
+}
+
+// Items of a stage over the threads, those of one problem after the other's, each with a scratch of
+// its thread, and with a workspace of its thread where `workspace_elements` asks for one.
+template <class Params, class Kernel, class Items>
+void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& items,
+               int64_t scratch_elements, int64_t workspace_elements = 0) {
+  std::vector<int64_t> ends;  // of the items of each problem
+  for (const Params& x : problems) ends.push_back((ends.empty() ? 0 : ends.back()) + items(x));
+  if (ends.empty() || ends.back() == 0) return;
+  const DType dtype = problems.front().problem.dtype;
+  const int64_t threads = thread_count(problems, ends.back());
+  const PerThread scratch(threads, scratch_elements, dtype);
+  const PerThread workspace(threads, workspace_elements, dtype);
+  parallel_queue(ends.back(), threads, [&](int64_t thread, int64_t item) {
+    const auto n =
+        static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
+    Params mine = problems[n];
     mine.scratch = scratch.of(thread);
-    if (workspace_elements > 0) mine.workspace = workspace.of(thread);
-    kernel(mine, item, item + 1);
+    if constexpr (requires { mine.workspace; }) {
+      if (workspace_elements > 0) mine.workspace = workspace.of(thread);
+    }
+    const int64_t local = n == 0 ? item : item - ends[n - 1];
+    kernel(mine, local, local + 1);
   });
 }
 
 // Whether whole kv heads, each with its own workspace, keep the threads busy.
-bool has_heads_enough(const AttentionProblem& p) {
-  return kv_head_items(p) >= 4 * thread_count(p, kv_head_items(p));
+template <class Params>
+bool has_heads_enough(const std::vector<Params>& problems) {
+  const int64_t items = total(problems, [](const Params& x) { return kv_head_items(x.problem); });
+  return items >= 4 * thread_count(problems, items);
+}
+
+// ---- sequences ----------------------------------------------------------------------------------
+
+template <class P>
+P* moved(P* data, int64_t elements, int64_t size) {
+  using Byte = std::conditional_t<std::is_const_v<P>, const char, char>;
+  return data == nullptr ? nullptr : static_cast<Byte*>(data) + elements * size;
+}
+
+template <class View>
+void move_rows(View& x, const Sequence& s, int64_t row, int64_t size) {
+  x.data = moved(x.data, s.row * x.stride_b + row * x.stride_t, size);
+}
+
+MaskRule rule_of(MaskRule rule, int64_t b) {
+  switch (mask_side_tensor(rule.kind)) {
+    case SideTensor::per_score:
+      rule.side = moved(rule.side, b * rule.stride_b, 1);
+      break;
+    case SideTensor::blocks:
+      rule.side = moved(rule.side, b * rule.stride_b, sizeof(int32_t));
+      break;
+    default:
+      rule.side = moved(rule.side, b * rule.stride_b, sizeof(int64_t));
+      rule.second = moved(rule.second, b * rule.second_stride_b, sizeof(int64_t));
+  }
+  return rule;
+}
+
+// A sequence as a problem of its own. Its table term ends where the longest one's does.
+AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
+  const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
+  if (is_relative(p.table.kind)) p.relative.origin = p.tk - 1 + s.tq - s.tk;
+  p.relative.data = moved(p.relative.data, s.b * p.relative.stride_b, wide);
+  p.batch = 1;
+  p.tq = s.tq;
+  p.tk = s.tk;
+  p.first_batch = s.b;
+  move_rows(p.q, s, s.q_begin, size);
+  move_rows(p.k, s, s.k_begin, size);
+  move_rows(p.v, s, s.k_begin, size);
+  p.mask.tq = s.tq;
+  p.mask.tk = s.tk;
+  for (int32_t n = 0; n < p.mask.count; ++n) p.mask.rules[n] = rule_of(p.mask.rules[n], s.b);
+  p.bias.data = moved(p.bias.data, s.b * p.bias.stride_b, size_of(p.bias.dtype));
+  return p;
+}
+
+int64_t stat_offset(const AttentionProblem& p, const Sequence& s) {
+  return s.row * p.hq * p.lse_stride + s.q_begin;
+}
+
+AttentionForwardParams of_sequence(AttentionForwardParams f, const Sequence& s) {
+  const AttentionProblem& p = f.problem;
+  move_rows(f.out, s, s.q_begin, size_of(p.dtype));
+  f.lse = moved(f.lse, stat_offset(p, s), size_of(accumulator(p.dtype)));
+  f.problem = problem_of(p, s);
+  return f;
+}
+
+AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s) {
+  const AttentionProblem& p = x.problem;
+  const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
+  move_rows(x.out, s, s.q_begin, size);
+  move_rows(x.grad_out, s, s.q_begin, size);
+  move_rows(x.grad_q, s, s.q_begin, size);
+  move_rows(x.grad_k, s, s.k_begin, size);
+  move_rows(x.grad_v, s, s.k_begin, size);
+  x.lse = moved(x.lse, stat_offset(p, s), wide);
+  x.grad_lse = moved(x.grad_lse, stat_offset(p, s), wide);
+  x.grad_bias = moved(x.grad_bias, s.b * x.grad_bias_stride_b, wide);
+  x.problem = problem_of(p, s);
+  return x;
+}
+
+// The problems of a call, the largest first: items are handed out in order.
+template <class Params>
+std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
+  if (sequences.empty()) return {x};
+  std::vector<Params> problems;
+  for (const Sequence& s : sequences) {
+    if (s.tq > 0) problems.push_back(of_sequence(x, s));
+  }
+  std::stable_sort(problems.begin(), problems.end(), [](const Params& a, const Params& b) {
+    return a.problem.tq * a.problem.tk > b.problem.tq * b.problem.tk;
+  });
+  return problems;
 }
 
 // ---- the table's term of all pairs --------------------------------------------------------------
@@ -102,24 +235,24 @@ Tensor expand_table(AttentionProblem& p) {
   return memory;
 }
 
-// Adds the planes of part_relative up, in order, to the gradient of the table.
-void gather_table(const AttentionBackwardParams& b) {
-  const AttentionProblem& p = b.problem;
+// Adds the planes (splits, B, Hq) of all problems up, in order, to the gradient of the table of the
+// whole call x.
+void gather_table(const AttentionBackwardParams& x,
+                  const std::vector<AttentionBackwardParams>& problems) {
+  const AttentionProblem& p = x.problem;
   const auto gather = [&](auto type) {
     using A = decltype(type);
-    const auto* const parts = static_cast<const A*>(b.part_relative);
-    auto* const grad = static_cast<A*>(b.grad_table);
+    auto* const grad = static_cast<A*>(x.grad_table);
     std::vector<double> sums(
         static_cast<size_t>((p.table.stride_b == 0 ? 1 : p.batch) * p.table.rows * p.hq));
-    for (int64_t split = 0; split < b.splits; ++split) {
-      for (int64_t i = 0; i < p.batch; ++i) {
-        for (int64_t h = 0; h < p.hq; ++h) {
-          const A* const part = parts + ((split * p.batch + i) * p.hq + h) * b.part_relative_plane;
-          for_plane(p, [&](int64_t e, int64_t q, int64_t k) {
-            const int64_t at = i * p.table.stride_b + table_row(p.table, q, k) * p.hq + h;
-            sums[static_cast<size_t>(at)] += table_factor(p.table, q, k) * part[e];
-          });
-        }
+    for (const AttentionBackwardParams& b : problems) {
+      for (int64_t n = 0; n < b.splits * b.problem.batch * p.hq; ++n) {
+        const A* const part = static_cast<const A*>(b.part_relative) + n * b.part_relative_plane;
+        const int64_t batch = b.problem.first_batch + n / p.hq % b.problem.batch;
+        for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
+          const int64_t row = batch * p.table.stride_b + table_row(p.table, i, k) * p.hq;
+          sums[static_cast<size_t>(row + n % p.hq)] += table_factor(p.table, i, k) * part[e];
+        });
       }
     }
     for (size_t n = 0; n < sums.size(); ++n) grad[n] = static_cast<A>(sums[n]);
@@ -137,7 +270,7 @@ void gather_heads(const AttentionProblem& p, const void* parts, void* grad) {
       for (int64_t n = 0; n < p.batch * blocks; ++n) {
         sum += static_cast<const A*>(parts)[(n / blocks * p.hq + h) * blocks + n % blocks];
       }
-      static_cast<A*>(grad)[h] = static_cast<A>(sum);
+      static_cast<A*>(grad)[h] += static_cast<A>(sum);
     }
   };
   p.dtype == DType::f64 ? gather(double{}) : gather(float{});
@@ -145,58 +278,141 @@ void gather_heads(const AttentionProblem& p, const void* parts, void* grad) {
 
 // ---- entries ------------------------------------------------------------------------------------
 
-void run_forward(AttentionForwardParams f) {
-  const Tensor table = expand_table(f.problem);
-  const AttentionProblem& p = f.problem;
-  if (takes_decode_path(p)) {
-    const Tensor workspace = buffer(decode_workspace_elements(p), p.dtype);
-    f.workspace = workspace.mutable_data_ptr();
-    const auto& kernels = attention_decode_kernels();
-    run_stage(kernels.decode, f, decode_items(p), decode_scratch_elements(p));
-    kernels.merge(f, 0, merge_items(p));
-  } else if (const auto& kernels = attention_forward_kernels(); has_heads_enough(p)) {
-    run_stage(kernels.forward_heads, f, kv_head_items(p), forward_scratch_elements(p),
-              packed_head_elements(p));
+void run_decode(std::vector<AttentionForwardParams> problems) {
+  using Params = AttentionForwardParams;
+  if (problems.empty()) return;
+  const Tensor workspace = share_workspace(
+      problems, [](const Params& x) { return decode_workspace_elements(x.problem); });
+  const auto& kernels = attention_decode_kernels();
+  run_stage(
+      kernels.decode, problems, [](const Params& x) { return decode_items(x.problem); },
+      largest(problems, [](const Params& x) { return decode_scratch_elements(x.problem); }));
+  for (const Params& x : problems) kernels.merge(x, 0, merge_items(x.problem));
+}
+
+void run_tiled(std::vector<AttentionForwardParams> problems) {
+  using Params = AttentionForwardParams;
+  if (problems.empty()) return;
+  const auto& kernels = attention_forward_kernels();
+  const int64_t scratch =
+      largest(problems, [](const Params& x) { return forward_scratch_elements(x.problem); });
+  if (has_heads_enough(problems)) {
+    run_stage(
+        kernels.forward_heads, problems, [](const Params& x) { return kv_head_items(x.problem); },
+        scratch,
+        largest(problems, [](const Params& x) { return packed_head_elements(x.problem); }));
   } else {
-    const Tensor workspace = buffer(forward_workspace_elements(p), p.dtype);
-    f.workspace = workspace.mutable_data_ptr();
-    run_stage(kernels.pack, f, pack_items(p), 0);
-    run_stage(kernels.forward, f, forward_items(p), forward_scratch_elements(p));
+    const Tensor workspace = share_workspace(
+        problems, [](const Params& x) { return forward_workspace_elements(x.problem); });
+    run_stage(kernels.pack, problems, [](const Params& x) { return pack_items(x.problem); }, 0);
+    run_stage(
+        kernels.forward, problems, [](const Params& x) { return forward_items(x.problem); },
+        scratch);
   }
 }
 
-void run_backward(AttentionBackwardParams b) {
-  const Tensor table = expand_table(b.problem);
-  const AttentionProblem& p = b.problem;
-  b.splits = backward_splits(b);
+void run_forward(AttentionForwardParams f, const Sequences& sequences) {
+  const Tensor table = expand_table(f.problem);
+  std::vector<AttentionForwardParams> tiled, decoded;
+  for (const AttentionForwardParams& x : problems_of(f, sequences)) {
+    (takes_decode_path(x.problem) ? decoded : tiled).push_back(x);
+  }
+  run_decode(std::move(decoded));
+  run_tiled(std::move(tiled));
+}
+
+// Problems that may run at the same time.
+void run_together(std::vector<AttentionBackwardParams> problems) {
+  using Params = AttentionBackwardParams;
+  const auto& kernels = attention_backward_kernels();
+  const int64_t scratch =
+      largest(problems, [](const Params& x) { return backward_scratch_elements(x); });
+  const auto has_own_heads = [](const Params& x) {
+    return x.splits == 1 && backward_owners(x) == kv_head_items(x.problem);
+  };
+  if (std::all_of(problems.begin(), problems.end(), has_own_heads) && has_heads_enough(problems)) {
+    run_stage(
+        kernels.backward_heads, problems, [](const Params& x) { return kv_head_items(x.problem); },
+        scratch, largest(problems, [](const Params& x) {
+          return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
+        }));
+  } else {
+    const Tensor workspace = share_workspace(problems, [](const Params& x) {
+      return backward_workspace_elements(x, query_rows(x.problem));
+    });
+    const auto query_blocks = [](const Params& x) { return forward_items(x.problem); };
+    run_stage(kernels.prepare, problems, query_blocks, 0);
+    run_stage(
+        kernels.backward, problems, [](const Params& x) { return backward_items(x); }, scratch);
+    run_stage(kernels.finish, problems, query_blocks, 0);
+  }
+}
+
+void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
+  const Tensor table = expand_table(x.problem);
+  const AttentionProblem& p = x.problem;
+  auto problems = problems_of(x, sequences);
+  const int64_t owners =
+      total(problems, [](const AttentionBackwardParams& b) { return backward_owners(b); });
   Tensors parts;
   const auto part = [&](int64_t elements) {
     parts.push_back(buffer(elements, p.dtype));
     return parts.back().mutable_data_ptr();
   };
-  if (b.grad_table != nullptr) {
-    b.part_relative_plane = plane_elements(p);
-    b.part_relative = part(b.splits * p.batch * p.hq * b.part_relative_plane);
-    fill(parts.back(), 0);
+  for (AttentionBackwardParams& b : problems) {
+    b.splits = backward_splits(b, owners);
+    if (b.grad_table != nullptr) {
+      b.part_relative_plane = plane_elements(p);
+      b.part_relative = part(b.splits * b.problem.batch * p.hq * b.part_relative_plane);
+      fill(parts.back(), 0);
+    }
+    if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(b.problem));
+    if (b.grad_head_scale != nullptr) b.part_head_scale = part(forward_items(b.problem));
   }
-  if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(p));
-  if (b.grad_head_scale != nullptr) b.part_head_scale = part(forward_items(p));
+  // Sequences that add to one bias gradient take turns.
+  const bool shared = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
+  if (shared && problems.size() > 1) {
+    for (const AttentionBackwardParams& b : problems) run_together({b});
+  } else if (!problems.empty()) {
+    run_together(problems);
+  }
+  if (x.grad_table != nullptr) gather_table(x, problems);
+  for (const AttentionBackwardParams& b : problems) {
+    if (b.grad_sinks != nullptr) gather_heads(b.problem, b.part_sinks, b.grad_sinks);
+    if (b.grad_head_scale != nullptr) {
+      gather_heads(b.problem, b.part_head_scale, b.grad_head_scale);
+    }
+  }
+}
 
-  const auto& kernels = attention_backward_kernels();
-  const int64_t scratch = backward_scratch_elements(b);
-  if (b.splits == 1 && backward_owners(b) == kv_head_items(p) && has_heads_enough(p)) {
-    run_stage(kernels.backward_heads, b, kv_head_items(p), scratch,
-              backward_workspace_elements(b, group_size(p) * p.tq));
-  } else {
-    const Tensor workspace = buffer(backward_workspace_elements(b, query_rows(p)), p.dtype);
-    b.workspace = workspace.mutable_data_ptr();
-    run_stage(kernels.prepare, b, forward_items(p), 0);
-    run_stage(kernels.backward, b, backward_items(b), scratch);
-    run_stage(kernels.finish, b, forward_items(p), 0);
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Tensors aux,
+                         Ints mask, Ints score, Floats params, bool sums) {
+  constexpr const char* op = "attention_weights";
+  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  AttentionProblem& p = call.p;
+  require(call.sequences.empty(), op, "packed and cached batches are not supported");
+  const int64_t lse_sizes[] = {p.batch, p.hq, p.tq};
+  require_tensor(op, "lse", lse, accumulator(p.dtype));
+  require_sizes(op, "lse", lse, {lse_sizes, 3});
+  const Tensor lse_rows = torch::stable::contiguous(lse);
+  const Tensor table = expand_table(p);
+  const int64_t sizes[] = {p.batch, p.hq, p.tq, p.tk}, sum_sizes[] = {p.batch, p.hq, p.tk};
+  const Tensor out =
+      sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
+  fill(out, 0);
+  AttentionWeightsParams w{p, lse_rows.const_data_ptr(), nullptr, nullptr, nullptr};
+  (sums ? w.sums : w.weights) = out.mutable_data_ptr();
+  if (p.tq > 0) {
+    run_stage(
+        attention_weights_kernels().weights, std::vector{w},
+        [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
+        weights_scratch_elements(p));
   }
-  if (b.grad_table != nullptr) gather_table(b);
-  if (b.grad_sinks != nullptr) gather_heads(p, b.part_sinks, b.grad_sinks);
-  if (b.grad_head_scale != nullptr) gather_heads(p, b.part_head_scale, b.grad_head_scale);
+  return out;
 }
 
 }  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, CPU, m) {
+  OMNIATTN_IMPL(m, "attention_weights", attention_weights);
+}

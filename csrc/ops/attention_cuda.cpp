@@ -13,7 +13,7 @@ void require_supported(const char* op, const AttentionProblem& p) {
           "use backend=\"reference\"");
 }
 
-void run_forward(AttentionForwardParams f) {
+void run_forward(AttentionForwardParams f, const Sequences&) {
   const AttentionProblem& p = f.problem;
   require_supported("attention", p);
   Status status;
@@ -30,7 +30,7 @@ void run_forward(AttentionForwardParams f) {
   require_launched("attention", status);
 }
 
-void run_backward(AttentionBackwardParams b) {
+void run_backward(AttentionBackwardParams b, const Sequences&) {
   constexpr const char* op = "attention_backward";
   require_supported(op, b.problem);
   const int64_t rows = query_rows(b.problem);

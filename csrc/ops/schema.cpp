@@ -37,6 +37,12 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "params, "
       "int[] wanted) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
+  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,
+  // Tk)
+  define(m, "attention_weights",
+         "(Tensor q, Tensor k, Tensor lse, Tensor[] aux, int[] mask, int[] score, float[] params, "
+         "bool sums) -> Tensor");
+
   // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; stats (rows, 2)
   // = mean, rstd
   define(m, "norm",

@@ -30,8 +30,12 @@ enum class MaskKind : int32_t {
   fixed = 10,               // floor(i / a) == floor(k / a) or k mod a >= a - b
   every = 11,               // k mod a == 0 or k == i
   blocks = 12,              // blocks of 64 x 64: hidden, visible or by packed bits
+  // Layouts, resolved by csrc/ops: kernels get one problem per sequence, with its own Tq and Tk.
+  packed = 13,  // B = 1; sequence n has the rows cu_q[n] .. cu_q[n + 1] of q, at most a, and the
+                // rows cu_k[n] .. cu_k[n + 1] of k and v, at most b
+  cached = 14,  // sequence n has the first lengths[n] rows of k and v
 };
-constexpr int32_t kMaskKinds = 13;
+constexpr int32_t kMaskKinds = 15;
 constexpr int32_t kMaxMaskRules = 8;
 // Encoded form: kind, a, b, index of the first side tensor in aux or -1.
 constexpr int32_t kMaskRuleInts = 4;
@@ -46,6 +50,7 @@ enum class SideTensor : int32_t {
   per_batch,  // int64 (B,)
   per_score,  // bool, broadcast to (B, H, Tq, Tk)
   ids,        // int64 (B, Tq) and int64 (B, Tk)
+  layout,     // int32 or int64: two (N + 1,) of packed, one (B,) of cached
   // int32, broadcast to (B, H, blocks of q, blocks of k): 0 hidden, 1 visible, 2 + n by row n of
   // the second tensor, int64 (N, 64): bit k of word q. The decoded rule has b = N.
   blocks,
@@ -62,6 +67,9 @@ OMNIATTN_FN SideTensor mask_side_tensor(MaskKind kind) {
       return SideTensor::ids;
     case MaskKind::blocks:
       return SideTensor::blocks;
+    case MaskKind::packed:
+    case MaskKind::cached:
+      return SideTensor::layout;
     default:
       return SideTensor::none;
   }
@@ -81,6 +89,8 @@ OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
       return a >= 1 && b >= 0;
     case MaskKind::fixed:
       return a >= 1 && b >= 0 && b <= a;
+    case MaskKind::packed:
+      return a >= 0 && b >= 0;
     default:
       return true;
   }
@@ -242,6 +252,8 @@ OMNIATTN_FN Range keys_in(const MaskRule& rule, const AttentionMask& mask, int64
     case MaskKind::documents: {
       const Range seen = bounds(query_ids(rule, b), q);
       const int64_t* const ids = key_ids(rule, b);
+      const Range held = bounds(ids, k);
+      if (held.end < seen.begin || held.begin > seen.end) return {0, 0};
       while (k.begin < k.end && (ids[k.begin] < seen.begin || ids[k.begin] > seen.end)) ++k.begin;
       while (k.begin < k.end && (ids[k.end - 1] < seen.begin || ids[k.end - 1] > seen.end)) --k.end;
       return k;

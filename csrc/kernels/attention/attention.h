@@ -65,6 +65,8 @@ struct AttentionProblem {
   const void* sinks;       // (Hq,) in the compute type, or null
   const void* head_scale;  // (Hq,) in the compute type, or null
   Dropout dropout;
+  int64_t first_batch;  // of the whole call, for dropout: packed sequences are problems of B = 1
+  int64_t lse_stride;   // elements of lse between heads; Tq, or the rows of all packed sequences
 };
 
 // Rows are padded to a multiple of 16 elements, and off multiples of 256 bytes, which would put the
@@ -85,7 +87,7 @@ constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
 struct AttentionForwardParams {
   AttentionProblem problem;
   MutableHeadView out;  // (B, Tq, Hq, Dv)
-  void* lse;            // (B, Hq, Tq) in the compute type
+  void* lse;            // (B, Hq, lse_stride) in the compute type
   void* workspace;      // forward_workspace_elements or decode_workspace_elements
   void* scratch;        // of the calling thread, *_scratch_elements
 };
@@ -94,7 +96,7 @@ struct AttentionBackwardParams {
   AttentionProblem problem;
   HeadView out;          // (B, Tq, Hq, Dv)
   HeadView grad_out;     // the same shape
-  const void* lse;       // (B, Hq, Tq) in the compute type
+  const void* lse;       // (B, Hq, lse_stride) in the compute type
   const void* grad_lse;  // the same, or null
   MutableHeadView grad_q, grad_k, grad_v;
   // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
@@ -113,8 +115,17 @@ struct AttentionBackwardParams {
   void* scratch;
 };
 
+struct AttentionWeightsParams {
+  AttentionProblem problem;  // v is not read
+  const void* lse;           // (B, Hq, Tq) in the compute type
+  void* weights;             // (B, Hq, Tq, Tk), zero on entry, or null
+  void* sums;                // (B, Hq, Tk) in the compute type, or null
+  void* scratch;             // of the calling thread, weights_scratch_elements
+};
+
 static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
 static_assert(std::is_trivially_copyable_v<AttentionBackwardParams>);
+static_assert(std::is_trivially_copyable_v<AttentionWeightsParams>);
 
 // ---- work items; memory in elements of the compute type -----------------------------------------
 
@@ -178,8 +189,9 @@ OMNIATTN_FN bool one_item_per_head(const AttentionBackwardParams& p) {
 OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
   return (one_item_per_batch(p) ? p.problem.batch : 1) * (one_item_per_head(p) ? p.problem.hkv : 1);
 }
-OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p) {
-  const int64_t wanted = ceil_div(kBackwardItems, backward_owners(p));
+// `owners` of all problems of the call.
+OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p, int64_t owners) {
+  const int64_t wanted = ceil_div(kBackwardItems, owners);
   const int64_t limit = wanted < kBackwardSplits ? wanted : kBackwardSplits;
   const int64_t blocks = key_block_count(p.problem);
   return limit < blocks ? limit : blocks > 0 ? blocks : 1;
@@ -197,6 +209,14 @@ OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) 
   const AttentionProblem& x = p.problem;
   return kKeyBlock * (x.d + x.dv + 2 * padded_row(x.d) + padded_row(x.dv)) +
          2 * kQueryBlock * kKeyBlock;
+}
+
+OMNIATTN_FN int64_t weights_items(const AttentionProblem& p) {
+  return p.batch * p.hq * key_block_count(p);
+}
+// Packed K^T, q and S tiles, the sums.
+OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {
+  return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + kKeyBlock;
 }
 
 // ---- entries: one table per file and ISA --------------------------------------------------------
@@ -223,8 +243,13 @@ struct AttentionBackwardKernels {
   AttentionBackwardKernel backward_heads;
 };
 
+struct AttentionWeightsKernels {
+  void (*weights)(const AttentionWeightsParams&, int64_t begin, int64_t end);  // weights_items
+};
+
 OMNIATTN_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
+OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
 
 }  // namespace omniattn

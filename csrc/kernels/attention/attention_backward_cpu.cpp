@@ -75,6 +75,8 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
                query_factor<A>(p, x.h), rows.q(x.row));
   pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin, x.h), params.grad_out.stride_t,
                count, p.dv, A(1), rows.grad_out(x.row));
+  const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // place in lse
+  const A* const lse = static_cast<const A*>(params.lse) + stat;
   const A* const grad_lse = static_cast<const A*>(params.grad_lse);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = x.row + r;
@@ -84,8 +86,8 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
-    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[row] : A(0));
-    rows.shift(row) = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
+    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[stat + r] : A(0));
+    rows.shift(row) = softmax_backward_shift(lse[r]);
   }
   if (params.part_sinks != nullptr) {
     A sum = A(0);

@@ -297,7 +297,8 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
     store(first.o + c, sum);
   }
   store_row(first.o, row_factor(p.score.normaliser, l), p.dv, row_of<T>(params.out, b, q, h));
-  static_cast<A*>(params.lse)[item] = row_lse(p.score.normaliser, m, l, log(V(l)).v[0]);
+  static_cast<A*>(params.lse)[(b * p.hq + h) * p.lse_stride + q] =
+      row_lse(p.score.normaliser, m, l, log(V(l)).v[0]);
 }
 
 void decode(const AttentionForwardParams& p, int64_t begin, int64_t end) {

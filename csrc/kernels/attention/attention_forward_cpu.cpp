@@ -162,7 +162,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
     accumulate_keys(plan, s, packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }
 
-  A* const lse = static_cast<A*>(params.lse) + (b * p.hq + h) * p.tq + queries.begin;
+  A* const lse = static_cast<A*>(params.lse) + (b * p.hq + h) * p.lse_stride + queries.begin;
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = reduce_add(load(l + r * V::kWidth));
     store_row(o + r * width, row_factor(p.score.normaliser, sum), p.dv,

@@ -178,7 +178,7 @@ struct RowDropout {
   RowDropout(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, int64_t key)
       : scale(static_cast<A>(p.dropout.scale)) {
     for (int64_t w = 0; w < kMaskWords; ++w) {
-      keep[w] = keep_bits(p.dropout, b * p.hq + h, q, key + 64 * w);
+      keep[w] = keep_bits(p.dropout, (p.first_batch + b) * p.hq + h, q, key + 64 * w);
     }
   }
   OMNIATTN_INLINE Vec<A> factor(int64_t n) const {

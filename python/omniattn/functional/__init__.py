@@ -3,7 +3,14 @@
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
 from omniattn.functional.activation import bilinear, geglu, glu, reglu, swiglu
-from omniattn.functional.attention import attention, scaled_dot_product_attention
+from omniattn.functional.attention import (
+    attention,
+    attention_cached,
+    attention_varlen,
+    attention_weights,
+    merge_attention,
+    scaled_dot_product_attention,
+)
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
@@ -53,6 +60,9 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "attention",
+    "attention_cached",
+    "attention_varlen",
+    "attention_weights",
     "axial_frequencies",
     "bilinear",
     "cross_entropy",
@@ -74,6 +84,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_balance_loss",
     "masked_positions",
+    "merge_attention",
     "mlp",
     "moe_experts",
     "mrope_axes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,13 +15,20 @@ from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias, ScoreRule
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
-from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
+from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.philox import new_seed
 from omniattn.reference.scores import ScoreKind
 
 Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = [
+    "attention",
+    "attention_cached",
+    "attention_varlen",
+    "attention_weights",
+    "merge_attention",
+    "scaled_dot_product_attention",
+]
 
 
 def attention(
@@ -114,7 +122,240 @@ def attention(
     op = "attention"
     q, k, v = _autocast(op, q, k, v)
     _check_shapes(op, q, k, v)
-    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return _run(
+        op,
+        q,
+        k,
+        v,
+        (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
+        None,
+        causal,
+        window_size,
+        mask,
+        bias,
+        scale,
+        softcap,
+        alibi_slopes,
+        relative,
+        sinks,
+        head_scale,
+        normaliser,
+        dropout_p,
+        seed,
+        return_lse,
+        backend,
+    )
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Normaliser = "softmax",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of packed sequences of any lengths: no padding is stored or computed.
+
+    Sequence n is a problem of its own, rows ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` of q against
+    rows ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1]`` of k and v, with its own Tq and Tk.
+
+    Args:
+        q: (total_q, Hq, D), as in :func:`attention`.
+        k: (total_k, Hkv, D).
+        v: (total_k, Hkv, Dv).
+        cu_seqlens_q: (N + 1,) int32 or int64, growing, within total_q.
+        cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
+        max_seqlen_q: at least the longest sequence of queries; None looks (on a GPU it waits).
+        max_seqlen_k: the same of keys.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
+            normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`. Tensors per
+            batch entry or position are those of a batch (N, Hq, max_seqlen_q, max_seqlen_k).
+
+    Returns:
+        O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q). Rows of no sequence give O = 0
+        and lse = -inf.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError where
+            cu_seqlens do not grow or leave their tensor.
+
+    Example:
+        >>> q, v = torch.zeros(3, 1, 4), torch.tensor([1.0, 3.0, 7.0]).view(3, 1, 1)
+        >>> cu = torch.tensor([0, 2, 3])
+        >>> attention_varlen(q, q, v, cu, cu).flatten()
+        tensor([2., 2., 7.])
+    """
+    op = "attention_varlen"
+    q, k, v = _autocast(op, q, k, v)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 3:
+            raise ValueError(
+                f"{op}: {name} must have 3 dimensions (total, H, D), "
+                f"got {name}.shape={tuple(t.shape)}"
+            )
+    q, k, v = q[None], k[None], v[None]
+    _check_shapes(op, q, k, v)
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_integers(op, name, cu, q)
+        if cu.dim() != 1 or cu.shape[0] < 1 or cu.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"{op}: cu_seqlens must both have shape (N + 1,), "
+                f"got {name}.shape={tuple(cu.shape)}"
+            )
+    longest_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    longest_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    if longest_q < 0 or longest_k < 0:
+        raise ValueError(
+            f"{op}: max_seqlen must be >= 0, got max_seqlen_q={longest_q}, max_seqlen_k={longest_k}"
+        )
+    layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
+    result = _run(
+        op,
+        q,
+        k,
+        v,
+        (len(cu_seqlens_q) - 1, q.shape[2], longest_q, longest_k),
+        layout,
+        causal,
+        window_size,
+        mask,
+        bias,
+        scale,
+        softcap,
+        alibi_slopes,
+        relative,
+        sinks,
+        head_scale,
+        normaliser,
+        dropout_p,
+        seed,
+        return_lse,
+        backend,
+    )
+    return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
+
+
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Normaliser = "softmax",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` to caches that hold another number of keys for every sequence.
+
+    Sequence b is a problem of its own with ``Tk = cache_seqlens[b]``: its last query meets its last
+    key, and what the cache holds behind is never read.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`.
+        k: (B, capacity, Hkv, D).
+        v: (B, capacity, Hkv, Dv).
+        cache_seqlens: (B,) int32 or int64, the keys of each sequence with those of its queries.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
+            normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`, with Tk the
+            capacity in the shapes of mask and bias.
+
+    Returns:
+        O (B, Tq, Hq, Dv), and with return_lse lse (B, Hq, Tq).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError where
+            cache_seqlens exceed the capacity.
+
+    Example:
+        >>> q, k = torch.zeros(2, 1, 1, 4), torch.zeros(2, 3, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1).expand(2, 3, 1, 1)
+        >>> attention_cached(q, k, v, torch.tensor([2, 3]), causal=True).flatten()
+        tensor([2., 4.])
+    """
+    op = "attention_cached"
+    q, k, v = _autocast(op, q, k, v)
+    _check_shapes(op, q, k, v)
+    _check_integers(op, "cache_seqlens", cache_seqlens, q)
+    _require_mask_shape(op, "cache_seqlens", cache_seqlens, (q.shape[0],))
+    return _run(
+        op,
+        q,
+        k,
+        v,
+        (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
+        (MaskKind.CACHED, 0, 0, (cache_seqlens,)),
+        causal,
+        window_size,
+        mask,
+        bias,
+        scale,
+        softcap,
+        alibi_slopes,
+        relative,
+        sinks,
+        head_scale,
+        normaliser,
+        dropout_p,
+        seed,
+        return_lse,
+        backend,
+    )
+
+
+def _run(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    full: tuple[int, ...],
+    layout: Rule | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    mask: Tensor | Mask | None,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    relative: RelativeBias | None,
+    sinks: Tensor | None,
+    head_scale: Tensor | None,
+    normaliser: Normaliser,
+    dropout_p: float,
+    seed: Tensor | None,
+    return_lse: bool,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Encodes the masks and scores of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
     scale = default_scale(q.shape[3]) if scale is None else scale
     _check_numbers(op, scale, softcap, dropout_p)
     rules = _mask(op, causal, window_size, mask, q, full)
@@ -124,38 +365,163 @@ def attention(
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
     seed = _seed(op, seed) if dropout_p > 0 else None
-    if use_reference(op, backend, q):
-        return reference.attention(
-            q,
-            k,
-            v,
-            mask=visible(rules, q.shape[1], k.shape[1], q.device, heads=q.shape[2]),
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            relative=relative,
-            sinks=sinks,
-            head_scale=head_scale,
-            normaliser=normaliser,
-            dropout_p=dropout_p,
-            seed=seed,
-            return_lse=return_lse,
-        )
+    params = [scale, dropout_p]
+    codes = _encode(rules if layout is None else [layout, *rules], scores, params)
+    run = ops.formula if use_reference(op, backend, q) else ops.attention
+    out, lse = run(q, k, v, codes[0], seed, *codes[1:], params)
+    return (out, lse) if return_lse else out
 
+
+def _encode(
+    rules: list[Rule], scores: list[ScoreRule], params: list[float]
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """(aux, mask, score) of the op's schema; adds to its `params`."""
     aux: list[Tensor] = []
     mask_codes: list[int] = []
     for kind, a, b, tensors in rules:
         mask_codes += [kind, a, b, len(aux) if tensors else -1]
         aux += tensors
-    params = [scale, dropout_p]
     score_codes: list[int] = []
     for kind, side, parameters in scores:
         score_codes += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
         aux += () if side is None else (side,)
         params += parameters
-    out, lse = ops.attention(q, k, v, aux, seed, mask_codes, score_codes, params)
-    return (out, lse) if return_lse else out
+    return aux, mask_codes, score_codes
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Normaliser = "softmax",
+    column_sums: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """The weights P of :func:`attention`, to look at, from the lse it returned.
+
+    ``P = exp(logits - lse)``, exactly those of the call with the same arguments, before dropout.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).
+        k: see q.
+        lse: (B, Hq, Tq) as attention returned it, sinks included; not read but with softmax.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
+            normaliser, backend: those of the call.
+        column_sums: the sums over queries instead, what each key received (the statistic of H2O,
+            Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
+
+    Returns:
+        P (B, Hq, Tq, Tk) of q's dtype, 0 where not allowed, or their sums (B, Hq, Tk) in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        Gradients, to q, k, lse and parameters, recompute through the eager definition.
+
+    Example:
+        >>> q = k = torch.zeros(1, 2, 1, 4)
+        >>> _, lse = attention(q, k, k, causal=True, return_lse=True)
+        >>> attention_weights(q, k, lse, causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+    """
+    op = "attention_weights"
+    q, k, _ = _autocast(op, q, k, k)
+    _check_shapes(op, q, k, k)
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    require_float(op, "lse", lse)
+    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if lse.dtype != widest or lse.device != q.device:
+        raise TypeError(
+            f"{op}: lse must be {widest} on the device of q, got {lse.dtype}, {lse.device}"
+        )
+    _require_mask_shape(op, "lse", lse, full[:3])
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    _check_numbers(op, scale, softcap, 0.0)
+    rules = _mask(op, causal, window_size, mask, q, full)
+    scores = _scores(
+        op, q, full, bias, softcap, alibi_slopes, relative, sinks, head_scale, normaliser
+    )
+    params = [scale, 0.0]
+    codes = _encode(rules, scores, params)
+    run = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
+    weights = run(q, k, lse, *codes, params, column_sums)
+    assert isinstance(weights, Tensor)
+    return weights
+
+
+def merge_attention(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from what attention to each returned.
+
+    ``lse = ln sum_n exp(lse_n)``, ``O = sum_n exp(lse_n - lse) O_n``: exact, so that keys may be
+    split over calls, caches or machines in any way.
+
+    Args:
+        outs: O_n (B, Tq, Hq, Dv) of each set.
+        lses: lse_n (B, Hq, Tq) of each set, without sinks.
+        sinks: (Hq,), see :func:`attention`; they take part once, here.
+
+    Returns:
+        O of the dtype of outs[0], and lse.
+
+    Raises:
+        ValueError: no sets, or shapes that differ.
+
+    Note:
+        Differentiable through outs, lses and sinks. A query that no set has a key for gives 0.
+
+    Example:
+        >>> q, k = torch.zeros(1, 1, 1, 4), torch.zeros(1, 3, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1)
+        >>> first = attention(q, k[:, :2], v[:, :2], return_lse=True)
+        >>> second = attention(q, k[:, 2:], v[:, 2:], return_lse=True)
+        >>> merge_attention(*zip(first, second))[0].item()
+        4.0
+    """
+    op = "merge_attention"
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(
+            f"{op}: outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
+        )
+    b, t, h = outs[0].shape[:3]
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != (b, h, t):
+            raise ValueError(
+                f"{op}: all must have shapes {tuple(outs[0].shape)} and {(b, h, t)}, "
+                f"got {tuple(out.shape)} and {tuple(lse.shape)}"
+            )
+    if sinks is not None:
+        _require_parameter(op, "sinks", sinks, outs[0], [(h,)])
+    return reference.merge_attention(outs, lses, sinks=sinks)
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+
+
+def _check_integers(op: str, name: str, t: Tensor, q: Tensor) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={t!r}")
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
+            f"q.device={q.device}"
+        )
 
 
 def scaled_dot_product_attention(

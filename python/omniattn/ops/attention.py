@@ -11,10 +11,10 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
-from omniattn.reference.masks import Rule, visible
+from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_weights", "formula", "weights_formula"]
 
 _backward_op = torch.ops.omniattn.attention_backward.default
 
@@ -88,7 +88,7 @@ def _restore(saved: Any, kept: Any) -> tuple[Any, ...]:
     return (q, k, v, aux, seed, *kept)
 
 
-def _formula(
+def formula(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,26 +98,45 @@ def _formula(
     score: Sequence[int],
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
+    """The op in plain torch, from its own arguments."""
+    layout, options = _decode(aux, mask, score, params)
+    options |= {"dropout_p": params[1], "seed": seed, "return_lse": True}
+    result: Any
+    if layout is None:
+        result = reference.attention(q, k, v, **options)
+    elif layout[0] == MaskKind.PACKED:
+        cu_q, cu_k = layout[3]
+        out, lse = reference.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **options)
+        result = out[None], lse[None]
+    else:
+        result = reference.attention_cached(q, k, v, layout[3][0], **options)
+    assert isinstance(result, tuple)
+    return result
+
+
+def _decode(
+    aux: Sequence[Tensor], mask: Sequence[int], score: Sequence[int], params: Sequence[float]
+) -> tuple[Rule | None, dict[str, Any]]:
+    """The layout rule, if there is one, and masks and scores as arguments of the reference."""
     rules: list[Rule] = [
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
-    options: dict[str, Any] = {}
+    layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
+    options: dict[str, Any] = {"scale": params[0], "mask": _Rules(rules)}
     for kind, i, at in _groups(score, _SCORE_INTS):
         options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
-    result = reference.attention(
-        q,
-        k,
-        v,
-        mask=visible(rules, q.shape[1], k.shape[1], q.device, heads=q.shape[2]),
-        scale=params[0],
-        dropout_p=params[1],
-        seed=seed,
-        return_lse=True,
-        **options,
-    )
-    assert isinstance(result, tuple)
-    return result
+    return layout, options
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Mask rules as the reference takes them."""
+
+    found: list[Rule]
+
+    def rules(self) -> list[Rule]:
+        return self.found
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,73 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
 
 #: (q, k, v, aux, seed, mask, score, params) -> (out, lse)
 attention = DifferentiableOp(
-    "attention", fake=_fake, save=_save, backward=_backward, formula=_formula, restore=_restore
+    "attention", fake=_fake, save=_save, backward=_backward, formula=formula, restore=_restore
 )
 
 loop_over_vmap("attention_backward")
+
+
+def _fake_weights(
+    q: Tensor, k: Tensor, lse: Tensor, aux: Any, mask: Any, score: Any, params: Any, sums: bool
+) -> Tensor:
+    batch, tq, heads, _ = q.shape
+    if sums:
+        return q.new_empty((batch, heads, k.shape[1]), dtype=_accumulator(q))
+    return q.new_empty((batch, heads, tq, k.shape[1]))
+
+
+def _save_weights(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    q, k, lse, aux, *kept = args
+    return (q, k, lse, *aux), kept
+
+
+def _restore_weights(saved: Any, kept: Any) -> tuple[Any, ...]:
+    q, k, lse, *aux = saved
+    return (q, k, lse, aux, *kept)
+
+
+def weights_formula(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    aux: Sequence[Tensor],
+    mask: Sequence[int],
+    score: Sequence[int],
+    params: Sequence[float],
+    sums: bool,
+) -> Tensor:
+    """attention_weights in plain torch, from its own arguments."""
+    _, options = _decode(aux, mask, score, params)
+    return reference.attention_weights(q, k, lse, column_sums=sums, **options)
+
+
+def _weights_backward(
+    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """Through the eager definition: weights are looked at, not trained through."""
+    needed = [i for i, need in enumerate((*needs[:3], *needs[3])) if need]
+
+    def weights(*leaves: Tensor) -> Tensor:
+        tensors = list(saved)
+        for i, leaf in zip(needed, leaves, strict=True):
+            tensors[i] = leaf
+        return weights_formula(*_restore_weights(tensors, kept))
+
+    found: list[Tensor | None] = [None] * len(saved)
+    if grads[0] is None:
+        return (*found[:3], found[3:], None, None, None, None)
+    pull = torch.func.vjp(weights, *(saved[i] for i in needed))[1]
+    for i, grad in zip(needed, pull(grads[0]), strict=True):
+        found[i] = grad
+    return (*found[:3], found[3:], None, None, None, None)
+
+
+#: (q, k, lse, aux, mask, score, params, sums) -> weights
+attention_weights = DifferentiableOp(
+    "attention_weights",
+    fake=_fake_weights,
+    save=_save_weights,
+    backward=_weights_backward,
+    formula=weights_formula,
+    restore=_restore_weights,
+)

@@ -13,7 +13,14 @@ from omniattn.reference.activation import (
     reglu,
     swiglu,
 )
-from omniattn.reference.attention import attention, scaled_dot_product_attention
+from omniattn.reference.attention import (
+    attention,
+    attention_cached,
+    attention_varlen,
+    attention_weights,
+    merge_attention,
+    scaled_dot_product_attention,
+)
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import cross_entropy, linear_cross_entropy
@@ -64,6 +71,9 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "attention",
+    "attention_cached",
+    "attention_varlen",
+    "attention_weights",
     "axial_frequencies",
     "bilinear",
     "cross_entropy",
@@ -79,6 +89,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "masked_positions",
+    "merge_attention",
     "mlp",
     "moe_experts",
     "mrope_axes",

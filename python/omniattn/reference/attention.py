@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -51,10 +52,206 @@ def attention(
     (B,Hq,Tq,Tk). A row that sees no key gives O = 0, lse = -inf and zero gradients. Weights other
     than softmax are functions of one logit each; their lse is 0.
     """
-    (batch, tq, heads, dim), (tk, kv_heads) = q.shape, k.shape[1:3]
-    qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))
+    out, lse = _attention(
+        q,
+        k,
+        v,
+        _rules(causal, window_size, mask),
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        relative=relative,
+        sinks=sinks,
+        head_scale=head_scale,
+        normaliser=normaliser,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | MaskRules | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeTerm | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (Nq,Hq,D), k (Nk,Hkv,D), v (Nk,Hkv,Dv) -> O (Nq,Hq,Dv) [, lse (Hq,Nq)].
+
+    Sequence n, a problem of its own, has the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q and
+    cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N, Hq,
+    max_seqlen_q, max_seqlen_k). Rows of no sequence give O = 0, lse = -inf.
+    """
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    rules = _rules(causal, window_size, mask)
+    seed = philox.new_seed() if seed is None and dropout_p > 0 else seed
+    outs, lses = [], []
+    for n in range(len(ends_q) - 1):
+        (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
+        out, lse = _attention(
+            q[None, q0:q1],
+            k[None, k0:k1],
+            v[None, k0:k1],
+            masks.of_sequence(rules, n, q1 - q0, k1 - k0),
+            bias=None if bias is None else masks.cut(bias, n, q1 - q0, k1 - k0),
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=_slopes_of(alibi_slopes, n),
+            relative=relative,
+            sinks=sinks,
+            head_scale=head_scale,
+            normaliser=normaliser,
+            dropout_p=dropout_p,
+            seed=seed,
+            first_batch=n,
+        )
+        outs.append(out[0])
+        lses.append(lse[0])
+    before, behind = ends_q[0], q.shape[0] - ends_q[-1]
+    pad = torch.nn.functional.pad
+    out = torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], v.shape[2])
+    out = pad(out, (0, 0, 0, 0, before, behind))
+    lse = torch.cat(lses, 1) if lses else widen(q.new_zeros(q.shape[1], 0))
+    lse = pad(lse, (before, behind), value=-math.inf if normaliser == "softmax" else 0.0)
+    return (out, lse) if return_lse else out
+
+
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | MaskRules | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeTerm | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk."""
+    rules = _rules(causal, window_size, mask)
+    seed = philox.new_seed() if seed is None and dropout_p > 0 else seed
+    outs, lses = [], []
+    for n, tk in enumerate(cache_seqlens.tolist()):
+        out, lse = _attention(
+            q[n : n + 1],
+            k[n : n + 1, :tk],
+            v[n : n + 1, :tk],
+            masks.of_sequence(rules, n, q.shape[1], tk),
+            bias=None if bias is None else masks.cut(bias, n, q.shape[1], tk),
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=_slopes_of(alibi_slopes, n),
+            relative=relative,
+            sinks=sinks,
+            head_scale=head_scale,
+            normaliser=normaliser,
+            dropout_p=dropout_p,
+            seed=seed,
+            first_batch=n,
+        )
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs) if outs else q.new_zeros(0, *q.shape[1:3], v.shape[3])
+    lse = torch.cat(lses) if lses else widen(q.new_zeros(0, q.shape[2], q.shape[1]))
+    return (out, lse) if return_lse else out
+
+
+def _rules(
+    causal: bool, window_size: tuple[int, int], mask: Tensor | MaskRules | None
+) -> list[masks.Rule]:
+    rules = [masks.window_rule(causal, window_size)]
+    if isinstance(mask, Tensor):
+        return [*rules, (masks.MaskKind.TENSOR, 0, 0, (mask,))]
+    return rules if mask is None else [*rules, *mask.rules()]
+
+
+def _slopes_of(slopes: Tensor | None, n: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: list[masks.Rule],
+    *,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    relative: RelativeTerm | None,
+    sinks: Tensor | None,
+    head_scale: Tensor | None,
+    normaliser: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_batch: int = 0,
+) -> tuple[Tensor, Tensor]:
+    heads, kv_heads, (batch, tq), tk = q.shape[2], k.shape[2], q.shape[:2], k.shape[1]
+    vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
-        kw, vw = (t.repeat_interleave(heads // kv_heads, 1) for t in (kw, vw))
+        vw = vw.repeat_interleave(heads // kv_heads, 1)
+    s = _logits(q, k, rules, bias, scale, softcap, alibi_slopes, relative, head_scale)
+    if normaliser == "softmax":
+        p, lse = _softmax(s, None if sinks is None else widen(sinks).to(s.dtype))
+    else:
+        p = torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
+        lse = s.new_zeros(batch, heads, tq)
+    if dropout_p > 0:
+        seed = philox.new_seed() if seed is None else seed
+        keep = philox.attention_keep(
+            batch, heads, tq, tk, dropout_p, seed.to(q.device), first_batch=first_batch
+        )
+        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+    out = (p @ vw).transpose(1, 2).to(q.dtype)
+    return out, lse
+
+
+def _logits(
+    q: Tensor,
+    k: Tensor,
+    rules: list[masks.Rule],
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    relative: RelativeTerm | None,
+    head_scale: Tensor | None,
+) -> Tensor:
+    """(B,Hq,Tq,Tk), -inf where not allowed."""
+    (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
+    qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
+    if kv_heads != heads:
+        kw = kw.repeat_interleave(heads // kv_heads, 1)
 
     s = (default_scale(dim) if scale is None else scale) * (qw @ kw.transpose(-1, -2))
     if head_scale is not None:
@@ -70,24 +267,59 @@ def attention(
         kind, table, (a, b) = relative.rule()
         assert table is not None
         s = s + table_bias(kind, widen(table).to(s.dtype), int(a), int(b), tq, tk)
-    rules = [masks.window_rule(causal, window_size)]
-    if isinstance(mask, Tensor):
-        rules.append((masks.MaskKind.TENSOR, 0, 0, (mask,)))
-    elif mask is not None:
-        rules += mask.rules()
-    s = s.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
+    return s.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
 
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | MaskRules | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeTerm | None = None,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    column_sums: bool = False,
+) -> Tensor:
+    """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk).
+
+    `sinks` are part of lse already and change nothing here.
+    """
+    rules = _rules(causal, window_size, mask)
+    s = _logits(q, k, rules, bias, scale, softcap, alibi_slopes, relative, head_scale)
     if normaliser == "softmax":
-        p, lse = _softmax(s, None if sinks is None else widen(sinks).to(s.dtype))
+        nothing = lse == -math.inf
+        p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
+        p = p.masked_fill(nothing[..., None], 0)
     else:
         p = torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
-        lse = s.new_zeros(batch, heads, tq)
-    if dropout_p > 0:
-        seed = philox.new_seed() if seed is None else seed
-        keep = philox.attention_keep(batch, heads, tq, tk, dropout_p, seed.to(q.device))
-        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
-    out = (p @ vw).transpose(1, 2).to(q.dtype)
-    return (out, lse) if return_lse else out
+    return p.sum(-2) if column_sums else p.to(q.dtype)
+
+
+def merge_attention(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from O (B,Tq,Hq,Dv) and lse of each."""
+    lse = torch.stack([widen(x) for x in lses])
+    if sinks is not None:
+        shape = (1, *lse.shape[1:])
+        lse = torch.cat((lse, widen(sinks).to(lse.dtype)[:, None].expand(shape)))
+    top = lse.detach().amax(0)
+    top = top.masked_fill(top == -math.inf, 0)
+    weights = torch.exp(lse - top)
+    total = weights.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    shares = (weights / total)[: len(outs)].transpose(-1, -2)[..., None]
+    out = (shares * torch.stack([widen(x) for x in outs])).sum(0).to(outs[0].dtype)
+    return out, (top + total.log()).masked_fill(empty, -math.inf)
 
 
 def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,12 @@ class MaskKind(IntEnum):
     FIXED = 10  # i // a == k // a or k % a >= a - b
     EVERY = 11  # k % a == 0 or k == i
     BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
+    PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
+    CACHED = 14  # layout: sequence b has the first lengths[b] keys
 
 
+#: Kinds that say where sequences lie; the first rule, if any.
+LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED)
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
 
@@ -38,6 +42,30 @@ def window_rule(causal: bool, window_size: tuple[int, int]) -> Rule:
     """(left, right) inclusive around the bottom-right diagonal; causal closes the right side."""
     left, right = window_size
     return (MaskKind.WINDOW, left, 0 if causal else right, ())
+
+
+def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
+    """The rules of sequence n of a packed or cached batch, which has its own lengths."""
+    found = []
+    for kind, a, b, side in rules:
+        if kind == MaskKind.TENSOR:
+            side = (cut(side[0], n, tq, tk),)
+        elif kind == MaskKind.BLOCKS:
+            side = (cut(side[0], n, -(-tq // BLOCK), -(-tk // BLOCK)), side[1])
+        elif kind == MaskKind.DOCUMENTS:
+            side = (side[0][n : n + 1, :tq], side[1][n : n + 1, :tk])
+        elif side:
+            side = (side[0][n : n + 1],)
+        found.append((kind, a, b, side))
+    return found
+
+
+def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
+    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
+    t = t[(None,) * (4 - t.dim())]
+    t = t[n : n + 1] if t.shape[0] > 1 else t
+    t = t[:, :, :rows] if t.shape[2] > 1 else t
+    return t[..., :columns] if t.shape[3] > 1 else t
 
 
 def visible(

@@ -73,11 +73,11 @@ def elementwise_keep(shape: torch.Size, p: float, seed: torch.Tensor) -> torch.T
 
 
 def attention_keep(
-    batch: int, heads: int, tq: int, tk: int, p: float, seed: torch.Tensor
+    batch: int, heads: int, tq: int, tk: int, p: float, seed: torch.Tensor, *, first_batch: int = 0
 ) -> torch.Tensor:
     """Boolean keep mask (B, Hq, Tq, Tk) of attention dropout with probability p."""
     key_group = torch.arange((tk + 3) // 4, device=seed.device)
     query = torch.arange(tq, device=seed.device)[:, None]
-    head = torch.arange(batch * heads, device=seed.device)[:, None, None]
+    head = torch.arange(batch * heads, device=seed.device)[:, None, None] + first_batch * heads
     words = _interleave(_words((key_group, query, head), seed), tk)
     return (words >= int(p * 2**32)).view(batch, heads, tq, tk)

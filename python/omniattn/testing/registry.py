@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,8 +72,8 @@ def _qkv(
     return Case(label, sizes, tensors, options)
 
 
-def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
+def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
+    b, tq, tk, h = (case.sizes[k] for k in ("B", "Tq", "Tk", "H"))
     makers: dict[str, Callable[[], dict[str, Tensor]]] = {
         "bias": lambda: {"bias": random.normal(1, h, tq, tk)},
         "bias per batch": lambda: {"bias": random.normal(b, h, tq, tk)},
@@ -85,14 +86,20 @@ def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "head scale": lambda: {"head_scale": random.normal(h)},
         "seed": lambda: {"seed": torch.tensor([1234, 5])},
     }
+    made: dict[str, Tensor] = {}
+    for name in case.tensors:
+        made |= makers[name]()
+    return made
+
+
+def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
     made = {
         "q": random.normal(b, tq, h, d),
         "k": random.normal(b, tk, g, d),
         "v": random.normal(b, tk, g, case.sizes.get("Dv", d)),
     }
-    for name in case.tensors:
-        made |= makers[name]()
-    return made
+    return made | _attention_tensors(case, random)
 
 
 def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
@@ -140,7 +147,7 @@ def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return {names[n]: heads_first.get(n, t) for n, t in made.items()}
 
 
-def _attention() -> tuple[OpSpec, OpSpec]:
+def _attention() -> tuple[OpSpec, ...]:
     decode = _qkv("decode", 1, 1, 4096, 32, 8, 128)
     attention = OpSpec(
         name="attention",
@@ -232,7 +239,157 @@ def _attention() -> tuple[OpSpec, OpSpec]:
             _qkv("nokeys", 1, 3, 0, 2, 2, 4),
         ),
     )
-    return attention, sdpa
+    return attention, sdpa, _varlen(), _cached(), _weights()
+
+
+def _weights_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, tq, h = (case.sizes[k] for k in ("B", "Tq", "H"))
+    made = _attention_inputs(case, random)
+    del made["v"]
+    wide = torch.float64 if random.dtype == torch.float64 else torch.float32
+    return made | {"lse": random.normal(b, h, tq).to(wide) + 4}
+
+
+def _weights() -> OpSpec:
+    return OpSpec(
+        name="attention_weights",
+        family="attention",
+        paper="Dao 2023, arXiv 2307.08691",
+        inputs=_weights_inputs,
+        differentiable=("q", "k", "lse", "bias"),
+        flops=lambda case, pass_: _attention_flops(case, "forward") / 2,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
+        second_order=True,
+        rivals=rivals.WEIGHTS,
+        cases=(
+            _qkv("tiny", 1, 3, 4, 2, 1, 3, None, ("bias",), causal=True),
+            _qkv("plain", 2, 65, 130, 4, 2, 32),
+            _qkv("causal", 2, 100, 100, 4, 2, 40, causal=True, softcap=3.0),
+            _qkv("sums", 2, 200, 300, 4, 2, 32, causal=True, column_sums=True),
+            _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), column_sums=True),
+            _qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
+            _qkv("nokeys", 1, 5, 0, 2, 1, 8),
+        ),
+        benchmarks=(
+            Benchmark(
+                _qkv("sums", 1, 4096, 4096, 4, 4, 64, causal=True, column_sums=True),
+                (F32,),
+                FORWARD,
+                "compute",
+            ),
+        ),
+    )
+
+
+def _packed(
+    label: str,
+    B: int,
+    Tq: int,
+    Tk: int,
+    H: int,
+    G: int,
+    D: int,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    """B sequences of up to Tq queries and Tk keys; the longest has them all."""
+    longest = {"max_seqlen_q": Tq, "max_seqlen_k": Tk}
+    return _qkv(label, B, Tq, Tk, H, G, D, None, tensors, **longest, **options)
+
+
+def _lengths(case: Case, random: Random) -> tuple[Tensor, Tensor]:
+    """Lengths (B,) of queries and keys, the same where Tq = Tk."""
+    b, tq, tk = (case.sizes[k] for k in ("B", "Tq", "Tk"))
+    longest_first = torch.arange(b) == 0
+    queries = torch.where(longest_first, tq, random.integers(tq + 1, b))
+    keys = torch.where(longest_first, tk, random.integers(tk + 1, b))
+    return queries, queries if tq == tk else keys
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _varlen_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    h, g, d = (case.sizes[k] for k in ("H", "G", "D"))
+    queries, keys = _lengths(case, random)
+    nq, nk = int(queries.sum()), int(keys.sum())
+    made = {
+        "q": random.normal(nq, h, d),
+        "k": random.normal(nk, g, d),
+        "v": random.normal(nk, g, d),
+        "cu_seqlens_q": _boundaries(queries),
+        "cu_seqlens_k": _boundaries(keys),
+    }
+    return made | _attention_tensors(case, random)
+
+
+def _sequence_flops(case: Case, pass_: Pass) -> float:
+    queries, keys = _lengths(case, Random(case.name, F32))
+    sizes = zip(queries.tolist(), keys.tolist(), strict=True)
+    each = ({**case.sizes, "B": 1, "Tq": tq, "Tk": tk} for tq, tk in sizes)
+    return sum(_attention_flops(replace(case, sizes=s), pass_) for s in each)
+
+
+def _varlen() -> OpSpec:
+    mixed = _packed("mixed", 8, 1024, 1024, 8, 8, 64, causal=True)
+    return OpSpec(
+        name="attention_varlen",
+        family="attention",
+        paper="Dao 2023, arXiv 2307.08691",
+        inputs=_varlen_inputs,
+        differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
+        flops=_sequence_flops,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
+        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
+        second_order=True,
+        rivals=rivals.VARLEN,
+        cases=(
+            _packed("tiny", 3, 3, 3, 2, 1, 3, ("bias",), causal=True, return_lse=True),
+            _packed("self", 5, 130, 130, 4, 2, 32, causal=True, return_lse=True),
+            _packed("cross", 5, 70, 200, 4, 2, 32, return_lse=True),
+            _packed("short", 9, 20, 20, 4, 1, 16, window_size=(3, 2)),
+            _packed("decode", 6, 1, 300, 4, 2, 32, causal=True),
+            _packed("terms", 4, 120, 120, 4, 2, 16, ("alibi per batch", "sinks", "head scale")),
+            _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
+            _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),
+            _packed("strided", 4, 150, 150, 4, 2, 16, mask=masks.Strided(40, 9)),
+            _packed("prefix", 2, 150, 150, 2, 2, 16, mask=masks.PrefixLM(torch.tensor([0, 70]))),
+            _packed("relu2", 3, 60, 60, 2, 2, 16, normaliser="relu2", scale=0.05),
+        ),
+        benchmarks=(Benchmark(mixed, (F32, BF16), EACH, "compute"),),
+    )
+
+
+def _cached_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    _, keys = _lengths(case, random)
+    made = _attention_inputs(case, random)
+    return made | {"cache_seqlens": keys.clamp(min=min(case.sizes["Tq"], case.sizes["Tk"]))}
+
+
+def _cached() -> OpSpec:
+    decode = _qkv("decode", 4, 1, 4096, 32, 8, 128, causal=True)
+    return OpSpec(
+        name="attention_cached",
+        family="attention",
+        paper="Dao 2023, arXiv 2307.08691",
+        inputs=_cached_inputs,
+        differentiable=("q", "k", "v", "alibi_slopes", "sinks"),
+        flops=_sequence_flops,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
+        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
+        second_order=True,
+        rivals=rivals.CACHED,
+        cases=(
+            _qkv("tiny", 2, 2, 4, 2, 1, 3, causal=True, return_lse=True),
+            _qkv("decode", 4, 1, 700, 4, 2, 32, causal=True, return_lse=True),
+            _qkv("chunk", 3, 60, 200, 4, 2, 32, causal=True),
+            _qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
+            _qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
+            _qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
+        ),
+        benchmarks=(Benchmark(decode, (F32, BF16), FORWARD),),
+    )
 
 
 # rows ---------------------------------------------------------------------------------------------

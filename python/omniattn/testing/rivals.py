@@ -22,6 +22,7 @@ from omniattn.reference.scores import ScoreKind, table_bias
 
 __all__ = [
     "ATTENTION",
+    "CACHED",
     "CROSS_ENTROPY",
     "GLU",
     "GLU_MLP",
@@ -38,6 +39,8 @@ __all__ = [
     "ROTARY",
     "SDPA",
     "TOP_K",
+    "VARLEN",
+    "WEIGHTS",
 ]
 
 Function = Callable[..., Any]
@@ -105,6 +108,55 @@ def _sdpa_attention(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+
+
+def _padded_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """What one does without a packed kernel: pad, mask, and take the rows out again."""
+    _lacks(options=options)
+    lengths_q, lengths_k = cu_seqlens_q.diff()[:, None], cu_seqlens_k.diff()[:, None]
+    rows_q = torch.arange(max_seqlen_q) < lengths_q
+    rows_k = torch.arange(max_seqlen_k) < lengths_k
+
+    def pad(t: Tensor, rows: Tensor) -> Tensor:
+        return t.new_zeros(*rows.shape, *t.shape[1:]).index_put((rows,), t)
+
+    mask = rows_k[:, None, None, :].expand(-1, 1, max_seqlen_q, -1)
+    if causal:
+        i = torch.arange(max_seqlen_q)[:, None] + (lengths_k - lengths_q)[..., None]
+        mask = mask & (torch.arange(max_seqlen_k) <= i)[:, None]
+    out = _sdpa_attention(pad(q, rows_q), pad(k, rows_k), pad(v, rows_k), mask=mask)
+    return out[rows_q]
+
+
+def _masked_cached(
+    q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, *, causal: bool, **options: Any
+) -> Tensor:
+    """A static cache, as transformers runs it: all of it, masked."""
+    _lacks(options=options)
+    lengths = cache_seqlens[:, None, None, None]
+    i = torch.arange(q.shape[1])[:, None] + lengths - q.shape[1]
+    return _sdpa_attention(q, k, v, mask=torch.arange(k.shape[1]) <= i)
+
+
+def _eager_weights(
+    q: Tensor, k: Tensor, lse: Tensor, *, causal: bool, column_sums: bool, **options: Any
+) -> Tensor:
+    _lacks(options=options)
+    s = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[3] ** -0.5
+    seen = visible([window_rule(causal, (-1, -1))], q.shape[1], k.shape[1], q.device)
+    p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0)
+    return p.sum(-2) if column_sums else p
 
 
 def _held_to(backend: SDPBackend, function: Function) -> Function:
@@ -448,6 +500,9 @@ SDPA = {
     "aten": F.scaled_dot_product_attention,
     "math": _held_to(SDPBackend.MATH, F.scaled_dot_product_attention),
 }
+VARLEN = {"aten": _padded_varlen}
+WEIGHTS = {"eager": _eager_weights}
+CACHED = {"aten": _masked_cached}
 GROUP_NORM = {"aten": _group_norm, "compiled": _compiled(_group_norm)}
 RMS_NORM = {"aten": _rms_norm, "compiled": _compiled(_rms_norm)}
 RMS_NORM_GATED = {"hf": _rms_norm_gated, "compiled": _compiled(_rms_norm_gated)}

@@ -1,0 +1,86 @@
+// The weights themselves, from q, k and lse (see attention.h; spec attention 1), or their sums over
+// the queries, for which no (Tq, Tk) memory is needed. A work item is one key block of one head: it
+// owns the columns it writes, and adds them up in query order.
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_tile.h"
+#include "runtime/dispatch.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+template <class A>
+OMNIATTN_INLINE Vec<A> weight(const AttentionProblem& p, Vec<A> logit, A shift) {
+  if (p.score.normaliser == Normaliser::softmax) return exp2(logit - Vec<A>(shift));
+  return PointwiseWeight<A>(p.score.normaliser, logit).weight;
+}
+
+// Weights of one row's visible columns, added to `sums`.
+template <class A>
+void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
+  using V = Vec<A>;
+  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+    V unused;
+    const V w = weight(score.p, score.logit(load(x + n), n, unused), shift);
+    store(x + n, w);
+    store(sums + n, load(sums + n) + w);
+  }
+}
+
+template <class T>
+void weights_item(const AttentionWeightsParams& params, int64_t item) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t blocks = key_block_count(p), head = item / blocks;
+  const int64_t b = head / p.hq, h = head % p.hq, ldq = padded_row(p.d);
+  const Range keys = block(item % blocks, kKeyBlock, p.tk);
+  const int64_t count = keys.end - keys.begin;
+
+  Carver<A> carve{static_cast<A*>(params.scratch)};
+  A* const kt = carve.take(kKeyBlock * p.d);
+  A* const q = carve.take(kQueryBlock * ldq);
+  A* const s = carve.take(kQueryBlock * kKeyBlock);
+  A* const sums = carve.take(kKeyBlock);
+  pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
+                       count, kKeyBlock, kt);
+  fill_zero(sums, kKeyBlock);
+
+  const Range seen = query_blocks(p.mask, b, keys, kQueryBlock);
+  TilePlan plan;
+  for (int64_t n = seen.begin; n < seen.end; ++n) {
+    const Range queries = block(n, kQueryBlock, p.tq);
+    if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+    pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
+                 query_factor<A>(p, h), q);
+    multiply_by_keys(plan, q, ldq, p.d, kt, s);
+    const A* const lse = static_cast<const A*>(params.lse) + head * p.tq + queries.begin;
+    for (int64_t r = 0; r < plan.rows(); ++r) {
+      const int64_t g = r / kRowGroup;
+      const Range columns = plan.columns[g];
+      if (is_empty(columns)) continue;
+      const RowScore<A> score{
+          p, b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+      weigh_row(score, s + r * kKeyBlock, columns, softmax_backward_shift(lse[r]), sums);
+      if (params.weights == nullptr) continue;
+      T* const row = static_cast<T*>(params.weights) + (head * p.tq + queries.begin + r) * p.tk;
+      store_row(s + r * kKeyBlock + columns.begin, A(1),
+                (columns.end < count ? columns.end : count) - columns.begin,
+                row + keys.begin + columns.begin);
+    }
+  }
+  if (params.sums == nullptr) return;
+  A* const row = static_cast<A*>(params.sums) + head * p.tk + keys.begin;
+  for (int64_t n = 0; n < count; ++n) row[n] = sums[n];
+}
+
+void weights(const AttentionWeightsParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) weights_item<decltype(type)>(p, i);
+  });
+}
+
+}  // namespace
+
+extern const AttentionWeightsKernels attention_weights_kernels_table = {weights};
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,182 @@
+"""Packed and cached batches: each sequence is the problem it would be alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omniattn.functional import attention, attention_cached, attention_varlen, masks, scores
+from omniattn.testing import threads
+
+F64 = torch.float64
+LENGTHS_Q, LENGTHS_K = [3, 0, 130, 1, 64], [40, 5, 130, 0, 200]
+H, D = 4, 16
+
+
+def boundaries(lengths, first=0):
+    return torch.tensor([first, *lengths]).cumsum(0).to(torch.int32)
+
+
+def packed(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, before=0, behind=0, dtype=F64):
+    make = torch.Generator().manual_seed(0)
+    rows = [before + sum(n) + behind for n in (lengths_q, lengths_k, lengths_k)]
+    shapes = zip(rows, (H, 2, 2), (D, D, 8), strict=True)
+    qkv = [torch.randn(s, generator=make, dtype=F64).to(dtype) for s in shapes]
+    return qkv, boundaries(lengths_q, before), boundaries(lengths_k, before)
+
+
+def per_batch(n, options):
+    """The options of sequence n as those of a call of its own."""
+
+    def own(name, value):
+        if name == "alibi_slopes" and value.dim() == 2:
+            return value[n : n + 1]
+        if name == "bias":
+            value = value[n : n + 1] if value.shape[0] > 1 else value
+            return value[:, :, : LENGTHS_Q[n], : LENGTHS_K[n]]
+        return value
+
+    return {name: own(name, value) for name, value in options.items()}
+
+
+def alone(qkv, cu_q, cu_k, options):
+    """O and lse by one call per sequence."""
+    outs, lses = [], []
+    for n in range(len(cu_q) - 1):
+        q, k, v = (
+            t[None, cu[n] : cu[n + 1]] for t, cu in zip(qkv, (cu_q, cu_k, cu_k), strict=True)
+        )
+        out, lse = attention(q, k, v, return_lse=True, **per_batch(n, options))
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True, "softcap": 3.0},
+    "window": {"window_size": (20, 4)},
+    "dilated": {"mask": masks.Dilated(3, 9)},
+    "slopes": {"alibi_slopes": torch.rand(H, dtype=F64), "causal": True},
+    "slopes per sequence": {"alibi_slopes": torch.rand(5, H, dtype=F64)},
+    "sinks": {"sinks": torch.randn(H, dtype=F64), "head_scale": torch.rand(H, dtype=F64)},
+    "bias": {"bias": torch.randn(1, H, 130, 200, dtype=F64)},
+    "bias per sequence": {"bias": torch.randn(5, 1, 130, 200, dtype=F64), "causal": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_sequence_is_a_problem_of_its_own(options):
+    qkv, cu_q, cu_k = packed()
+    leaves = {n: t for n, t in options.items() if isinstance(t, torch.Tensor)}
+    leaves |= dict(zip("qkv", qkv, strict=True))
+
+    def run(together):
+        fresh = {n: t.clone().requires_grad_() for n, t in leaves.items()}
+        tensors = [fresh[n] for n in "qkv"]
+        rest = options | {n: t for n, t in fresh.items() if n in options}
+        if together:
+            out, lse = attention_varlen(*tensors, cu_q, cu_k, return_lse=True, **rest)
+        else:
+            out, lse = alone(tensors, cu_q, cu_k, rest)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=F64).view(out.shape)
+        loss = (out * weight).sum() + lse[lse.isfinite()].sum()
+        return out, lse, *torch.autograd.grad(loss, list(fresh.values()))
+
+    for got, want in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_tables_are_shared_by_sequences_of_any_length():
+    qkv, cu_q, cu_k = packed()
+    table = torch.randn(32, H, dtype=F64, requires_grad=True)
+    term = scores.T5Bias(table, bidirectional=False)
+    want, _ = alone(qkv, cu_q, cu_k, {"relative": term})
+    got = attention_varlen(*qkv, cu_q, cu_k, relative=term)
+    torch.testing.assert_close(got, want)
+    weight = torch.linspace(-1, 1, got.numel(), dtype=F64).view(got.shape)
+    grads = [torch.autograd.grad((x * weight).sum(), table)[0] for x in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_rows_of_no_sequence_see_nothing():
+    qkv, cu_q, cu_k = packed(before=7, behind=9)
+    leaves = [t.requires_grad_() for t in qkv]
+    out, lse = attention_varlen(*leaves, cu_q, cu_k, return_lse=True)
+    want, want_lse = alone(qkv, cu_q, cu_k, {})
+    torch.testing.assert_close(out[7:-9], want)
+    torch.testing.assert_close(lse[:, 7:-9], want_lse)
+    assert (out[:7] == 0).all() and (out[-9:] == 0).all()
+    assert (lse[:, :7] == -torch.inf).all() and (lse[:, -9:] == -torch.inf).all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert (grad[:7] == 0).all() and (grad[-9:] == 0).all()
+
+
+def test_dropout_depends_on_the_sequence_not_on_where_it_lies():
+    qkv, cu_q, cu_k = packed([50, 50], [70, 70])
+    qkv = [t[: len(t) // 2].repeat(2, 1, 1) for t in qkv]
+    seed = torch.tensor([3, 4])
+    out = attention_varlen(*qkv, cu_q, cu_k, dropout_p=0.5, seed=seed)
+    batch = [t.unflatten(0, (2, -1)) for t in qkv]
+    want = attention(*batch, dropout_p=0.5, seed=seed)
+    torch.testing.assert_close(out, want.flatten(0, 1))
+
+
+def test_threads_do_not_change_a_bit():
+    qkv, cu_q, cu_k = packed(dtype=torch.float32)
+    bias = torch.randn(1, 1, 130, 200)
+    results = []
+    for count in (1, 2):
+        leaves = [t.clone().requires_grad_() for t in (*qkv, bias)]
+        with threads(count):
+            out = attention_varlen(*leaves[:3], cu_q, cu_k, bias=leaves[3], causal=True)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tq", [1, 4, 40])
+def test_a_cache_is_read_up_to_its_length(tq):
+    make = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([300, 64, 41, 170])
+    q = torch.randn(4, tq, H, D, generator=make)
+    k, v = (torch.randn(4, 300, 2, D, generator=make) for _ in range(2))
+    options = {"causal": True, "window_size": (90, 0), "sinks": torch.randn(H, generator=make)}
+    want = [
+        attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], **options)
+        for b, n in enumerate(lengths.tolist())
+    ]
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:] = v[b, n:] = torch.nan
+    got = attention_cached(q, k, v, lengths, **options)
+    torch.testing.assert_close(got, torch.cat(want))
+
+
+WRONG = [
+    ([0, 3, 2, 5], [0, 1, 2, 3], "cu_seqlens_q must grow"),
+    ([0, 1, 2, 6], [0, 1, 2, 3], r"cu_seqlens_q must lie in \[0, 5\], got 6"),
+    ([-1, 1, 2, 5], [0, 1, 2, 3], r"cu_seqlens_q must lie in \[0, 5\], got -1"),
+    ([0, 1, 2, 5], [0, 1, 2, 2**31], r"cu_seqlens_k must lie in \[0, 7\]"),
+]
+
+
+@pytest.mark.parametrize("cu_q,cu_k,message", WRONG)
+def test_boundaries_that_leave_their_tensor(cu_q, cu_k, message):
+    q, k = torch.zeros(5, H, D), torch.zeros(7, 2, D)
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 7}
+    with pytest.raises(RuntimeError, match="attention: " + message):
+        attention_varlen(q, k, k, torch.tensor(cu_q), torch.tensor(cu_k), **longest)
+
+
+def test_lengths_beyond_what_was_promised():
+    q, cu = torch.zeros(5, H, D), torch.tensor([0, 1, 5])
+    with pytest.raises(RuntimeError, match="cu_seqlens_q must grow by 0 to 3, got 1 then 5"):
+        attention_varlen(q, q, q, cu, cu, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="cu_seqlens must both have shape"):
+        attention_varlen(q, q, q, cu, cu[:2])
+    with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 or int64 tensor"):
+        attention_varlen(q, q, q, cu.float(), cu)
+    with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 5\], got 6"):
+        attention_cached(q[None], q[None], q[None], torch.tensor([6]))
+    with pytest.raises(ValueError, match=r"cache_seqlens must have shape \(1,\)"):
+        attention_cached(q[None], q[None], q[None], torch.tensor([5, 5]))
