@@ -51,6 +51,12 @@ def _require(holds: bool, what: str) -> None:
         raise ValueError(f"glu_mlp: {what}")
 
 
+def _require_defined(**tensors: Tensor | None) -> None:
+    """An undefined tensor reaches Python as None, whatever the schema says."""
+    for name, t in tensors.items():
+        _require(t is not None, f"{name} must be a tensor, got None")
+
+
 def _check(
     x: Tensor,
     gate_weight: Tensor,
@@ -63,6 +69,7 @@ def _check(
     act: int,
 ) -> None:
     """What the kernels that are called do not check for themselves."""
+    _require_defined(x=x, gate_weight=gate_weight, down_weight=down_weight)
     _require(act in _NAMES, f"act must be one of {sorted(_NAMES)}, got act={act}")
     _require(x.dim() >= 1 and gate_weight.dim() == 2, "x and gate_weight must be at least 1-d, 2-d")
     hidden, width = gate_weight.shape
@@ -231,6 +238,8 @@ def _check_backward(
     recompute: bool,
     needs: Sequence[bool],
 ) -> None:
+    _require_defined(grad_y=grad_y, x=x, gate_weight=gate_weight, down_weight=down_weight)
+    _require_defined(gate=gate, up=up)
     leading = x.shape[:-1]
     _require(len(needs) == 7, f"needs must have 7 entries, got {len(needs)}")
     _require(
