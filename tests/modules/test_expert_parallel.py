@@ -1,12 +1,14 @@
 """ExpertParallel on two processes (gloo) against the layer in one."""
 
 import os
+import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from omniattn.modules import ExpertParallel, MoE
 
@@ -64,14 +66,23 @@ def lose_a_peer(rank, port):
     os._exit(0)
 
 
-def free_port():
-    import socket
+WORK = {f.__name__: f for f in (compare, lose_a_peer)}
 
+
+@pytest.mark.parametrize("work", WORK)
+def test_two_processes(work):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        port = str(s.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, work, str(rank), port], stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
-@pytest.mark.parametrize("work", [compare, lose_a_peer])
-def test_two_processes(work):
-    mp.spawn(work, (free_port(),), nprocs=2)
+if __name__ == "__main__":
+    WORK[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
