@@ -36,6 +36,9 @@ def symbols(path, *options):
     return [(m.group(1), m.group(2)) for m in pairs if m]
 
 
+pytestmark = pytest.mark.timeout(1500)  # the first test builds everything for all targets
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel of this tree; its objects are left in build/wheel."""

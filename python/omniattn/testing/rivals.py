@@ -150,9 +150,16 @@ def _masked_cached(
 
 
 def _eager_weights(
-    q: Tensor, k: Tensor, lse: Tensor, *, causal: bool, column_sums: bool, **options: Any
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    column_sums: bool = False,
+    **options: Any,
 ) -> Tensor:
     _lacks(options=options)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     s = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[3] ** -0.5
     seen = visible([window_rule(causal, (-1, -1))], q.shape[1], k.shape[1], q.device)
     p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0)
