@@ -224,7 +224,7 @@ def _attention(
     if normaliser == "softmax":
         p, lse = _softmax(s, None if sinks is None else widen(sinks).to(s.dtype))
     else:
-        p = torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
+        p = _elementwise(s, normaliser)
         lse = s.new_zeros(batch, heads, tq)
     if dropout_p > 0:
         seed = philox.new_seed() if seed is None else seed
@@ -299,7 +299,7 @@ def attention_weights(
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
         p = p.masked_fill(nothing[..., None], 0)
     else:
-        p = torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
+        p = _elementwise(s, normaliser)
     return p.sum(-2) if column_sums else p.to(q.dtype)
 
 
@@ -336,6 +336,11 @@ def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     lse = (top + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
     p = p / total
     return (p if sinks is None else p[..., :-1]), lse
+
+
+def _elementwise(s: Tensor, normaliser: str) -> Tensor:
+    """Weights that are functions of one logit each."""
+    return torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
 
 
 def default_scale(dim: int) -> float:
