@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,12 +13,17 @@ from omniattn.functional._checks import require_float, require_like, use_referen
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias, ScoreRule
 from omniattn.ops import attention as ops
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention import (
+    AttentionOptions,
+    Logits,
+    Normaliser,
+    Visibility,
+    Weights,
+    default_scale,
+)
 from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.philox import new_seed
 from omniattn.reference.scores import ScoreKind
-
-Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
 __all__ = [
     "attention",
@@ -122,29 +126,12 @@ def attention(
     op = "attention"
     q, k, v = _autocast(op, q, k, v)
     _check_shapes(op, q, k, v)
-    return _run(
-        op,
-        q,
-        k,
-        v,
-        (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
-        None,
-        causal,
-        window_size,
-        mask,
-        bias,
-        scale,
-        softcap,
-        alibi_slopes,
-        relative,
-        sinks,
-        head_scale,
-        normaliser,
-        dropout_p,
-        seed,
-        return_lse,
-        backend,
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, seed),
     )
+    return _run(op, q, k, v, _full(q, k), options, return_lse, backend)
 
 
 def attention_varlen(
@@ -227,29 +214,13 @@ def attention_varlen(
             f"{op}: max_seqlen must be >= 0, got max_seqlen_q={longest_q}, max_seqlen_k={longest_k}"
         )
     layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
-    result = _run(
-        op,
-        q,
-        k,
-        v,
-        (len(cu_seqlens_q) - 1, q.shape[2], longest_q, longest_k),
-        layout,
-        causal,
-        window_size,
-        mask,
-        bias,
-        scale,
-        softcap,
-        alibi_slopes,
-        relative,
-        sinks,
-        head_scale,
-        normaliser,
-        dropout_p,
-        seed,
-        return_lse,
-        backend,
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, seed),
     )
+    full = (len(cu_seqlens_q) - 1, q.shape[2], longest_q, longest_k)
+    result = _run(op, q, k, v, full, options, return_lse, backend, layout)
     return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
 
 
@@ -307,29 +278,13 @@ def attention_cached(
     _check_shapes(op, q, k, v)
     _check_integers(op, "cache_seqlens", cache_seqlens, q)
     _require_mask_shape(op, "cache_seqlens", cache_seqlens, (q.shape[0],))
-    return _run(
-        op,
-        q,
-        k,
-        v,
-        (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
-        (MaskKind.CACHED, 0, 0, (cache_seqlens,)),
-        causal,
-        window_size,
-        mask,
-        bias,
-        scale,
-        softcap,
-        alibi_slopes,
-        relative,
-        sinks,
-        head_scale,
-        normaliser,
-        dropout_p,
-        seed,
-        return_lse,
-        backend,
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, seed),
     )
+    layout: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
+    return _run(op, q, k, v, _full(q, k), options, return_lse, backend, layout)
 
 
 def _run(
@@ -338,55 +293,49 @@ def _run(
     k: Tensor,
     v: Tensor,
     full: tuple[int, ...],
-    layout: Rule | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    mask: Tensor | Mask | None,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    relative: RelativeBias | None,
-    sinks: Tensor | None,
-    head_scale: Tensor | None,
-    normaliser: Normaliser,
-    dropout_p: float,
-    seed: Tensor | None,
+    options: AttentionOptions,
     return_lse: bool,
     backend: str | None,
+    layout: Rule | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Encodes the masks and scores of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
-    scale = default_scale(q.shape[3]) if scale is None else scale
-    _check_numbers(op, scale, softcap, dropout_p)
-    rules = _mask(op, causal, window_size, mask, q, full)
-    scores = _scores(
-        op, q, full, bias, softcap, alibi_slopes, relative, sinks, head_scale, normaliser
-    )
+    """Encodes the options of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
+    normaliser, dropout_p = options.weights.normaliser, options.weights.dropout_p
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
-    seed = _seed(op, seed) if dropout_p > 0 else None
-    params = [scale, dropout_p]
-    codes = _encode(rules if layout is None else [layout, *rules], scores, params)
+    aux, mask, score, params = _encode(op, q, full, options, layout)
+    seed = _seed(op, options.weights.seed) if dropout_p > 0 else None
     run = ops.formula if use_reference(op, backend, q) else ops.attention
-    out, lse = run(q, k, v, codes[0], seed, *codes[1:], params)
+    out, lse = run(q, k, v, aux, seed, mask, score, params)
     return (out, lse) if return_lse else out
 
 
 def _encode(
-    rules: list[Rule], scores: list[ScoreRule], params: list[float]
-) -> tuple[list[Tensor], list[int], list[int]]:
-    """(aux, mask, score) of the op's schema; adds to its `params`."""
+    op: str,
+    q: Tensor,
+    full: tuple[int, ...],
+    options: AttentionOptions,
+    layout: Rule | None = None,
+) -> tuple[list[Tensor], list[int], list[int], list[float]]:
+    """(aux, mask, score, params) of the op's schema, checked."""
+    scale, dropout_p = options.logits.scale, options.weights.dropout_p
+    params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
+    _check_numbers(op, params[0], options.logits.softcap, dropout_p)
+    rules = _mask(op, options.visibility, q, full)
     aux: list[Tensor] = []
-    mask_codes: list[int] = []
-    for kind, a, b, tensors in rules:
-        mask_codes += [kind, a, b, len(aux) if tensors else -1]
+    mask: list[int] = []
+    for kind, a, b, tensors in rules if layout is None else [layout, *rules]:
+        mask += [kind, a, b, len(aux) if tensors else -1]
         aux += tensors
-    score_codes: list[int] = []
-    for kind, side, parameters in scores:
-        score_codes += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
+    score: list[int] = []
+    for kind, side, parameters in _scores(op, options.logits, options.weights, q, full):
+        score += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
         aux += () if side is None else (side,)
         params += parameters
-    return aux, mask_codes, score_codes
+    return aux, mask, score, params
+
+
+def _full(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    return (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
 
 def attention_weights(
@@ -441,7 +390,7 @@ def attention_weights(
     op = "attention_weights"
     q, k, _ = _autocast(op, q, k, k)
     _check_shapes(op, q, k, k)
-    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    full = _full(q, k)
     require_float(op, "lse", lse)
     widest = torch.float64 if q.dtype == torch.float64 else torch.float32
     if lse.dtype != widest or lse.device != q.device:
@@ -449,16 +398,14 @@ def attention_weights(
             f"{op}: lse must be {widest} on the device of q, got {lse.dtype}, {lse.device}"
         )
     _require_mask_shape(op, "lse", lse, full[:3])
-    scale = default_scale(q.shape[3]) if scale is None else scale
-    _check_numbers(op, scale, softcap, 0.0)
-    rules = _mask(op, causal, window_size, mask, q, full)
-    scores = _scores(
-        op, q, full, bias, softcap, alibi_slopes, relative, sinks, head_scale, normaliser
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, 0.0, None),
     )
-    params = [scale, 0.0]
-    codes = _encode(rules, scores, params)
+    codes = _encode(op, q, full, options)
     run = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
-    weights = run(q, k, lse, *codes, params, column_sums)
+    weights = run(q, k, lse, *codes, column_sums)
     assert isinstance(weights, Tensor)
     return weights
 
@@ -658,23 +605,16 @@ def _check_numbers(op: str, scale: float, softcap: float, dropout_p: float) -> N
         raise ValueError(f"{op}: dropout_p must be in [0, 1], got dropout_p={dropout_p}")
 
 
-def _mask(
-    op: str,
-    causal: bool,
-    window_size: tuple[int, int],
-    mask: Tensor | Mask | None,
-    q: Tensor,
-    full: tuple[int, ...],
-) -> list[Rule]:
+def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     """All rules of a call, checked."""
-    left, right = window_size
+    (left, right), mask = visibility.window_size, visibility.mask
     if left < -1 or right < -1:
         raise ValueError(
-            f"{op}: window_size must be (left, right) >= -1, got window_size={window_size}"
+            f"{op}: window_size must be (left, right) >= -1, got window_size={(left, right)}"
         )
     found: list[Mask] = []
-    if causal or left >= 0 or right >= 0:
-        found.append(SlidingWindow(left, 0 if causal else right))
+    if visibility.causal or left >= 0 or right >= 0:
+        found.append(SlidingWindow(left, 0 if visibility.causal else right))
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
@@ -773,27 +713,20 @@ def _seed(op: str, seed: Tensor | None) -> Tensor:
 
 
 def _scores(
-    op: str,
-    q: Tensor,
-    full: tuple[int, ...],
-    bias: Tensor | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    relative: RelativeBias | None,
-    sinks: Tensor | None,
-    head_scale: Tensor | None,
-    normaliser: str,
+    op: str, logits: Logits, weights: Weights, q: Tensor, full: tuple[int, ...]
 ) -> list[ScoreRule]:
     """All score rules of a call, checked."""
     batch, heads, tq, tk = full
+    alibi_slopes, relative = logits.alibi_slopes, logits.relative
+    sinks, normaliser = weights.sinks, weights.normaliser
     rules: list[ScoreRule] = []
-    if softcap > 0:
-        rules.append((ScoreKind.SOFTCAP, None, (softcap,)))
-    if bias is not None:
-        rules.append((ScoreKind.BIAS, _bias(op, bias, q, full), ()))
+    if logits.softcap > 0:
+        rules.append((ScoreKind.SOFTCAP, None, (logits.softcap,)))
+    if logits.bias is not None:
+        rules.append((ScoreKind.BIAS, _bias(op, logits.bias, q, full), ()))
     for kind, name, t in (
         (ScoreKind.SINKS, "sinks", sinks),
-        (ScoreKind.HEAD_SCALE, "head_scale", head_scale),
+        (ScoreKind.HEAD_SCALE, "head_scale", logits.head_scale),
     ):
         if t is not None:
             _require_parameter(op, name, t, q, [(heads,)])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.reference.attention import Rules
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
 
@@ -123,20 +124,10 @@ def _decode(
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
     layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
-    options: dict[str, Any] = {"scale": params[0], "mask": _Rules(rules)}
+    options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}
     for kind, i, at in _groups(score, _SCORE_INTS):
         options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
     return layout, options
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """Mask rules as the reference takes them."""
-
-    found: list[Rule]
-
-    def rules(self) -> list[Rule]:
-        return self.found
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,74 @@ class RelativeTerm(Protocol):
     def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]: ...
 
 
+Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
+
+
+class Rules(NamedTuple):
+    """Mask rules as a mask."""
+
+    found: list[masks.Rule]
+
+    def rules(self) -> list[masks.Rule]:
+        return self.found
+
+
+class Visibility(NamedTuple):
+    """Which keys a query may attend to."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    mask: Tensor | MaskRules | None
+
+    def rules(self) -> list[masks.Rule]:
+        rules = [masks.window_rule(self.causal, self.window_size)]
+        if isinstance(self.mask, Tensor):
+            return [*rules, (masks.MaskKind.TENSOR, 0, 0, (self.mask,))]
+        return rules if self.mask is None else [*rules, *self.mask.rules()]
+
+
+class Logits(NamedTuple):
+    """What makes logits of q and k."""
+
+    scale: float | None
+    head_scale: Tensor | None
+    softcap: float
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    relative: RelativeTerm | None
+
+
+class Weights(NamedTuple):
+    """What makes weights of the logits."""
+
+    normaliser: Normaliser
+    sinks: Tensor | None
+    dropout_p: float
+    seed: Tensor | None
+
+
+class AttentionOptions(NamedTuple):
+    """The options that all forms of attention share."""
+
+    visibility: Visibility
+    logits: Logits
+    weights: Weights
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> AttentionOptions:
+        """Those of sequence n of a packed or cached batch, which has its own lengths."""
+        rules = masks.of_sequence(self.visibility.rules(), n, tq, tk)
+        bias, slopes = self.logits.bias, self.logits.alibi_slopes
+        if bias is not None:
+            bias = masks.cut(bias, n, tq, tk)
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n : n + 1]
+        return AttentionOptions(
+            Visibility(False, (-1, -1), Rules(rules)),
+            self.logits._replace(bias=bias, alibi_slopes=slopes),
+            self.weights,
+        )
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -41,7 +109,7 @@ def attention(
     relative: RelativeTerm | None = None,
     sinks: Tensor | None = None,
     head_scale: Tensor | None = None,
-    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    normaliser: Normaliser = "softmax",
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
@@ -52,22 +120,12 @@ def attention(
     (B,Hq,Tq,Tk). A row that sees no key gives O = 0, lse = -inf and zero gradients. Weights other
     than softmax are functions of one logit each; their lse is 0.
     """
-    out, lse = _attention(
-        q,
-        k,
-        v,
-        _rules(causal, window_size, mask),
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        relative=relative,
-        sinks=sinks,
-        head_scale=head_scale,
-        normaliser=normaliser,
-        dropout_p=dropout_p,
-        seed=seed,
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
     )
+    out, lse = _attention(q, k, v, options)
     return (out, lse) if return_lse else out
 
 
@@ -90,7 +148,7 @@ def attention_varlen(
     relative: RelativeTerm | None = None,
     sinks: Tensor | None = None,
     head_scale: Tensor | None = None,
-    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    normaliser: Normaliser = "softmax",
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
@@ -102,28 +160,16 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k). Rows of no sequence give O = 0, lse = -inf.
     """
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    rules = _rules(causal, window_size, mask)
-    seed = philox.new_seed() if seed is None and dropout_p > 0 else seed
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
+    )
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
-        out, lse = _attention(
-            q[None, q0:q1],
-            k[None, k0:k1],
-            v[None, k0:k1],
-            masks.of_sequence(rules, n, q1 - q0, k1 - k0),
-            bias=None if bias is None else masks.cut(bias, n, q1 - q0, k1 - k0),
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=_slopes_of(alibi_slopes, n),
-            relative=relative,
-            sinks=sinks,
-            head_scale=head_scale,
-            normaliser=normaliser,
-            dropout_p=dropout_p,
-            seed=seed,
-            first_batch=n,
-        )
+        mine = options.of_sequence(n, q1 - q0, k1 - k0)
+        out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
         outs.append(out[0])
         lses.append(lse[0])
     before, behind = ends_q[0], q.shape[0] - ends_q[-1]
@@ -151,33 +197,22 @@ def attention_cached(
     relative: RelativeTerm | None = None,
     sinks: Tensor | None = None,
     head_scale: Tensor | None = None,
-    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    normaliser: Normaliser = "softmax",
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk."""
-    rules = _rules(causal, window_size, mask)
-    seed = philox.new_seed() if seed is None and dropout_p > 0 else seed
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
+        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
+    )
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist()):
-        out, lse = _attention(
-            q[n : n + 1],
-            k[n : n + 1, :tk],
-            v[n : n + 1, :tk],
-            masks.of_sequence(rules, n, q.shape[1], tk),
-            bias=None if bias is None else masks.cut(bias, n, q.shape[1], tk),
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=_slopes_of(alibi_slopes, n),
-            relative=relative,
-            sinks=sinks,
-            head_scale=head_scale,
-            normaliser=normaliser,
-            dropout_p=dropout_p,
-            seed=seed,
-            first_batch=n,
-        )
+        one = slice(n, n + 1)
+        mine = options.of_sequence(n, q.shape[1], tk)
+        out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs) if outs else q.new_zeros(0, *q.shape[1:3], v.shape[3])
@@ -185,86 +220,55 @@ def attention_cached(
     return (out, lse) if return_lse else out
 
 
-def _rules(
-    causal: bool, window_size: tuple[int, int], mask: Tensor | MaskRules | None
-) -> list[masks.Rule]:
-    rules = [masks.window_rule(causal, window_size)]
-    if isinstance(mask, Tensor):
-        return [*rules, (masks.MaskKind.TENSOR, 0, 0, (mask,))]
-    return rules if mask is None else [*rules, *mask.rules()]
-
-
-def _slopes_of(slopes: Tensor | None, n: int) -> Tensor | None:
-    return slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
+def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
+    """The seed of a call, None without dropout."""
+    if dropout_p == 0:
+        return None
+    return philox.new_seed() if seed is None else seed
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rules: list[masks.Rule],
-    *,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    relative: RelativeTerm | None,
-    sinks: Tensor | None,
-    head_scale: Tensor | None,
-    normaliser: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    first_batch: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
+    """O and lse; `first_batch` is the number of q[0] in its call."""
+    weights = options.weights
     heads, kv_heads, (batch, tq), tk = q.shape[2], k.shape[2], q.shape[:2], k.shape[1]
     vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
         vw = vw.repeat_interleave(heads // kv_heads, 1)
-    s = _logits(q, k, rules, bias, scale, softcap, alibi_slopes, relative, head_scale)
-    if normaliser == "softmax":
-        p, lse = _softmax(s, None if sinks is None else widen(sinks).to(s.dtype))
+    s = _logits(q, k, options.visibility.rules(), options.logits)
+    if weights.normaliser == "softmax":
+        p, lse = _softmax(s, None if weights.sinks is None else widen(weights.sinks).to(s.dtype))
     else:
-        p = _elementwise(s, normaliser)
+        p = _elementwise(s, weights.normaliser)
         lse = s.new_zeros(batch, heads, tq)
-    if dropout_p > 0:
-        seed = philox.new_seed() if seed is None else seed
-        keep = philox.attention_keep(
-            batch, heads, tq, tk, dropout_p, seed.to(q.device), first_batch=first_batch
-        )
-        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+    if weights.seed is not None:
+        drop, seed = weights.dropout_p, weights.seed.to(q.device)
+        keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first_batch=first_batch)
+        p = p * keep * (1 / (1 - drop) if drop < 1 else 0)
     out = (p @ vw).transpose(1, 2).to(q.dtype)
     return out, lse
 
 
-def _logits(
-    q: Tensor,
-    k: Tensor,
-    rules: list[masks.Rule],
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    relative: RelativeTerm | None,
-    head_scale: Tensor | None,
-) -> Tensor:
+def _logits(q: Tensor, k: Tensor, rules: list[masks.Rule], logits: Logits) -> Tensor:
     """(B,Hq,Tq,Tk), -inf where not allowed."""
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
     if kv_heads != heads:
         kw = kw.repeat_interleave(heads // kv_heads, 1)
 
-    s = (default_scale(dim) if scale is None else scale) * (qw @ kw.transpose(-1, -2))
-    if head_scale is not None:
-        s = s * widen(head_scale).to(s.dtype)[:, None, None]
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + widen(bias).to(s.dtype)
-    if alibi_slopes is not None:
-        slopes = widen(alibi_slopes).to(s.dtype).reshape(-1, 1, heads)
+    s = (default_scale(dim) if logits.scale is None else logits.scale) * (qw @ kw.transpose(-1, -2))
+    if logits.head_scale is not None:
+        s = s * widen(logits.head_scale).to(s.dtype)[:, None, None]
+    if logits.softcap > 0:
+        s = logits.softcap * torch.tanh(s / logits.softcap)
+    if logits.bias is not None:
+        s = s + widen(logits.bias).to(s.dtype)
+    if logits.alibi_slopes is not None:
+        slopes = widen(logits.alibi_slopes).to(s.dtype).reshape(-1, 1, heads)
         s = s + table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
-    if relative is not None:
-        kind, table, (a, b) = relative.rule()
+    if logits.relative is not None:
+        kind, table, (a, b) = logits.relative.rule()
         assert table is not None
         s = s + table_bias(kind, widen(table).to(s.dtype), int(a), int(b), tq, tk)
     return s.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
@@ -285,15 +289,15 @@ def attention_weights(
     relative: RelativeTerm | None = None,
     sinks: Tensor | None = None,
     head_scale: Tensor | None = None,
-    normaliser: Literal["softmax", "sigmoid", "relu2"] = "softmax",
+    normaliser: Normaliser = "softmax",
     column_sums: bool = False,
 ) -> Tensor:
     """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk).
 
     `sinks` are part of lse already and change nothing here.
     """
-    rules = _rules(causal, window_size, mask)
-    s = _logits(q, k, rules, bias, scale, softcap, alibi_slopes, relative, head_scale)
+    logits = Logits(scale, head_scale, softcap, bias, alibi_slopes, relative)
+    s = _logits(q, k, Visibility(causal, window_size, mask).rules(), logits)
     if normaliser == "softmax":
         nothing = lse == -math.inf
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
