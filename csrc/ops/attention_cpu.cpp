@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ops/parallel.h"
+#include "runtime/denormals.h"
 
 namespace {
 
@@ -87,6 +88,7 @@ void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& 
       if (workspace_elements > 0) mine.workspace = workspace.of(thread);
     }
     const int64_t local = n == 0 ? item : item - ends[n - 1];
+    const FlushDenormals flush;
     kernel(mine, local, local + 1);
   });
 }
