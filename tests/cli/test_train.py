@@ -65,6 +65,17 @@ def test_writes_checkpoint_plot_and_sample(tmp_path, text, capsys):
     assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png", "sample.txt"}
 
 
+def test_a_model_with_experts_shows_its_load(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    options = ("--model", "switch", "--data", text, "--steps", 2, "--compare", 0)
+    assert train(out, *options) == 0
+    assert re.search(
+        r"step 2/2: .*, busiest expert \d\.\d\dx, dropped \d+\.\d%, aux 0\.\d+, [\d,]+ tokens/s",
+        capsys.readouterr().out,
+    )
+    assert (out / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_interrupted_and_resumed_equals_straight(tmp_path, text):
     options = ("--data", text, "--steps", 30, "--compare", 0)
     assert train(tmp_path / "straight", *options) == 0
@@ -151,7 +162,7 @@ def test_resume_checks_run_options_and_text(tmp_path, text, capsys):
         capsys, tmp_path / "o", *options, "--resume", "--seed", 3
     )
     text.write_bytes(text.read_bytes() + b"more")
-    assert "another text" in fails(capsys, tmp_path / "o", *options, "--resume")
+    assert "other data" in fails(capsys, tmp_path / "o", *options, "--resume")
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])

@@ -7,7 +7,8 @@ import torch
 
 from omniattn.models import PRESETS, CheckpointError, Llama, load_model
 from omniattn.models.checkpoint import write_checkpoint
-from omniattn.models.data import ByteData, read_documents, standard_library
+from omniattn.models.data import read_documents, standard_library
+from omniattn.models.tasks import LanguageModeling
 from omniattn.models.training import TrainConfig, Trainer, learning_rate, parameter_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,7 +18,7 @@ TINY = TrainConfig(model="llama-tiny", steps=6, batch=2, length=33, warmup=2)
 
 
 def trainer(text: bytes = TEXT, config: TrainConfig = TINY) -> Trainer:
-    return Trainer(config, ByteData(text, config.length))
+    return Trainer(config, LanguageModeling(text, config.length))
 
 
 def state(run: Trainer) -> list[torch.Tensor]:
@@ -45,15 +46,16 @@ def test_weight_decay_leaves_out_norms_and_embeddings():
 
 
 def test_batches_depend_on_seed_and_step_and_stay_in_the_training_split():
-    data = ByteData(bytes(range(256)) * 8, 33)
-    tokens, targets = data.batch(5, 0, 3)
+    task = LanguageModeling(bytes(range(256)) * 8, 33)
+    data = task.data
+    tokens, targets = task.batch(5, 0, 3)
     assert tokens.shape == targets.shape == (5, 33)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, data.batch(5, 0, 3)[0])
-    assert not torch.equal(tokens, data.batch(5, 0, 4)[0])
-    assert not torch.equal(tokens, data.batch(5, 1, 3)[0])
+    assert torch.equal(tokens, task.batch(5, 0, 3)[0])
+    assert not torch.equal(tokens, task.batch(5, 0, 4)[0])
+    assert not torch.equal(tokens, task.batch(5, 1, 3)[0])
     assert len(data.train) + len(data.held_out) == 2048
-    held_out, _ = data.held_out_batch(10**6)
+    held_out, _ = task.held_out_batch(10**6)
     assert len(held_out) == len(data.held_out) // 34
 
 
@@ -113,7 +115,7 @@ def test_load_rejects_other_text_and_files_without_a_run(tmp_path):
     run = trainer()
     run.train_step()
     run.save(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="another text"):
+    with pytest.raises(CheckpointError, match="other data"):
         trainer(TEXT + b"!").load(tmp_path / "c")
     write_checkpoint(tmp_path / "w", {"x": torch.ones(1)}, {})
     with pytest.raises(CheckpointError, match="no training state"):

@@ -1,8 +1,9 @@
-"""Train a byte-level decoder on text, by default the source of Python's standard library.
+"""Train a small model, by default a byte-level decoder on the source of Python's standard library.
 
 Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
-loss.png, sample.txt. Ctrl-C saves and stops; --resume continues bit for bit. The first steps are
-repeated with the plain-torch reference of every op, to show the difference in loss and in speed.
+loss.png, sample.txt if it writes text, load.png if it has experts. Ctrl-C saves and stops; --resume
+continues bit for bit. The first steps are repeated with the plain-torch reference of every op, to
+show the difference in loss and in speed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 from omniattn.cli.errors import CommandError, require
-from omniattn.models import PRESETS, CheckpointError, generate
-from omniattn.models.data import ByteData, read_documents
+from omniattn.cli.plots import plot_load, plot_losses
+from omniattn.models import PRESETS, CheckpointError
+from omniattn.models.presets import TRAINED
 from omniattn.models.training import TrainConfig, Trainer, saved_config
 
 _RUNS = Path("runs")
@@ -31,12 +33,13 @@ _INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command. A default of None means: that of TrainConfig, or of the saved run."""
-    byte_models = [name for name, config in PRESETS.items() if config.vocab_size == 256]
     parser.add_argument("--data", type=Path, metavar="PATH", help="text file, or folder of them")
-    parser.add_argument("--model", choices=byte_models, help="default: llama-small")
+    parser.add_argument("--model", choices=TRAINED, help="default: llama")
     parser.add_argument("--steps", type=_positive, help="optimizer steps (default: 200)")
-    parser.add_argument("--batch", type=_positive, help="windows per step (default: 8)")
-    parser.add_argument("--length", type=_positive, help="bytes per window (default: 256)")
+    parser.add_argument("--batch", type=_positive, help="examples per step (default: 8)")
+    parser.add_argument(
+        "--length", type=_positive, help="tokens per example of text (default: 256)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32")
     parser.add_argument("--seed", type=int, help="of weights, data order and sample (default: 0)")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -63,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     c, model = trainer.config, trainer.model
     print(
         f"{c.model}: {model.config.num_parameters:,} parameters, {c.dtype}, "
-        f"{trainer.device}, threads: {torch.get_num_threads()}; "
-        f"{len(trainer.data.train):,} bytes to train on, {len(trainer.data.held_out):,} held out; "
+        f"{trainer.device}, threads: {torch.get_num_threads()}; {trainer.task.summary}; "
         f"output in {checkpoint.parent}",
         flush=True,
     )
@@ -75,14 +77,18 @@ def run(args: argparse.Namespace) -> int:
             + (f" --data {args.data}" if args.data else "")
         )
         return _INTERRUPTED
-    loss = trainer.held_out[-1][1]
+    result = dict(trainer.held_out[-1])
+    loss, steps = result.pop("loss"), result.pop("step")
+    metrics = "".join(f"{name} {value:.1%}, " for name, value in result.items())
     print(
-        f"held-out loss {loss:.4f} nats per byte after {c.steps} steps, "
-        f"{trainer.tokens_per_second:,.0f} tokens/s"
+        f"held-out loss {loss:.4f} {trainer.task.unit} after {steps} steps, {metrics}"
+        f"{trainer.items_per_second:,.0f} {trainer.task.items}/s"
     )
     reference = _compare(trainer, min(args.compare, c.steps)) if args.compare else None
     with _writing(checkpoint.parent):
-        _plot(trainer, reference, checkpoint.parent / "loss.png")
+        plot_losses(trainer, reference, checkpoint.parent / "loss.png")
+        if trainer.routers.loads:
+            plot_load(trainer, checkpoint.parent / "load.png")
         _sample(trainer, checkpoint.parent / "sample.txt")
     print(f"wrote {', '.join(sorted(f.name for f in checkpoint.parent.iterdir()))}")
     return 0
@@ -131,7 +137,8 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
         if getattr(args, f.name, None) is not None
     }
     if saved is None:
-        return replace(TrainConfig(), **given)
+        config = TrainConfig(model=given.get("model", TrainConfig.model))
+        return replace(config, **PRESETS[config.model].recipe | given)
     for name, value in given.items():
         if value != getattr(saved, name):
             raise CommandError(
@@ -151,13 +158,18 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         raise CommandError(str(error)) from error
     config = _config(args, saved)
 
-    source = args.data if args.data is not None else "Python's standard library"
+    model = PRESETS[config.model]
+    if model.longest is not None and config.length > model.longest:
+        raise CommandError(
+            f"{config.model} has positions for {model.longest} tokens, got --length {config.length}"
+        )
+    source = args.data if args.data is not None else "default data"
     try:
-        data = ByteData(read_documents(args.data), config.length)
+        task = model.task.load(args.data, config.length)
     except OSError as error:
         raise CommandError(f"cannot read {source}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CommandError(f"{source}: {error}; give other text with --data") from error
+    except (ImportError, ValueError) as error:
+        raise CommandError(f"{source}: {error}") from error
 
     with _writing(checkpoint.parent):
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +177,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         probe.touch()
         probe.unlink()
     try:
-        trainer = Trainer(config, data, device=args.device, backend=args.backend)
+        trainer = Trainer(config, task, device=args.device, backend=args.backend)
     except (RuntimeError, AssertionError) as error:  # torch's own words for a device it lacks
         raise CommandError(f"cannot use --device {args.device}: {error}") from error
     if args.resume:
@@ -230,10 +242,13 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
             if evaluated:
                 trainer.evaluate()
                 save()
-            status = (
-                f"loss {loss:.3f}, held out {trainer.held_out[-1][1]:.3f}, "
-                f"{trainer.tokens_per_second:,.0f} tokens/s"
+            parts = (
+                f"loss {loss:.3f}",
+                f"held out {trainer.held_out[-1]['loss']:.3f}",
+                trainer.routers.status(),
+                f"{trainer.items_per_second:,.0f} {trainer.task.items}/s",
             )
+            status = ", ".join(filter(None, parts))
             bar.set_postfix_str(status, refresh=False)
             bar.update()
             if bar.disable and evaluated:
@@ -248,7 +263,7 @@ def _compare(trainer: Trainer, steps: int) -> Trainer:
     """Trains the same model from the same seed through the reference and prints both."""
     from tqdm import trange
 
-    reference = Trainer(trainer.config, trainer.data, device=trainer.device, backend="reference")
+    reference = Trainer(trainer.config, trainer.task, device=trainer.device, backend="reference")
     for _ in trange(steps, desc="reference", unit="step", file=sys.stdout, disable=None):
         reference.train_step()
     difference = max(
@@ -256,43 +271,14 @@ def _compare(trainer: Trainer, steps: int) -> Trainer:
     )
     print(
         f"reference: largest difference in loss {difference:.1e} over {steps} steps; "
-        f"{reference.tokens_per_second:,.0f} tokens/s, "
-        f"speed-up {trainer.tokens_per_second / reference.tokens_per_second:.2f}x"
+        f"{reference.items_per_second:,.0f} {trainer.task.items}/s, "
+        f"speed-up {trainer.items_per_second / reference.items_per_second:.2f}x"
     )
     return reference
 
 
-def _plot(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
-    axes.plot(*zip(*trainer.held_out, strict=True), "o-", color="tab:orange", label="held out")
-    if reference is not None:
-        label = f"training, plain-torch reference ({reference.tokens_per_second:,.0f} tokens/s)"
-        axes.plot(reference.losses, "--", lw=2, color="black", label=label)
-    c = trainer.config
-    axes.set_title(
-        f"{c.model}, {trainer.model.config.num_parameters:,} parameters, {c.dtype}, "
-        f"{trainer.tokens_per_second:,.0f} tokens/s on {trainer.device}"
-    )
-    axes.set_xlabel(f"step ({c.batch} x {c.length} bytes)")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def _sample(trainer: Trainer, path: Path) -> None:
-    prompt = b"def "
-    tokens = torch.tensor([list(prompt)], device=trainer.device)
-    out = generate(
-        trainer.model, tokens, 300, temperature=0.8, top_p=0.95, seed=trainer.config.seed
-    )
-    text = bytes(out[0].tolist()).decode(errors="replace")
-    path.write_text(text)
-    print("sample:", *text.splitlines()[:12], sep="\n  | ")
+    text = trainer.task.sample(trainer.model, trainer.config.seed)
+    if text is not None:
+        path.write_text(text)
+        print("sample:", *text.splitlines()[:12], sep="\n  | ")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from omniattn.models.llama import Llama, LlamaConfig
+from omniattn.models.model import Model
+from omniattn.models.presets import ARCHITECTURES
 
 
 class CheckpointError(ValueError):
@@ -72,12 +73,13 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str
     return tensors, metadata
 
 
-def model_metadata(model: Llama) -> dict[str, str]:
+def model_metadata(model: Model) -> dict[str, str]:
     """What `load_model` needs besides the weights."""
-    return {"architecture": "llama", "config": json.dumps(model.config.to_dict())}
+    config = model.config
+    return {"architecture": config.architecture, "config": json.dumps(config.to_dict())}
 
 
-def save_model(model: Llama, path: Path | str) -> None:
+def save_model(model: Model, path: Path | str) -> None:
     """Writes weights and config, atomically; needs safetensors."""
     write_checkpoint(path, model.state_dict(), model_metadata(model))
 
@@ -87,7 +89,7 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-) -> Llama:
+) -> Model:
     """The model of a file of `save_model` or of a training checkpoint, in eval mode.
 
     Args:
@@ -97,15 +99,16 @@ def load_model(
 
     Raises:
         OSError: if the file cannot be read.
-        CheckpointError: if it is damaged or holds another architecture.
+        CheckpointError: if it is damaged or holds an unknown architecture.
     """
     tensors, metadata = read_checkpoint(path)
-    if metadata.get("architecture") != "llama":
+    architecture = ARCHITECTURES.get(metadata.get("architecture", ""))
+    if architecture is None:
         raise CheckpointError(
-            f"checkpoint: architecture must be 'llama', got {metadata.get('architecture')!r}"
+            f"checkpoint: architecture must be one of {', '.join(ARCHITECTURES)}, "
+            f"got {metadata.get('architecture')!r}"
         )
-    config = LlamaConfig.from_dict(json.loads(metadata["config"]) | {"backend": backend})
-    weights = {name: t for name, t in tensors.items() if "/" not in name}
-    model = Llama(config, device=device, dtype=weights["norm.weight"].dtype)
-    model.load_state_dict(weights)
-    return model.eval()
+    config = architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})
+    model = config.build(device="meta")
+    model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n}, assign=True)
+    return model.to(device).eval()

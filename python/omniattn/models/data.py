@@ -1,4 +1,4 @@
-"""Byte-level text for language modelling: a training and a held-out split, windows by position."""
+"""Byte-level text: a training and a held-out split, windows by position."""
 
 import random
 import sysconfig
@@ -66,15 +66,13 @@ class ByteData:
     def _windows(self, split: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         return split[start[:, None] + torch.arange(self.length + 1)].long()
 
-    def batch(self, size: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (size, length) of a step: a function of (seed, step) alone."""
+    def windows(self, size: int, seed: int, step: int) -> torch.Tensor:
+        """Training windows (size, length + 1) of a step: a function of (seed, step) alone."""
         words = philox.elementwise_words(size, torch.tensor([seed, step]))
-        window = self._windows(self.train, (words * (len(self.train) - self.length)) >> 32)
-        return window[:, :-1], window[:, 1:]
+        return self._windows(self.train, (words * (len(self.train) - self.length)) >> 32)
 
-    def held_out_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def held_out_windows(self, size: int) -> torch.Tensor:
         """Up to `size` windows spread evenly over the held-out split, without overlap."""
         count = min(size, len(self.held_out) // (self.length + 1))
         start = torch.arange(count) * (len(self.held_out) // count)
-        window = self._windows(self.held_out, start)
-        return window[:, :-1], window[:, 1:]
+        return self._windows(self.held_out, start)

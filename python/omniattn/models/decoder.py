@@ -1,20 +1,28 @@
 """The decoder that all decoder-only architectures share; an architecture is a Config for it."""
 
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
-from omniattn.modules import Attention, Cache, DecoderBlock, Linear, RMSNorm, RotaryEmbedding
+from omniattn.models.model import Model, ModelConfig
+from omniattn.models.tasks import LanguageModeling
+from omniattn.modules import Cache, DecoderBlock, Linear, RotaryEmbedding
+from omniattn.modules.build import NormConfig, build
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """x = E[tokens]; blocks; norm; logits = x W_head^T.
 
     Args:
-        config: sizes, one block config per layer, rotary embedding, head.
+        config: sizes, and the parts that an architecture chooses.
         device, dtype: of the parameters.
 
     Shape:
@@ -25,29 +33,56 @@ class Decoder(nn.Module):
     """
 
     @dataclass(frozen=True)
-    class Config:
-        """Sizes and parts.
+    class Config(ModelConfig):
+        """Sizes; an architecture adds its own and says what its blocks are.
 
         Args:
-            vocab_size, dim: of the embedding.
-            blocks: config of each layer.
-            norm: the norm in front of the head.
-            rope: rotary embedding of all layers, None for no positions.
+            vocab_size, dim, num_layers: sizes.
             tie_embeddings: the head uses the weight of the embedding.
-            init_std: of the embedding and the head.
+            init_std: of all weights; that of the projections onto the residual stream is divided
+                by sqrt(2 num_layers).
             gradient_checkpointing: keep only the input of each block, recompute it in backward.
-            backend: of the loss and the head.
         """
 
-        vocab_size: int
-        dim: int
-        blocks: tuple[DecoderBlock.Config, ...]
-        norm: RMSNorm.Config
-        rope: RotaryEmbedding.Config | None
+        task = LanguageModeling
+
+        vocab_size: int = 256
+        dim: int = 192
+        num_layers: int = 4
         tie_embeddings: bool = False
         init_std: float = 0.02
         gradient_checkpointing: bool = False
-        backend: str | None = None
+
+        @abstractmethod
+        def block(self, layer: int) -> DecoderBlock.Config:
+            """Config of a layer, counted from 0."""
+
+        @property
+        @abstractmethod
+        def norm(self) -> NormConfig:
+            """The norm in front of the head."""
+
+        @property
+        def rope(self) -> RotaryEmbedding.Config | None:
+            """Rotary embedding of all layers."""
+            return None
+
+        @property
+        def common(self) -> dict[str, Any]:
+            """What the configs of all layers share."""
+            out_init_std = self.init_std / math.sqrt(2 * max(self.num_layers, 1))
+            return {
+                "init_std": self.init_std,
+                "out_init_std": out_init_std,
+                "backend": self.backend,
+            }
+
+        def build(
+            self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        ) -> Decoder:
+            return Decoder(self, device=device, dtype=dtype)
+
+    config: Config
 
     def __init__(
         self,
@@ -57,15 +92,15 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        c = config
-        self.decoder_config = c
+        self.config = c = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
         nn.init.normal_(self.embed_tokens.weight, std=c.init_std)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
         self.layers = nn.ModuleList(
-            DecoderBlock(block, device=device, dtype=dtype) for block in c.blocks
+            DecoderBlock(c.block(layer), device=device, dtype=dtype)
+            for layer in range(c.num_layers)
         )
-        self.norm = RMSNorm(c.norm, device=device, dtype=dtype)
+        self.norm = build(c.norm, device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
         self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
 
@@ -73,7 +108,7 @@ class Decoder(nn.Module):
         self, batch: int, max_length: int, dtype: torch.dtype | None = None
     ) -> list[Cache]:
         """One empty cache per layer for sequences of up to max_length tokens."""
-        attention = [module for module in self.modules() if isinstance(module, Attention)]
+        attention = (cast(DecoderBlock, layer).self_attn for layer in self.layers)
         return [layer.new_cache(batch, max_length, dtype) for layer in attention]
 
     @property
@@ -95,7 +130,7 @@ class Decoder(nn.Module):
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
-        recompute = self.decoder_config.gradient_checkpointing and torch.is_grad_enabled()
+        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if recompute:
                 x, residual = checkpoint(
@@ -109,7 +144,7 @@ class Decoder(nn.Module):
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Normed states (..., dim) -> logits (..., vocab_size)."""
-        return functional.linear(x, self.head_weight, backend=self.decoder_config.backend)
+        return functional.linear(x, self.head_weight, backend=self.config.backend)
 
     def forward(
         self,
@@ -132,5 +167,6 @@ class Decoder(nn.Module):
         x = self.hidden(tokens, positions=positions, mask=mask, cache=cache)
         if targets is None:
             return self.head(x)
-        backend = self.decoder_config.backend
-        return functional.linear_cross_entropy(x, self.head_weight, targets, backend=backend)
+        return functional.linear_cross_entropy(
+            x, self.head_weight, targets, backend=self.config.backend
+        )

@@ -1,11 +1,16 @@
 """Token generation on a KV cache."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from omniattn.models.decoder import Decoder
 from omniattn.reference import philox
+
+if TYPE_CHECKING:
+    from omniattn.models.decoder import Decoder
 
 
 def sample(

@@ -3,15 +3,16 @@
 RMSNorm in front, grouped-query attention with half-split rotary embedding, SwiGLU, no biases.
 """
 
-import math
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from omniattn.models.decoder import Decoder
-from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
-from omniattn.reference import Llama3Scaling, RopeScaling, scaling_from_hf, scaling_to_hf
+from omniattn.models.family import GroupedQueryConfig
+from omniattn.reference import scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as HFLlamaConfig
@@ -19,93 +20,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes and options of a Llama.
+class LlamaConfig(GroupedQueryConfig):
+    """Sizes and options of a Llama, and conversion from and to those of Hugging Face."""
 
-    Args:
-        vocab_size, dim, num_layers, num_heads, num_kv_heads, hidden_dim: sizes; hidden_dim is that
-            of the feed-forward layer.
-        head_dim: default dim / num_heads.
-        max_positions: longest sequence it was made for; nothing is allocated for it.
-        norm_eps, rope_base, rope_scaling: of the norms and the rotary embedding.
-        tie_embeddings: the head uses the weight of the embedding.
-        init_std: of all weights; that of o_proj and down_proj is divided by sqrt(2 num_layers).
-        gradient_checkpointing: recompute the blocks in backward.
-        backend: of all ops, e.g. "reference".
-    """
+    architecture = "llama"
 
-    vocab_size: int = 256
-    dim: int = 192
-    num_layers: int = 4
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    hidden_dim: int = 512
-    head_dim: int | None = None
-    max_positions: int = 2048
-    norm_eps: float = 1e-5
-    rope_base: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    init_std: float = 0.02
-    gradient_checkpointing: bool = False
-    backend: str | None = None
-
-    def decoder(self) -> Decoder.Config:
-        """The same model in terms of the shared decoder."""
-        out_std = self.init_std / math.sqrt(2 * max(self.num_layers, 1))
-        common: dict[str, Any] = {
-            "init_std": self.init_std,
-            "out_init_std": out_std,
-            "backend": self.backend,
-        }
-        attention = Attention.Config(
-            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **common
-        )
-        norm = RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
-        block = DecoderBlock.Config(
-            attention, GatedMLP.Config(self.dim, self.hidden_dim, **common), norm
-        )
-        return Decoder.Config(
-            vocab_size=self.vocab_size,
-            dim=self.dim,
-            blocks=(block,) * self.num_layers,
-            norm=norm,
-            rope=RotaryEmbedding.Config(attention.head_size, self.rope_base, self.rope_scaling),
-            tie_embeddings=self.tie_embeddings,
-            init_std=self.init_std,
-            gradient_checkpointing=self.gradient_checkpointing,
-            backend=self.backend,
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights."""
-        d = self.dim
-        size = self.decoder().blocks[0].attention.head_size if self.num_layers else 0
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        layer = d * size * heads + 3 * d * self.hidden_dim + 2 * d
-        return (2 - self.tie_embeddings) * self.vocab_size * d + self.num_layers * layer + d
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without the backend."""
-        values = asdict(self)
-        del values["backend"]
-        if self.rope_scaling is not None:
-            values["rope_scaling"]["type"] = type(self.rope_scaling).__name__
-        return values
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Llama:
+        return Llama(self, device=device, dtype=dtype)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "LlamaConfig":
-        """The inverse of to_dict."""
-        values = dict(values)
-        if values["rope_scaling"] is not None:
-            scaling = dict(values["rope_scaling"])
-            kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
-            values["rope_scaling"] = kinds[scaling.pop("type")](**scaling)
-        return cls(**values)
-
-    @classmethod
-    def from_hf(cls, config: "HFLlamaConfig") -> "LlamaConfig":
+    def from_hf(cls, config: HFLlamaConfig) -> LlamaConfig:
         """From a transformers LlamaConfig.
 
         Raises:
@@ -143,7 +69,7 @@ class LlamaConfig:
             init_std=config.initializer_range,
         )
 
-    def to_hf(self) -> "HFLlamaConfig":
+    def to_hf(self) -> HFLlamaConfig:
         """To a transformers LlamaConfig."""
         from transformers import LlamaConfig as HFLlamaConfig
 
@@ -164,45 +90,6 @@ class LlamaConfig:
         )
 
 
-_LLAMA2 = LlamaConfig(
-    vocab_size=32000,
-    dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    hidden_dim=11008,
-    max_positions=4096,
-)
-_LLAMA3 = replace(
-    _LLAMA2,
-    vocab_size=128256,
-    num_kv_heads=8,
-    hidden_dim=14336,
-    max_positions=8192,
-    rope_base=5e5,
-)
-
-PRESETS: dict[str, LlamaConfig] = {
-    # The size of the tests: odd on purpose, so that every tail path of the kernels is hit.
-    "llama-test": LlamaConfig(
-        vocab_size=97, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
-    ),
-    # Byte-level models for one machine; "llama-small" is what the main job trains.
-    "llama-tiny": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=176),
-    "llama-small": LlamaConfig(),
-    "llama-medium": LlamaConfig(
-        dim=512, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=1408
-    ),
-    "llama-2-7b": _LLAMA2,
-    "llama-2-70b": replace(
-        _LLAMA2, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28672
-    ),
-    "llama-3-8b": _LLAMA3,
-    "llama-3-70b": replace(_LLAMA3, dim=8192, num_layers=80, num_heads=64, hidden_dim=28672),
-    "llama-3.1-8b": replace(_LLAMA3, max_positions=131072, rope_scaling=Llama3Scaling()),
-}
-
-
 class Llama(Decoder):
     """The shared decoder with a LlamaConfig, and conversion from and to Hugging Face.
 
@@ -211,23 +98,15 @@ class Llama(Decoder):
         device, dtype: of the parameters.
 
     Example:
-        >>> model = Llama(PRESETS["llama-test"])
+        >>> model = Llama(LlamaConfig(dim=48, num_layers=2))
         >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
-        torch.Size([1, 5, 97])
+        torch.Size([1, 5, 256])
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config.decoder(), device=device, dtype=dtype)
-        self.config = config
+    config: LlamaConfig
 
     @classmethod
-    def from_hf(cls, model: "LlamaForCausalLM", *, backend: str | None = None) -> "Llama":
+    def from_hf(cls, model: LlamaForCausalLM, *, backend: str | None = None) -> Llama:
         """A copy of a transformers LlamaForCausalLM, on its device and in its dtype.
 
         Both keep rotary pairs half-split, so the weights are equal under equal names.
@@ -241,7 +120,7 @@ class Llama(Decoder):
         ours.load_state_dict(state)
         return ours.train(model.training)
 
-    def to_hf(self) -> "LlamaForCausalLM":
+    def to_hf(self) -> LlamaForCausalLM:
         """A copy as a transformers LlamaForCausalLM, on the same device and in the same dtype."""
         from transformers import LlamaForCausalLM
 

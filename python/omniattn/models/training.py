@@ -1,4 +1,4 @@
-"""Training of a decoder: AdamW, warm-up and cosine, clipping; resumable bit for bit."""
+"""Training of a model: AdamW, warm-up and cosine, clipping; resumable bit for bit."""
 
 import json
 import math
@@ -16,27 +16,30 @@ from omniattn.models.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from omniattn.models.data import ByteData
-from omniattn.models.llama import PRESETS, Llama
+from omniattn.models.presets import PRESETS
+from omniattn.models.routers import Routers
+from omniattn.models.tasks import Batch, Task
+from omniattn.modules import LearnedPositional
 
+_TABLES = (nn.Embedding, LearnedPositional)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What determines a training run besides the text.
+    """What determines a training run besides the data.
 
     Args:
         model: a name in PRESETS.
-        steps, batch, length: optimizer steps; windows per step; tokens per window.
+        steps, batch, length: optimizer steps; examples per step; tokens per example of text.
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
-        seed: of the weights and of the choice of windows.
+        seed: of the weights and of the batches.
         lr, min_lr, warmup: peak and final learning rate; steps of linear warm-up.
         betas, eps, weight_decay: of AdamW.
         clip: bound of the gradient's norm.
     """
 
-    model: str = "llama-small"
+    model: str = "llama"
     steps: int = 200
     batch: int = 8
     length: int = 256
@@ -61,11 +64,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay on matrices; none on vectors (norms, biases) and embeddings."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    """Weight decay on matrices; none on vectors (norms, biases) and tables (embeddings)."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, _TABLES)}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in embeddings]
-    others = [p for p in parameters if p.dim() < 2 or id(p) in embeddings]
+    decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in tables]
+    others = [p for p in parameters if p.dim() < 2 or id(p) in tables]
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -75,12 +78,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 class Trainer:
     """The state of a run: model, optimizer, step and history.
 
-    A step is a function of this state and of the text, so a run that is saved, loaded and
+    A step is a function of this state and of the data, so a run that is saved, loaded and
     continued ends with the same bits as one that was not interrupted.
 
     Args:
         config: of the run.
-        data: the text.
+        task: that of the model, on its data.
         device: of model and batches.
         backend: of all ops, e.g. "reference".
     """
@@ -88,15 +91,16 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        data: ByteData,
+        task: Task,
         *,
         device: torch.device | str = "cpu",
         backend: str | None = None,
     ) -> None:
-        self.config, self.data, self.device = config, data, torch.device(device)
+        self.config, self.task, self.device = config, task, torch.device(device)
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts from the same ones.
-        self.model = Llama(replace(PRESETS[config.model], backend=backend)).to(self.device)
+        self.model = replace(PRESETS[config.model], backend=backend).build().to(self.device)
+        self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.weight_decay),
             betas=config.betas,
@@ -106,14 +110,14 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.held_out: list[tuple[int, float]] = []
+        self.held_out: list[dict[str, float]] = []
 
-    def _loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        tokens, targets = (t.to(self.device) for t in batch)
+    def _autocast(self) -> torch.autocast:
         dtype = DTYPES[self.config.dtype]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            loss: torch.Tensor = self.model(tokens, targets)
-        return loss
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return tuple(t.to(self.device) for t in batch)
 
     def train_step(self) -> float:
         """One optimizer step; returns its loss.
@@ -125,13 +129,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
         self.model.zero_grad()  # the optimizer's own imports torch._dynamo: 4 s at the first step
-        loss = self._loss(self.data.batch(c.batch, c.seed, self.step))
+        with self._autocast():
+            loss = self.model(*self._on_device(self.task.batch(c.batch, c.seed, self.step)))
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.step} is {value}")
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss + self.routers.loss())
         nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         self.optimizer.step()
+        self.routers.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step += 1
@@ -141,20 +147,23 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Loss on fixed windows of the held-out text; the value is kept in `held_out`."""
+        """Loss on fixed held-out examples. It is kept in `held_out`, with the task's metrics."""
+        batch = self._on_device(self.task.held_out_batch(2 * self.config.batch))
         self.model.eval()
-        value = self._loss(self.data.held_out_batch(2 * self.config.batch)).item()
+        with self._autocast():
+            loss: float = self.model(*batch).item()
+            metrics = self.task.metrics(self.model, batch)
         self.model.train()
-        self.held_out.append((self.step, value))
-        return value
+        self.held_out.append({"step": self.step, "loss": loss, **metrics})
+        return loss
 
     @property
-    def tokens_per_second(self) -> float:
-        """Training speed, from the median time of a step."""
+    def items_per_second(self) -> float:
+        """Training speed in tokens or images, from the median time of a step."""
         if not self.seconds:
             return 0.0
         median = sorted(self.seconds)[len(self.seconds) // 2]
-        return self.config.batch * self.config.length / median
+        return self.config.batch * self.task.items_per_example / median
 
     def save(self, path: Path) -> None:
         """Writes the whole state atomically. `models.load_model` reads the weights of this file."""
@@ -162,10 +171,12 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"optimizer/{key}/{name}"] = value
+        for name, value in self.routers.history().items():
+            tensors[f"routers/{name}"] = value
         tensors["rng/cpu"] = torch.get_rng_state()
         run = {
             "config": asdict(self.config),
-            "data": self.data.digest,
+            "data": self.task.digest,
             "step": self.step,
             "losses": self.losses,
             "seconds": self.seconds,
@@ -174,29 +185,33 @@ class Trainer:
         write_checkpoint(path, tensors, model_metadata(self.model) | {"run": json.dumps(run)})
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote; config and text must be the same.
+        """Restores what `save` wrote; config and data must be the same.
 
         Raises:
             OSError, CheckpointError: if the file cannot be read, is damaged or is of another run.
         """
         tensors, metadata = read_checkpoint(path)
         run = _run_of(path, metadata)
-        if run["data"] != self.data.digest:
+        if run["data"] != self.task.digest:
             raise CheckpointError(
-                f"checkpoint: {path} was trained on another text "
-                f"(length-crc32 {run['data']}, got {self.data.digest})"
+                f"checkpoint: {path} was trained on other data "
+                f"(length-crc32 {run['data']}, got {self.task.digest})"
             )
         self.model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n})
         parameters = dict(self.model.named_parameters())
+        routers = {}
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             if kind == "optimizer":
                 key, _, parameter = rest.partition("/")
                 state = self.optimizer.state[parameters[parameter]]
                 state[key] = tensor.to(self.device)
+            elif kind == "routers":
+                routers[rest] = tensor
+        self.routers.restore(routers)
         torch.set_rng_state(tensors["rng/cpu"])
         self.step, self.losses, self.seconds = run["step"], run["losses"], run["seconds"]
-        self.held_out = [(step, loss) for step, loss in run["held_out"]]
+        self.held_out = run["held_out"]
 
 
 def _run_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -214,4 +229,6 @@ def saved_config(path: Path) -> TrainConfig:
     """
     _, metadata = read_checkpoint(path)
     values = _run_of(path, metadata)["config"]
+    if values["model"] not in PRESETS:
+        raise CheckpointError(f"checkpoint: {path} is of an unknown model {values['model']!r}")
     return TrainConfig(**values | {"betas": tuple(values["betas"])})

@@ -1,14 +1,12 @@
-"""Pre-norm decoder block: attention and gated feed-forward layer, each on a residual stream."""
+"""Pre-norm decoder block: attention and feed-forward layer, each on a residual stream."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from omniattn.modules.attention import Attention
+from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.kv_cache import Cache
-from omniattn.modules.mlp import GatedMLP
-from omniattn.modules.norm import RMSNorm
 
 
 class DecoderBlock(nn.Module):
@@ -26,6 +24,7 @@ class DecoderBlock(nn.Module):
         Parameters input_layernorm, self_attn, post_attention_layernorm, mlp.
 
     Example:
+        >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
         >>> config = DecoderBlock.Config(
         ...     Attention.Config(8, 2), GatedMLP.Config(8, 16), RMSNorm.Config(8)
         ... )
@@ -36,11 +35,17 @@ class DecoderBlock(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Configs of the layers; `norm` is used in front of both."""
+        """Configs of the layers.
 
-        attention: Attention.Config
-        mlp: GatedMLP.Config
-        norm: RMSNorm.Config
+        Args:
+            attention: of Attention, MultiHeadLatentAttention or DifferentialAttention.
+            mlp: of GatedMLP, MLP or MoE.
+            norm: of RMSNorm or LayerNorm, used in front of both.
+        """
+
+        attention: AttentionConfig
+        mlp: FeedForwardConfig
+        norm: NormConfig
 
     def __init__(
         self,
@@ -51,10 +56,10 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = RMSNorm(config.norm, device=device, dtype=dtype)
-        self.self_attn = Attention(config.attention, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.norm, device=device, dtype=dtype)
-        self.mlp = GatedMLP(config.mlp, device=device, dtype=dtype)
+        self.input_layernorm = build(config.norm, device=device, dtype=dtype)
+        self.self_attn = build(config.attention, device=device, dtype=dtype)
+        self.post_attention_layernorm = build(config.norm, device=device, dtype=dtype)
+        self.mlp = build(config.mlp, device=device, dtype=dtype)
 
     def forward(
         self,

@@ -77,7 +77,7 @@ class MoE(nn.Module):
         `top_groups`, `router_grad`, `jitter`, `noise_eps`, `balance`: see
         omniattn.functional.routing. `capacity_factor`: None never drops. `shared_hidden_dim`: width
         of the experts that take every token, 0 for none; `shared_gate`: sigmoid gate in front of
-        them (Qwen2-MoE). `clamp`: alpha and limit of clamped_swiglu.
+        them (Qwen2-MoE). `clamp`: alpha and limit of clamped_swiglu. `bias_rate`: of `update_bias`.
         """
 
         dim: int
@@ -103,6 +103,7 @@ class MoE(nn.Module):
         balance: str = "switch"
         balance_coefficient: float = 0.0
         z_coefficient: float = 0.0
+        bias_rate: float = 1e-3
         recompute: bool = False
         init_std: float = 0.02
         out_init_std: float = 0.02
@@ -315,17 +316,17 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(
-        self, rate: float = 1e-3, group: torch.distributed.ProcessGroup | None = None
+        self, rate: float | None = None, group: torch.distributed.ProcessGroup | None = None
     ) -> None:
-        """Moves the bias of the sigmoid router by the counts of the last forward, summed over the
-        ranks of `group` where one is given."""
+        """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against the counts
+        of the last forward, summed over the ranks of `group` where one is given."""
         bias = self.gate.e_score_correction_bias
         if bias is None or self.state is None:
             raise RuntimeError("MoE: update_bias needs router='sigmoid' and a forward before it")
         counts = self.state.counts.clone()
         if group is not None:
             torch.distributed.all_reduce(counts, group=group)
-        functional.update_router_bias(bias, counts, rate)
+        functional.update_router_bias(bias, counts, self.config.bias_rate if rate is None else rate)
 
 
 class Router(nn.Module):

@@ -9,17 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omniattn.modules.norm import LayerNorm, RMSNorm
+from omniattn.modules.build import NormConfig, build
 from omniattn.reference import philox
 
-NormConfig = RMSNorm.Config | LayerNorm.Config
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
-
-
-def _norm(config: NormConfig, **factory: Any) -> RMSNorm | LayerNorm:
-    if isinstance(config, RMSNorm.Config):
-        return RMSNorm(config, **factory)
-    return LayerNorm(config, **factory)
 
 
 class DropPath(nn.Module):
@@ -85,6 +78,7 @@ class Residual(nn.Module):
         2501.00656.
 
     Example:
+        >>> from omniattn.modules import LayerNorm
         >>> Residual(torch.nn.Identity(), Residual.Config(LayerNorm.Config(2)))(torch.zeros(1, 2))
         tensor([[0., 0.]], grad_fn=...)
     """
@@ -116,9 +110,9 @@ class Residual(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.norm = _norm(config.norm, device=device, dtype=dtype)
+        self.norm = build(config.norm, device=device, dtype=dtype)
         if config.placement == "sandwich":
-            self.post_norm = _norm(config.norm, device=device, dtype=dtype)
+            self.post_norm = build(config.norm, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p)
 
@@ -153,6 +147,7 @@ class ParallelResidual(nn.Module):
         Wang and Komatsuzaki, "GPT-J-6B", 2021; Chowdhery et al., "PaLM", 2022, arXiv 2204.02311.
 
     Example:
+        >>> from omniattn.modules import LayerNorm
         >>> block = ParallelResidual([torch.nn.Identity()] * 2, LayerNorm.Config(2))
         >>> block(torch.zeros(1, 2)).shape
         torch.Size([1, 2])
@@ -167,7 +162,7 @@ class ParallelResidual(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm = _norm(norm, device=device, dtype=dtype)
+        self.norm = build(norm, device=device, dtype=dtype)
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,73 @@
+"""Pictures of a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omniattn.models.training import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def _figure(**options: Any) -> Figure:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.figure(layout="constrained", **options)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
+    """Losses against steps: of training, of the held-out examples, and of the reference."""
+    figure = _figure(figsize=(8, 5))
+    axes = figure.subplots()
+    items = trainer.task.items
+    axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
+    points = [(point["step"], point["loss"]) for point in trainer.held_out]
+    axes.plot(*zip(*points, strict=True), "o-", color="tab:orange", label="held out")
+    if reference is not None:
+        label = f"training, plain-torch reference ({reference.items_per_second:,.0f} {items}/s)"
+        axes.plot(reference.losses, "--", lw=2, color="black", label=label)
+    c = trainer.config
+    axes.set_title(
+        f"{c.model}, {trainer.model.config.num_parameters:,} parameters, {c.dtype}, "
+        f"{trainer.items_per_second:,.0f} {items}/s on {trainer.device}"
+    )
+    axes.set_xlabel(f"step of {c.batch * trainer.task.items_per_example:,} {items}")
+    axes.set_ylabel(f"loss ({trainer.task.unit})")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_load(trainer: Trainer, path: Path) -> None:
+    """Load of the experts against steps, a picture for each layer, 1 where it is even."""
+    loads = torch.stack(trainer.routers.loads).double().permute(1, 2, 0)
+    relative = (loads / loads.mean(1, keepdim=True)).numpy()  # (layers, experts, steps)
+    layers = len(relative)
+    figure = _figure(figsize=(8, 2 + 1.4 * layers))
+    *pictures, axes = figure.subplots(layers + 1, sharex=True)
+    for layer, picture in enumerate(pictures):
+        shown = picture.imshow(
+            relative[layer], aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, origin="lower"
+        )
+        picture.set_ylabel(f"layer {layer}\nexpert")
+        axes.plot(relative[layer].max(0), lw=1, label=f"layer {layer}")
+    figure.colorbar(shown, ax=pictures, label="load (1: even)")
+    axes.set(xlabel="step", ylabel="busiest expert")
+    axes.legend(ncols=4, fontsize="small")
+    axes.grid(alpha=0.3)
+    pictures[0].set_title(f"{trainer.config.model}: load of the experts of each MoE layer")
+    _save(figure, path)

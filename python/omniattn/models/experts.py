@@ -1,0 +1,55 @@
+"""Decoders of the Llama family whose feed-forward layers are mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from omniattn.models.family import GroupedQueryConfig
+from omniattn.modules import MLP, MoE
+from omniattn.modules.build import FeedForwardConfig
+
+
+@dataclass(frozen=True)
+class MixtralConfig(GroupedQueryConfig):
+    """Sizes of a Mixtral: each layer has `experts` SwiGLUs of `hidden_dim`, a token uses `top_k`.
+
+    Reference:
+        Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088.
+    """
+
+    architecture = "mixtral"
+
+    experts: int = 8
+    top_k: int = 2
+
+    def feed_forward(self, layer: int) -> FeedForwardConfig:
+        moe = MoE.Config.mixtral(self.dim, self.hidden_dim, self.experts, self.top_k)
+        return replace(moe, **self.common)
+
+
+@dataclass(frozen=True)
+class SwitchConfig(GroupedQueryConfig):
+    """Sizes of a Switch Transformer's feed-forward layers in a decoder of the Llama family.
+
+    Every other layer, from the second on, has `experts` ReLU layers of `hidden_dim`, of which a
+    token uses one, while it has room; the others have one such layer.
+
+    Reference:
+        Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961.
+    """
+
+    architecture = "switch"
+
+    experts: int = 8
+
+    def feed_forward(self, layer: int) -> FeedForwardConfig:
+        if layer % 2 == 0:
+            return MLP.Config(
+                self.dim,
+                self.hidden_dim,
+                "relu",
+                bias=False,
+                **self.common,
+            )
+        moe = MoE.Config.switch(self.dim, self.hidden_dim, self.experts)
+        return replace(moe, **self.common)

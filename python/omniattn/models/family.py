@@ -1,0 +1,87 @@
+"""Decoders like Llama: RMSNorm in front, rotary positions, SwiGLU, no biases.
+
+An architecture of the family is a Config that changes what `attention` or `feed_forward` returns.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from omniattn.models.decoder import Decoder
+from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
+from omniattn.modules.build import AttentionConfig, FeedForwardConfig
+from omniattn.reference import RopeScaling
+
+
+@dataclass(frozen=True)
+class LlamaFamilyConfig(Decoder.Config):
+    """Sizes and options.
+
+    Args:
+        num_heads: query heads.
+        hidden_dim: of the feed-forward layer.
+        max_positions: longest sequence it was made for; nothing is allocated for it.
+        norm_eps, rope_base, rope_scaling: of the norms and the rotary embedding.
+    """
+
+    num_heads: int = 6
+    hidden_dim: int = 512
+    max_positions: int = 2048
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+
+    @abstractmethod
+    def attention(self, layer: int) -> AttentionConfig:
+        """Config of the token mixer of a layer."""
+
+    def feed_forward(self, layer: int) -> FeedForwardConfig:
+        """Config of the channel mixer of a layer."""
+        return GatedMLP.Config(
+            self.dim,
+            self.hidden_dim,
+            **self.common,
+        )
+
+    @property
+    def norm(self) -> RMSNorm.Config:
+        return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
+
+    @property
+    def rope(self) -> RotaryEmbedding.Config:
+        return RotaryEmbedding.Config(self.rotary_dim, self.rope_base, self.rope_scaling)
+
+    def block(self, layer: int) -> DecoderBlock.Config:
+        return DecoderBlock.Config(self.attention(layer), self.feed_forward(layer), self.norm)
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(LlamaFamilyConfig):
+    """The family with grouped-query attention.
+
+    Args:
+        num_kv_heads: key and value heads.
+        head_dim: default dim / num_heads.
+    """
+
+    num_kv_heads: int = 2
+    head_dim: int | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def attention(self, layer: int) -> AttentionConfig:
+        return Attention.Config(
+            self.dim,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            **self.common,
+        )

@@ -1,0 +1,73 @@
+"""The routers of a model as its training sees them: losses, bias updates, load of the experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from omniattn.modules import MoE, RouterState
+
+
+class Routers:
+    """The MoE layers of a model. Most models have none, and then nothing here has an effect.
+
+    Args:
+        model: whose layers have equally many experts.
+
+    Attributes:
+        loads: of each step, assignments (layers, E) int64 before any was dropped, on the CPU.
+        dropped: of each step, those of them over capacity, (layers,) int64.
+        losses: of each step, what `loss` was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self.loads: list[Tensor] = []
+        self.dropped: list[Tensor] = []
+        self.losses: list[float] = []
+
+    def _states(self) -> list[RouterState]:
+        return [layer.state for layer in self.layers if layer.state is not None]
+
+    def loss(self) -> Tensor | float:
+        """Balance and z-losses of the last forward, the mean of the layers."""
+        losses = [state.balance_loss + state.z_loss for state in self._states()]
+        return torch.stack(losses).mean() if losses else 0.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After a training step: moves the biases that balance the load, records the load."""
+        if not self.layers:
+            return
+        for layer in self.layers:
+            if layer.config.router == "sigmoid":
+                layer.update_bias()
+        states = self._states()
+        self.loads.append(torch.stack([state.counts for state in states]).cpu())
+        self.dropped.append(torch.stack([state.dropped for state in states]).cpu())
+        self.losses.append(float(self.loss()))
+
+    def status(self) -> str:
+        """The last step in words: load of the busiest expert against an even one, share dropped."""
+        if not self.loads:
+            return ""
+        load, dropped = self.loads[-1], self.dropped[-1]
+        busiest = float((load.amax(-1) / load.double().mean(-1)).max())
+        share = float(dropped.sum() / load.sum())
+        return f"busiest expert {busiest:.2f}x, dropped {share:.1%}, aux {self.losses[-1]:.4f}"
+
+    def history(self) -> dict[str, Tensor]:
+        """What `restore` takes, for checkpoints."""
+        if not self.loads:
+            return {}
+        return {
+            "loads": torch.stack(self.loads),
+            "dropped": torch.stack(self.dropped),
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+        }
+
+    def restore(self, history: dict[str, Tensor]) -> None:
+        """Takes over the records of an earlier run."""
+        if history:
+            self.loads, self.dropped = list(history["loads"]), list(history["dropped"])
+            self.losses = history["losses"].tolist()

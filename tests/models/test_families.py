@@ -1,0 +1,93 @@
+"""Every model of `omniattn train`: it learns, its reference agrees, its checkpoints are exact."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from omniattn.models import PRESETS, load_model
+from omniattn.models.training import TrainConfig, Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODELS = ["mixtral", "switch", "deepseek-moe"]
+EXPERTS = ["mixtral", "switch", "deepseek-moe"]
+TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in range(20))
+
+
+def trainer(model: str, backend: str | None = None) -> Trainer:
+    config = PRESETS[model]
+    batch = config.recipe.get("batch", 2)
+    run = TrainConfig(model, steps=8, batch=batch, length=33, warmup=2, lr=5e-3)
+    return Trainer(run, config.task(TEXT, 33), backend=backend)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_learns_and_the_reference_learns_the_same(model):
+    ours, reference = trainer(model), trainer(model, "reference")
+    before = ours.evaluate()
+    for step in range(8):
+        ours.train_step()
+        if step < 3:
+            reference.train_step()
+    assert ours.evaluate() < before - 0.5
+    # Tokens whose best experts are nearly equal may differ in them.
+    assert reference.losses == pytest.approx(ours.losses[:3], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_saved_and_resumed_changes_no_bit(model, tmp_path):
+    straight = trainer(model)
+    for _ in range(2):
+        straight.train_step()
+    straight.save(tmp_path / "c")
+    torch.manual_seed(99)
+    resumed = trainer(model)
+    resumed.load(tmp_path / "c")
+    loaded = load_model(tmp_path / "c")
+    batch = straight.task.held_out_batch(2)
+    with torch.no_grad():
+        assert torch.equal(loaded(*batch), straight.model.eval()(*batch))
+    straight.model.train()
+    random = torch.get_rng_state()
+    straight.train_step()
+    torch.set_rng_state(random)
+    resumed.train_step()
+    assert resumed.losses == straight.losses
+    theirs = straight.model.state_dict()
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+    for name, tensor in resumed.routers.history().items():
+        assert torch.equal(tensor, straight.routers.history()[name]), name
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_routers_are_trained_balanced_and_recorded(model):
+    run = trainer(model)
+    for _ in range(2):
+        run.train_step()
+    layers, experts = len(run.routers.layers), run.model.config.experts
+    assert [tuple(load.shape) for load in run.routers.loads] == [(layers, experts)] * 2
+    assignments = 2 * 33 * run.routers.layers[0].config.top_k
+    assert (run.routers.loads[0].sum(-1) == assignments).all()
+    assert all(value > 0 for value in run.routers.losses)
+    assert (run.routers.dropped[-1].sum() > 0) == (model == "switch")
+    assert run.routers.status().startswith("busiest expert ")
+    moves = [(load.double().mean(-1, keepdim=True) - load).sign() for load in run.routers.loads]
+    for layer, router in enumerate(run.routers.layers):
+        assert router.gate.weight.grad.abs().max() > 0
+        bias = router.gate.e_score_correction_bias
+        assert (bias is None) == (model != "deepseek-moe")
+        if bias is not None:
+            expected = router.config.bias_rate * sum(moves)[layer]
+            torch.testing.assert_close(bias.double(), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_the_balance_loss_reaches_the_gradient_and_not_the_reported_loss():
+    run, free = trainer("mixtral"), trainer("mixtral")
+    for layer in free.routers.layers:
+        layer.config = replace(layer.config, balance_coefficient=0.0)
+    run.train_step()
+    free.train_step()
+    assert run.losses == free.losses
+    gradients = [r.routers.layers[0].gate.weight.grad for r in (run, free)]
+    assert not torch.allclose(*gradients, rtol=1e-2, atol=0)
