@@ -5,6 +5,7 @@
 
 #include "kernels/attention/attention.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <tuple>
@@ -17,8 +18,10 @@ namespace {
 using namespace omniattn;
 using namespace omniattn::ops;
 
-// One sequence of a packed or cached batch: rows [q_begin, q_begin + tq) and [k_begin, k_begin +
-// tk) of batch entry `row`; side tensors and the bias have its number b.
+// One sequence of a packed, cached or paged batch: rows [q_begin, q_begin + tq) and [k_begin,
+// k_begin
+// + tk) of batch entry `row`, or the first tk of its pages; side tensors and the bias have its
+// number b.
 struct Sequence {
   int64_t b, row, q_begin, tq, k_begin, tk;
 };
@@ -94,6 +97,7 @@ struct Call {
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;
   bool is_packed = false;
   Sequences sequences;
+  Ints block_table;  // (B, N), checked
 };
 
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
@@ -179,19 +183,27 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
 
 #if defined(OMNIATTN_CUDA)
 void decode_layout(const char* op, Call&, MaskKind, const Ints&, const Tensors&) {
-  fail(op, "packed and cached batches are supported on the CPU only");
+  fail(op, "packed, cached and paged batches are supported on the CPU only");
 }
 #else
+// Element of an int32 or int64 tensor.
+int64_t integer_at(const Tensor& t, int64_t offset) {
+  const void* const data = t.const_data_ptr();
+  return t.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(data)[offset]
+                                             : static_cast<const int32_t*>(data)[offset];
+}
+void require_integers(const char* op, const char* name, const Tensor& t) {
+  const bool fits = t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int;
+  require(is_here(t) && fits, op, name, " must be int32 or int64 on ", kDeviceName);
+}
+
 // Row numbers of a layout: `count` integers in [0, limit].
 Ints read_rows(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
-  const bool wide = t.scalar_type() == ScalarType::Long;
-  require(is_here(t) && (wide || t.scalar_type() == ScalarType::Int), op, name,
-          " must be int32 or int64 on ", kDeviceName);
+  require_integers(op, name, t);
   require_sizes(op, name, t, {&count, 1});
   Ints rows(static_cast<size_t>(count));
   for (int64_t n = 0; n < count; ++n) {
-    const int64_t row = wide ? static_cast<const int64_t*>(t.const_data_ptr())[n * t.stride(0)]
-                             : static_cast<const int32_t*>(t.const_data_ptr())[n * t.stride(0)];
+    const int64_t row = integer_at(t, n * t.stride(0));
     require(row >= 0 && row <= limit, op, name, " must lie in [0, ", limit, "], got ", row);
     rows[static_cast<size_t>(n)] = row;
   }
@@ -211,10 +223,45 @@ Ints read_boundaries(const char* op, const char* name, const Tensor& t, int64_t 
   return found;
 }
 
+// Reads the pages that sequences of these lengths have; what the table holds behind is not read. k
+// and v are (pages, size, Hkv, .).
+void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor& lengths) {
+  AttentionProblem& p = call.p;
+  const int64_t pages = call.kept[1].size(0), size = p.tk;
+  require_integers(op, "block_table", table);
+  require(table.dim() == 2 && table.size(0) == p.batch, op,
+          "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
+          " dimensions");
+  const int64_t width = table.size(1);
+  require(size > 0 && width <= kMaskParamLimit / size, op,
+          "pages must hold tokens, and those of a sequence less than 2^40, got page size ", size,
+          " and N=", width);
+  p.tk = width * size;
+  const Ints found = read_rows(op, "lengths", lengths, p.batch, p.tk);
+  const int64_t longest = found.empty() ? 0 : *std::max_element(found.begin(), found.end());
+  p.pages = {nullptr, ceil_div(longest, size), size};
+  call.block_table.resize(static_cast<size_t>(p.batch * p.pages.stride_b));
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t length = found[static_cast<size_t>(b)];
+    for (int64_t n = 0; n < ceil_div(length, size); ++n) {
+      const int64_t page = integer_at(table, b * table.stride(0) + n * table.stride(1));
+      require(page >= 0 && page < pages, op, "block_table must name pages in [0, ", pages,
+              "), got ", page, " in row ", b);
+      call.block_table[static_cast<size_t>(b * p.pages.stride_b + n)] = page;
+    }
+    call.sequences.push_back({b, b, 0, p.tq, 0, length});
+  }
+  p.pages.table = call.block_table.data();
+}
+
 // Reads the layout rule that `code` holds; the problem gets a batch of sequences.
 void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
                    const Tensors& aux) {
   AttentionProblem& p = call.p;
+  if (kind == MaskKind::paged) {
+    const Tensor& table = side_tensor(op, aux, code[3]);
+    return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
+  }
   if (kind == MaskKind::cached) {
     const Ints lengths = read_rows(op, "lengths", side_tensor(op, aux, code[3]), p.batch, p.tk);
     for (int64_t b = 0; b < p.batch; ++b) {
@@ -239,6 +286,10 @@ void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
 }
 #endif
 
+bool starts_with(const Ints& mask, MaskKind kind) {
+  return !mask.empty() && mask[0] == static_cast<int64_t>(kind);
+}
+
 void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& aux) {
   AttentionProblem& p = call.p;
   require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
@@ -246,8 +297,8 @@ void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& au
   require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
           " mask rules are supported, got ", mask.size() / kMaskRuleInts);
   size_t at = 0;
-  if (!mask.empty() && (mask[0] == static_cast<int64_t>(MaskKind::packed) ||
-                        mask[0] == static_cast<int64_t>(MaskKind::cached))) {
+  if (starts_with(mask, MaskKind::packed) || starts_with(mask, MaskKind::cached) ||
+      starts_with(mask, MaskKind::paged)) {
     require(mask_parameters_fit(static_cast<MaskKind>(mask[0]), mask[1], mask[2]), op,
             "longest sequences must be >= 0 and below 2^40, got ", mask[1], " and ", mask[2]);
     decode_layout(op, call, static_cast<MaskKind>(mask[0]), mask, aux);
@@ -389,7 +440,8 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
   p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
   p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
   p.lse_stride = p.tq;
-  const int64_t k_sizes[] = {p.batch, p.tk, p.hkv, p.d}, v_sizes[] = {p.batch, p.tk, p.hkv, p.dv};
+  const int64_t rows = starts_with(mask, MaskKind::paged) ? k.size(0) : p.batch;
+  const int64_t k_sizes[] = {rows, p.tk, p.hkv, p.d}, v_sizes[] = {rows, p.tk, p.hkv, p.dv};
   require_sizes(op, "k", k, {k_sizes, 4});
   require_sizes(op, "v", v, {v_sizes, 4});
   require(p.hq == 0 || (p.hkv > 0 && p.hq % p.hkv == 0), op,
@@ -455,6 +507,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     Ints mask, Ints score, Floats params, Ints wanted) {
   constexpr const char* op = "attention_backward";
   const DeviceScope scope(q);
+  require(!starts_with(mask, MaskKind::paged), op, "pages must be gathered first");
   const Call call = decode_call(op, q, k, v, aux, seed, mask, score, params);
   const AttentionProblem& p = call.p;
   const int64_t out_sizes[] = {q.size(0), q.size(1), p.hq, p.dv};

@@ -2,6 +2,7 @@
 #include "ops/attention.h"
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -128,6 +129,27 @@ MaskRule rule_of(MaskRule rule, int64_t b) {
   return rule;
 }
 
+// Copies the pages of a sequence into contiguous keys and values, for kernels that pack them
+// anyway.
+void gather_pages(AttentionProblem& p, Tensors& memory) {
+  const auto gather = [&](HeadView& x, int64_t width) {
+    const int64_t sizes[] = {p.tk, p.hkv, width}, size = size_of(p.dtype);
+    memory.push_back(empty_tensor({sizes, 3}, p.dtype));
+    auto* to = static_cast<char*>(memory.back().mutable_data_ptr());
+    for (int64_t t = 0; t < p.tk; ++t) {
+      const int64_t page = p.pages.table[t / p.pages.size];
+      const int64_t row = page * x.stride_b + t % p.pages.size * x.stride_t;
+      for (int64_t h = 0; h < p.hkv; ++h, to += width * size) {
+        std::memcpy(to, moved(x.data, row + h * x.stride_h, size), width * size);
+      }
+    }
+    x = {memory.back().const_data_ptr(), 0, p.hkv * width, width};
+  };
+  gather(p.k, p.d);
+  gather(p.v, p.dv);
+  p.pages = {};
+}
+
 // A sequence as a problem of its own. Its table term ends where the longest one's does.
 AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
   const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
@@ -138,8 +160,12 @@ AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
   p.tk = s.tk;
   p.first_batch = s.b;
   move_rows(p.q, s, s.q_begin, size);
-  move_rows(p.k, s, s.k_begin, size);
-  move_rows(p.v, s, s.k_begin, size);
+  if (p.pages.table != nullptr) {
+    p.pages.table += s.row * p.pages.stride_b;
+  } else {
+    move_rows(p.k, s, s.k_begin, size);
+    move_rows(p.v, s, s.k_begin, size);
+  }
   p.mask.tq = s.tq;
   p.mask.tk = s.tk;
   for (int32_t n = 0; n < p.mask.count; ++n) p.mask.rules[n] = rule_of(p.mask.rules[n], s.b);
@@ -316,8 +342,11 @@ void run_tiled(std::vector<AttentionForwardParams> problems) {
 void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   const Tensor table = expand_table(f.problem);
   std::vector<AttentionForwardParams> tiled, decoded;
-  for (const AttentionForwardParams& x : problems_of(f, sequences)) {
-    (takes_decode_path(x.problem) ? decoded : tiled).push_back(x);
+  Tensors gathered;
+  for (AttentionForwardParams& x : problems_of(f, sequences)) {
+    const bool decode = takes_decode_path(x.problem);
+    if (x.problem.pages.table != nullptr && !decode) gather_pages(x.problem, gathered);
+    (decode ? decoded : tiled).push_back(x);
   }
   run_decode(std::move(decoded));
   run_tiled(std::move(tiled));
@@ -413,8 +442,30 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Te
   return out;
 }
 
+std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Tensors aux,
+                                            Ints mask, Ints score, Floats params) {
+  constexpr const char* op = "attention_select";
+  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  AttentionProblem& p = call.p;
+  require(call.sequences.empty(), op, "packed and cached batches are not supported");
+  const Tensor table = expand_table(p);
+  const int64_t sizes[] = {p.batch, p.hq, p.tq};
+  const Tensor index = torch::stable::new_empty(q, {sizes, 3}, ScalarType::Long);
+  const Tensor top = empty_tensor({sizes, 3}, accumulator(p.dtype));
+  if (p.tq > 0) {
+    run_stage(
+        attention_select_kernels().select,
+        std::vector<AttentionSelectParams>{
+            {p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr(), nullptr}},
+        [](const AttentionSelectParams& x) { return forward_items(x.problem); },
+        select_scratch_elements(p));
+  }
+  return {index, top};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CPU, m) {
   OMNIATTN_IMPL(m, "attention_weights", attention_weights);
+  m.impl("attention_select", TORCH_BOX(&attention_select));
 }

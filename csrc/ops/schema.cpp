@@ -43,6 +43,12 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          "(Tensor q, Tensor k, Tensor lse, Tensor[] aux, int[] mask, int[] score, float[] params, "
          "bool sums) -> Tensor");
 
+  // the key with the largest logit, the first of equal ones, -1 where none is visible, and that
+  // logit (B, Hq, Tq)
+  m.def(
+      "attention_select(Tensor q, Tensor k, Tensor[] aux, int[] mask, int[] score, float[] params)"
+      " -> (Tensor index, Tensor top)");
+
   // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; stats (rows, 2)
   // = mean, rstd
   define(m, "norm",

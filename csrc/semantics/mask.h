@@ -34,8 +34,12 @@ enum class MaskKind : int32_t {
   packed = 13,  // B = 1; sequence n has the rows cu_q[n] .. cu_q[n + 1] of q, at most a, and the
                 // rows cu_k[n] .. cu_k[n + 1] of k and v, at most b
   cached = 14,  // sequence n has the first lengths[n] rows of k and v
+  paged = 15,   // the same of pages of k and v, row n of a table naming those of sequence n
+  // The a keys with k mod b == i mod b around i, as many before as behind where the ends allow it:
+  // at an end the window is shifted inwards, not cut (NATTEN).
+  neighbours = 16,
 };
-constexpr int32_t kMaskKinds = 15;
+constexpr int32_t kMaskKinds = 17;
 constexpr int32_t kMaxMaskRules = 8;
 // Encoded form: kind, a, b, index of the first side tensor in aux or -1.
 constexpr int32_t kMaskRuleInts = 4;
@@ -50,7 +54,7 @@ enum class SideTensor : int32_t {
   per_batch,  // int64 (B,)
   per_score,  // bool, broadcast to (B, H, Tq, Tk)
   ids,        // int64 (B, Tq) and int64 (B, Tk)
-  layout,     // int32 or int64: two (N + 1,) of packed, one (B,) of cached
+  layout,  // int32 or int64: two (N + 1,) of packed, one (B,) of cached, (B, N) and (B,) of paged
   // int32, broadcast to (B, H, blocks of q, blocks of k): 0 hidden, 1 visible, 2 + n by row n of
   // the second tensor, int64 (N, 64): bit k of word q. The decoded rule has b = N.
   blocks,
@@ -69,6 +73,7 @@ OMNIATTN_FN SideTensor mask_side_tensor(MaskKind kind) {
       return SideTensor::blocks;
     case MaskKind::packed:
     case MaskKind::cached:
+    case MaskKind::paged:
       return SideTensor::layout;
     default:
       return SideTensor::none;
@@ -91,6 +96,8 @@ OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
       return a >= 1 && b >= 0 && b <= a;
     case MaskKind::packed:
       return a >= 0 && b >= 0;
+    case MaskKind::neighbours:
+      return a >= 1 && a % 2 == 1 && b >= 1 && a < (1 << 29) && b < (1 << 29);
     default:
       return true;
   }
@@ -189,6 +196,28 @@ OMNIATTN_FN Range periodic_keys(int64_t period, int64_t from, Range keys) {
   return intersect(found, keys);
 }
 
+// The range of MaskKind::neighbours in periods of its dilation, of a sequence of `periods`.
+OMNIATTN_FN Range neighbour_periods(const MaskRule& rule, int64_t i, int64_t periods) {
+  const int64_t last = periods > rule.a ? periods - rule.a : 0;
+  const int64_t centred = floor_to(i, rule.b) / rule.b - rule.a / 2;
+  const int64_t first = centred < 0 ? 0 : centred < last ? centred : last;
+  return {first, first + rule.a};
+}
+
+// The first and last (exclusive) key of MaskKind::neighbours that i sees.
+OMNIATTN_FN Range neighbours(const MaskRule& rule, int64_t i, int64_t tk) {
+  const int64_t rest = i - floor_to(i, rule.b);
+  const Range seen = neighbour_periods(rule, i, ceil_div(tk - rest, rule.b));
+  return intersect({rest + seen.begin * rule.b, rest + (seen.end - 1) * rule.b + 1}, {0, tk});
+}
+
+// Holds the keys that the positions first .. last see: the number of periods of a residue differs
+// by one at most.
+OMNIATTN_FN Range neighbour_hull(const MaskRule& rule, int64_t first, int64_t last, int64_t tk) {
+  return {neighbour_periods(rule, first, tk / rule.b).begin * rule.b,
+          neighbour_periods(rule, last, ceil_div(tk, rule.b)).end * rule.b};
+}
+
 // ---- one query sees one range of keys
 // ------------------------------------------------------------
 
@@ -220,6 +249,10 @@ OMNIATTN_FN Range query_keys(const MaskRule& rule, const AttentionMask& mask, in
 // --------------------------------------------------------------------------------------
 
 OMNIATTN_FN Range keys_any(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range q) {
+  if (rule.kind == MaskKind::neighbours) {
+    const int64_t off = offset(rule, mask);
+    return neighbour_hull(rule, q.begin + off, q.end - 1 + off, mask.tk);
+  }
   if (!is_range(rule.kind)) return {0, mask.tk};
   return {query_keys(rule, mask, b, q.begin).begin, query_keys(rule, mask, b, q.end - 1).end};
 }
@@ -237,6 +270,11 @@ OMNIATTN_FN Range queries_any(const MaskRule& rule, const AttentionMask& mask, i
       return {k.begin < length(rule, b) ? 0 : k.begin - off, kFar};
     case MaskKind::chunk:
       return {floor_to(k.begin, rule.a) - off, floor_to(k.end - 1, rule.a) + rule.a - off};
+    case MaskKind::neighbours: {  // windows that are shifted lie within a periods of their end
+      const int64_t size = rule.a * rule.b, half = rule.a / 2 * rule.b;
+      return {k.begin < size ? -kFar : k.begin - half - off,
+              k.end > mask.tk / rule.b * rule.b - size ? kFar : k.end + half - off};
+    }
     default:
       return {0, mask.tq};
   }
@@ -260,6 +298,9 @@ OMNIATTN_FN Range keys_in(const MaskRule& rule, const AttentionMask& mask, int64
     }
     case MaskKind::dilated:
       return dilated_keys(first, last, rule.a, k);
+    case MaskKind::neighbours:
+      return dilated_keys(first, last, rule.b,
+                          intersect(neighbour_hull(rule, first, last, mask.tk), k));
     case MaskKind::strided:
       return hull(local, dilated_keys(first, last, rule.a, k));
     case MaskKind::strided_heads:
@@ -298,6 +339,10 @@ OMNIATTN_FN bool all(const MaskRule& rule, const AttentionMask& mask, int64_t b,
     case MaskKind::dilated:
     case MaskKind::every:
       return rule.a == 1;
+    case MaskKind::neighbours:
+      return rule.b == 1 &&
+             contains({neighbours(rule, last, mask.tk).begin, neighbours(rule, first, mask.tk).end},
+                      k);
     case MaskKind::strided:
       return local || rule.a == 1;
     case MaskKind::strided_heads:
@@ -373,6 +418,8 @@ OMNIATTN_FN uint64_t bits(const MaskRule& rule, const AttentionMask& mask, int64
       return equal_bits(key_ids(rule, b) + key, query_ids(rule, b)[q], left);
     case MaskKind::dilated:
       return periodic_bits(i, rule.a, key);
+    case MaskKind::neighbours:
+      return range_bits(neighbours(rule, i, mask.tk), key) & periodic_bits(i, rule.b, key);
     case MaskKind::strided:
       return range_bits({i - rule.b + 1, kFar}, key) | periodic_bits(i, rule.a, key);
     case MaskKind::strided_heads:

@@ -10,6 +10,7 @@ from omniattn import _kernels as kernels
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = range(7)
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = range(7, 13)
+NEIGHBOURS = 16
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
 B, H = 2, 2
 
@@ -26,6 +27,7 @@ def patterns():
         yield [CHUNK, n, 0, -1]
         yield [DILATED, n, 0, -1]
         yield [EVERY, n, 0, -1]
+        yield from ([NEIGHBOURS, 3, n, -1], [NEIGHBOURS, 2 * n + 1, 2, -1])
         for m in (0, 1, 2, 5):
             yield [STRIDED, n, m, -1]
             yield [STRIDED_HEADS, n, m, -1]
@@ -59,6 +61,13 @@ def programs():
     yield [BOTTOM_RIGHT, 6, 6, -1, DILATED, 2, 0, -1]
 
 
+def neighbours(i, size, dilation, tk):
+    """The run of `size` keys of i's residue whose ends are least unequally far from i."""
+    keys = range(i % dilation, tk, dilation)
+    runs = [keys[n : n + size] for n in range(max(len(keys) - size, 0) + 1)]
+    return min(runs, key=lambda run: abs(2 * i - run[0] - run[-1]) if run else 0)
+
+
 def expected(rules, side, tq, tk):
     """Visibility (B, H, Tq, Tk) by the definitions."""
     q, j = np.arange(tq)[:, None], np.arange(tk)[None, :]
@@ -89,6 +98,10 @@ def expected(rules, side, tq, tk):
             out &= (i // a == j // a) | (j % a >= a - b)
         elif kind == EVERY:
             out &= (j % a == 0) | (j == i)
+        elif kind == NEIGHBOURS:
+            out &= np.array(
+                [[key in neighbours(x, a, b, tk) for key in range(tk)] for x in i[:, 0]]
+            )
         else:
             code = side[aux][:, :, q // 64, j // 64]
             words = side[aux + 1][np.maximum(code - 2, 0), q % 64]

@@ -1,5 +1,6 @@
 """Attention layer and KV cache: head sharing, cross-attention, decoding equals the full forward."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -21,15 +22,33 @@ def by_hand(layer: Attention, x: torch.Tensor, source: torch.Tensor) -> torch.Te
         F.linear(t, p.weight, p.bias).unflatten(-1, (-1, c.head_size)).transpose(1, 2)
         for t, p in ((x, layer.q_proj), (source, layer.k_proj), (source, layer.v_proj))
     )
-    if c.qk_norm:
-        q = F.rms_norm(q, (c.head_size,), layer.q_norm.weight, c.qk_norm_eps)
-        k = F.rms_norm(k, (c.head_size,), layer.k_norm.weight, c.qk_norm_eps)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=c.causal, enable_gqa=True)
+    q, k = normed(layer, q, k)
+    scale = 1.0 if c.qk_norm == "l2" else None
+    options = {"is_causal": c.causal, "enable_gqa": True, "scale": scale}
+    out = F.scaled_dot_product_attention(q, k, v, **options)
     return F.linear(out.transpose(1, 2).flatten(-2), layer.o_proj.weight, layer.o_proj.bias)
 
 
+def normed(layer: Attention, q: torch.Tensor, k: torch.Tensor):
+    """q and k (B, H, T, D) after the layer's qk_norm."""
+    c, size = layer.config, (layer.config.head_size,)
+    if c.qk_norm is None:
+        return q, k
+    if c.qk_norm == "l2":
+        factor = layer.logit_scale.clamp(max=math.log(100)).exp()[:, None, None]
+        return F.normalize(q, dim=-1) * factor, F.normalize(k, dim=-1)
+    weights = layer.q_norm.weight, layer.k_norm.weight
+    if c.qk_norm == "layer":
+        return [F.layer_norm(t, size, w, None, 1e-6) for t, w in zip((q, k), weights, strict=True)]
+    if c.qk_norm == "rms":
+        return [F.rms_norm(t, size, w, 1e-6) for t, w in zip((q, k), weights, strict=True)]
+    rows = (t.transpose(1, 2).flatten(-2) for t in (q, k))
+    both = (F.rms_norm(t, w.shape, w, 1e-6) for t, w in zip(rows, weights, strict=True))
+    return [t.unflatten(-1, (-1, *size)).transpose(1, 2) for t in both]
+
+
 @pytest.mark.parametrize("kv_heads", [None, 2, 1], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", [None, "rms", "rms_full", "layer", "l2"])
 @pytest.mark.parametrize("cross", [False, True])
 def test_equals_torch(kv_heads, qk_norm, cross):
     config = Attention.Config(
@@ -45,6 +64,9 @@ def test_equals_torch(kv_heads, qk_norm, cross):
         init_std=0.5,
     )
     layer = Attention(config, dtype=torch.float64)
+    for name, parameter in layer.named_parameters():
+        if "norm" in name or name == "logit_scale":
+            parameter.data.uniform_(0.5, 5)  # ln 100 = 4.6
     x = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
     source = torch.randn(2, 6, 7, dtype=torch.float64) if cross else None
     actual = layer(x, source)
@@ -111,7 +133,7 @@ def test_elementwise_gate_is_that_of_qwen3_next():
     theirs = hf.Qwen3NextAttention(config, 0)
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.5)
-    ours = Attention(Attention.Config(24, 4, 2, head_dim=6, qk_norm=True, gate="elementwise"))
+    ours = Attention(Attention.Config(24, 4, 2, head_dim=6, qk_norm="rms", gate="elementwise"))
     state = {name: w.clone() for name, w in theirs.state_dict().items()}
     q, gate = state["q_proj.weight"].unflatten(0, (4, 2, 6)).unbind(1)
     state |= {"q_proj.weight": q.flatten(0, 1), "g_proj.weight": gate.flatten(0, 1)}
@@ -194,3 +216,58 @@ def test_cache_append_crop_reorder_bytes():
     cache.reorder(torch.tensor([1, 1, 0]))
     assert cache.batch == 3
     assert torch.equal(cache.views()[1], v[[1, 1, 0], :1])
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_nested_sequences_are_those_alone(cross):
+    config = Attention.Config(24, 4, 2, causal=not cross, cross=cross, gate="headwise")
+    layer = Attention(config, dtype=torch.float64)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
+    lengths, source_lengths = (5, 1, 9), (4, 7, 2)
+
+    def sequences(sizes):
+        return [torch.randn(n, 24, dtype=torch.float64, requires_grad=True) for n in sizes]
+
+    x, source = sequences(lengths), sequences(source_lengths) if cross else []
+    nested = [
+        torch.nested.nested_tensor(list(t), layout=torch.jagged, requires_grad=True)
+        for t in (x, source)
+        if t
+    ]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    got = layer(*nested, rope=None if cross else rotary(positions))
+    want = [
+        layer(
+            row[None],
+            source[i][None] if cross else None,
+            rope=None if cross else rotary(torch.arange(len(row))),
+        )[0]
+        for i, row in enumerate(x)
+    ]
+    for a, w in zip(got.unbind(), want, strict=True):
+        torch.testing.assert_close(a, w)
+    assert (nested[0] + got).shape == nested[0].shape  # the same ragged structure
+    got.values().square().sum().backward()
+    sum(w.square().sum() for w in want).backward()
+    for t, rows in zip(nested, (x, source), strict=False):
+        torch.testing.assert_close(t.grad.values(), torch.cat([row.grad for row in rows]))
+
+
+def test_nested_sequences_that_do_not_fit():
+    layer, dense = Attention(Attention.Config(8, 2, causal=False, cross=True)), torch.ones(2, 3, 8)
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="source must be a jagged nested tensor without holes"):
+        layer(nested, dense)
+    with pytest.raises(ValueError, match="cache must be None where x is nested"):
+        layer(nested, nested, cache=layer.new_cache(2, 3))
+    holes = torch.nested.narrow(
+        dense, 1, torch.tensor([0, 1]), torch.tensor([2, 2]), layout=torch.jagged
+    )
+    with pytest.raises(ValueError, match="x must be a jagged nested tensor without holes"):
+        layer(holes, holes)
+
+
+def test_a_normed_scale_is_the_only_one():
+    for options in ({"scale": 0.5}, {"head_scale": True}):
+        with pytest.raises(ValueError, match='qk_norm="l2" has a scale of its own'):
+            Attention.Config(8, 2, qk_norm="l2", **options)

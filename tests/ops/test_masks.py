@@ -51,6 +51,10 @@ MASKS = {
         masks.EveryKth(13, causal=False),
         lambda b, h, q, k, i: (k % 13 == 0) | (k == i),
     ),
+    "neighbours": (
+        masks.Neighbourhood(21),
+        lambda b, h, q, k, i: ((i - 10).clamp(0, 108) <= k) & (k < (i - 10).clamp(0, 108) + 21),
+    ),
     "combined": (
         masks.PrefixLM(LENGTHS) & masks.Dilated(2, 60) & masks.KeyLengths(torch.tensor([90, 129])),
         lambda b, h, q, k, i: (
@@ -215,6 +219,7 @@ WRONG = [
     (lambda: masks.Strided(3, -1), "local >= 0"),
     (lambda: masks.Fixed(3, 4), r"columns in \[0, stride\]"),
     (lambda: masks.EveryKth(0), "k must be >= 1"),
+    (lambda: masks.Neighbourhood(4), r"size must be odd, .* got Neighbourhood\(size=4"),
 ]
 
 

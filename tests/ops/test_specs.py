@@ -23,6 +23,8 @@ SPECIAL = {
         *("predicate", "alibi", "sinks", "headscale", "sigmoid", "relu2"),
     ],
     "scaled_dot_product_attention": ["gqa", "bool"],
+    "attention_cached": ["pages"],
+    "select_attention": ["mask"],
     "rms_norm": ["bareresidual"],
     "layer_norm": ["residual"],
     "group_norm": ["rms"],

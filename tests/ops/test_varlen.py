@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -150,6 +152,74 @@ def test_a_cache_is_read_up_to_its_length(tq):
         k[b, n:] = v[b, n:] = torch.nan
     got = attention_cached(q, k, v, lengths, **options)
     torch.testing.assert_close(got, torch.cat(want))
+
+
+def pages_of(k, size, seed=0):
+    """k (B, T, H, D) in pages of `size` tokens in any order, those of other sequences between."""
+    batch, length = k.shape[:2]
+    count = -(-length // size)
+    table = torch.randperm(batch * count + 3, generator=torch.Generator().manual_seed(seed))
+    table = table[: batch * count].view(batch, count)
+    pages = torch.full((batch * count + 3, size, *k.shape[2:]), torch.nan, dtype=k.dtype)
+    for b, n in itertools.product(range(batch), range(count)):
+        rows = k[b, n * size : (n + 1) * size]
+        pages[table[b, n], : len(rows)] = rows
+    return pages, table.int()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 16, 50, 64, 300])
+@pytest.mark.parametrize("tq", [1, 3, 40])
+def test_pages_give_the_bits_of_contiguous_keys(dtype, size, tq):
+    make = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([300, 64, 41, 170])
+    q = torch.randn(4, tq, H, D, generator=make).to(dtype)
+    k, v = (torch.randn(4, 300, 2, D, generator=make).to(dtype) for _ in range(2))
+    (k_pages, table), (v_pages, _) = pages_of(k, size), pages_of(v, size)
+    table[torch.arange(table.shape[1]) * size >= lengths[:, None]] = -1  # not read
+    options = {"causal": True, "window_size": (90, 0), "sinks": torch.randn(H, generator=make)}
+    got = attention_cached(q, k_pages, v_pages, lengths, block_table=table, **options)
+    assert torch.equal(got, attention_cached(q, k, v, lengths, **options))
+    heads_first = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k_pages, v_pages))
+    again = attention_cached(q, *heads_first, lengths, block_table=table, **options)
+    assert torch.equal(got, again)
+
+
+WRONG_TABLES = [
+    ([[0, 1], [2, 3]], [8, 9], r"lengths must lie in \[0, 8\], got 9"),
+    ([[0, 1], [2, 4]], [8, 8], r"block_table must name pages in \[0, 4\), got 4 in row 1"),
+    ([[0, -1], [2, 3]], [5, 8], r"block_table must name pages in \[0, 4\), got -1 in row 0"),
+    ([[0, 1], [2, 2**40]], [8, 5], "block_table must name .* got 1099511627776 in row 1"),
+]
+
+
+@pytest.mark.parametrize("table,lengths,message", WRONG_TABLES)
+def test_tables_that_name_no_page(table, lengths, message):
+    """The raw op too raises before it reads anything."""
+    q, k = torch.zeros(2, 1, H, D), torch.zeros(4, 4, 2, D)
+    table, lengths = torch.tensor(table), torch.tensor(lengths)
+    with pytest.raises(RuntimeError, match="attention: " + message):
+        attention_cached(q, k, k, lengths, block_table=table)
+    code = [15, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="attention: " + message):
+        torch.ops.omniattn.attention_raw(q, k, k, [table, lengths], None, code, [], [1.0, 0.0])
+
+
+def test_tables_of_the_wrong_shape():
+    q, k, lengths = torch.zeros(2, 1, H, D), torch.zeros(4, 4, 2, D), torch.tensor([3, 4])
+    for table in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"block_table must have shape \(B, N\)"):
+            attention_cached(q, k, k, lengths, block_table=table)
+        with pytest.raises(RuntimeError, match=r"block_table must have shape \(B, N\)"):
+            arguments = [table, lengths], None, [15, 0, 0, 0], [], [1.0, 0.0]
+            torch.ops.omniattn.attention_raw(q, k, k, *arguments)
+    with pytest.raises(TypeError, match="block_table must be an int32 or int64 tensor"):
+        attention_cached(q, k, k, lengths, block_table=torch.zeros(2, 1))
+    with pytest.raises(RuntimeError, match="pages must be gathered first"):
+        out, lse, pages = torch.zeros(2, 1, H, D), torch.zeros(2, H, 1), [table[:2], lengths]
+        torch.ops.omniattn.attention_backward(
+            out, None, q, k, k, pages, None, out, lse, [15, 0, 0, 0], [], [1.0, 0.0], []
+        )
 
 
 WRONG = [

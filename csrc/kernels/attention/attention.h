@@ -51,12 +51,20 @@ struct RelativeView {
   int64_t origin, stride_b, stride_h, stride_q;
 };
 
+// Which page of k and v holds a run of keys: key t of batch entry b is row t % size of page table[b
+// stride_b + t / size], and k and v are (pages, size, Hkv, D). Only decode kernels read pages.
+struct PageView {
+  const int64_t* table;  // null: k and v are (B, Tk, Hkv, D)
+  int64_t stride_b, size;
+};
+
 struct AttentionProblem {
   DType dtype;
   int64_t batch, tq, tk, hq, hkv, d, dv;
   HeadView q;  // (B, Tq, Hq, D)
   HeadView k;  // (B, Tk, Hkv, D)
   HeadView v;  // (B, Tk, Hkv, Dv)
+  PageView pages;
   AttentionMask mask;
   Score score;
   ScoreView bias;
@@ -123,9 +131,17 @@ struct AttentionWeightsParams {
   void* scratch;             // of the calling thread, weights_scratch_elements
 };
 
+struct AttentionSelectParams {
+  AttentionProblem problem;  // v is not read
+  int64_t* index;            // (B, Hq, Tq), -1 where no key is visible
+  void* top;                 // (B, Hq, Tq) in the compute type
+  void* scratch;             // of the calling thread, select_scratch_elements
+};
+
 static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
 static_assert(std::is_trivially_copyable_v<AttentionBackwardParams>);
 static_assert(std::is_trivially_copyable_v<AttentionWeightsParams>);
+static_assert(std::is_trivially_copyable_v<AttentionSelectParams>);
 
 // ---- work items; memory in elements of the compute type -----------------------------------------
 
@@ -219,6 +235,11 @@ OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + kKeyBlock;
 }
 
+// Packed K^T, q and S tiles; items are those of the forward.
+OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
+  return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock);
+}
+
 // ---- entries: one table per file and ISA --------------------------------------------------------
 
 using AttentionForwardKernel = void (*)(const AttentionForwardParams&, int64_t begin, int64_t end);
@@ -247,9 +268,14 @@ struct AttentionWeightsKernels {
   void (*weights)(const AttentionWeightsParams&, int64_t begin, int64_t end);  // weights_items
 };
 
+struct AttentionSelectKernels {
+  void (*select)(const AttentionSelectParams&, int64_t begin, int64_t end);  // forward_items
+};
+
 OMNIATTN_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
+OMNIATTN_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
 
 }  // namespace omniattn

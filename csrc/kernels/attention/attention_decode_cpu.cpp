@@ -1,7 +1,7 @@
 // Few query rows against many keys (see attention.h): keys are split at fixed places, each work
 // item reads its K and V rows once, in memory order, for all query rows that share them, and leaves
 // one partial (O, m, l) per row; merge adds the partials in key order. K and V are read as they
-// are, not packed.
+// are, not packed, through a table of their rows that is the same for pages.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -22,9 +22,31 @@ struct Rows {
   OMNIATTN_INLINE int64_t query(int64_t r) const { return r % queries; }
 };
 
-// s[r][n] = q_r . k_n for up to kKeys keys; q rows are padded with zeros.
+// Where the rows of a split's keys lie: elements from the data of k and v to head 0.
+struct KeyRows {
+  int64_t first;                      // key
+  int64_t k[kSplitKeys + kKeyPanel];  // and those of the panel behind, which are fetched ahead
+  int64_t v[kSplitKeys + kKeyPanel];
+};
+
+inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, KeyRows& rows) {
+  rows.first = first;
+  const bool paged = p.pages.table != nullptr;
+  const Range keys = intersect({first, first + kSplitKeys + kKeyPanel}, {0, p.tk});
+  for (int64_t t = keys.begin; t < keys.end;) {
+    const int64_t page = paged ? p.pages.table[b * p.pages.stride_b + t / p.pages.size] : b;
+    const int64_t begin = paged ? t / p.pages.size * p.pages.size : 0;
+    const int64_t end = paged ? intersect(keys, {0, begin + p.pages.size}).end : keys.end;
+    for (; t < end; ++t) {
+      rows.k[t - first] = page * p.k.stride_b + (t - begin) * p.k.stride_t;
+      rows.v[t - first] = page * p.v.stride_b + (t - begin) * p.v.stride_t;
+    }
+  }
+}
+
+// s[r][n] = q_r . k_n for up to kKeys keys, `at` elements behind k; q rows are padded with zeros.
 template <class T, int kCount>
-OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, int64_t stride,
+OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
                               int64_t keys, int64_t d, compute_t<T>* s) {
   using V = Vec<compute_t<T>>;
   V acc[kCount][kKeys];
@@ -34,7 +56,7 @@ OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, in
     for (int n = 0; n < kKeys; ++n) acc[r][n] = zero<compute_t<T>>();
   }
   const T* key[kKeys];  // a missing key repeats the last one
-  for (int n = 0; n < kKeys; ++n) key[n] = k + (n < keys ? n : keys - 1) * stride;
+  for (int n = 0; n < kKeys; ++n) key[n] = k + at[n < keys ? n : keys - 1];
   for (int64_t c = 0; c < d; c += V::kWidth) {
     V x[kKeys];
 #pragma GCC unroll 4
@@ -55,10 +77,10 @@ OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, in
   }
 }
 
-// o[r][0 .. cols) += sum_n s[r][n] v_n; kCount rows, kVecs vectors of which the last may be
-// partial.
+// o[r][0 .. cols) += sum_n s[r][n] v_n, v_n at[n] elements behind v; kCount rows, kVecs vectors of
+// which the last may be partial.
 template <class T, int kCount, int kVecs>
-OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, int64_t stride, int64_t keys,
+OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, const int64_t* at, int64_t keys,
                                 int64_t cols, compute_t<T>* o, int64_t ldo) {
   using V = Vec<compute_t<T>>;
   V acc[kCount][kVecs];
@@ -68,11 +90,12 @@ OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, int64_t strid
     for (int c = 0; c < kVecs; ++c) acc[r][c] = load(o + r * ldo + c * V::kWidth);
   }
   const bool whole = cols >= kVecs * V::kWidth;
-  for (int64_t n = 0; n < keys; ++n, v += stride) {
+  for (int64_t n = 0; n < keys; ++n) {
+    const T* const row = v + at[n];
     V x[kVecs];
 #pragma GCC unroll 4
     for (int c = 0; c < kVecs; ++c) {
-      x[c] = whole ? load(v + c * V::kWidth) : load_n(v + c * V::kWidth, cols - c * V::kWidth);
+      x[c] = whole ? load(row + c * V::kWidth) : load_n(row + c * V::kWidth, cols - c * V::kWidth);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kCount; ++r) {
@@ -121,16 +144,17 @@ OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, i
 // key. The rows of one head lie too far apart for the hardware to run ahead, which costs 1.7 times
 // the time (bf16, 8 heads of 128).
 template <class T>
-OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, int64_t key,
-                                 int64_t first) {
+OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, const KeyRows& at,
+                                 int64_t key, int64_t first) {
   const auto fetch = [](const T* row, int64_t cols) {
     for (int64_t c = 0; c < cols; c += int64_t{64 / sizeof(T)}) __builtin_prefetch(row + c, 0, 2);
   };
   const int64_t heads = rows.heads.end - rows.heads.begin;
   for (int64_t i = first; i < first + kKeys; ++i) {
     const int64_t t = key + i / heads, h = rows.heads.begin + i % heads;
-    fetch(row_of<T>(p.k, rows.b, t, h), p.d);
-    fetch(row_of<T>(p.v, rows.b, t, h), p.dv);
+    if (t >= p.tk) return;
+    fetch(static_cast<const T*>(p.k.data) + at.k[t - at.first] + h * p.k.stride_h, p.d);
+    fetch(static_cast<const T*>(p.v.data) + at.v[t - at.first] + h * p.v.stride_h, p.dv);
   }
 }
 
@@ -187,8 +211,8 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
 
 // Keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
 template <class T>
-void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t split, Range keys,
-                 int64_t panel, const compute_t<T>* q, compute_t<T>* s) {
+void decode_keys(const AttentionForwardParams& params, const Rows& rows, const KeyRows& at,
+                 int64_t split, Range keys, int64_t panel, const compute_t<T>* q, compute_t<T>* s) {
   using A = compute_t<T>;
   constexpr int64_t kWidth = Vec<A>::kWidth;
   const AttentionProblem& p = params.problem;
@@ -201,13 +225,15 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t
   }
   if (skip) return;
   const int64_t ahead = (rows.kv_head - rows.heads.begin) * panel;
-  const T* const k = row_of<T>(p.k, rows.b, keys.begin, rows.kv_head);
-  const T* const v = row_of<T>(p.v, rows.b, keys.begin, rows.kv_head);
+  const T* const k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
+  const T* const v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
+  const int64_t* const at_k = at.k + (keys.begin - at.first);
+  const int64_t* const at_v = at.v + (keys.begin - at.first);
   for_row_tiles(rows.count, [&](int64_t r, auto tile) {
     for (int64_t n = 0; n < count; n += kKeys) {
-      if (r == 0) fetch_ahead<T>(p, rows, keys.begin + panel, ahead + n);
-      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k + n * p.k.stride_t, p.k.stride_t,
-                                         count - n, p.d, s + r * kKeyPanel + n);
+      if (r == 0) fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
+      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at_k + n, count - n, p.d,
+                                         s + r * kKeyPanel + n);
     }
   });
   for (int64_t r = 0; r < rows.count; ++r) {
@@ -224,12 +250,12 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, int64_t
   for_row_tiles(rows.count, [&](int64_t r, auto tile) {
     int64_t c = 0;
     for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) {
-      weigh_tile<T, decltype(tile)::value, 4>(s + r * kKeyPanel, v + c, p.v.stride_t, count,
-                                              p.dv - c, o + r * ldo + c, ldo);
+      weigh_tile<T, decltype(tile)::value, 4>(s + r * kKeyPanel, v + c, at_v, count, p.dv - c,
+                                              o + r * ldo + c, ldo);
     }
     for (; c < p.dv; c += kWidth) {
-      weigh_tile<T, decltype(tile)::value, 1>(s + r * kKeyPanel, v + c, p.v.stride_t, count,
-                                              p.dv - c, o + r * ldo + c, ldo);
+      weigh_tile<T, decltype(tile)::value, 1>(s + r * kKeyPanel, v + c, at_v, count, p.dv - c,
+                                              o + r * ldo + c, ldo);
     }
   });
 }
@@ -258,12 +284,16 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   }
   Range seen = intersect(visible_keys(p.mask, b, {0, p.tq}), block(split, kSplitKeys, p.tk));
   seen.begin = seen.begin / 4 * 4;  // dropout bits come in groups of four keys
+  if (is_empty(seen)) return;
+  KeyRows at;
+  locate_keys(p, b, split * kSplitKeys, at);
   const int64_t panel = decode_panel(p, heads.end - heads.begin, sizeof(T));
   for (int64_t key = seen.begin / panel * panel; key < seen.end; key += panel) {
     const Range keys = intersect(seen, {key, key + panel});
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const Rows rows{b, h, head_rows, h * group, p.tq, heads};
-      decode_keys<T>(params, rows, split, keys, panel, q + (h - heads.begin) * head_rows * ldq, s);
+      decode_keys<T>(params, rows, at, split, keys, panel, q + (h - heads.begin) * head_rows * ldq,
+                     s);
     }
   }
 }

@@ -52,6 +52,7 @@ from omniattn.functional.routing import (
     top_k_softmax,
     update_router_bias,
 )
+from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "router_jitter",
     "router_z_loss",
     "scaled_dot_product_attention",
+    "select_attention",
     "sigmoid_top_k",
     "sincos_2d",
     "sinusoidal",

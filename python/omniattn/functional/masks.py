@@ -30,6 +30,7 @@ __all__ = [
     "KeyLengths",
     "KeyPadding",
     "Mask",
+    "Neighbourhood",
     "PrefixLM",
     "SlidingWindow",
     "Strided",
@@ -256,6 +257,25 @@ class Dilated(Mask):
         reach = self.dilation * self.steps
         window = SlidingWindow(reach, 0 if self.causal else reach).rules()
         return [*window, (MaskKind.DILATED, self.dilation, 0, ())]
+
+
+@dataclass(frozen=True)
+class Neighbourhood(Mask):
+    """The `size` keys nearest to the query, or those a multiple of `dilation` away.
+
+    At the ends of the sequence the window is shifted inwards, not cut, so that every query sees as
+    many keys. Hassani et al., Neighborhood Attention Transformer, 2022, arXiv:2204.07143.
+    """
+
+    size: int
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        fits = self.size >= 1 and self.size % 2 == 1 and self.dilation >= 1
+        _require(fits, "neighbourhood size must be odd, dilation >= 1", self)
+
+    def rules(self) -> list[Rule]:
+        return [(MaskKind.NEIGHBOURS, self.size, self.dilation, ())]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +14,8 @@ from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
 from omniattn.modules.linear import Linear
-from omniattn.modules.norm import RMSNorm
+from omniattn.modules.norm import LayerNorm, RMSNorm
+from omniattn.modules.paged_cache import PagedCache
 
 
 class Attention(nn.Module):
@@ -27,8 +31,9 @@ class Attention(nn.Module):
 
     Shape:
         x (B, T, dim), source (B, S, source_dim) -> (B, T, dim).
-        Parameters q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm (head_dim,),
-        with a gate g_proj; sinks and head_scale (num_heads,).
+        Either may be a jagged nested tensor: sequences of any lengths, without padding.
+        Parameters q_proj, k_proj, v_proj, o_proj; with qk_norm q_norm and k_norm, or logit_scale
+        (num_heads,); with a gate g_proj; sinks and head_scale (num_heads,).
 
     Notes:
         A query that sees no key gives W_o 0 + b and has zero gradients. Dropout acts in training
@@ -58,7 +63,10 @@ class Attention(nn.Module):
             cross: keys and values come from `source`, never from x.
             source_dim: width of the source, default dim.
             window_size: (left, right) keys seen beside the own position, -1 unbounded.
-            qk_norm: RMSNorm with a weight (head_dim,) on every head of q and k.
+            qk_norm: of every head of q and k "rms" (RMSNorm, Qwen3) or "layer" (LayerNorm without
+                bias, ViT-22B), both with weights (head_dim,); "rms_full" of all heads together
+                (OLMo-2); "l2" for cosines times a learned exp(logit_scale), at most 100, per head
+                in place of `scale` (Swin v2); None.
             bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
             rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
             scale: of the scores, default 1 / sqrt(head_dim).
@@ -80,7 +88,7 @@ class Attention(nn.Module):
         cross: bool = False
         source_dim: int | None = None
         window_size: tuple[int, int] = (-1, -1)
-        qk_norm: bool = False
+        qk_norm: str | None = None
         qk_norm_eps: float = 1e-6
         bias: bool = False
         out_bias: bool = False
@@ -112,9 +120,15 @@ class Attention(nn.Module):
             for name, value, known in (
                 ("gate", self.gate, (None, "elementwise", "headwise")),
                 ("gate_activation", self.gate_activation, ("sigmoid", "silu")),
+                ("qk_norm", self.qk_norm, (None, "rms", "rms_full", "layer", "l2")),
             ):
                 if value not in known:
                     raise ValueError(f"Attention: {name} must be one of {known}, got {value!r}")
+            if self.qk_norm == "l2" and (self.head_scale or self.scale is not None):
+                raise ValueError(
+                    'Attention: qk_norm="l2" has a scale of its own, '
+                    f"got scale={self.scale}, head_scale={self.head_scale}"
+                )
 
         @property
         def kv_heads(self) -> int:
@@ -146,16 +160,42 @@ class Attention(nn.Module):
         self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
-        if c.qk_norm:
-            norm = RMSNorm.Config(c.head_size, c.qk_norm_eps, backend=c.backend)
-            self.q_norm = RMSNorm(norm, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(norm, device=device, dtype=dtype)
+        if c.qk_norm in ("rms", "rms_full", "layer"):
+            whole = c.qk_norm == "rms_full"
+            self.q_norm, self.k_norm = (
+                self._new_norm(width if whole else c.head_size, device, dtype)
+                for width in (q_dim, kv_dim)
+            )
         heads = torch.zeros(c.num_heads, device=device)  # fp32, whatever the dtype
+        self.logit_scale = nn.Parameter(heads + math.log(10)) if c.qk_norm == "l2" else None
         self.sinks = nn.Parameter(heads) if c.sinks else None
         self.head_scale = nn.Parameter(heads + 1) if c.head_scale else None
         if c.gate is not None:
             gates = q_dim if c.gate == "elementwise" else c.num_heads
             self.g_proj = linear(c.dim, gates, False, c.init_std)
+
+    def _new_norm(
+        self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> RMSNorm | LayerNorm:
+        c = self.config
+        if c.qk_norm == "layer":
+            layer = LayerNorm.Config(width, c.qk_norm_eps, bias=False, backend=c.backend)
+            return LayerNorm(layer, device=device, dtype=dtype)
+        rms = RMSNorm.Config(width, c.qk_norm_eps, backend=c.backend)
+        return RMSNorm(rms, device=device, dtype=dtype)
+
+    def _heads(self, x: torch.Tensor, projection: nn.Module, norm: str) -> torch.Tensor:
+        """Normed queries or keys (..., heads, head_dim)."""
+        c = self.config
+        y: torch.Tensor = projection(x)
+        if c.qk_norm == "rms_full":
+            y = getattr(self, norm)(y)
+        y = y.unflatten(-1, (-1, c.head_size))
+        if c.qk_norm in ("rms", "layer"):
+            y = getattr(self, norm)(y)
+        if c.qk_norm == "l2":  # of length sqrt(head_dim); zeros stay
+            y = cast(torch.Tensor, functional.rms_norm(y, eps=1e-24, backend=c.backend))
+        return y
 
     def new_cache(
         self,
@@ -189,9 +229,8 @@ class Attention(nn.Module):
         return kind(batch, length, c.kv_heads, c.head_size, device=weight.device, dtype=dtype)
 
     def _keys_and_values(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k = self.k_proj(source).unflatten(-1, (self.config.kv_heads, -1))
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
-        return (self.k_norm(k) if self.config.qk_norm else k), v
+        return self._heads(source, self.k_proj, "k_norm"), v
 
     def forward(
         self,
@@ -208,9 +247,13 @@ class Attention(nn.Module):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: queries, and keys and values of self-attention.
+            x: queries, and keys and values of self-attention. A jagged nested tensor (B, *, dim)
+                gives one; mask and bias are then those of the longest sequences, as in
+                `functional.attention_varlen`, and there is no cache.
             source: (B, S, source_dim), of cross-attention; may be left out once it is in `cache`.
-            rope: cos, sin of the positions of x, from RotaryEmbedding; self-attention only.
+                Nested if x is.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;
+                self-attention only.
             cache: self-attention appends the new keys and values and attends to all; with
                 cross-attention the first call stores those of the source, later calls read them.
             mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), or a value of
@@ -219,9 +262,21 @@ class Attention(nn.Module):
             relative, alibi_slopes: terms of the distance, see functional.attention.
         """
         c = self.config
-        q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
-        if c.qk_norm:
-            q = self.q_norm(q)
+        attend: Callable[..., object] = functional.attention
+        boundaries = None
+        if x.is_nested:
+            if cache is not None:
+                raise ValueError(f"Attention: cache must be None where x is nested, got {cache!r}")
+            boundaries = source_boundaries = _boundaries("x", x)
+            x = x.values()
+            if source is not None:
+                source_boundaries, source = _boundaries("source", source), source.values()
+            attend = partial(
+                functional.attention_varlen,
+                cu_seqlens_q=boundaries,
+                cu_seqlens_k=source_boundaries,
+            )
+        q = self._heads(x, self.q_proj, "q_norm")
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
         else:
@@ -229,19 +284,22 @@ class Attention(nn.Module):
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = self._keys_and_values(x)
             if rope is not None:
-                q, k = cast(
-                    "tuple[torch.Tensor, torch.Tensor]",
-                    functional.apply_rotary(
-                        q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-                    ),
+                q, k = self._rotate(q, k, rope)
+            if isinstance(cache, PagedCache) and mask is None and bias is None:
+                cache.store(k, v)
+                k, v = cache.pages
+                attend = partial(
+                    functional.attention_cached,
+                    cache_seqlens=cache.lengths,
+                    block_table=cache.block_table,
                 )
-            if cache is not None:
+            elif cache is not None:
                 k, v = cache.append(k, v)
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
                 mask = with_cache(cache, mask, positional)
         out = cast(
             torch.Tensor,
-            functional.attention(
+            attend(
                 q,
                 k,
                 v,
@@ -249,12 +307,12 @@ class Attention(nn.Module):
                 window_size=c.window_size,
                 mask=mask,
                 bias=bias,
-                scale=c.scale,
+                scale=c.scale if self.logit_scale is None else 1 / c.head_size,
                 softcap=c.softcap,
                 relative=relative,
                 alibi_slopes=alibi_slopes,
                 sinks=self.sinks,
-                head_scale=self.head_scale,
+                head_scale=self._head_scale(),
                 dropout_p=c.dropout_p if self.training else 0.0,
                 backend=c.backend,
             ),
@@ -264,7 +322,32 @@ class Attention(nn.Module):
             act = torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu
             out = out * act(gate)
         y: torch.Tensor = self.o_proj(out.flatten(-2))
-        return y
+        if boundaries is None:
+            return y
+        return torch.nested.nested_tensor_from_jagged(y, boundaries)
+
+    def _head_scale(self) -> torch.Tensor | None:
+        if self.logit_scale is None:
+            return self.head_scale
+        return self.logit_scale.clamp(max=math.log(100)).exp()
+
+    def _rotate(
+        self, q: torch.Tensor, k: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k (B, T, H, D), or packed (total, H, D), turned."""
+        c = self.config
+        packed = q.dim() == 3
+        q, k = cast(
+            "tuple[torch.Tensor, torch.Tensor]",
+            functional.apply_rotary(
+                q[None] if packed else q,
+                k[None] if packed else k,
+                *rope,
+                interleaved=c.rope_interleaved,
+                backend=c.backend,
+            ),
+        )
+        return (q[0], k[0]) if packed else (q, k)
 
     def _cross_keys_and_values(
         self,
@@ -280,6 +363,17 @@ class Attention(nn.Module):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
+
+
+def _boundaries(name: str, t: Any) -> torch.Tensor:
+    """Where the sequences of a nested tensor begin and end in its values."""
+    if not t.is_nested or t.layout != torch.jagged or t.lengths() is not None:
+        raise ValueError(
+            f"Attention: {name} must be a jagged nested tensor without holes where x is nested, "
+            f"got {name}.layout={t.layout}"
+        )
+    offsets: torch.Tensor = t.offsets()
+    return offsets
 
 
 def with_cache(

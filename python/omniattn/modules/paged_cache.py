@@ -102,8 +102,9 @@ class PagedCache(Cache):
     """Sequences of different lengths on one PagePool, each a list of pages.
 
     Forks and beams share pages; the first to append to a partly filled shared page gets a copy.
-    The views are gathered, shorter sequences padded on the left: that keeps bottom-right aligned
-    masks right, and `mask` hides the padding.
+    `functional.attention_cached` reads `pages` by `block_table` and `lengths`, as `Attention` does
+    without mask or bias tensors. The views are gathered, shorter sequences padded on the left: that
+    keeps bottom-right aligned masks right, and `mask` hides the padding.
 
     Args:
         pool: the pages; several caches may use it.
@@ -143,10 +144,14 @@ class PagedCache(Cache):
     def block_table(self) -> Tensor:
         """Page of each run of page_size tokens (B, max pages) int32, -1 behind the last."""
         width = max((len(row) for row in self._pages), default=0)
-        table = torch.full((len(self._pages), width), -1, dtype=torch.int32)
-        for row, pages in zip(table, self._pages, strict=True):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return table.to(self.pool.k.device)
+        rows = [row + [-1] * (width - len(row)) for row in self._pages]
+        shape = (len(rows), width)  # of no rows or pages too
+        return torch.tensor(rows, dtype=torch.int32, device=self.pool.k.device).view(shape)
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """The pool's keys and values (num_pages, page_size, Hkv, D), of this and other caches."""
+        return self.pool.k.transpose(1, 2), self.pool.v.transpose(1, 2)
 
     @property
     def mask(self) -> Mask | None:
@@ -165,18 +170,24 @@ class PagedCache(Cache):
         """Gathered copies, padded on the left to the longest sequence."""
         position = torch.arange(self.length, device=self.pool.k.device)
         page, slot = self._where(position - (self.length - self.lengths[:, None]))
-        return self.pool.k.transpose(1, 2)[page, slot], self.pool.v.transpose(1, 2)[page, slot]
+        k, v = (pages[page, slot] for pages in self.pages)
+        return k, v
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.store(k, v)
+        return self.views()
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """append for a caller that reads the pages."""
         batch, new = len(self._pages), k.shape[1]
         check_new("PagedCache", k, v, batch, self.pool.k, self.pool.v)
-        if new > 0:
-            self._reserve(new)
-            page, slot = self._where(self.lengths[:, None] + torch.arange(new, device=k.device))
-            self.pool.k.transpose(1, 2)[page, slot] = k
-            self.pool.v.transpose(1, 2)[page, slot] = v
-            self._lengths = [length + new for length in self._lengths]
-        return self.views()
+        if new == 0:
+            return
+        self._reserve(new)
+        page, slot = self._where(self.lengths[:, None] + torch.arange(new, device=k.device))
+        for pages, rows in zip(self.pages, (k, v), strict=True):
+            pages[page, slot] = rows
+        self._lengths = [length + new for length in self._lengths]
 
     def _reserve(self, new: int) -> None:
         """Gives every sequence pages of its own for its next tokens."""

@@ -15,7 +15,7 @@ from omniattn.reference.attention import Rules
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
 
-__all__ = ["attention", "attention_weights", "formula", "weights_formula"]
+__all__ = ["attention", "attention_select", "attention_weights", "formula", "weights_formula"]
 
 _backward_op = torch.ops.omniattn.attention_backward.default
 
@@ -75,13 +75,30 @@ def _backward(
             return (None,) * 8
         grad_out = torch.zeros_like(out)
     wanted = [i for i in range(len(aux)) if needs[3][i]]
+    mask, score, params = kept
+    pages = None
+    if mask and mask[0] == MaskKind.PAGED:  # the gathered pages are cached sequences
+        pages = aux[mask[3]].clamp(min=0).long()
+        contiguous, mask = (k[pages].flatten(1, 2), v[pages].flatten(1, 2)), _as_cached(mask)
+    else:
+        contiguous = k, v
     *grads_qkv, found = _backward_op(
-        grad_out, grad_lse, q, k, v, aux, seed, out, lse, *kept, wanted
+        grad_out, grad_lse, q, *contiguous, aux, seed, out, lse, mask, score, params, wanted
     )
+    if pages is not None:
+        for i, t in ((1, k), (2, v)):
+            sums = torch.zeros(t.shape, dtype=_accumulator(t), device=t.device)
+            grad = grads_qkv[i].unflatten(1, (-1, t.shape[1])).flatten(0, 1).to(sums.dtype)
+            grads_qkv[i] = sums.index_add(0, pages.flatten(), grad).to(t.dtype)
     grad_aux: list[Tensor | None] = [None] * len(aux)
     for i, grad in zip(wanted, found, strict=True):
         grad_aux[i] = grad
     return (*grads_qkv, grad_aux, None, None, None, None)
+
+
+def _as_cached(mask: Sequence[int]) -> list[int]:
+    """The codes of a paged call for gathered pages: the lengths lie behind the block table."""
+    return [MaskKind.CACHED, 0, 0, mask[3] + 1, *mask[4:]]
 
 
 def _restore(saved: Any, kept: Any) -> tuple[Any, ...]:
@@ -110,7 +127,9 @@ def formula(
         out, lse = reference.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **options)
         result = out[None], lse[None]
     else:
-        result = reference.attention_cached(q, k, v, layout[3][0], **options)
+        *table, lengths = layout[3] if layout[0] == MaskKind.PAGED else layout[3][:1]
+        options["block_table"] = table[0] if table else None
+        result = reference.attention_cached(q, k, v, lengths, **options)
     assert isinstance(result, tuple)
     return result
 
@@ -214,6 +233,21 @@ def _weights_backward(
     for i, grad in zip(needed, pull(grads[0]), strict=True):
         found[i] = grad
     return (*found[:3], found[3:], None, None, None, None)
+
+
+#: (q, k, aux, mask, score, params) -> (index, top); no gradient
+attention_select = torch.ops.omniattn.attention_select.default
+
+
+@torch.library.register_fake("omniattn::attention_select")
+def _fake_select(
+    q: Tensor, k: Tensor, aux: Any, mask: Any, score: Any, params: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty(shape, dtype=torch.int64), q.new_empty(shape, dtype=_accumulator(q))
+
+
+loop_over_vmap("attention_select")
 
 
 #: (q, k, lse, aux, mask, score, params, sums) -> weights

@@ -20,6 +20,7 @@ from omniattn.reference.attention import (
     attention_weights,
     merge_attention,
     scaled_dot_product_attention,
+    select_attention,
 )
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
@@ -103,6 +104,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",
+    "select_attention",
     "sincos_2d",
     "sinusoidal",
     "swiglu",

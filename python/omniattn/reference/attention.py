@@ -187,6 +187,7 @@ def attention_cached(
     v: Tensor,
     cache_seqlens: Tensor,
     *,
+    block_table: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     mask: Tensor | MaskRules | None = None,
@@ -202,7 +203,12 @@ def attention_cached(
     seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk."""
+    """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk.
+
+    With block_table (B,N) k and v are pages (pages,size,Hkv,.), and sequence b has those of row b.
+    """
+    if block_table is not None:
+        k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
     options = AttentionOptions(
         Visibility(causal, window_size, mask),
         Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
@@ -305,6 +311,47 @@ def attention_weights(
     else:
         p = _elementwise(s, normaliser)
     return p.sum(-2) if column_sums else p.to(q.dtype)
+
+
+def select_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    energy: Literal["l2", "dot"] = "l2",
+    theta: float = math.inf,
+    tau: float = 1.0,
+    ste: bool = True,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | MaskRules | None = None,
+) -> Tensor:
+    """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
+
+    E = scale |q - k|^2 / 2, or -scale q.k; 0 where E exceeds theta or no key is allowed.
+    The gradient of q and k is that of softmax(-E / tau) v, or nothing; v's is that of the choice.
+    """
+    (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
+    qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))
+    if kv_heads != heads:
+        kw, vw = (t.repeat_interleave(heads // kv_heads, 1) for t in (kw, vw))
+    score = qw @ kw.transpose(-1, -2)
+    if energy == "l2":
+        score = score - (qw.square().sum(-1)[..., None] + kw.square().sum(-1)[..., None, :]) / 2
+    score = score * (default_scale(dim) if scale is None else scale)
+    rules = Visibility(causal, window_size, mask).rules()
+    score = score.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
+    # NaN is never chosen, and without keys there is a column that nothing chooses.
+    choices = score.detach().masked_fill(score.isnan(), -math.inf)
+    top, index = torch.nn.functional.pad(choices, (0, 1), value=-math.inf).max(-1)
+    chosen = (-top <= theta) & (top > -math.inf)
+    weights = torch.nn.functional.one_hot(index, tk + 1)[..., :tk].to(vw.dtype)
+    out = weights @ vw
+    if ste:
+        soft = _softmax(score / tau, None)[0] @ vw.detach()
+        out = out + (soft - soft.detach())
+    return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
 
 
 def merge_attention(

@@ -27,10 +27,12 @@ class MaskKind(IntEnum):
     BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
     PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
     CACHED = 14  # layout: sequence b has the first lengths[b] keys
+    PAGED = 15  # layout: the same of the pages that a table (B, N) names
+    NEIGHBOURS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
 
 
 #: Kinds that say where sequences lie; the first rule, if any.
-LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED)
+LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
 
@@ -122,6 +124,8 @@ def _visible(
         return side[0][:, None, rows, None] == side[1][:, None, None, :]
     if kind == MaskKind.BLOCKS:
         return _blocks_visible(side[0], side[1], q, k)
+    if kind == MaskKind.NEIGHBOURS:
+        return _neighbours(a, b, i, k)
     dilated, local = (i - k) % a == 0, i - b < k
     if kind == MaskKind.DILATED:
         return dilated
@@ -133,6 +137,14 @@ def _visible(
         return (i // a == k // a) | (k % a >= a - b)
     assert kind == MaskKind.EVERY
     return (k % a == 0) | (k == i)
+
+
+def _neighbours(size: int, dilation: int, i: Tensor, k: Tensor) -> Tensor:
+    rest = i % dilation
+    count = (k.shape[-1] - rest + dilation - 1) // dilation  # of the keys with this rest
+    first = (i // dilation - size // 2).clamp(min=0).minimum((count - size).clamp(min=0))
+    place = k // dilation
+    return (k % dilation == rest) & (place >= first) & (place < first + size)
 
 
 def _blocks_visible(codes: Tensor, bits: Tensor, q: Tensor, k: Tensor) -> Tensor:

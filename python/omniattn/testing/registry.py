@@ -1,7 +1,8 @@
 """The OpSpecs: one row per op, with the cases that tests, benchmarks and `omniattn check` use.
 
 Case sizes: B batch, Tq/Tk lengths, H query heads, G key/value heads, D/Dv head sizes, R rotary
-size, M rows (tokens), N columns (features out), K features in, V vocabulary, E experts, S slots.
+size, M rows (tokens), N columns (features out), K features in, V vocabulary, E experts, S slots; of
+paged attention N pages of Tk tokens for each sequence.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
         "sinks": lambda: {"sinks": random.normal(h)},
         "head scale": lambda: {"head_scale": random.normal(h)},
         "seed": lambda: {"seed": torch.tensor([1234, 5])},
+        "block table": lambda: {
+            "block_table": random.integers(b * case.sizes["N"], b, case.sizes["N"])
+        },
     }
     made: dict[str, Tensor] = {}
     for name in case.tensors:
@@ -94,10 +98,11 @@ def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
 
 def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
+    pages = b * case.sizes.get("N", 1)
     made = {
         "q": random.normal(b, tq, h, d),
-        "k": random.normal(b, tk, g, d),
-        "v": random.normal(b, tk, g, case.sizes.get("Dv", d)),
+        "k": random.normal(pages, tk, g, d),
+        "v": random.normal(pages, tk, g, case.sizes.get("Dv", d)),
     }
     return made | _attention_tensors(case, random)
 
@@ -134,6 +139,8 @@ PATTERNS: dict[str, masks.Mask] = {
     "stridedheads": masks.Strided(40, 9, split_heads=True),
     "fixed": masks.Fixed(50, 3),
     "everykth": masks.EveryKth(30),
+    "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
+    "dilatedneighbours": masks.Neighbourhood(9, 7),
     "predicate": masks.from_predicate(
         lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
     ),
@@ -239,7 +246,7 @@ def _attention() -> tuple[OpSpec, ...]:
             _qkv("nokeys", 1, 3, 0, 2, 2, 4),
         ),
     )
-    return attention, sdpa, _varlen(), _cached(), _weights()
+    return attention, sdpa, _varlen(), _cached(), _weights(), _select()
 
 
 def _weights_inputs(case: Case, random: Random) -> dict[str, Tensor]:
@@ -300,6 +307,7 @@ def _packed(
 def _lengths(case: Case, random: Random) -> tuple[Tensor, Tensor]:
     """Lengths (B,) of queries and keys, the same where Tq = Tk."""
     b, tq, tk = (case.sizes[k] for k in ("B", "Tq", "Tk"))
+    tk *= case.sizes.get("N", 1)
     longest_first = torch.arange(b) == 0
     queries = torch.where(longest_first, tq, random.integers(tq + 1, b))
     keys = torch.where(longest_first, tk, random.integers(tk + 1, b))
@@ -367,6 +375,23 @@ def _cached_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made | {"cache_seqlens": keys.clamp(min=min(case.sizes["Tq"], case.sizes["Tk"]))}
 
 
+def _paged(
+    label: str,
+    B: int,
+    Tq: int,
+    pages: int,
+    size: int,
+    H: int,
+    G: int,
+    D: int,
+    tensors: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    """B sequences of up to `pages` pages of `size` tokens, some of them shared."""
+    case = _qkv(label, B, Tq, size, H, G, D, None, ("block table", *tensors), **options)
+    return replace(case, sizes={**case.sizes, "N": pages})
+
+
 def _cached() -> OpSpec:
     decode = _qkv("decode", 4, 1, 4096, 32, 8, 128, causal=True)
     return OpSpec(
@@ -387,8 +412,44 @@ def _cached() -> OpSpec:
             _qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
             _qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
             _qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
+            _paged("pages", 3, 1, 5, 16, 4, 2, 32, causal=True, return_lse=True),
+            _paged("oddpages", 4, 3, 90, 7, 4, 2, 16, ("sinks",), causal=True),
+            _paged("pagesoftokens", 2, 2, 40, 1, 4, 2, 16, ("alibi",), window_size=(20, 0)),
+            _paged("chunkofpages", 3, 60, 5, 40, 4, 2, 16, causal=True),
         ),
-        benchmarks=(Benchmark(decode, (F32, BF16), FORWARD),),
+        benchmarks=(
+            Benchmark(decode, (F32, BF16), FORWARD),
+            Benchmark(_paged("pages", 4, 1, 64, 64, 32, 8, 128, causal=True), (F32, BF16), FORWARD),
+        ),
+    )
+
+
+def _select() -> OpSpec:
+    return OpSpec(
+        name="select_attention",
+        family="attention",
+        paper="straight through: Bengio et al. 2013, arXiv 1308.3432",
+        inputs=_attention_inputs,
+        differentiable=("q", "k", "v"),
+        flops=lambda case, pass_: _attention_flops(case, pass_) / 2,
+        gradient_factor=ATTENTION_GRADIENT_FACTOR,
+        second_order=True,
+        rivals={"eager": reference.select_attention},
+        cases=(
+            # One key each, for which straight-through gradients are the true ones.
+            _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),
+            _qkv("plain", 2, 65, 130, 4, 2, 32),
+            _qkv("dot", 2, 100, 300, 4, 2, 16, energy="dot", causal=True, tau=0.5),
+            _qkv("theta", 2, 70, 70, 2, 2, 8, theta=1.0, scale=0.5),
+            _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), tau=3.0),
+            _qkv("one", 2, 1, 40, 4, 1, 16),
+            _qkv("nokeys", 1, 5, 0, 2, 1, 8),
+        ),
+        benchmarks=(
+            Benchmark(
+                _qkv("causal", 1, 1024, 1024, 8, 8, 64, causal=True), (F32,), FORWARD, "compute"
+            ),
+        ),
     )
 
 

@@ -140,10 +140,19 @@ def _padded_varlen(
 
 
 def _masked_cached(
-    q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, *, causal: bool, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    block_table: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """A static cache, as transformers runs it: all of it, masked."""
-    _lacks(options=options)
+    """A static cache, as transformers runs it: all of it, masked. Pages are gathered first."""
+    _lacks(full=not causal, options=options)
+    if block_table is not None:
+        k, v = (t[block_table].flatten(1, 2) for t in (k, v))
     lengths = cache_seqlens[:, None, None, None]
     i = torch.arange(q.shape[1])[:, None] + lengths - q.shape[1]
     return _sdpa_attention(q, k, v, mask=torch.arange(k.shape[1]) <= i)

@@ -1,0 +1,481 @@
+"""Times attention's variants against what they have to keep up with, and says which goals are met.
+
+    python benchmarks/attention_goals.py [--group masks scores ...] [--threads 2] [--force]
+
+A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
+share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
+The goal is the most that the call may take of the yardstick's time. Results are merged by name into
+benchmarks/results/attention_goals.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import harness
+import report
+import torch
+from tqdm import tqdm
+
+from omniattn import functional
+from omniattn.config import CPU_ISAS
+from omniattn.functional import masks, scores
+from omniattn.modules import DifferentialAttention, KVCache, RollingCache
+from omniattn.testing import prepare
+from omniattn.testing.spec import SHORT_DTYPE, Call, Function, Pass
+
+SECONDS = 1.5
+LARGEST_LOAD = 0.5
+F32, BF16 = torch.float32, torch.bfloat16
+PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
+#: Products of the head size per pair: two forward, five backward.
+PRODUCTS = {"forward": 2, "forward+backward": 7}
+Provider = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`run` may take `goal` times the time of `yardstick` times `share`."""
+
+    name: str
+    pass_: Pass
+    run: Provider
+    yardstick: Provider
+    against: str
+    goal: float
+    share: float = 1.0
+    dtype: torch.dtype = F32
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
+
+
+def self_attention(
+    batch: int, length: int, heads: int, dim: int, dtype: torch.dtype = F32
+) -> dict[str, torch.Tensor]:
+    return dict(zip("qkv", tensors(*[(batch, length, heads, dim)] * 3, dtype=dtype), strict=True))
+
+
+def provider(
+    pass_: Pass, named: dict[str, torch.Tensor], function: Function, **options: object
+) -> Provider:
+    leaves = tuple(name for name, t in named.items() if t.is_floating_point())
+    return prepare(Call(named, options, leaves), function, pass_)
+
+
+def with_table(
+    make: Callable[[torch.Tensor], scores.RelativeBias],
+) -> Function:
+    """attention whose `table` is a tensor of the call, so that it has a gradient."""
+
+    def attention(q, k, v, table, **options):
+        return functional.attention(q, k, v, relative=make(table), **options)
+
+    return attention
+
+
+def sdpa(q, k, v, bias=None, **options):
+    """torch's attention on our layout."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, **options)
+    return out.transpose(1, 2)
+
+
+def mask_rows() -> Iterator[Row]:
+    """Time of visited tiles: every mask at most 1.25 of its share of the dense call."""
+    length, heads, dim = 4096, 4, 64
+    qkv = self_attention(1, length, heads, dim)
+    starts = torch.tensor([0, 300, 1000, 1100, 1900, 2400, 3000, 3800])
+    found = {
+        "window 256": masks.SlidingWindow(255, 0),
+        "neighbourhood 255": masks.Neighbourhood(255),
+        "dilated 4 x 64": masks.Dilated(4, 63),
+        "strided 64": masks.Strided(64, 64),
+        "fixed 128": masks.Fixed(128, 16),
+        "prefix 1024": masks.PrefixLM(torch.tensor([1024])),
+        "documents": masks.Documents(
+            torch.searchsorted(starts, torch.arange(length), right=True)[None]
+        )
+        & masks.Causal(),
+        "predicate": masks.from_predicate(
+            lambda b, h, q, k: ((q - k).abs() < 200) | (k < 64) | (q // 512 == k // 512),
+            length,
+            length,
+        ),
+    }
+    for pass_ in PASSES:
+        dense = provider(pass_, qkv, functional.attention)
+        for name, mask in found.items():
+            pairs = mask.count(length, length) * heads
+            yield Row(
+                f"mask {name} N{length} D{dim}",
+                pass_,
+                provider(pass_, qkv, functional.attention, mask=mask),
+                dense,
+                "dense x visited area",
+                1.25,
+                share=mask.block_density(length, length),
+                flops=2.0 * pairs * dim * PRODUCTS[pass_],
+            )
+
+
+def window_rows() -> Iterator[Row]:
+    """A window of fixed size: time per token is flat."""
+    short, heads, dim = 1024, 4, 64
+    for pass_ in PASSES:
+        base = provider(
+            pass_, self_attention(1, short, heads, dim), functional.attention, window_size=(255, 0)
+        )
+        for length in (2048, 4096, 8192, 16384, 32768):
+            pairs = masks.SlidingWindow(255, 0).count(length, length) * heads
+            yield Row(
+                f"window 256 N{length} D{dim}",
+                pass_,
+                provider(
+                    pass_,
+                    self_attention(1, length, heads, dim),
+                    functional.attention,
+                    window_size=(255, 0),
+                ),
+                base,
+                f"the same at N{short}, per token",
+                1.15,
+                share=length / short,
+                flops=2.0 * pairs * dim * PRODUCTS[pass_],
+            )
+
+
+def varlen_rows() -> Iterator[Row]:
+    """Packed sequences: time proportional to the visible pairs; against the padded call."""
+    lengths, heads, dim = [1024, 100, 700, 30, 512, 350, 900, 64], 8, 64
+    total, longest = sum(lengths), max(lengths)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = dict(zip("qkv", tensors(*[(total, heads, dim)] * 3), strict=True))
+    padded = self_attention(len(lengths), longest, heads, dim)
+    seen = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    seen = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    pairs = sum(n * n for n in lengths)
+    for pass_ in PASSES:
+        run = provider(pass_, packed, functional.attention_varlen, **options, **limits)
+        row = Row(
+            f"varlen 8 sequences of {total} D{dim}",
+            pass_,
+            run,
+            provider(pass_, self_attention(1, longest, heads, dim), functional.attention),
+            "one sequence, per pair",
+            1.15,
+            share=pairs / longest**2,
+            flops=2.0 * pairs * heads * dim * PRODUCTS[pass_],
+        )
+        yield row
+        padded_call = provider(pass_, padded, sdpa, bias=seen)
+        yield replace(row, yardstick=padded_call, against="padded SDPA", share=1.0, goal=1.0)
+
+
+def score_rows() -> Iterator[Row]:
+    """Terms of the scores against the kernel without them, and a full bias against torch's."""
+    length, heads, dim = 2048, 4, 64
+    qkv = self_attention(1, length, heads, dim)
+    windows = self_attention(512, 49, 4, 32)
+    slopes, t5, bias, swin = tensors((heads,), (32, heads), (heads, length, length), (169, 4))
+    t5_attention = with_table(scores.T5Bias)
+    swin_attention = with_table(lambda table: scores.WindowBias(table, (7, 7)))
+    terms = {
+        "ALiBi": (qkv, {"alibi_slopes": slopes.abs()}, functional.attention, 1.15),
+        "T5 table": (qkv, {"table": t5}, t5_attention, 1.15),
+        "Swin table": (windows, {"table": swin}, swin_attention, 1.15),
+        "full bias": (qkv, {"bias": bias}, functional.attention, 1.35),
+    }
+    for pass_ in PASSES:
+        for name, (inputs, extra, function, goal) in terms.items():
+            batch, tokens, count, size = inputs["q"].shape
+            run = provider(pass_, inputs | extra, function)
+            plain = provider(pass_, inputs, functional.attention)
+            flops = 2.0 * batch * count * tokens**2 * size * PRODUCTS[pass_]
+            row = Row(f"{name} N{tokens} D{size}", pass_, run, plain, "no term", goal, flops=flops)
+            yield row
+            if name == "full bias":
+                masked = provider(pass_, inputs | extra, sdpa)
+                yield replace(row, yardstick=masked, against="masked SDPA", goal=1 / 3)
+
+
+def normaliser_rows() -> Iterator[Row]:
+    """Sigmoid and relu^2 no slower than softmax; differential at most 1.1 of two calls."""
+    length, heads, dim = 2048, 4, 64
+    qkv = self_attention(1, length, heads, dim)
+    for pass_ in PASSES:
+        softmax = provider(pass_, qkv, functional.attention, causal=True)
+        pairs = heads * length * (length + 1) / 2
+        flops = 2.0 * pairs * dim * PRODUCTS[pass_]
+        for name in ("sigmoid", "relu2"):
+            run = provider(pass_, qkv, functional.attention, causal=True, normaliser=name)
+            yield Row(f"{name} N{length} D{dim}", pass_, run, softmax, "softmax", 1.0, flops=flops)
+
+    layer = DifferentialAttention(DifferentialAttention.Config(dim=512, num_heads=4, depth=3))
+    x = tensors((1, length, 512))[0]
+    q, k, v = (p(x).detach() for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    pairs_of = [t.unflatten(-1, (4, 2, 64)) for t in (q, k)]
+    (q1, q2), (k1, k2) = (t.unbind(3) for t in pairs_of)
+    named = {"q1": q1, "k1": k1, "q2": q2, "k2": k2, "v": v.unflatten(-1, (4, 128))}
+
+    def two_calls(q1, k1, q2, k2, v):
+        calls = (functional.attention(*pair, v, causal=True) for pair in ((q1, k1), (q2, k2)))
+        return tuple(calls)
+
+    def differential(q1, k1, q2, k2, v):
+        first, second = two_calls(q1, k1, q2, k2, v)
+        out = first - layer.scalar_lambda() * second
+        return functional.rms_norm(out, layer.subln.weight) * (1 - layer.config.lambda_init)
+
+    flops = {"forward": 2 * (64 + 128), "forward+backward": 2 * (4 * 64 + 3 * 128)}
+    for pass_ in PASSES:
+        run, both = (provider(pass_, named, f) for f in (differential, two_calls))
+        yield Row(
+            f"differential N{length} D64",
+            pass_,
+            run,
+            both,
+            "two calls that share v",
+            1.1,
+            flops=2 * 4 * length * (length + 1) / 2 * flops[pass_],
+        )
+
+
+def mla_rows() -> Iterator[Row]:
+    """Heads of 192 and 128 against torch's math path; absorbed decoding against its ceiling."""
+    length, heads = 1024, 16
+    shapes = [(1, length, heads, d) for d in (192, 192, 128)]
+    qkv = dict(zip("qkv", tensors(*shapes), strict=True))
+    pairs = heads * length * (length + 1) / 2
+    flops = {"forward": 2 * (192 + 128), "forward+backward": 2 * (4 * 192 + 3 * 128)}
+    for pass_, goal in zip(PASSES, (1 / 3, 1 / 2.5), strict=True):
+        yield Row(
+            f"MLA prefill N{length} D192/128",
+            pass_,
+            provider(pass_, qkv, functional.attention, causal=True),
+            provider(pass_, qkv, sdpa, is_causal=True),
+            "SDPA",
+            goal,
+            flops=pairs * flops[pass_],
+        )
+    for dtype in (F32, BF16):
+        q, k = tensors((1, 1, 128, 576), (1, 4096, 1, 576), dtype=dtype)
+        absorbed = {"q": q, "k": k, "v": k[..., :512]}
+        yield Row(
+            "MLA absorbed decode H128 N4096",
+            "forward",
+            provider("forward", absorbed, functional.attention),
+            provider("forward", absorbed, sdpa, enable_gqa=True),
+            "SDPA; goal: 65 % of the ceiling",
+            1.0,
+            dtype=dtype,
+            flops=2.0 * 128 * 4096 * (576 + 512),
+        )
+
+
+def cache_rows() -> Iterator[Row]:
+    """Pages against contiguous keys; a rolling cache late against the same early."""
+    batch, length, heads, kv_heads, dim, size = 4, 4096, 32, 8, 128, 64
+    for dtype in (F32, BF16):
+        q, k, v = tensors(
+            (batch, 1, heads, dim), *[(batch, length, kv_heads, dim)] * 2, dtype=dtype
+        )
+        order = torch.randperm(batch * length // size)
+        pages = [torch.empty_like(t).view(-1, size, kv_heads, dim) for t in (k, v)]
+        for page, t in zip(pages, (k, v), strict=True):
+            page[order] = t.view(-1, size, kv_heads, dim)
+        lengths = {"cache_seqlens": torch.full((batch,), length)}
+        table = {"block_table": order.view(batch, -1).int()}
+        paged = {"q": q, "k": pages[0], "v": pages[1]} | lengths | table
+        contiguous = {"q": q, "k": k, "v": v} | lengths
+        yield Row(
+            f"paged decode B{batch} N{length} pages of {size}",
+            "forward",
+            provider("forward", paged, functional.attention_cached),
+            provider("forward", contiguous, functional.attention_cached),
+            "contiguous",
+            1.1,
+            dtype=dtype,
+            bytes=k.nbytes + v.nbytes,
+        )
+
+    def decoding(cache: KVCache | RollingCache, generated: int) -> Provider:
+        q, k, v = tensors((1, 1, heads, dim), *[(1, 1, kv_heads, dim)] * 2)
+        for _ in range(0, generated, 512):
+            cache.append(*(t.expand(1, 512, kv_heads, dim) for t in (k, v)))
+
+        def step() -> object:
+            with torch.no_grad():
+                return functional.attention(q, *cache.append(k, v))
+
+        return step
+
+    window = 1024
+    early, late = (RollingCache(1, window, kv_heads, dim) for _ in range(2))
+    yield Row(
+        f"rolling cache of {window}, 64 windows on",
+        "forward",
+        decoding(late, 64 * window),
+        decoding(early, 2 * window),
+        "2 windows on",
+        1.1,
+        bytes=early.nbytes,
+    )
+
+
+def llama_rows(dtype: torch.dtype, compiled: bool, batch: int, length: int) -> Iterator[Row]:
+    """One training step of a patched Hugging Face Llama against the same model on sdpa."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import omniattn.hf
+
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=4096,
+        attn_implementation="sdpa",
+    )
+    tokens = torch.randint(4096, (batch, length))
+
+    def step(patched: bool) -> Provider:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(dtype).train()
+        if patched:
+            omniattn.hf.register()
+            omniattn.hf.patch(model)
+        forward = torch.compile(model) if compiled and not patched else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+        def run() -> None:
+            optimizer.zero_grad()
+            forward(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+
+        return run
+
+    goals = {(F32, False): 2.0, (F32, True): 1.5, (BF16, False): 1.4, (BF16, True): 1.1}
+    weights = sum(p.numel() for p in LlamaForCausalLM(config).parameters()) - 4096 * 512
+    products = 8 * length * length / 2 * 64 * 2 * 2 * 3.5 * 4
+    yield Row(
+        f"HF Llama step B{batch}T{length}",
+        "forward+backward",
+        step(True),
+        step(False),
+        "compiled sdpa" if compiled else "sdpa",
+        1 / goals[dtype, compiled],
+        dtype=dtype,
+        flops=batch * (6.0 * weights * length + products),
+    )
+
+
+def llama_groups() -> dict[str, Callable[[], Iterator[Row]]]:
+    """One group for each, since a step takes seconds."""
+
+    def group(*arguments):
+        return lambda: llama_rows(*arguments)
+
+    return {
+        f"llama-{SHORT_DTYPE[dtype]}{'-compiled' * compiled}-B{batch}": group(
+            dtype, compiled, batch, length
+        )
+        for dtype in (F32, BF16)
+        for compiled in (False, True)
+        for batch, length in ((4, 512), (1, 2048))
+    }
+
+
+GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
+    "masks": mask_rows,
+    "window": window_rows,
+    "varlen": varlen_rows,
+    "scores": score_rows,
+    "normalisers": normaliser_rows,
+    "mla": mla_rows,
+    "caches": cache_rows,
+    **llama_groups(),
+}
+
+
+def result(row: Row, ceilings: harness.Ceilings, isa: str) -> report.Row:
+    timing = harness.interleave(
+        {"ours": row.run, "yardstick": row.yardstick}, SECONDS, harness.cpu_speed(isa)
+    )
+    seconds, dtype = timing.seconds["ours"], SHORT_DTYPE[row.dtype]
+    rate = 1e-9 * (row.flops or row.bytes) / seconds
+    ratio = 1 / (timing.ratios["yardstick"].median * row.share)
+    return {
+        "row": row.name,
+        "dtype": dtype,
+        "pass": row.pass_,
+        "against": row.against,
+        "milliseconds": round(1e3 * seconds, 4),
+        "rate": round(rate, 2),
+        "unit": "GFLOP/s" if row.flops else "GB/s",
+        "of_ceiling": round(rate / (ceilings.of(dtype) if row.flops else ceilings.bandwidth), 3),
+        "share": round(row.share, 4),
+        "ratio": round(ratio, 3),
+        "goal": round(row.goal, 3),
+        "met": ratio <= row.goal,
+        "commit": report.commit(),
+    }
+
+
+def save(rows: list[report.Row]) -> None:
+    """Merges rows into the record."""
+    path = report.RESULTS / "attention_goals.csv"
+
+    def key(row: report.Row) -> tuple[str, ...]:
+        return row["row"], row["dtype"], row["pass"], row["against"]
+
+    old: dict[tuple[str, ...], report.Row] = {}
+    if path.exists():
+        with open(path, newline="") as file:
+            old = {key(row): row for row in csv.DictReader(file)}
+    merged = old | {key(row): row for row in rows}
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(merged.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--group", nargs="*", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--force", action="store_true", help="run although the machine is busy")
+    args = parser.parse_args()
+    if os.getloadavg()[0] > LARGEST_LOAD and not args.force:
+        sys.exit(
+            f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
+        )
+    torch.set_num_threads(args.threads)
+    isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
+    ceilings = harness.Ceilings.measure(args.threads, isa)
+    for group in args.group:
+        for row in GROUPS[group]():
+            found = result(row, ceilings, isa)
+            save([found])
+            tqdm.write(
+                f"{found['row']} {found['dtype']} {report.SHORT_PASS[row.pass_]}: "
+                f"{found['milliseconds']:.3g} ms, {found['rate']:.3g} {found['unit']}, "
+                f"{found['of_ceiling']:.0%} of the ceiling, {found['ratio']:.2f} of "
+                f"{found['against']} (goal {found['goal']}: {'met' if found['met'] else 'MISSED'})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+// The key with the largest logit of every query, the first of equal ones (see attention.h; spec
+// attention 13). A work item is a query block of one head, which walks the key blocks in order.
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_tile.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// What a row has found so far.
+template <class A>
+struct Best {
+  A top;  // log2 units
+  int64_t key;
+};
+
+// Finishes the logits x of a row's visible columns and looks for a larger one.
+template <class A>
+void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
+  using V = Vec<A>;
+  V top(negative_infinity<A>());
+  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+    V unused;
+    const V s = score.logit(load(x + n), n, unused);
+    store(x + n, s);
+    top = max(s, top);  // NaN is never chosen
+  }
+  const A highest = reduce_max(top);
+  if (!(highest > best.top)) return;
+  int64_t n = columns.begin;
+  while (x[n] != highest) ++n;
+  best = {highest, score.key + n};
+}
+
+template <class T>
+void select_item(const AttentionSelectParams& params, int64_t item) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t blocks = query_block_count(p), head = item / blocks;
+  const int64_t b = head / p.hq, h = head % p.hq, ldq = padded_row(p.d);
+  const Range queries = block(item % blocks, kQueryBlock, p.tq);
+  const int64_t rows = queries.end - queries.begin;
+
+  Carver<A> carve{static_cast<A*>(params.scratch)};
+  A* const kt = carve.take(kKeyBlock * p.d);
+  A* const q = carve.take(kQueryBlock * ldq);
+  A* const s = carve.take(kQueryBlock * kKeyBlock);
+  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
+               q);
+  Best<A> best[kQueryBlock];
+  for (Best<A>& row : best) row = {negative_infinity<A>(), -1};
+
+  const Range seen = key_blocks(p.mask, b, queries, kKeyBlock);
+  TilePlan plan;
+  for (int64_t n = seen.begin; n < seen.end; ++n) {
+    const Range keys = block(n, kKeyBlock, p.tk);
+    if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+    pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
+                         keys.end - keys.begin, kKeyBlock, kt);
+    multiply_by_keys(plan, q, ldq, p.d, kt, s);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t g = r / kRowGroup;
+      if (is_empty(plan.columns[g])) continue;
+      const RowScore<A> score{
+          p, b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+      select_row(score, s + r * kKeyBlock, plan.columns[g], best[r]);
+    }
+  }
+
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t at = head * p.tq + queries.begin + r;
+    params.index[at] = best[r].key;
+    static_cast<A*>(params.top)[at] = best[r].top * static_cast<A>(kLn2);
+  }
+}
+
+void select_keys(const AttentionSelectParams& p, int64_t begin, int64_t end) {
+  dispatch(p.problem.dtype, [&](auto type) {
+    for (int64_t i = begin; i < end; ++i) select_item<decltype(type)>(p, i);
+  });
+}
+
+}  // namespace
+
+extern const AttentionSelectKernels attention_select_kernels_table = {select_keys};
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,264 @@
+"""From the options of attention to the arguments of its op: checks and encoding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_float, require_like, require_shape
+from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
+from omniattn.functional.scores import RelativeBias, ScoreRule
+from omniattn.reference.attention import (
+    AttentionOptions,
+    Logits,
+    Visibility,
+    Weights,
+    default_scale,
+)
+from omniattn.reference.masks import BLOCK, MaskKind, Rule
+from omniattn.reference.scores import ScoreKind
+
+
+def autocast(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    require_float(op, "q", q)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (q, k, v)
+        )
+    require_like(op, "k", k, q, "q")
+    require_like(op, "v", v, q, "q")
+    return q, k, v
+
+
+def check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, *, paged: bool = False) -> None:
+    for name, t, layout in (
+        ("q", q, "(B, Tq, Hq, D)"),
+        ("k", k, "(B, Tk, Hkv, D)"),
+        ("v", v, "(B, Tk, Hkv, Dv)"),
+    ):
+        if t.dim() != 4:
+            raise ValueError(
+                f"{op}: {name} must have 4 dimensions {layout}, got {name}.shape={tuple(t.shape)}"
+            )
+    if (k.shape[0] != q.shape[0] and not paged) or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{op}: q and k must have the same B and D, got q.shape={tuple(q.shape)}, "
+            f"k.shape={tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{op}: k and v must have the same B, Tk and Hkv, got k.shape={tuple(k.shape)}, "
+            f"v.shape={tuple(v.shape)}"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(f"{op}: Hq must be a multiple of Hkv, got Hq={heads}, Hkv={kv_heads}")
+
+
+def full_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """(B, Hq, Tq, Tk)."""
+    return (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+
+
+def encode(
+    op: str,
+    q: Tensor,
+    full: tuple[int, ...],
+    options: AttentionOptions,
+    layout: Rule | None = None,
+) -> tuple[list[Tensor], list[int], list[int], list[float]]:
+    """(aux, mask, score, params) of the op's schema, checked."""
+    scale, dropout_p = options.logits.scale, options.weights.dropout_p
+    params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
+    _check_numbers(op, params[0], options.logits.softcap, dropout_p)
+    rules = _mask(op, options.visibility, q, full)
+    aux: list[Tensor] = []
+    mask: list[int] = []
+    for kind, a, b, tensors in rules if layout is None else [layout, *rules]:
+        mask += [kind, a, b, len(aux) if tensors else -1]
+        aux += tensors
+    score: list[int] = []
+    for kind, side, parameters in _scores(op, options.logits, options.weights, q, full):
+        score += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
+        aux += () if side is None else (side,)
+        params += parameters
+    return aux, mask, score, params
+
+
+def _check_numbers(op: str, scale: float, softcap: float, dropout_p: float) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be finite, got scale={scale}")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be finite and >= 0, got softcap={softcap}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must be in [0, 1], got dropout_p={dropout_p}")
+
+
+def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
+    """All rules of a call, checked."""
+    (left, right), mask = visibility.window_size, visibility.mask
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: window_size must be (left, right) >= -1, got window_size={(left, right)}"
+        )
+    found: list[Mask] = []
+    if visibility.causal or left >= 0 or right >= 0:
+        found.append(SlidingWindow(left, 0 if visibility.causal else right))
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"{op}: mask must be bool, True = attend (additive masks go to bias), "
+                f"got mask.dtype={mask.dtype}"
+            )
+        found.append(BoolMask(mask))
+    elif isinstance(mask, Mask):
+        found.append(mask)
+    elif mask is not None:
+        raise TypeError(f"{op}: mask must be a Tensor or a Mask, got mask={mask!r}")
+    return [
+        (kind, a, b, _side_tensors(op, kind, side, q, full))
+        for kind, a, b, side in All(tuple(found)).rules()
+    ]
+
+
+def _side_tensors(
+    op: str, kind: int, side: tuple[Tensor, ...], q: Tensor, full: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    batch, heads, tq, tk = full
+    for t in side:
+        if t.device != q.device:
+            raise ValueError(
+                f"{op}: the tensors of a mask must be on the device of q, got {t.device}, "
+                f"q.device={q.device}"
+            )
+    if kind == MaskKind.TENSOR:
+        return (_broadcastable(op, "mask", side[0], q, full),)
+    if kind in (MaskKind.KEY_LENGTHS, MaskKind.PREFIX):
+        require_shape(op, "lengths", side[0], (batch,))
+    elif kind == MaskKind.DOCUMENTS:
+        side = tuple(
+            t.expand(batch, *t.shape[-1:]) if t.shape[:-1] in ((), (1,)) else t for t in side
+        )
+        require_shape(op, "documents of queries", side[0], (batch, tq))
+        require_shape(op, "documents of keys", side[1], (batch, tk))
+    elif kind == MaskKind.BLOCKS:
+        blocks = (batch, heads, -(-tq // BLOCK), -(-tk // BLOCK))
+        codes, bits = side
+        fits = codes.dim() == 4 and codes.shape[2:] == blocks[2:]
+        if not fits or codes.shape[0] not in (1, batch) or codes.shape[1] not in (1, heads):
+            raise ValueError(
+                f"{op}: mask codes must be broadcastable to {blocks}, blocks of {BLOCK} queries "
+                f"and keys, got codes.shape={tuple(codes.shape)}"
+            )
+        require_shape(op, "bits", bits, (bits.shape[0], BLOCK))
+    return side
+
+
+def _broadcastable(op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
+    """`t` with 4 dimensions; all but the last stay broadcast."""
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
+            f"q.device={q.device}"
+        )
+    fits = t.dim() <= 4 and all(
+        n in (1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{op}: {name} must be broadcastable to (B, Hq, Tq, Tk)={full}, "
+            f"got {name}.shape={tuple(t.shape)}"
+        )
+    t = t[(None,) * (4 - t.dim())]
+    return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
+
+
+def _bias(op: str, bias: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
+    require_float(op, "bias", bias)
+    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if bias.dtype != q.dtype and bias.dtype != torch.float32 and widest != torch.float32:
+        raise TypeError(
+            f"{op}: bias must be float64 or float32 for float64 inputs, got bias.dtype={bias.dtype}"
+        )
+    if bias.dtype == torch.float64 and widest != torch.float64:
+        raise TypeError(
+            f"{op}: bias must not be float64 unless q is, got bias.dtype={bias.dtype}, "
+            f"q.dtype={q.dtype}"
+        )
+    return _broadcastable(op, "bias", bias, q, full)
+
+
+def _scores(
+    op: str, logits: Logits, weights: Weights, q: Tensor, full: tuple[int, ...]
+) -> list[ScoreRule]:
+    """All score rules of a call, checked."""
+    batch, heads, tq, tk = full
+    alibi_slopes, relative = logits.alibi_slopes, logits.relative
+    sinks, normaliser = weights.sinks, weights.normaliser
+    rules: list[ScoreRule] = []
+    if logits.softcap > 0:
+        rules.append((ScoreKind.SOFTCAP, None, (logits.softcap,)))
+    if logits.bias is not None:
+        rules.append((ScoreKind.BIAS, _bias(op, logits.bias, q, full), ()))
+    for kind, name, t in (
+        (ScoreKind.SINKS, "sinks", sinks),
+        (ScoreKind.HEAD_SCALE, "head_scale", logits.head_scale),
+    ):
+        if t is not None:
+            require_parameter(op, name, t, q, [(heads,)])
+            rules.append((kind, t, ()))
+    if alibi_slopes is not None:
+        if relative is not None:
+            raise ValueError(f"{op}: alibi_slopes must be None with relative={relative!r}")
+        require_parameter(op, "alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
+        rules.append((ScoreKind.ALIBI, alibi_slopes.reshape(-1, 1, heads), (0.0, 0.0)))
+    if relative is not None:
+        if not isinstance(relative, RelativeBias):
+            raise TypeError(f"{op}: relative must be a RelativeBias, got relative={relative!r}")
+        rule = relative.rule()
+        code, table, parameters = rule
+        assert table is not None
+        require_parameter(op, "the table of relative", table, q, [(1, table.shape[1], heads)])
+        if code == ScoreKind.WINDOW and not tq == tk == math.prod(parameters):
+            raise ValueError(
+                f"{op}: Tq and Tk must be the tokens of a window, got Tq={tq}, Tk={tk}, "
+                f"window={parameters}"
+            )
+        rules.append(rule)
+    if normaliser not in ("softmax", "sigmoid", "relu2"):
+        raise ValueError(
+            f'{op}: normaliser must be "softmax", "sigmoid" or "relu2", '
+            f"got normaliser={normaliser!r}"
+        )
+    if normaliser != "softmax":
+        if sinks is not None:
+            raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")
+        rules.append((ScoreKind[normaliser.upper()], None, ()))
+    return rules
+
+
+def require_parameter(
+    op: str, name: str, t: Tensor, q: Tensor, shapes: list[tuple[int, ...]]
+) -> None:
+    require_float(op, name, t)
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {t.device}, q.device={q.device}"
+        )
+    if tuple(t.shape) not in shapes:
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(t.shape)}")
+
+
+def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={t!r}")
+    if t.device != q.device:
+        raise ValueError(
+            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
+            f"q.device={q.device}"
+        )

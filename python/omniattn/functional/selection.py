@@ -1,0 +1,150 @@
+"""Attention that picks one key instead of averaging."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._attention import autocast, check_shapes, encode, full_shape
+from omniattn.functional._checks import use_reference
+from omniattn.functional.attention import attention
+from omniattn.functional.masks import Mask
+from omniattn.ops import attention as ops
+from omniattn.reference.attention import (
+    AttentionOptions,
+    Logits,
+    Visibility,
+    Weights,
+    default_scale,
+)
+from omniattn.reference.precision import widen
+
+__all__ = ["select_attention"]
+
+
+def select_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    energy: Literal["l2", "dot"] = "l2",
+    theta: float = math.inf,
+    tau: float = 1.0,
+    ste: bool = True,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | Mask | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The value of the one key with the least energy; nothing is normalised.
+
+    ``O_i = v_j*`` with ``j* = argmin_j E_ij`` over the allowed keys, the first of equal ones, and 0
+    where ``E_ij* > theta``. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or ``-scale q_i . k_j``
+    ("dot"). Its counterpart in which all relevant keys pass is ``attention(normaliser="sigmoid")``.
+
+    Args:
+        q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; as in :func:`attention`.
+        k: (B, Tk, Hkv, D).
+        v: (B, Tk, Hkv, Dv).
+        energy: "l2" or "dot".
+        theta: the largest energy that is answered.
+        tau: > 0, temperature of the gradient.
+        ste: q and k get the gradient of ``softmax(-E / tau) v`` (straight through); otherwise none.
+        scale: None is 1 / sqrt(D).
+        causal, window_size, mask, backend: see :func:`attention`.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype; 0 for a query that no key answers.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        v gets the gradient of what was chosen, added up in fp32; a query that no key answers gives
+        no gradient. With gradients of q or k the soft attention is computed too, of halves in fp32.
+        A key whose energy is NaN is never chosen.
+
+    Reference:
+        Straight-through gradients: Bengio et al., Estimating or Propagating Gradients Through
+        Stochastic Neurons, 2013, arXiv:1308.3432. Selection itself has no paper.
+
+    Example:
+        >>> q = torch.tensor([0.9, 4.0]).view(1, 2, 1, 1)
+        >>> k = v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)
+        >>> select_attention(q, k, v).flatten()
+        tensor([1., 3.])
+    """
+    op = "select_attention"
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    if energy not in ("l2", "dot"):
+        raise ValueError(f'{op}: energy must be "l2" or "dot", got energy={energy!r}')
+    if not 0 < tau < math.inf or math.isnan(theta):
+        raise ValueError(
+            f"{op}: tau must be positive and theta a number, got tau={tau}, theta={theta}"
+        )
+    if use_reference(op, backend, q):
+        return reference.select_attention(
+            q,
+            k,
+            v,
+            energy=energy,
+            theta=theta,
+            tau=tau,
+            ste=ste,
+            scale=scale,
+            causal=causal,
+            window_size=window_size,
+            mask=mask,
+        )
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
+    bias, wide_k = None, widen(k)
+    if energy == "l2":  # -E = scale (q . k - |k|^2 / 2) - scale |q|^2 / 2
+        bias = wide_k.square().sum(-1).mul(-scale / 2).transpose(1, 2)[:, :, None]
+        bias = bias.repeat_interleave(group, 1)
+    options = AttentionOptions(
+        Visibility(causal, window_size, mask),
+        Logits(scale, None, 0.0, None if bias is None else bias.detach(), None, None),
+        Weights("softmax", None, 0.0, None),
+    )
+    codes = encode(op, q, full_shape(q, k), options)
+    index, top = ops.attention_select(q.detach(), k.detach(), *codes)
+    least = -top if energy == "dot" else _squares(q, scale) - top
+    out = _gather(v, index, group)
+    if ste and (q.requires_grad or k.requires_grad):
+        # Wide: the gradients of q . k and of |k|^2 nearly cancel.
+        soft = attention(
+            widen(q),
+            wide_k,
+            widen(v.detach()),
+            causal=causal,
+            window_size=window_size,
+            mask=mask,
+            bias=None if bias is None else bias / tau,
+            scale=scale / tau,
+        )
+        assert isinstance(soft, Tensor)
+        out = out + (soft - soft.detach()).to(out.dtype)
+    chosen = (index >= 0) & (least <= theta)
+    return out.masked_fill(~chosen.transpose(1, 2)[..., None], 0)
+
+
+def _squares(q: Tensor, scale: float) -> Tensor:
+    """scale |q|^2 / 2 (B, Hq, Tq)."""
+    return widen(q.detach()).square().sum(-1).mul(scale / 2).transpose(1, 2)
+
+
+def _gather(v: Tensor, index: Tensor, group: int) -> Tensor:
+    """v (B, Tk, Hkv, Dv) at index (B, Hq, Tq) -> (B, Tq, Hq, Dv); any row of v, or 0, for -1."""
+    if v.shape[1] == 0:
+        v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
+    wide = widen(v) if v.requires_grad else v  # the gradient adds up in the dtype it flows through
+    rows = index.clamp(min=0).unflatten(1, (v.shape[2], group)).flatten(2)[..., None]
+    found = wide.transpose(1, 2).gather(2, rows.expand(-1, -1, -1, v.shape[3]))
+    return found.unflatten(2, (group, index.shape[2])).flatten(1, 2).transpose(1, 2).to(v.dtype)
