@@ -24,6 +24,7 @@
 #include "semantics/philox.h"
 #include "semantics/score.h"
 #include "semantics/seqlen.h"
+#include "semantics/softmax.h"
 
 namespace omniattn {
 
@@ -45,7 +46,7 @@ struct ScoreView {
 };
 
 // The table's term of all pairs, expanded by the op: element origin + b stride_b + h stride_h + q
-// stride_q + k, in the compute type and log2 units, readable for 64 keys behind Tk.
+// stride_q + k, in the compute type and log2 units; on the CPU readable for 64 keys behind Tk.
 struct RelativeView {
   const void* data;  // null: none
   int64_t origin, stride_b, stride_h, stride_q;
@@ -69,13 +70,31 @@ struct AttentionProblem {
   Score score;
   ScoreView bias;
   TableTerm table;
-  RelativeView relative;   // of the table; CPU kernels read only this
+  RelativeView relative;   // of the table; kernels read only this
   const void* sinks;       // (Hq,) in the compute type, or null
   const void* head_scale;  // (Hq,) in the compute type, or null
   Dropout dropout;
   int64_t first_batch;  // of the whole call, for dropout: packed sequences are problems of B = 1
   int64_t lse_stride;   // elements of lse between heads; Tq, or the rows of all packed sequences
 };
+
+// Factor of q, pre and that of its head.
+template <class A>
+OMNIATTN_FN A head_factor(const AttentionProblem& p, int64_t h) {
+  return p.head_scale == nullptr ? A(1) : static_cast<const A*>(p.head_scale)[h];
+}
+template <class A>
+OMNIATTN_FN A query_factor(const AttentionProblem& p, int64_t h) {
+  return static_cast<A>(p.score.pre) * head_factor<A>(p, h);
+}
+
+// Running maximum of a row before its first key: the sink, if there is one.
+template <class A>
+OMNIATTN_FN A initial_maximum(const AttentionProblem& p, int64_t h) {
+  if (p.score.normaliser != Normaliser::softmax) return A(0);
+  if (p.sinks == nullptr) return negative_infinity<A>();
+  return static_cast<const A*>(p.sinks)[h] * static_cast<A>(kLog2E);
+}
 
 // Rows are padded to a multiple of 16 elements, and off multiples of 256 bytes, which would put the
 // rows of one tile into few cache sets.
@@ -114,7 +133,7 @@ struct AttentionBackwardParams {
   // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
   void *grad_table, *grad_sinks, *grad_head_scale;
   // Their parts, which the op adds up: the relative view's planes (splits, B, Hq, plane), zero on
-  // entry; the others (B, Hq, query blocks).
+  // entry; the others (B, Hq, query blocks). On CUDA see attention_cuda.h.
   void* part_relative;
   int64_t part_relative_plane;
   void *part_sinks, *part_head_scale;

@@ -34,11 +34,12 @@ struct Pair {
   int query, key;
   bool sees;
   float z;
+  float factor;  // of the gradient of q.k
   RowStats stats;
 };
 
 // For 8 pairs of this thread, pair(i): x from q.k to the weight of v, y from dP to the gradient of
-// q.k.
+// q.k (see PairGradient).
 template <class F>
 __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile& tile, float* slots,
                                           float (&x)[8], float (&y)[8], const F& pair) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile&
       const PairGradient<float> g =
           gradient_of(p, tile, at.query, at.key, at.sees && tile.q + at.query < p.tq, at.z, dot,
                       slot, at.stats.shift, at.stats.delta);
-      slot = g.dot;
+      slot = at.factor * g.dot;
       return g.weight;
     });
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
       slot = next_plan(slot);
       const int64_t next = block_of(shared.plans[slot]);
       load(next, stage ^ 1);
-      const Tile tile{b, h, q0 + first, n * kKeys<kD>, plan.masked != 0};
+      const Tile tile{b, h, q0 + first, n * kKeys<kD>, plan.tile.masked};
       float s[N][4], dp[N][4];
       multiply_rows(s, RowsD{shared.q}, first, RowsD{shared.k[stage]});
       multiply_rows(dp, RowsD{shared.grad_out}, first, RowsD{shared.v[stage]});
@@ -196,7 +197,7 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
           const float z = !drops              ? 1.0f
                           : bit(kept, c % 32) ? static_cast<float>(p.dropout.scale)
                                               : 0.0f;
-          return Pair{r, c, bit(visible, c), z, stats[half]};
+          return Pair{r, c, bit(visible, c), z, 1.0f, stats[half]};
         });
       });
       multiply_sum(dq, as_left<T>(dp), RowsD{shared.k[stage]}, item.column);
@@ -204,13 +205,27 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
     }
     slot = next_plan(slot);
     cp_async_wait<0>();
-    const auto scale = static_cast<float>(p.score.pre * p.score.chain);
+    const float scale = gradient_scale<float>(p) * head_factor<float>(p, h);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t q = q0 + first + 8 * half + g;
       if (q < p.tq)
         store_row(dq, half, scale, row_of<T>(params.grad_q, b, q, h) + item.column,
                   p.d - item.column);
+    }
+    if (params.part_head_scale == nullptr) continue;
+    float* const parts = static_cast<float*>(params.part_head_scale) +
+                         item.column / kDqColumns<kD> * query_rows(p) + row_index(p, b, h, q0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = first + 8 * half + g;
+      const bool inside = q0 + r < p.tq;
+      const T* const q = row_of<T>(p.q, b, inside ? q0 + r : q0, h) + item.column;
+      const float sum = reduce_row(row_dot(dq, half, q, p.d - item.column),
+                                   [](float x, float y) { return x + y; });
+      if (inside && lane_id() % 4 == 0) {
+        parts[r] = sum * gradient_scale<float>(p);
+      }
     }
   }
 }
@@ -368,7 +383,8 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
         }
         gradients(p, tile, shared.slots, x, y, [&](int e) {
           const float z = !drops ? 1.0f : bit(kept, e) ? static_cast<float>(p.dropout.scale) : 0.0f;
-          return Pair{column(e), first + r, bit(sees, e), z, plan.stats[column(e)]};
+          const auto factor = head_factor<float>(p, tile.h);
+          return Pair{column(e), first + r, bit(sees, e), z, factor, plan.stats[column(e)]};
         });
       });
       multiply_sum(dv, as_left<T>(s), RowsD{shared.grad_out[stage]}, item.column);
@@ -377,7 +393,7 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
     }
     slot = next_plan(slot);
     cp_async_wait<0>();
-    const auto scale = static_cast<float>(p.score.pre * p.score.chain);
+    const auto scale = gradient_scale<float>(p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t key = item.key + first + 8 * half + g;
@@ -416,6 +432,7 @@ Status launch_attention_gradients_mma(const AttentionBackwardParams& params, Str
   dispatch_mma(p, [&]<class T, int kD>(T, Head<kD>) {
     GPU_LAUNCH((attention_dq_mma_kernel<T, kD>), item_grid(dq_items<kD>(p)), Workers::kThreads,
                (sizeof(DqShared<T, kD>)), stream, params);
+    if (p.tk == 0) return;
     GPU_LAUNCH((attention_dkdv_mma_kernel<T, kD>), item_grid(dkdv_items(p)), Workers::kThreads,
                (sizeof(DkdvShared<T, kD>)), stream, params);
   });

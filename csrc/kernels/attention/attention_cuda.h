@@ -19,15 +19,28 @@ bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
-// The backward in three steps. Delta = rowsum(dO * O) - dlse, into `workspace`: query_rows in the
-// compute type ...
+// The table's term of all pairs: attention_table_elements of the compute type, which the problem's
+// `relative` views.
+int64_t attention_table_elements(const AttentionProblem& p);
+RelativeView attention_relative_view(const AttentionProblem& p, const void* memory);
+Status launch_attention_expand_table(const AttentionProblem& p, void* memory, Stream stream);
+
+// The backward in steps. Delta = rowsum(dO * O) - dlse, into `workspace`, and part_sinks: (B, Hq,
+// Tq) in the compute type ...
 Status launch_attention_delta(const AttentionBackwardParams& p, Stream stream);
-// ... the gradients of q, k and v ...
+// ... the gradients of q, k and v, and part_head_scale, (attention_head_scale_parts, B, Hq, Tq) ...
+int64_t attention_head_scale_parts(const AttentionProblem& p);
 Status launch_attention_gradients(const AttentionBackwardParams& p, Stream stream);
 // ... by tensor cores, where these can be used ...
 bool takes_mma_path(const AttentionBackwardParams& p);
 Status launch_attention_gradients_mma(const AttentionBackwardParams& p, Stream stream);
-// ... and of the bias, where it is wanted.
+// ... of the bias ...
 Status launch_attention_bias_gradient(const AttentionBackwardParams& p, Stream stream);
+// ... of the table, with attention_table_parts elements in part_relative ...
+int64_t attention_table_parts(const AttentionProblem& p);
+Status launch_attention_table_gradient(const AttentionBackwardParams& p, Stream stream);
+// ... and the sums (Hq,) of parts (count, B, Hq, Tq).
+Status launch_attention_sum_rows(const AttentionProblem& p, const void* parts, int64_t count,
+                                 void* out, Stream stream);
 
 }  // namespace omniattn

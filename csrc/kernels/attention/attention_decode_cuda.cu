@@ -95,13 +95,13 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
     s[n] = logit_of(p, row, 0, n, s[n], sees).value;
     top = max(top, s[n]);
   }
-  top = warp_reduce(top, [](A x, A y) { return max(x, y); });
+  top = is_softmax(p) ? warp_reduce(top, [](A x, A y) { return max(x, y); }) : A(0);
   const A shift = softmax_shift(top);
   A l = 0;
   for (int n = lane; n < kSplit; n += 32) {
     const bool keeps = (__shfl_sync(0xffffffffu, keep, n / 64) >> n % 64 & 1) != 0;
     if (n >= count) continue;
-    const A e = exp2(s[n] - shift);
+    const A e = is_softmax(p) ? exp2(s[n] - shift) : weight_of(p, s[n]).value;
     l += e;
     s[n] = drops ? (keeps ? e * static_cast<A>(p.dropout.scale) : A(0)) : e;
   }
@@ -199,9 +199,11 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t kv = h / group_size(p), r = h % group_size(p) * p.tq + q;
     const A* const first = static_cast<const A*>(params.workspace) +
                            (b * p.hkv + kv) * splits * step + r * partial_width(p);
-    A m = negative_infinity<A>(), l = 0;
+    const A before = initial_maximum<A>(p, h);
+    A m = before;
     for (int64_t n = 0; n < splits; ++n) m = max(m, first[n * step + p.dv]);
     const A shift = softmax_shift(m);
+    A l = softmax_initial_sum(before) * exp2(before - shift);
     for (int64_t n = 0; n < splits; ++n) {
       l += exp2(first[n * step + p.dv] - shift) * first[n * step + p.dv + 1];
     }
@@ -211,9 +213,11 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t n = 0; n < splits; ++n) {
         sum += exp2(first[n * step + p.dv] - shift) * first[n * step + c];
       }
-      out[c] = gpu::narrow<T>(sum * softmax_normaliser(l));
+      out[c] = gpu::narrow<T>(sum * row_factor(p.score.normaliser, l));
     }
-    if (threadIdx.x == 0) static_cast<A*>(params.lse)[row] = softmax_lse(m, l, log(l));
+    if (threadIdx.x == 0) {
+      static_cast<A*>(params.lse)[row] = row_lse(p.score.normaliser, m, l, log(l));
+    }
   }
 }
 

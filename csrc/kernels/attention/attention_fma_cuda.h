@@ -153,4 +153,70 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
+// Over the 16 threads that share a row.
+template <class A, class F>
+__device__ __forceinline__ A reduce_row(A x, const F& f) {
+#pragma unroll
+  for (int bits = 8; bits > 0; bits /= 2) x = f(x, __shfl_xor_sync(0xffffffffu, x, bits));
+  return x;
+}
+
+// ---- gradients of a tile ------------------------------------------------------------------------
+
+template <class A>
+struct GradientShared : FmaShared<A> {
+  A other[kTile * kLeading];
+};
+
+// Where a pair's values lie in a tile, for products over the queries, or over the keys.
+enum class Sum { queries, keys };
+template <Sum kSum>
+__device__ __forceinline__ int place(int query, int key) {
+  return kSum == Sum::queries ? query * kLeading + key : key * kLeading + query;
+}
+
+// f(at, gradient) for this thread's pairs (query 4 ty + i, key tx + 16 j), whose places in
+// shared.tile and shared.other are `at`. Begins with a barrier. (The loop is not unrolled, which
+// would take more registers than there are; q.k and dP wait at their places meanwhile.)
+template <class T, Sum kSum, class F>
+__device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& params,
+                                              const Tile& tile,
+                                              GradientShared<compute_t<T>>& shared, const F& f) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
+  const int tx = thread_x(), ty = thread_y();
+  const auto keep = [&](const A(&acc)[4][4], A* to) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to[place<kSum>(4 * ty + i, tx + 16 * j)] = acc[i][j];
+    }
+  };
+  A acc[4][4];
+  __syncthreads();
+  shared.bits.load(p, tile);
+  multiply_rows(rows_of<T>(p.q, tile.b, tile.h, tile.q, p.tq),
+                rows_of<T>(p.k, tile.b, kv, tile.k, p.tk), p.d, shared, acc);
+  keep(acc, shared.tile);
+  multiply_rows(rows_of<T>(params.grad_out, tile.b, tile.h, tile.q, p.tq),
+                rows_of<T>(p.v, tile.b, kv, tile.k, p.tk), p.dv, shared, acc);
+  keep(acc, shared.other);
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const int r = 4 * ty + i;
+    const int64_t row = row_index(p, tile.b, tile.h, min(tile.q + r, p.tq - 1));
+    const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
+    const A delta = static_cast<const A*>(params.workspace)[row];
+#pragma unroll 1
+    for (int c = tx; c < kTile; c += 16) {
+      const int at = place<kSum>(r, c);
+      f(at, gradient_of(p, tile, r, c, shared.bits.sees(p, tile, r, c),
+                        shared.bits.template factor<A>(p, r, c), shared.tile[at], shared.other[at],
+                        shift, delta));
+    }
+  }
+}
+
 }  // namespace omniattn::gpu

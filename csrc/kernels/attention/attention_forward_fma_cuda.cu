@@ -9,14 +9,6 @@ namespace {
 
 using namespace gpu;
 
-// Over the 16 threads that share a row.
-template <class A, class F>
-__device__ __forceinline__ A reduce_row(A x, const F& f) {
-#pragma unroll
-  for (int bits = 8; bits > 0; bits /= 2) x = f(x, __shfl_xor_sync(0xffffffffu, x, bits));
-  return x;
-}
-
 template <class T>
 OMNIATTN_FN int64_t forward_blocks(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kTile) * chunks_of<compute_t<T>>(p.dv);
@@ -39,7 +31,10 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     A m[4], l[4], o[4][kColumns];  // l: of this thread's columns
     clear(o);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = negative_infinity<A>(), l[i] = 0;
+    for (int i = 0; i < 4; ++i) {
+      m[i] = initial_maximum<A>(p, tile.h);
+      l[i] = tx == 0 ? softmax_initial_sum(m[i]) : A(0);
+    }
 
     const Range keys = key_blocks(p.mask, tile.b, block(tile.q / kTile, kTile, p.tq), kTile);
     for (int64_t n = keys.begin; n < keys.end; ++n) {
@@ -57,20 +52,26 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
           s[i][j] = logit_of(p, tile, r, c, s[i][j], shared.bits.sees(p, tile, r, c)).value;
+          if (!is_softmax(p)) s[i][j] = weight_of(p, s[i][j]).value;
           top = max(top, s[i][j]);
         }
-        top = reduce_row(top, [](A x, A y) { return max(x, y); });
-        const A shift = softmax_shift(top), alpha = exp2(m[i] - shift);
-        m[i] = top;
-        l[i] *= alpha;
+        if (is_softmax(p)) {
+          top = reduce_row(top, [](A x, A y) { return max(x, y); });
+          const A shift = softmax_shift(top), alpha = exp2(m[i] - shift);
+          m[i] = top;
+          l[i] *= alpha;
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
+          for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            s[i][j] = exp2(s[i][j] - shift);
+            l[i] += s[i][j];
+          }
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
-          const A e = exp2(s[i][j] - shift);
-          l[i] += e;
-          shared.tile[c * kLeading + r] = e * shared.bits.template factor<A>(p, r, c);
+          shared.tile[c * kLeading + r] = s[i][j] * shared.bits.template factor<A>(p, r, c);
         }
       }
       multiply_tile(shared.tile, q.count, rows_of<T>(p.v, tile.b, kv, tile.k, p.tk), first, p.dv,
@@ -81,11 +82,11 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       l[i] = reduce_row(l[i], [](A x, A y) { return x + y; });
-      factor[i] = softmax_normaliser(l[i]);
+      factor[i] = row_factor(p.score.normaliser, l[i]);
       const int64_t query = tile.q + 4 * ty + i;
       if (first == 0 && tx == 0 && query < p.tq) {
         static_cast<A*>(params.lse)[row_index(p, tile.b, tile.h, query)] =
-            softmax_lse(m[i], l[i], log(l[i]));
+            row_lse(p.score.normaliser, m[i], l[i], log(l[i]));
       }
     }
     store_rows(o, factor, row_of<T>(params.out, tile.b, tile.q, tile.h), params.out.stride_t,

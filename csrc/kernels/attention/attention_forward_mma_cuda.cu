@@ -53,12 +53,12 @@ struct Rows {
   float m[2], l[2];  // of rows g and g + 8; l of this lane's columns
 };
 
-// Logits to probabilities, times the factors of dropout. `tile` is the worker's part of the tile,
-// `visible` its words. `slots`: 8 numbers per thread.
-template <int N, int C>
-__device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Tile& tile,
-                                             const uint64_t* visible, float* slots,
-                                             float (&s)[N][4], Rows<C>& rows) {
+// Logits to probabilities, times the factors of dropout, for the worker's rows from `first` on.
+// `slots`: 8 numbers per thread.
+template <class Plan, int N, int C>
+__device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Plan& plan, int first,
+                                             float* slots, float (&s)[N][4], Rows<C>& rows) {
+  const Tile tile{plan.tile.b, plan.tile.h, plan.tile.q + first, plan.tile.k, plan.tile.masked};
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const auto column = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
   const bool drops = p.dropout.threshold != 0;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Ti
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = 8 * half + g;
-    const uint64_t sees = tile.masked ? visible[r] : ~uint64_t{0};
+    const uint64_t sees = tile.masked ? plan.visible[first + r] : ~uint64_t{0};
     float x[2 * N];
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) x[i] = s[i / 2][2 * half + i % 2];
@@ -82,37 +82,43 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Ti
         for (int i = 0; i < 8; ++i) some[i] = x[part + i];
         apply_in_loop<Workers::kWorkers>(slots, some, [&](int i, float dot) {
           const int c = column(part + i);
-          return logit_of(p, tile, r, c, dot, tile.q + r < p.tq && bit(sees, c)).value;
+          const float logit = logit_of(p, tile, r, c, dot, tile.q + r < p.tq && bit(sees, c)).value;
+          return is_softmax(p) ? logit : weight_of(p, logit).value;
         });
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[part + i] = some[i];
       }
     }
-    float top = rows.m[half];
+    if (is_softmax(p)) {
+      float top = rows.m[half];
 #pragma unroll
-    for (int i = 0; i < 2 * N; ++i) {
-      if (tile.masked && !bit(sees, column(i))) x[i] = negative_infinity<float>();
-      top = max(top, x[i]);
+      for (int i = 0; i < 2 * N; ++i) {
+        if (tile.masked && !bit(sees, column(i))) x[i] = negative_infinity<float>();
+        top = max(top, x[i]);
+      }
+      top = reduce_row(top, [](float a, float b) { return max(a, b); });
+      const float shift = softmax_shift(top), alpha = exp2_approx(rows.m[half] - shift);
+      float sum = alpha * rows.l[half];
+#pragma unroll
+      for (int i = 0; i < 2 * N; ++i) {
+        x[i] = exp2_approx(x[i] - shift);
+        sum += x[i];
+      }
+      rows.m[half] = top;
+      rows.l[half] = sum;
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        rows.o[c][2 * half] *= alpha;
+        rows.o[c][2 * half + 1] *= alpha;
+      }
     }
-    top = reduce_row(top, [](float a, float b) { return max(a, b); });
-    const float shift = softmax_shift(top), alpha = exp2_approx(rows.m[half] - shift);
-    float sum = alpha * rows.l[half];
     const uint32_t kept[2] = {__shfl_sync(0xffffffffu, keep, r),
                               __shfl_sync(0xffffffffu, keep, 16 + r)};
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) {
-      x[i] = exp2_approx(x[i] - shift);
-      sum += x[i];
       const int c = column(i);
       if (drops) x[i] = bit(kept[i / 8], c % 32) ? x[i] * static_cast<float>(p.dropout.scale) : 0;
       s[i / 2][2 * half + i % 2] = x[i];
-    }
-    rows.m[half] = top;
-    rows.l[half] = sum;
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-      rows.o[c][2 * half] *= alpha;
-      rows.o[c][2 * half + 1] *= alpha;
     }
   }
 }
@@ -124,59 +130,57 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
   const SharedRows<T, kD> q_rows{shared.q};
   const int first = 16 * warp_id();
   int slot = 0;
+  const auto load = [&](const HeadView& x, int64_t offset, int64_t width, int64_t keys, T* to) {
+    if (keys > 0) {
+      SharedRows<T, kD>{to}.template load<kKeys<kD>, Workers::kWorkers>(
+          static_cast<const T*>(x.data) + offset, x.stride_t, keys, width);
+    }
+    cp_async_commit();
+  };
+  const auto load_keys = [&](const auto& plan, int stage) {
+    const int64_t keys = plan.block >= 0 ? plan.keys : 0;
+    load(p.k, plan.k, p.d, keys, shared.k[stage]);
+    load(p.v, plan.v, p.dv, keys, shared.v[stage]);
+  };
   for (int64_t i = blockIdx.x; i < item_count(p); i += gridDim.x) {
-    const Item item = item_of(p, i);
-    const int64_t b = item.b, h = item.h, kv = kv_head(h, p.hq, p.hkv);
-    const auto load = [&](const HeadView& x, T* to, int64_t n, int64_t width) {
-      const int64_t key = n * kKeys<kD>;
-      if (n >= 0) {
-        SharedRows<T, kD>{to}.template load<kKeys<kD>, Workers::kWorkers>(
-            row_of<T>(x, b, key, kv), x.stride_t, p.tk - key, width);
-      }
-      cp_async_commit();
-    };
-
     Workers::meet();  // the first plan is made; all have read the previous item
-    int64_t n = block_of(shared.plans[slot]);
-    q_rows.template load<kQueries, Workers::kWorkers>(row_of<T>(p.q, b, item.queries.begin, h),
-                                                      p.q.stride_t, p.tq - item.queries.begin, p.d);
-    load(p.k, shared.k[0], n, p.d);
-    load(p.v, shared.v[0], n, p.dv);
+    const Tile& item = shared.plans[slot].tile;
+    q_rows.template load<kQueries, Workers::kWorkers>(row_of<T>(p.q, item.b, item.q, item.h),
+                                                      p.q.stride_t, p.tq - item.q, p.d);
+    load_keys(shared.plans[slot], 0);
     Rows<kD / 8> rows;
     clear(rows.o);
-    rows.m[0] = rows.m[1] = negative_infinity<float>();
-    rows.l[0] = rows.l[1] = 0;
-    for (int stage = 0; n >= 0; stage ^= 1) {
+    rows.m[0] = rows.m[1] = initial_maximum<float>(p, item.h);
+    rows.l[0] = rows.l[1] = lane_id() % 4 == 0 ? softmax_initial_sum(rows.m[0]) : 0;
+    for (int stage = 0; block_of(shared.plans[slot]) >= 0; stage ^= 1) {
       cp_async_wait<1>();
       Workers::meet();  // K has arrived; the next plan is made; the other stage has been read
       const auto& plan = shared.plans[slot];
       slot = next_plan(slot);
-      const int64_t next = block_of(shared.plans[slot]);
-      load(p.k, shared.k[stage ^ 1], next, p.d);
-      load(p.v, shared.v[stage ^ 1], next, p.dv);
-      const Tile tile{b, h, item.queries.begin + first, n * kKeys<kD>, plan.masked != 0};
+      load_keys(shared.plans[slot], stage ^ 1);
       float s[N][4];
       multiply_rows(s, q_rows, first, SharedRows<T, kD>{shared.k[stage]});
-      softmax_tile(p, tile, plan.visible + first, shared.slots, s, rows);
+      softmax_tile(p, plan, first, shared.slots, s, rows);
       const LeftOperand<N> weights = as_left<T>(s);
       cp_async_wait<2>();
       Workers::workers_meet();  // V has arrived
       multiply_sum(rows.o, weights, SharedRows<T, kD>{shared.v[stage]}, 0);
-      n = next;
     }
+    const Tile end = shared.plans[slot].tile;
     slot = next_plan(slot);
     cp_async_wait<0>();
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float l = reduce_row(rows.l[half], [](float x, float y) { return x + y; });
-      const int64_t q = item.queries.begin + first + 8 * half + lane_id() / 4;
+      const int64_t q = end.q + first + 8 * half + lane_id() / 4;
       if (q >= p.tq) continue;
       if (lane_id() % 4 == 0) {
-        static_cast<float*>(params.lse)[row_index(p, b, h, q)] =
-            softmax_lse(rows.m[half], l, log(l));
+        static_cast<float*>(params.lse)[row_index(p, end.b, end.h, q)] =
+            row_lse(p.score.normaliser, rows.m[half], l, log(l));
       }
-      store_row(rows.o, half, softmax_normaliser(l), row_of<T>(params.out, b, q, h), p.dv);
+      store_row(rows.o, half, row_factor(p.score.normaliser, l),
+                row_of<T>(params.out, end.b, q, end.h), p.dv);
     }
   }
 }

@@ -140,6 +140,22 @@ __device__ __forceinline__ void store_row(const float (&acc)[C][4], int half, fl
   }
 }
 
+// This lane's part of the sum of row[8 c + ...] * acc of its row g + 8 half.
+template <class T, int C>
+__device__ __forceinline__ float row_dot(const float (&acc)[C][4], int half, const T* row,
+                                         int64_t width) {
+  const int t = lane_id() % 4;
+  float sum = 0;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    if (8 * c < width) {
+      sum += gpu::widen(row[8 * c + 2 * t]) * acc[c][2 * half] +
+             gpu::widen(row[8 * c + 2 * t + 1]) * acc[c][2 * half + 1];
+    }
+  }
+  return sum;
+}
+
 // Over the 4 lanes of a row.
 template <class F>
 __device__ __forceinline__ float reduce_row(float x, const F& f) {
@@ -154,11 +170,13 @@ __device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 
 // Plans form a ring of three: the planner writes one while the workers use the two before.
 __device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot + 1; }
 
-// A tile of kQueries x kKeys along the keys.
+// A tile of kQueries x kKeys along the keys. What a worker can read here takes none of its
+// registers.
 template <int kQueries, int kKeys>
 struct KeyPlan {
   int64_t block;  // number of the block of keys; -1: there is no further tile
-  int32_t masked;
+  Tile tile;
+  int64_t k, v, keys;          // elements before the first row of K and V, and rows from there on
   uint64_t visible[kQueries];  // keys of each query, if masked
 
   // By the planner: the first tile from block n on that has a visible pair.
@@ -167,8 +185,8 @@ struct KeyPlan {
     const int lane = lane_id();
     TileClass found = TileClass::skip;
     for (; n < end; n += 32) {  // a lane looks at one tile
-      const Range keys{(n + lane) * kKeys, (n + lane + 1) * kKeys};
-      if (n + lane < end) found = tile_class(p, b, h, queries, keys);
+      const Range part{(n + lane) * kKeys, (n + lane + 1) * kKeys};
+      if (n + lane < end) found = tile_class(p, b, h, queries, part);
       const uint32_t votes = __ballot_sync(0xffffffffu, found != TileClass::skip);
       if (votes == 0) continue;
       const int first = __popc((votes & (0u - votes)) - 1);
@@ -177,8 +195,12 @@ struct KeyPlan {
       break;
     }
     if (lane == 0) {
+      const int64_t key = n * kKeys, kv = kv_head(h, p.hq, p.hkv);
       block = n < end ? n : -1;
-      masked = found == TileClass::partial;
+      tile = {b, h, queries.begin, key, found == TileClass::partial};
+      k = b * p.k.stride_b + key * p.k.stride_t + kv * p.k.stride_h;
+      v = b * p.v.stride_b + key * p.v.stride_t + kv * p.v.stride_h;
+      keys = p.tk - key;
     }
     if (n >= end || found != TileClass::partial) return;
     for (int r = lane; r < kQueries; r += 32) {

@@ -98,21 +98,6 @@ OMNIATTN_INLINE Vec<A> load_score(const void* data, DType dtype, int64_t offset,
   }
 }
 
-// Factor of q, pre and that of its head.
-template <class A>
-OMNIATTN_INLINE A query_factor(const AttentionProblem& p, int64_t h) {
-  const A pre = static_cast<A>(p.score.pre);
-  return p.head_scale == nullptr ? pre : pre * static_cast<const A*>(p.head_scale)[h];
-}
-
-// Running maximum of a row before its first key: the sink, if there is one.
-template <class A>
-OMNIATTN_INLINE A initial_maximum(const AttentionProblem& p, int64_t h) {
-  if (p.score.normaliser != Normaliser::softmax) return A(0);
-  if (p.sinks == nullptr) return negative_infinity<A>();
-  return static_cast<const A*>(p.sinks)[h] * static_cast<A>(kLog2E);
-}
-
 // Weight of a logit x (log2 units) by itself and its derivative, where rows are not normalised.
 template <class A>
 struct PointwiseWeight {

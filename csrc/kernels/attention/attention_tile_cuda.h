@@ -108,12 +108,13 @@ struct Logit {
   A value, slope;
 };
 
-// From q.k of one pair to its logit: the only place that knows the terms of a score.
+// From q.k of one pair to its logit: the only place that knows the terms of a score. (Factors of
+// heads belong to q, see query_factor.)
 template <class A>
 __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Tile& tile, int r,
                                              int n, A dot, bool sees) {
   if (!sees) return {negative_infinity<A>(), A(0)};
-  A x = static_cast<A>(p.score.pre) * dot, slope = 1;
+  A x = query_factor<A>(p, tile.h) * dot, slope = 1;
   if (p.score.post != 0) {
     const A t = tanh(x);
     x = static_cast<A>(p.score.post) * t;
@@ -124,20 +125,46 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
                            (tile.q + r) * p.bias.stride_q + tile.k + n;
     x += static_cast<A>(kLog2E) * score_at<A>(p.bias, offset);
   }
+  if (p.relative.data != nullptr) {
+    const RelativeView& t = p.relative;
+    x += static_cast<const A*>(t.data)[t.origin + tile.b * t.stride_b + tile.h * t.stride_h +
+                                       (tile.q + r) * t.stride_q + tile.k + n];
+  }
   return {x, slope};
 }
 
-// Whether the logit of a visible pair is pre * q.k.
+// Whether rows are normalised, and not each weight by itself.
+__device__ __forceinline__ bool is_softmax(const AttentionProblem& p) {
+  return p.score.normaliser == Normaliser::softmax;
+}
+
+// Whether the weight of a visible pair is that of pre * q.k under the softmax.
 __device__ __forceinline__ bool is_plain(const AttentionProblem& p) {
-  return p.score.post == 0 && p.bias.data == nullptr;
+  return p.score.post == 0 && p.bias.data == nullptr && p.relative.data == nullptr &&
+         p.head_scale == nullptr && is_softmax(p);
+}
+
+// Weight of a logit by itself, where rows are not normalised, and its derivative.
+template <class A>
+struct Weight {
+  A value, slope;
+};
+template <class A>
+__device__ __forceinline__ Weight<A> weight_of(const AttentionProblem& p, A logit) {
+  if (p.score.normaliser == Normaliser::sigmoid) {
+    const A weight = A(1) / (A(1) + exp2(-logit));
+    return {weight, sigmoid_slope(weight)};
+  }
+  const A root = max(logit * static_cast<A>(kLn2), A(0));
+  return {root * root, relu2_slope(root)};
 }
 
 // The gradients of one pair.
 template <class A>
 struct PairGradient {
   A weight;  // Z P, the factor of v
-  A logit;   // dS, what the bias gets
-  A dot;     // by pre * q.k, in units of the natural logarithm
+  A logit;   // dS, what bias and table get
+  A dot;     // by query_factor * q.k, in units of the natural logarithm
 };
 
 // From q.k and dP = dO.v, with z of dropout and lse in log2 units as `shift`, to the gradients.
@@ -147,9 +174,20 @@ __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p
                                                        A shift, A delta) {
   if (!sees) return {0, 0, 0};  // whatever a hidden key holds
   const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
+  if (!is_softmax(p)) {
+    const Weight<A> weight = weight_of(p, logit.value);
+    const A grad = weight.slope * z * dp;
+    return {weight.value * z, grad, grad * logit.slope};
+  }
   const A e = exp2(logit.value - shift);
   const A grad = e * (z * dp - delta);
   return {e * z, grad, grad * logit.slope};
+}
+
+// What makes sums of PairGradient::dot the gradients of scale * q.k and its factor per head.
+template <class A>
+__device__ __forceinline__ A gradient_scale(const AttentionProblem& p) {
+  return static_cast<A>(p.score.pre * p.score.chain);
 }
 
 // Blocks for work items, over which kernels step by the grid.

@@ -2,8 +2,7 @@
 // thread turns W pairs at a time, whose 2 W elements it reads and writes as 16-byte pieces.
 #include "kernels/rope/rope_cuda.h"
 
-#include "runtime/gpu_row.h"
-#include "semantics/rope.h"
+#include "kernels/rope/rope_turn_cuda.h"
 
 namespace omniattn {
 namespace {
@@ -19,27 +18,13 @@ __device__ __forceinline__ void rotate(const T* in, T* out, const Pack<compute_t
                                        const Pack<compute_t<T>, W>& sin, int64_t n,
                                        const RopeParams& p) {
   using C = compute_t<T>;
-  // The first and second pieces hold x and y of the pairs, or the pairs one after another.
-  const int64_t first = p.start + (p.interleaved ? 2 * n : n);
-  const int64_t second = first + (p.interleaved ? W : p.half);
-  const Pack<T, W> a = gpu::load<W>(in + first), b = gpu::load<W>(in + second);
-  Pack<T, W> turned_a, turned_b;
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    const C s = p.inverse ? -sin[j] : sin[j];
-    if (p.interleaved) {
-      const auto part = [&](int i) { return i < W ? a[i] : b[i - W]; };
-      const auto put = [&](int i, T v) { (i < W ? turned_a.v[i] : turned_b.v[i - W]) = v; };
-      const C x = part(2 * j), y = part(2 * j + 1);
-      put(2 * j, gpu::narrow<T>(rope_x(x, y, cos[j], s)));
-      put(2 * j + 1, gpu::narrow<T>(rope_y(x, y, cos[j], s)));
-    } else {
-      turned_a.v[j] = gpu::narrow<T>(rope_x(a[j], b[j], cos[j], s));
-      turned_b.v[j] = gpu::narrow<T>(rope_y(a[j], b[j], cos[j], s));
-    }
-  }
-  gpu::store(out + first, turned_a);
-  gpu::store(out + second, turned_b);
+  const gpu::RopeParts at = gpu::rope_parts<W>(p, n);
+  C a[W], b[W];
+  gpu::load_wide<W>(in + at.first, a);
+  gpu::load_wide<W>(in + at.second, b);
+  gpu::turn_pairs<W>(p.interleaved, cos, sin, p.inverse ? C(-1) : C(1), a, b);
+  gpu::store_narrow<W>(a, out + at.first);
+  gpu::store_narrow<W>(b, out + at.second);
 }
 
 template <class T, int W>
@@ -50,13 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t item = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t packs = p.half / W, rest = (p.dim - 2 * p.half) / W;
   for (; item < batch * p.tokens; item += step) {
-    const int64_t b = item / p.tokens, t = item - b * p.tokens;
-    const int64_t position =
-        p.positions != nullptr ? p.positions[b * p.positions_batch + t * p.positions_token] : t;
-    GPU_REQUIRE(position >= 0 && position < p.rows,
-                "rope: positions must be in [0, P), the rows of the tables");
-    const C* const cos = static_cast<const C*>(p.cos) + b * p.cos_batch + position * p.cos_row;
-    const C* const sin = static_cast<const C*>(p.sin) + b * p.sin_batch + position * p.sin_row;
+    const auto [b, t, cos, sin] = gpu::rope_token<C>(p, item);
     for (int32_t k = 0; k < p.tensor_count; ++k) {
       const RopeTensor& x = p.tensors[k];
       const T* const in = static_cast<const T*>(x.in) + b * x.in_batch + t * x.in_token;

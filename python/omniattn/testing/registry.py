@@ -51,6 +51,12 @@ def registry() -> dict[str, OpSpec]:
 ATTENTION_GRADIENT_FACTOR = 4.0
 # That error is a row's, and a slope's gradient adds it up times the distances of all keys.
 SLOPES_GRADIENT_FACTOR = 20.0
+# On tensor cores O also has the error of P as it was rounded to the dtype before it met V.
+SINKS_GRADIENT_FACTOR = 8.0
+ATTENTION_GRADIENT_FACTORS = {
+    "alibi_slopes": SLOPES_GRADIENT_FACTOR,
+    "sinks": SINKS_GRADIENT_FACTOR,
+}
 
 # attention ----------------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ def _attention() -> tuple[OpSpec, ...]:
         differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
         flops=_attention_flops,
         gradient_factor=ATTENTION_GRADIENT_FACTOR,
-        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
+        gradient_factors=ATTENTION_GRADIENT_FACTORS,
         second_order=True,
         rivals=rivals.ATTENTION,
         cases=(
@@ -349,7 +355,7 @@ def _varlen() -> OpSpec:
         differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
         flops=_sequence_flops,
         gradient_factor=ATTENTION_GRADIENT_FACTOR,
-        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
+        gradient_factors=ATTENTION_GRADIENT_FACTORS,
         second_order=True,
         rivals=rivals.VARLEN,
         cases=(
@@ -402,7 +408,7 @@ def _cached() -> OpSpec:
         differentiable=("q", "k", "v", "alibi_slopes", "sinks"),
         flops=_sequence_flops,
         gradient_factor=ATTENTION_GRADIENT_FACTOR,
-        gradient_factors={"alibi_slopes": SLOPES_GRADIENT_FACTOR},
+        gradient_factors=ATTENTION_GRADIENT_FACTORS,
         second_order=True,
         rivals=rivals.CACHED,
         cases=(
@@ -671,6 +677,7 @@ def _qk_norm() -> OpSpec:
     return OpSpec(
         name="qk_norm_rotary",
         family="rope",
+        cuda="emulated",
         paper="Henry et al. 2020, arXiv 2010.04245",
         inputs=_qk_norm_inputs,
         differentiable=("q", "k", "q_weight", "k_weight"),
