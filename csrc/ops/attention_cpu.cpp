@@ -271,17 +271,25 @@ void gather_table(const AttentionBackwardParams& x,
   const auto gather = [&](auto type) {
     using A = decltype(type);
     auto* const grad = static_cast<A*>(x.grad_table);
-    std::vector<double> sums(
-        static_cast<size_t>((p.table.stride_b == 0 ? 1 : p.batch) * p.table.rows * p.hq));
-    for (const AttentionBackwardParams& b : problems) {
-      for (int64_t n = 0; n < b.splits * b.problem.batch * p.hq; ++n) {
-        const A* const part = static_cast<const A*>(b.part_relative) + n * b.part_relative_plane;
-        const int64_t batch = b.problem.first_batch + n / p.hq % b.problem.batch;
-        for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
-          const int64_t row = batch * p.table.stride_b + table_row(p.table, i, k) * p.hq;
-          sums[static_cast<size_t>(row + n % p.hq)] += table_factor(p.table, i, k) * part[e];
-        });
+    const int64_t batches = p.table.stride_b == 0 ? 1 : p.batch;
+    std::vector<double> sums(static_cast<size_t>(batches * p.table.rows * p.hq));
+    std::vector<double> plane;  // of all that read the same table
+    for (int64_t head = 0; head < batches * p.hq; ++head) {
+      const int64_t batch = head / p.hq, h = head % p.hq;
+      plane.assign(static_cast<size_t>(plane_elements(p)), 0);
+      for (const AttentionBackwardParams& b : problems) {
+        for (int64_t n = h; n < b.splits * b.problem.batch * p.hq; n += p.hq) {
+          const int64_t reads = b.problem.first_batch + n / p.hq % b.problem.batch;
+          if (batches > 1 && reads != batch) continue;
+          const A* const part = static_cast<const A*>(b.part_relative) + n * b.part_relative_plane;
+          for (size_t e = 0; e < plane.size(); ++e) plane[e] += part[e];
+        }
       }
+      for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
+        const int64_t row = batch * p.table.stride_b + table_row(p.table, i, k) * p.hq + h;
+        sums[static_cast<size_t>(row)] +=
+            table_factor(p.table, i, k) * plane[static_cast<size_t>(e)];
+      });
     }
     for (size_t n = 0; n < sums.size(); ++n) grad[n] = static_cast<A>(sums[n]);
   };
@@ -315,7 +323,16 @@ void run_decode(std::vector<AttentionForwardParams> problems) {
   run_stage(
       kernels.decode, problems, [](const Params& x) { return decode_items(x.problem); },
       largest(problems, [](const Params& x) { return decode_scratch_elements(x.problem); }));
-  for (const Params& x : problems) kernels.merge(x, 0, merge_items(x.problem));
+  // Most merges take less time than it takes to open the pool.
+  constexpr int64_t kLargeMerge = 1 << 18;
+  const auto rows = [](const Params& x) { return merge_items(x.problem); };
+  if (total(problems, [](const Params& x) {
+        return merge_items(x.problem) * decode_splits(x.problem) * x.problem.dv;
+      }) >= kLargeMerge) {
+    run_stage(kernels.merge, problems, rows, 0);
+  } else {
+    for (const Params& x : problems) kernels.merge(x, 0, rows(x));
+  }
 }
 
 void run_tiled(std::vector<AttentionForwardParams> problems) {
@@ -344,7 +361,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   std::vector<AttentionForwardParams> tiled, decoded;
   Tensors gathered;
   for (AttentionForwardParams& x : problems_of(f, sequences)) {
-    const bool decode = takes_decode_path(x.problem);
+    const bool decode = takes_decode_path_cpu(x.problem);
     if (x.problem.pages.table != nullptr && !decode) gather_pages(x.problem, gathered);
     (decode ? decoded : tiled).push_back(x);
   }

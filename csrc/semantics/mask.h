@@ -418,8 +418,10 @@ OMNIATTN_FN uint64_t bits(const MaskRule& rule, const AttentionMask& mask, int64
       return equal_bits(key_ids(rule, b) + key, query_ids(rule, b)[q], left);
     case MaskKind::dilated:
       return periodic_bits(i, rule.a, key);
-    case MaskKind::neighbours:
-      return range_bits(neighbours(rule, i, mask.tk), key) & periodic_bits(i, rule.b, key);
+    case MaskKind::neighbours: {
+      const uint64_t found = range_bits(neighbours(rule, i, mask.tk), key);
+      return rule.b == 1 ? found : found & periodic_bits(i, rule.b, key);
+    }
     case MaskKind::strided:
       return range_bits({i - rule.b + 1, kFar}, key) | periodic_bits(i, rule.a, key);
     case MaskKind::strided_heads:

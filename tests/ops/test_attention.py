@@ -429,3 +429,15 @@ def test_raw_op_raises_or_is_right(args):
     )
     assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     assert [g.shape for g in grads[3]] == [aux[i].shape for i in wanted]
+
+
+def test_many_heads_on_one_latent():
+    """Absorbed MLA: few queries of more heads than a tile has rows; the merge is threaded too."""
+    q, k, v = qkv(1, 1, 2100, 128, 1, 24, 256)
+    results = []
+    for count in (1, 2):
+        with threads(count), poisoned_memory():
+            results.append(attention(q, k, v, causal=True))
+    assert torch.equal(*results)
+    want = reference.attention(*(t.double() for t in (q, k, v)), causal=True)
+    torch.testing.assert_close(results[0].double(), want, rtol=0, atol=1e-5)

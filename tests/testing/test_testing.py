@@ -115,4 +115,5 @@ def test_every_name_of_the_variant_table_is_public():
     from omniattn.testing.variants import VARIANTS
 
     public = {*functional.__all__, *modules.__all__, *reference.__all__}
+    public |= {*functional.masks.__all__, *functional.scores.__all__}
     assert {name for variant in VARIANTS for name in variant.names} <= public

@@ -108,6 +108,7 @@ constexpr int64_t kKeyBlock = 128;      // keys of one tile
 constexpr int64_t kQueryBlock = 96;     // queries of one tile
 constexpr int64_t kSplitKeys = 256;     // keys of one decode work item
 constexpr int64_t kDecodeRows = 16;     // most query rows of one kv head that take the decode path
+constexpr int64_t kDecodeQueries = 4;   // or on the CPU, however many heads, most queries
 constexpr int64_t kBackwardItems = 8;   // work items the backward splits keys for, and
 constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
 
@@ -194,6 +195,10 @@ OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
 OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
   return p.tq * group_size(p) <= kDecodeRows && p.tk > 0;
 }
+// Tiles of the heads of a large group (MLA's 128 on one latent) would be nearly empty.
+OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
+  return takes_decode_path(p) || (p.tq <= kDecodeQueries && p.tk > 0);
+}
 OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplitKeys); }
 // Kv heads are work items of their own only where batch and splits give few.
 OMNIATTN_FN int64_t decode_head_items(const AttentionProblem& p) {
@@ -210,7 +215,7 @@ OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
 }
 // The query rows of all heads of an item, and the logits of one kv head for 64 keys.
 OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
-  return p.hq * p.tq * padded_row(p.d) + kDecodeRows * kKeyPanel;
+  return p.hq * p.tq * padded_row(p.d) + group_size(p) * p.tq * kKeyPanel;
 }
 
 // Items of the backward own everything they add to: a bias that is broadcast over the batch or over

@@ -229,13 +229,14 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   const T* const v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
   const int64_t* const at_k = at.k + (keys.begin - at.first);
   const int64_t* const at_v = at.v + (keys.begin - at.first);
-  for_row_tiles(rows.count, [&](int64_t r, auto tile) {
-    for (int64_t n = 0; n < count; n += kKeys) {
-      if (r == 0) fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
+  // All rows take their turn at a few keys, or columns of V below, while these are in L1.
+  for (int64_t n = 0; n < count; n += kKeys) {
+    fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
+    for_row_tiles(rows.count, [&](int64_t r, auto tile) {
       dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at_k + n, count - n, p.d,
                                          s + r * kKeyPanel + n);
-    }
-  });
+    });
+  }
   for (int64_t r = 0; r < rows.count; ++r) {
     uint64_t visible[kMaskWords] = {};
     if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
@@ -247,17 +248,15 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   // The partials of one kv head lie one behind the other, as its rows do.
   A* const o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
   const int64_t ldo = partial_elements(p);
-  for_row_tiles(rows.count, [&](int64_t r, auto tile) {
-    int64_t c = 0;
-    for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) {
-      weigh_tile<T, decltype(tile)::value, 4>(s + r * kKeyPanel, v + c, at_v, count, p.dv - c,
-                                              o + r * ldo + c, ldo);
-    }
-    for (; c < p.dv; c += kWidth) {
-      weigh_tile<T, decltype(tile)::value, 1>(s + r * kKeyPanel, v + c, at_v, count, p.dv - c,
-                                              o + r * ldo + c, ldo);
-    }
-  });
+  const auto weigh = [&](int64_t c, auto vectors) {
+    for_row_tiles(rows.count, [&](int64_t r, auto tile) {
+      weigh_tile<T, decltype(tile)::value, decltype(vectors)::value>(
+          s + r * kKeyPanel, v + c, at_v, count, p.dv - c, o + r * ldo + c, ldo);
+    });
+  };
+  int64_t c = 0;
+  for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) weigh(c, Count<4>{});
+  for (; c < p.dv; c += kWidth) weigh(c, Count<1>{});
 }
 
 template <class T>
@@ -270,7 +269,7 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   const int64_t group = group_size(p), ldq = padded_row(p.d), head_rows = group * p.tq;
 
   Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const s = carve.take(kDecodeRows * kKeyPanel);
+  A* const s = carve.take(head_rows * kKeyPanel);
   A* const q = carve.take((heads.end - heads.begin) * head_rows * ldq);
   for (int64_t h = heads.begin * group; h < heads.end * group; ++h) {
     pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, query_factor<A>(p, h),

@@ -100,6 +100,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         const RowScore<A> score{
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
         if (!score.plain()) {
+          fetch_bias(p, b, h, score.q, key + kKeyBlock);
           V unused;
           for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
             store(x + n, score.logit(load(x + n), n, unused));

@@ -160,12 +160,8 @@ class Attention(nn.Module):
         self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
-        if c.qk_norm in ("rms", "rms_full", "layer"):
-            whole = c.qk_norm == "rms_full"
-            self.q_norm, self.k_norm = (
-                self._new_norm(width if whole else c.head_size, device, dtype)
-                for width in (q_dim, kv_dim)
-            )
+        self.q_norm = self._new_norm(q_dim, device, dtype)
+        self.k_norm = self._new_norm(kv_dim, device, dtype)
         heads = torch.zeros(c.num_heads, device=device)  # fp32, whatever the dtype
         self.logit_scale = nn.Parameter(heads + math.log(10)) if c.qk_norm == "l2" else None
         self.sinks = nn.Parameter(heads) if c.sinks else None
@@ -176,26 +172,29 @@ class Attention(nn.Module):
 
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> RMSNorm | LayerNorm:
+    ) -> RMSNorm | LayerNorm | None:
+        """That of the queries or keys of this width, if it has weights."""
         c = self.config
         if c.qk_norm == "layer":
-            layer = LayerNorm.Config(width, c.qk_norm_eps, bias=False, backend=c.backend)
+            layer = LayerNorm.Config(c.head_size, c.qk_norm_eps, bias=False, backend=c.backend)
             return LayerNorm(layer, device=device, dtype=dtype)
-        rms = RMSNorm.Config(width, c.qk_norm_eps, backend=c.backend)
-        return RMSNorm(rms, device=device, dtype=dtype)
+        if c.qk_norm in ("rms", "rms_full"):
+            size = c.head_size if c.qk_norm == "rms" else width
+            rms = RMSNorm.Config(size, c.qk_norm_eps, backend=c.backend)
+            return RMSNorm(rms, device=device, dtype=dtype)
+        return None
 
-    def _heads(self, x: torch.Tensor, projection: nn.Module, norm: str) -> torch.Tensor:
-        """Normed queries or keys (..., heads, head_dim)."""
+    def _heads(self, x: torch.Tensor, norm: RMSNorm | LayerNorm | None) -> torch.Tensor:
+        """Projected queries or keys as normed heads (..., heads, head_dim)."""
         c = self.config
-        y: torch.Tensor = projection(x)
-        if c.qk_norm == "rms_full":
-            y = getattr(self, norm)(y)
-        y = y.unflatten(-1, (-1, c.head_size))
-        if c.qk_norm in ("rms", "layer"):
-            y = getattr(self, norm)(y)
+        if norm is not None and c.qk_norm == "rms_full":
+            x = cast(torch.Tensor, norm(x))
+        x = x.unflatten(-1, (-1, c.head_size))
+        if norm is not None and c.qk_norm != "rms_full":
+            x = cast(torch.Tensor, norm(x))
         if c.qk_norm == "l2":  # of length sqrt(head_dim); zeros stay
-            y = cast(torch.Tensor, functional.rms_norm(y, eps=1e-24, backend=c.backend))
-        return y
+            x = cast(torch.Tensor, functional.rms_norm(x, eps=1e-24, backend=c.backend))
+        return x
 
     def new_cache(
         self,
@@ -230,7 +229,7 @@ class Attention(nn.Module):
 
     def _keys_and_values(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
-        return self._heads(source, self.k_proj, "k_norm"), v
+        return self._heads(self.k_proj(source), self.k_norm), v
 
     def forward(
         self,
@@ -276,7 +275,7 @@ class Attention(nn.Module):
                 cu_seqlens_q=boundaries,
                 cu_seqlens_k=source_boundaries,
             )
-        q = self._heads(x, self.q_proj, "q_norm")
+        q = self._heads(self.q_proj(x), self.q_norm)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
         else:

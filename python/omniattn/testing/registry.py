@@ -188,6 +188,7 @@ def _attention() -> tuple[OpSpec, ...]:
             _qkv("band", 2, 150, 170, 2, 2, 16, window_size=(9, 5)),
             _qkv("DnotDv", 1, 65, 65, 2, 2, 24, 40, causal=True),
             _qkv("decode", 2, 1, 1000, 8, 2, 64, return_lse=True),
+            _qkv("latents", 2, 3, 300, 24, 1, 24, 16, ("sinks",), causal=True, return_lse=True),
             _qkv("scale+softcap", 1, 64, 80, 2, 2, 32, scale=0.3, softcap=4.0),
             _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), return_lse=True),
             _qkv("padding", 3, 64, 100, 2, 2, 32, None, ("padding",), causal=True),

@@ -37,7 +37,9 @@ def support_table() -> str:
 def variant_table() -> str:
     """One row per published form."""
     rows = [_variant_row(variant) for variant in VARIANTS]
-    return "\n".join(["| form | functions, modules, scalings | paper |", "|---|---|---|", *rows])
+    return "\n".join(
+        ["| form | functions, modules, masks, terms, scalings | paper |", "|---|---|---|", *rows]
+    )
 
 
 def _variant_row(variant: Variant) -> str:

@@ -1,4 +1,4 @@
-"""Which functions, modules and scalings give each positional encoding, norm and feed-forward layer.
+"""Which functions, modules and the like give each published attention, position, norm and MLP.
 
 The op table lists kernels; many published variants are tables or compositions over one of them.
 """
@@ -12,7 +12,7 @@ __all__ = ["VARIANTS", "Variant"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A published form: names are public in omniattn.functional, .modules or .reference."""
+    """A published form; names are public in functional, its masks or scores, modules, reference."""
 
     form: str
     names: tuple[str, ...]
@@ -20,6 +20,75 @@ class Variant:
 
 
 VARIANTS = (
+    Variant(
+        "multi-head, multi-query and grouped-query attention, self and cross",
+        ("attention", "Attention", "MultiheadAttention"),
+        "Vaswani et al. 2017, arXiv 1706.03762",
+    ),
+    Variant(
+        "packed and padded sequences",
+        ("attention_varlen", "Documents", "KeyPadding", "KeyLengths"),
+        "Dao 2023, arXiv 2307.08691",
+    ),
+    Variant(
+        "causal, prefix-LM and chunked masks",
+        ("Causal", "PrefixLM", "Chunked"),
+        "Raffel et al. 2019, arXiv 1910.10683",
+    ),
+    Variant(
+        "sliding windows, neighbourhoods",
+        ("SlidingWindow", "sliding_window", "Neighbourhood"),
+        "Hassani et al. 2022, arXiv 2204.07143",
+    ),
+    Variant(
+        "dilated, strided, fixed and every k-th key",
+        ("Dilated", "Strided", "Fixed", "EveryKth"),
+        "Child et al. 2019, arXiv 1904.10509",
+    ),
+    Variant("any mask, in blocks", ("from_predicate", "Blocks"), "this package"),
+    Variant("split keys, merged by lse", ("merge_attention",), "Dao et al. 2022, arXiv 2205.14135"),
+    Variant(
+        "caches: contiguous, rolling, paged, of a source",
+        ("attention_cached", "KVCache", "RollingCache", "PagedCache", "CrossCache"),
+        "Kwon et al. 2023, arXiv 2309.06180",
+    ),
+    Variant(
+        "multi-head latent attention, absorbed decoding",
+        ("MultiHeadLatentAttention", "LatentCache"),
+        "DeepSeek-AI 2024, arXiv 2405.04434",
+    ),
+    Variant("QK-norm: rms, layer, l2", ("Attention",), "Henry et al. 2020, arXiv 2010.04245"),
+    Variant(
+        "softcap, sinks, scale per head",
+        ("attention", "Attention"),
+        "OpenAI 2025, arXiv 2508.10925",
+    ),
+    Variant("gated attention", ("Attention",), "Qiu et al. 2025, arXiv 2505.06708"),
+    Variant("gated attention unit", ("GatedAttentionUnit",), "Hua et al. 2022, arXiv 2202.10447"),
+    Variant(
+        "differential attention", ("DifferentialAttention",), "Ye et al. 2024, arXiv 2410.05258"
+    ),
+    Variant(
+        "sigmoid and squared ReLU attention",
+        ("attention",),
+        "Ramapuram et al. 2024, arXiv 2409.04431",
+    ),
+    Variant("selection of one key", ("select_attention",), "this package"),
+    Variant(
+        "T5 relative bias", ("T5Bias", "T5RelativeBias"), "Raffel et al. 2019, arXiv 1910.10683"
+    ),
+    Variant("Transformer-XL", ("TransformerXLAttention",), "Dai et al. 2019, arXiv 1901.02860"),
+    Variant("DeBERTa", ("DisentangledAttention",), "He et al. 2020, arXiv 2006.03654"),
+    Variant(
+        "Swin: windows, shifted windows, patch merging",
+        ("WindowBias", "WindowAttention", "SwinBlock", "PatchMerging"),
+        "Liu et al. 2021, arXiv 2103.14030",
+    ),
+    Variant(
+        "PVT: spatial reduction",
+        ("SpatialReductionAttention",),
+        "Wang et al. 2021, arXiv 2102.12122",
+    ),
     Variant(
         "sinusoidal positions",
         ("sinusoidal", "SinusoidalPositional"),
