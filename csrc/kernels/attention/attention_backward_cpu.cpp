@@ -197,7 +197,6 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
           problem.score.normaliser == Normaliser::softmax) {
         plain_row(p_row, ds_row, columns, rows.shift(row), rows.delta(row));
       } else {
-        fetch_bias(problem, b, h, q + kQueryBlock, plan.keys.begin);
         general_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row), grad_bias,
                     grad_relative);
       }

@@ -81,6 +81,16 @@ OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
   }
 }
 
+// Fetches the bias of a query for keys [key, key + 128), which is read next: rows of a bias lie too
+// far apart for the hardware to run ahead (N 2048: 0.53 to 0.43 of the call without a bias).
+inline void fetch_bias(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, int64_t key) {
+  if (p.bias.data == nullptr || p.bias.stride_q == 0 || q >= p.tq || key >= p.tk) return;
+  const int64_t offset = b * p.bias.stride_b + h * p.bias.stride_h + q * p.bias.stride_q + key;
+  const int64_t size = size_of(p.bias.dtype);
+  const char* const row = static_cast<const char*>(p.bias.data) + offset * size;
+  for (int64_t c = 0; c < kKeyBlock * size; c += 64) __builtin_prefetch(row + c, 0, 2);
+}
+
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
 
 // Logits, softmax and dropout of the rows of a tile.
