@@ -76,6 +76,28 @@ def test_a_model_with_experts_shows_its_load(tmp_path, text, capsys):
     assert (out / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_vision_model_shows_its_accuracy(tmp_path, text, capsys):
+    pytest.importorskip("sklearn")
+    out = tmp_path / "run"
+    assert train(out, "--model", "vit", "--steps", 2, "--compare", 1) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"nats per image after 2 steps, accuracy \d+\.\d%, [\d,]+ images/s", printed)
+    assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png"}
+    assert "digits" in fails(capsys, tmp_path / "o", "--model", "vit", "--data", text)
+
+
+@pytest.mark.parametrize("model", ["t5", "bert"])
+def test_a_model_that_restores_text_shows_it_in_brackets(tmp_path, text, model):
+    out = tmp_path / "run"
+    assert train(out, "--model", model, "--data", text, "--steps", 2, "--compare", 0) == 0
+    assert "[" in (out / "sample.txt").read_text(encoding="utf-8")
+
+
+def test_more_tokens_than_positions(tmp_path, text, capsys):
+    message = fails(capsys, tmp_path / "o", "--data", text, "--model", "bert", "--length", 513)
+    assert "bert has positions for 512 tokens, got --length 513" in message
+
+
 def test_interrupted_and_resumed_equals_straight(tmp_path, text):
     options = ("--data", text, "--steps", 30, "--compare", 0)
     assert train(tmp_path / "straight", *options) == 0

@@ -13,6 +13,8 @@ from omniattn.models.training import TrainConfig, Trainer, learning_rate, parame
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in range(20))
+_T5_TABLE = "relative_attention_bias.weight"
+_SWIN_TABLE = "relative_position_bias_table"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 TINY = TrainConfig(model="llama-tiny", steps=6, batch=2, length=33, warmup=2)
 
@@ -43,6 +45,21 @@ def test_weight_decay_leaves_out_norms_and_embeddings():
     assert decayed | others == set(names.values())
     assert all(n.endswith("norm.weight") or n == "embed_tokens.weight" for n in others)
     assert "lm_head.weight" in decayed
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("gpt2", {"embed_tokens.weight", "embed_positions.weight"}),
+        ("t5", {"embed_tokens.weight"} | {f"{x}coder.{_T5_TABLE}" for x in ("en", "de")}),
+        ("swin", {f"stages.{i}.{i + j}.attn.{_SWIN_TABLE}" for i in (0, 1) for j in (0, 1)}),
+    ],
+)
+def test_weight_decay_leaves_out_tables_of_positions(name, tables):
+    model = PRESETS[name].build(device="meta")
+    names = {id(p): n for n, p in model.named_parameters()}
+    others = parameter_groups(model, weight_decay=0.1)[1]["params"]
+    assert {names[id(p)] for p in others if p.dim() > 1} == tables
 
 
 def test_batches_depend_on_seed_and_step_and_stay_in_the_training_split():

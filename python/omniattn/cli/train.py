@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
             + (f" --data {args.data}" if args.data else "")
         )
         return _INTERRUPTED
-    result = dict(trainer.held_out[-1])
-    loss, steps = result.pop("loss"), result.pop("step")
-    metrics = "".join(f"{name} {value:.1%}, " for name, value in result.items())
+    loss = trainer.held_out[-1]["loss"]
     print(
-        f"held-out loss {loss:.4f} {trainer.task.unit} after {steps} steps, {metrics}"
-        f"{trainer.items_per_second:,.0f} {trainer.task.items}/s"
+        f"held-out loss {loss:.4f} {trainer.task.unit} after {c.steps} steps",
+        *_metrics(trainer),
+        f"{trainer.items_per_second:,.0f} {trainer.task.items}/s",
+        sep=", ",
     )
     reference = _compare(trainer, min(args.compare, c.steps)) if args.compare else None
     with _writing(checkpoint.parent):
@@ -245,6 +245,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
             parts = (
                 f"loss {loss:.3f}",
                 f"held out {trainer.held_out[-1]['loss']:.3f}",
+                *_metrics(trainer),
                 trainer.routers.status(),
                 f"{trainer.items_per_second:,.0f} {trainer.task.items}/s",
             )
@@ -257,6 +258,12 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
                 save()
                 return False
     return True
+
+
+def _metrics(trainer: Trainer) -> list[str]:
+    """The last held-out metrics beside the loss."""
+    point = trainer.held_out[-1].items()
+    return [f"{name} {value:.1%}" for name, value in point if name not in ("step", "loss")]
 
 
 def _compare(trainer: Trainer, steps: int) -> Trainer:

@@ -1,25 +1,41 @@
 """Models, their checkpoints and text generation."""
 
+from omniattn.models.bert import Bert, BertConfig
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
+from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.generate import generate, sample
+from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.llama import Llama, LlamaConfig
-from omniattn.models.model import ModelConfig
+from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
+from omniattn.models.t5 import T5, T5Config
+from omniattn.models.vision import Swin, SwinConfig, ViT, ViTConfig
 
 __all__ = [
     "PRESETS",
+    "T5",
+    "Bert",
+    "BertConfig",
     "CheckpointError",
     "Decoder",
     "DeepSeekConfig",
+    "DifferentialConfig",
+    "GPT2Config",
     "Llama",
     "LlamaConfig",
     "MLAConfig",
     "MixtralConfig",
+    "Model",
     "ModelConfig",
+    "Swin",
+    "SwinConfig",
     "SwitchConfig",
+    "T5Config",
+    "ViT",
+    "ViTConfig",
     "generate",
     "load_model",
     "sample",

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from omniattn import functional
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.tasks import LanguageModeling
-from omniattn.modules import Cache, DecoderBlock, Linear, RotaryEmbedding
+from omniattn.modules import Cache, DecoderBlock, LearnedPositional, Linear, RotaryEmbedding
 from omniattn.modules.build import NormConfig, build
 
 
 class Decoder(Model):
-    """x = E[tokens]; blocks; norm; logits = x W_head^T.
+    """x = E[tokens] (+ P[positions]); blocks; norm; logits = x W_head^T.
 
     Args:
         config: sizes, and the parts that an architecture chooses.
@@ -41,6 +41,7 @@ class Decoder(Model):
             tie_embeddings: the head uses the weight of the embedding.
             init_std: of all weights; that of the projections onto the residual stream is divided
                 by sqrt(2 num_layers).
+            dropout_p: of the embeddings and of what each layer adds.
             gradient_checkpointing: keep only the input of each block, recompute it in backward.
         """
 
@@ -51,6 +52,7 @@ class Decoder(Model):
         num_layers: int = 4
         tie_embeddings: bool = False
         init_std: float = 0.02
+        dropout_p: float = 0.0
         gradient_checkpointing: bool = False
 
         @abstractmethod
@@ -66,6 +68,15 @@ class Decoder(Model):
         def rope(self) -> RotaryEmbedding.Config | None:
             """Rotary embedding of all layers."""
             return None
+
+        @property
+        def positions(self) -> LearnedPositional.Config | None:
+            """Positions that are added to the embeddings."""
+            return None
+
+        @property
+        def longest(self) -> int | None:
+            return None if self.positions is None else self.positions.max_positions
 
         @property
         def common(self) -> dict[str, Any]:
@@ -95,6 +106,12 @@ class Decoder(Model):
         self.config = c = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
         nn.init.normal_(self.embed_tokens.weight, std=c.init_std)
+        self.embed_positions = (
+            None
+            if c.positions is None
+            else LearnedPositional(c.positions, device=device, dtype=dtype)
+        )
+        self.dropout = nn.Dropout(c.dropout_p)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
         self.layers = nn.ModuleList(
             DecoderBlock(c.block(layer), device=device, dtype=dtype)
@@ -130,6 +147,9 @@ class Decoder(Model):
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
+        if self.embed_positions is not None:
+            x = self.embed_positions(x, positions)
+        x = self.dropout(x)
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if recompute:

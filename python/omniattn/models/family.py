@@ -58,7 +58,12 @@ class LlamaFamilyConfig(Decoder.Config):
         return RotaryEmbedding.Config(self.rotary_dim, self.rope_base, self.rope_scaling)
 
     def block(self, layer: int) -> DecoderBlock.Config:
-        return DecoderBlock.Config(self.attention(layer), self.feed_forward(layer), self.norm)
+        return DecoderBlock.Config(
+            self.attention(layer),
+            self.feed_forward(layer),
+            self.norm,
+            dropout_p=self.dropout_p,
+        )
 
 
 @dataclass(frozen=True)

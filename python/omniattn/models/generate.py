@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -11,6 +11,7 @@ from omniattn.reference import philox
 
 if TYPE_CHECKING:
     from omniattn.models.decoder import Decoder
+    from omniattn.models.t5 import T5
 
 
 def sample(
@@ -70,17 +71,19 @@ def generate(
     top_p: float = 1.0,
     eos: int | None = None,
     seed: int = 0,
+    source: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Continues each row of tokens.
 
     Args:
-        model: any Decoder; it runs in eval mode and its mode is restored.
+        model: any Decoder, or a T5 with a source; it runs in eval mode and its mode is restored.
         tokens: (B, T) int64, the prompts, T > 0.
         max_new_tokens: upper bound; generation stops earlier when all rows have ended.
         temperature: 0 (greedy, default) or the divisor of the logits.
         top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
         eos: token that ends a row; it is kept and repeated up to the common length.
         seed: of the uniform numbers, which depend on (seed, step, row) only.
+        source: (B, S) int64, what the encoder of a T5 reads.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.
@@ -99,13 +102,14 @@ def generate(
     training = model.training
     model.eval()
     cache = model.new_cache(batch, start + max_new_tokens)
+    memory = () if source is None else (cast("T5", model).encode(source),)
     out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     fed, end = 0, start
     try:
         while end < out.shape[1] and not ended.all():
             # Only the last position predicts the next token: the head runs on one row.
-            x = model.hidden(out[:, fed:end], cache=cache)[:, -1:]
+            x = model.hidden(out[:, fed:end], *memory, cache=cache)[:, -1:]
             logits = model.head(x)[:, 0]
             uniform = philox.uniform(batch, torch.tensor([seed, end - start]))
             token = sample(

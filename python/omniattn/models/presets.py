@@ -5,16 +5,33 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from omniattn.models.deepseek import DeepSeekConfig
+from omniattn.models.bert import BertConfig
+from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
+from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
+from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.llama import LlamaConfig
 from omniattn.models.model import ModelConfig
+from omniattn.models.t5 import T5Config
+from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
 
 #: Name of an architecture in files -> its config.
 ARCHITECTURES: dict[str, type[ModelConfig]] = {
     config.architecture: config
-    for config in (LlamaConfig, MixtralConfig, SwitchConfig, DeepSeekConfig)
+    for config in (
+        LlamaConfig,
+        GPT2Config,
+        MixtralConfig,
+        SwitchConfig,
+        MLAConfig,
+        DeepSeekConfig,
+        DifferentialConfig,
+        T5Config,
+        BertConfig,
+        ViTConfig,
+        SwinConfig,
+    )
 }
 
 #: What `omniattn train` offers.
@@ -29,6 +46,14 @@ TRAINED: dict[str, ModelConfig] = {
     "switch": SwitchConfig(hidden_dim=768),
     # The published rate, 1e-3, is for a thousand times as many steps.
     "deepseek-moe": DeepSeekConfig(bias_rate=1e-2),
+    "gpt2": GPT2Config(),
+    "mla": MLAConfig(),
+    "differential": DifferentialConfig(),
+    "t5": T5Config(),
+    "bert": BertConfig(),
+    # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.
+    "vit": ViTConfig(init_std=0.1),
+    "swin": SwinConfig(init_std=0.1),
 }
 
 _LLAMA2 = LlamaConfig(
@@ -58,6 +83,34 @@ _MIXTRAL = MixtralConfig(
     max_positions=32768,
     rope_base=1e6,
 )
+_GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropout_p=0.1)
+_BERT = BertConfig(
+    vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
+)
+_T5 = T5Config(
+    vocab_size=32128,
+    dim=512,
+    num_layers=6,
+    num_heads=8,
+    head_dim=64,
+    hidden_dim=2048,
+    dropout_p=0.1,
+)
+_T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
+_VIT = ViTConfig(
+    classes=1000, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
+)
+_SWIN = SwinConfig(
+    classes=1000,
+    channels=3,
+    image=224,
+    patch=4,
+    dim=96,
+    depths=(2, 2, 6, 2),
+    heads=(3, 6, 12, 24),
+    window=7,
+    drop_path_p=0.2,
+)
 
 PRESETS: dict[str, ModelConfig] = TRAINED | {
     # The size of the tests: odd on purpose, so that every tail path of the kernels is hit.
@@ -71,6 +124,22 @@ PRESETS: dict[str, ModelConfig] = TRAINED | {
     "llama-3-8b": _LLAMA3,
     "llama-3-70b": replace(_LLAMA3, dim=8192, num_layers=80, num_heads=64, hidden_dim=28672),
     "llama-3.1-8b": replace(_LLAMA3, max_positions=131072, rope_scaling=Llama3Scaling()),
+    "gpt2-small": _GPT2,
+    "gpt2-medium": replace(_GPT2, dim=1024, num_layers=24, num_heads=16),
+    "gpt2-large": replace(_GPT2, dim=1280, num_layers=36, num_heads=20),
+    "gpt2-xl": replace(_GPT2, dim=1600, num_layers=48, num_heads=25),
+    "bert-base": _BERT,
+    "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
+    "t5-small": _T5,
+    "t5-base": _T5_BASE,
+    "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
+    "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
+    "vit-b-16": _VIT,
+    "vit-l-16": replace(_VIT, dim=1024, num_layers=24, num_heads=16),
+    "vit-h-14": replace(_VIT, patch=14, dim=1280, num_layers=32, num_heads=16),
+    "swin-t": _SWIN,
+    "swin-s": replace(_SWIN, depths=(2, 2, 18, 2), drop_path_p=0.3),
+    "swin-b": replace(_SWIN, dim=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32), drop_path_p=0.5),
     "mixtral-8x7b": _MIXTRAL,
     "mixtral-8x22b": replace(
         _MIXTRAL, dim=6144, num_layers=56, num_heads=48, hidden_dim=16384, max_positions=65536

@@ -5,6 +5,7 @@ A batch is the tuple of arguments that makes `model(*batch)` the mean loss; the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from omniattn.models.data import ByteData, read_documents
 from omniattn.models.generate import generate
+from omniattn.reference import philox
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from omniattn.models.model import Model
 
 Batch = tuple[Tensor, ...]
+
+_HELD_OUT_SEED = 0x48454C44
 
 
 class Task(ABC):
@@ -86,6 +90,12 @@ class TextTask(Task):
     def load(cls, path: Path | None, length: int) -> Self:
         return cls(read_documents(path), length)
 
+    def _uniform(self, size: int, kinds: int, seed: int, step: int) -> Tensor:
+        """Numbers in [0, 1) (kinds, size, length), other ones than those that chose the windows."""
+        shape = (kinds, size, self.data.length)
+        drawn = philox.uniform(size + math.prod(shape), torch.tensor([seed, step]))
+        return drawn[size:].view(shape)
+
 
 class LanguageModeling(TextTask):
     """Predict the next byte: tokens and targets (B, length), the targets one byte later.
@@ -113,3 +123,191 @@ class LanguageModeling(TextTask):
         new = max(0, self.data.length - prompt.shape[1])
         out = generate(cast("Decoder", model), prompt, new, temperature=0.8, top_p=0.95, seed=seed)
         return bytes(out[0].tolist()).decode(errors="replace")
+
+
+class MaskedLanguageModeling(TextTask):
+    """Restore masked bytes: tokens and targets (B, length), -100 where nothing is asked.
+
+    Of the 15 % that are asked, 80 % show the mask, 10 % another byte and 10 % themselves.
+
+    Reference:
+        Devlin et al., "BERT", 2018, arXiv 1810.04805.
+
+    Example:
+        >>> task = MaskedLanguageModeling(b"some text" * 90, length=80)
+        >>> tokens, targets = task.batch(size=2, seed=0, step=0)
+        >>> bool((tokens == task.MASK).any()), bool((targets[tokens == task.MASK] >= 0).all())
+        (True, True)
+    """
+
+    unit = "nats per masked byte"
+    MASK: ClassVar[int] = 256
+    vocab_size: ClassVar[int] = 257
+
+    def _mask(self, text: Tensor, seed: int, step: int) -> Batch:
+        asked, shown, other = self._uniform(text.shape[0], 3, seed, step)
+        tokens = torch.where(shown < 0.8, self.MASK, text)
+        tokens = torch.where((shown >= 0.8) & (shown < 0.9), (256 * other).long(), tokens)
+        chosen = asked < 0.15
+        return torch.where(chosen, tokens, text), text.masked_fill(~chosen, -100)
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        return self._mask(self.data.windows(size, seed, step)[:, :-1], seed, step)
+
+    def held_out_batch(self, size: int) -> Batch:
+        return self._mask(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
+
+    def sample(self, model: Model, seed: int) -> str:
+        """A held-out text with what is restored in brackets."""
+        tokens, targets = self.held_out_batch(1)
+        logits = model(tokens.to(next(model.parameters()).device))[0]
+        restored = logits[:, :256].argmax(-1).tolist()
+        asked = (targets[0] >= 0).tolist()
+        parts = zip(tokens[0].tolist(), restored, asked, strict=True)
+        return b"".join(
+            b"[%c]" % guess if hidden else b"%c" % byte for byte, guess, hidden in parts
+        ).decode(errors="replace")
+
+
+class SpanCorruption(TextTask):
+    """Restore missing spans: source (B, S), tokens and targets (B, R).
+
+    15 % of the bytes are missing, in spans of 3 on average. In the source a sentinel stands for
+    each span; the targets are the sentinels, each with its span, and an end. Tokens are the targets
+    moved right by one. All lengths follow from that of the window, so that nothing is padded.
+
+    Reference:
+        Raffel et al., "Exploring the Limits of Transfer Learning", 2020, arXiv 1910.10683.
+
+    Example:
+        >>> source, tokens, targets = SpanCorruption(b"some text" * 90, length=80).batch(2, 0, 0)
+        >>> source.shape, targets.shape  # 68 of 80 bytes, 4 sentinels, the end; 12 bytes, ...
+        (torch.Size([2, 73]), torch.Size([2, 17]))
+    """
+
+    unit = "nats per target token"
+    SENTINEL: ClassVar[int] = 256  # the first of them
+    SENTINELS: ClassVar[int] = 100
+    END: ClassVar[int] = 356
+    START: ClassVar[int] = 357
+    vocab_size: ClassVar[int] = 358
+
+    def __init__(self, text: bytes, length: int) -> None:
+        super().__init__(text, length)
+        self.missing = max(1, round(0.15 * length))
+        self.spans = max(1, round(self.missing / 3))
+        if self.spans > self.SENTINELS or length < 2 * self.missing:
+            raise ValueError(
+                f"span corruption must have 1 to {self.SENTINELS} spans and as much text left, "
+                f"got windows of {length} tokens with {self.spans} spans"
+            )
+
+    def _corrupt(self, text: Tensor, seed: int, step: int) -> Batch:
+        size, length = text.shape
+        first, second = self._uniform(size, 2, seed, step)
+        kept = self._partition(length - self.missing, first)
+        missing = self._partition(self.missing, second)
+        # Kept and missing segments take turns; 2 i + 1 is the number of missing segment i.
+        ends = torch.stack([kept, missing], -1).flatten(1).cumsum(-1)
+        position = torch.arange(length).expand(size, -1).contiguous()
+        segment = torch.searchsorted(ends, position, right=True)
+        gone = segment % 2 == 1
+        sentinel = self.SENTINEL + segment // 2
+        before = torch.cat([segment.new_full((size, 1), -1), segment[:, :-1]], 1)
+        after = torch.cat([segment[:, 1:], segment.new_full((size, 1), -1)], 1)
+        # In the source the first byte of a missing segment turns into the sentinel, in the targets
+        # the last one of the kept segment before it; the others of the segment go.
+        starts, stops = gone & (segment != before), ~gone & (segment != after)
+        source = torch.where(starts, sentinel, text)[~gone | starts].view(size, -1)
+        targets = torch.where(stops, sentinel, text)[gone | stops].view(size, -1)
+        end = text.new_full((size, 1), self.END)
+        source, targets = torch.cat([source, end], 1), torch.cat([targets, end], 1)
+        start = text.new_full((size, 1), self.START)
+        return source, torch.cat([start, targets[:, :-1]], 1), targets
+
+    def _partition(self, total: int, uniform: Tensor) -> Tensor:
+        """Lengths (B, spans) >= 1 that sum to `total`, all such partitions equally likely."""
+        cuts = uniform[:, : total - 1].argsort(-1)[:, : self.spans - 1].sort(-1).values + 1
+        ends = torch.nn.functional.pad(cuts, (0, 1), value=total)
+        return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        return self._corrupt(self.data.windows(size, seed, step)[:, :-1], seed, step)
+
+    def held_out_batch(self, size: int) -> Batch:
+        return self._corrupt(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
+
+    def sample(self, model: Model, seed: int) -> str:
+        """A held-out text with what is written into its gaps in brackets."""
+        source, _, targets = self.held_out_batch(1)
+        device = next(model.parameters()).device
+        start = torch.tensor([[self.START]], device=device)
+        out = generate(
+            cast("Decoder", model),
+            start,
+            2 * targets.shape[1],
+            eos=self.END,
+            seed=seed,
+            source=source.to(device),
+        )
+        spans: dict[int, bytes] = {}
+        current = -1
+        for token in out[0, 1:].tolist():
+            if token >= self.SENTINEL:
+                current = token
+            spans[current] = spans.get(current, b"") + (b"%c" % token if token < 256 else b"")
+        return b"".join(
+            b"%c" % token if token < 256 else b"[%s]" % spans.get(token, b"")
+            for token in source[0, :-1].tolist()
+        ).decode(errors="replace")
+
+
+class Digits(Task):
+    """Tell handwritten digits apart: images (B, 1, 8, 8) in [0, 1] and labels (B,).
+
+    The 1 797 images of scikit-learn, of which every fifth is held out.
+
+    Reference:
+        Kaynak, "Methods of combining multiple classifiers", 1995 (UCI repository).
+    """
+
+    unit = "nats per image"
+    items = "images"
+    items_per_example = 1
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError(
+                "the digits need scikit-learn; install with: pip install 'omniattn[train]'"
+            ) from error
+        data = load_digits()
+        images = torch.from_numpy(data.images).float()[:, None] / 16
+        labels = torch.from_numpy(data.target).long()
+        held_out = torch.arange(len(images)) % 5 == 0
+        self.train = images[~held_out], labels[~held_out]
+        self.held_out = images[held_out], labels[held_out]
+        self.digest = f"digits-{len(images)}"
+        self.summary = (
+            f"{len(self.train[0]):,} images to train on, {len(self.held_out[0]):,} held out"
+        )
+
+    @classmethod
+    def load(cls, path: Path | None, length: int) -> Self:
+        if path is not None:
+            raise ValueError("this model trains on the digits of scikit-learn, not on other data")
+        return cls()
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        words = philox.elementwise_words(size, torch.tensor([seed, step]))
+        index = (words * len(self.train[0])) >> 32
+        return self.train[0][index], self.train[1][index]
+
+    def held_out_batch(self, size: int) -> Batch:
+        """All that are held out."""
+        return self.held_out
+
+    def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
+        images, labels = batch
+        return {"accuracy": float((model(images).argmax(-1) == labels).double().mean())}

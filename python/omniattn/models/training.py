@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from omniattn.models.checkpoint import (
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
 from omniattn.models.tasks import Batch, Task
-from omniattn.modules import LearnedPositional
+from omniattn.modules import LearnedPositional, T5RelativeBias, WindowAttention
 
-_TABLES = (nn.Embedding, LearnedPositional)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,9 +63,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return c.min_lr + 0.5 * (c.lr - c.min_lr) * (1 + math.cos(math.pi * done))
 
 
+def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Matrices whose rows are looked up."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | LearnedPositional | T5RelativeBias):
+            yield module.weight
+        elif isinstance(module, WindowAttention):
+            yield module.relative_position_bias_table
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Weight decay on matrices; none on vectors (norms, biases) and tables (embeddings)."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, _TABLES)}
+    tables = {id(table) for table in _tables(model)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in tables]
     others = [p for p in parameters if p.dim() < 2 or id(p) in tables]

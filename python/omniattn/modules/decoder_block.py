@@ -1,19 +1,22 @@
-"""Pre-norm decoder block: attention and feed-forward layer, each on a residual stream."""
+"""Pre-norm block: attention and feed-forward layer, each on a residual stream."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from omniattn.functional.scores import RelativeBias
+from omniattn.modules.attention import Attention
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.kv_cache import Cache
 
 
 class DecoderBlock(nn.Module):
-    """h = h + Attention(Norm(h)); h = h + MLP(Norm(h)).
+    """h = h + Attention(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
 
-    Each addition is done by the norm that follows it, in one pass over memory. The block therefore
-    takes and returns a pair (x, residual) whose sum is h; the norm after the last block adds them.
+    With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
+    norm that follows it, in one pass over memory. The block therefore takes and returns a pair
+    (x, residual) whose sum is h; the norm after the last block adds them.
 
     Args:
         config: of the two layers and of the norms in front of them.
@@ -21,7 +24,8 @@ class DecoderBlock(nn.Module):
 
     Shape:
         x, residual (B, T, dim) -> x, residual (B, T, dim).
-        Parameters input_layernorm, self_attn, post_attention_layernorm, mlp.
+        Parameters input_layernorm, self_attn, cross_attention_layernorm, cross_attn,
+        post_attention_layernorm, mlp.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -40,12 +44,16 @@ class DecoderBlock(nn.Module):
         Args:
             attention: of Attention, MultiHeadLatentAttention or DifferentialAttention.
             mlp: of GatedMLP, MLP or MoE.
-            norm: of RMSNorm or LayerNorm, used in front of both.
+            norm: of RMSNorm or LayerNorm, used in front of each layer.
+            cross: attention to another sequence, in between.
+            dropout_p: of what each layer adds.
         """
 
         attention: AttentionConfig
         mlp: FeedForwardConfig
         norm: NormConfig
+        cross: Attention.Config | None = None
+        dropout_p: float = 0.0
 
     def __init__(
         self,
@@ -58,8 +66,13 @@ class DecoderBlock(nn.Module):
         self.config = config
         self.input_layernorm = build(config.norm, device=device, dtype=dtype)
         self.self_attn = build(config.attention, device=device, dtype=dtype)
+        self.cross_attn: Attention | None = None
+        if config.cross is not None:
+            self.cross_attention_layernorm = build(config.norm, device=device, dtype=dtype)
+            self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
         self.post_attention_layernorm = build(config.norm, device=device, dtype=dtype)
         self.mlp = build(config.mlp, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout_p)
 
     def forward(
         self,
@@ -69,12 +82,23 @@ class DecoderBlock(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
         mask: torch.Tensor | None = None,
+        relative: RelativeBias | None = None,
+        memory: torch.Tensor | None = None,
+        memory_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block; `residual` is None in front of the first one. The rest as in Attention."""
+        """One block; `residual` is None in front of the first one.
+
+        `memory` and `memory_cache` are source and cache of the cross-attention. The rest as in
+        Attention; `relative` only with layers that have it.
+        """
         if residual is None:
             y, residual = self.input_layernorm(x), x
         else:
             y, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(y, rope=rope, cache=cache, mask=mask)
+        scores = {} if relative is None else {"relative": relative}
+        x = self.dropout(self.self_attn(y, rope=rope, cache=cache, mask=mask, **scores))
+        if self.cross_attn is not None:
+            y, residual = self.cross_attention_layernorm(x, residual)
+            x = self.dropout(self.cross_attn(y, memory, cache=memory_cache))
         y, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(y), residual
+        return self.dropout(self.mlp(y)), residual

@@ -70,6 +70,7 @@ def moe_experts(
         pre = F.linear(flat[token], widen(up[e]), None if up_bias is None else widen(up_bias[e]))
         hidden = _hidden(pre, activation, interleaved, alpha, limit)
         bias = None if down_bias is None else widen(down_bias[e])
-        slots = slots.index_put((token, slot), F.linear(hidden, widen(down[e]), bias))
+        y = F.linear(hidden, widen(down[e]), bias)
+        slots = slots.index_put((token, slot), y.to(slots.dtype))  # autocast gives halves
     kept = widen(weights).to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)
     return (kept[..., None] * slots).sum(1).to(x.dtype).reshape(x.shape)

@@ -1,0 +1,155 @@
+"""BERT: an encoder with its norms behind each layer, trained to restore masked tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.models.model import Model, ModelConfig
+from omniattn.models.tasks import MaskedLanguageModeling
+from omniattn.modules import MLP, Attention, LayerNorm, LearnedPositional, Linear, Residual
+
+
+@dataclass(frozen=True)
+class BertConfig(ModelConfig):
+    """Sizes and options.
+
+    Args:
+        vocab_size, dim, num_layers, num_heads, hidden_dim: sizes.
+        max_positions: number of learned positions.
+        token_types: kinds of segments, told apart by an embedding.
+        dropout_p: of embeddings, attention weights and what each layer adds.
+        norm_eps, init_std: of the norms and all weights.
+
+    Reference:
+        Devlin et al., "BERT", 2018, arXiv 1810.04805.
+    """
+
+    architecture = "bert"
+    task = MaskedLanguageModeling
+
+    vocab_size: int = MaskedLanguageModeling.vocab_size
+    dim: int = 192
+    num_layers: int = 4
+    num_heads: int = 6
+    hidden_dim: int = 768
+    max_positions: int = 512
+    token_types: int = 2
+    dropout_p: float = 0.0
+    norm_eps: float = 1e-12
+    init_std: float = 0.02
+
+    @property
+    def longest(self) -> int:
+        return self.max_positions
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Bert:
+        return Bert(self, device=device, dtype=dtype)
+
+
+class Bert(Model):
+    """x = LN(E[tokens] + P + S[types]); post-norm blocks; logits = LN(gelu(x W)) E^T + b.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with `targets` (B, T).
+
+    Example:
+        >>> model = Bert(BertConfig(dim=48, num_layers=1))
+        >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+        torch.Size([1, 5, 257])
+    """
+
+    config: BertConfig
+
+    def __init__(
+        self,
+        config: BertConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
+
+        def table(rows: int) -> nn.Embedding:
+            embedding = nn.Embedding(rows, c.dim, device=device, dtype=dtype)
+            nn.init.normal_(embedding.weight, std=c.init_std)
+            return embedding
+
+        def post_norm(layer: nn.Module) -> Residual:
+            placement = Residual.Config(norm, "post", c.dropout_p)
+            return Residual(layer, placement, device=device, dtype=dtype)
+
+        attention = Attention.Config(
+            c.dim,
+            c.num_heads,
+            causal=False,
+            bias=True,
+            out_bias=True,
+            dropout_p=c.dropout_p,
+            init_std=c.init_std,
+            out_init_std=c.init_std,
+            backend=c.backend,
+        )
+        mlp = MLP.Config(
+            c.dim,
+            c.hidden_dim,
+            init_std=c.init_std,
+            out_init_std=c.init_std,
+            backend=c.backend,
+        )
+        self.embed_tokens, self.embed_types = table(c.vocab_size), table(c.token_types)
+        positions = LearnedPositional.Config(c.max_positions, c.dim, c.init_std)
+        self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
+        self.embed_norm = LayerNorm(norm, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(c.dropout_p)
+        self.attentions, self.mlps = nn.ModuleList(), nn.ModuleList()
+        for _ in range(c.num_layers):
+            self.attentions.append(post_norm(Attention(attention, device=device, dtype=dtype)))
+            self.mlps.append(post_norm(MLP(mlp, device=device, dtype=dtype)))
+        transform = Linear.Config(c.dim, c.dim, True, c.init_std, c.backend)
+        self.head_transform = Linear(transform, device=device, dtype=dtype)
+        self.head_norm = LayerNorm(norm, device=device, dtype=dtype)
+        self.head_bias = nn.Parameter(torch.zeros(c.vocab_size, device=device, dtype=dtype))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        token_types: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """The encoder's states (B, T, dim); token_types (B, T) int, mask as in Attention."""
+        types = torch.zeros_like(tokens) if token_types is None else token_types
+        x = self.embed_positions(self.embed_tokens(tokens)) + self.embed_types(types)
+        x = self.dropout(self.embed_norm(x))
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = mlp(attention(x, mask=mask))
+        return x
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        token_types: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocab_size), or with targets, of which -100 does not count, the loss."""
+        x = self.hidden(tokens, token_types=token_types, mask=mask)
+        x = self.head_norm(nn.functional.gelu(self.head_transform(x)))
+        weight, bias, backend = self.embed_tokens.weight, self.head_bias, self.config.backend
+        if targets is None:
+            return functional.linear(x, weight, bias, backend=backend)
+        return functional.linear_cross_entropy(x, weight, targets, bias=bias, backend=backend)

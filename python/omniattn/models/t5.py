@@ -1,0 +1,246 @@
+"""T5: an encoder and a decoder with relative positions in their scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.models.model import Model, ModelConfig
+from omniattn.models.tasks import SpanCorruption
+from omniattn.modules import (
+    MLP,
+    Attention,
+    Cache,
+    DecoderBlock,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    T5RelativeBias,
+)
+
+
+@dataclass(frozen=True)
+class T5Config(ModelConfig):
+    """Sizes and options.
+
+    Args:
+        vocab_size, dim, num_heads, head_dim, hidden_dim: sizes.
+        num_layers: of the encoder, and of the decoder.
+        buckets, max_distance: of the relative positions.
+        gated: GEGLU instead of ReLU, and an untied head (version 1.1).
+        dropout_p: of embeddings, attention weights, hidden layers and what each layer adds.
+        norm_eps: of the norms.
+
+    Reference:
+        Raffel et al., "Exploring the Limits of Transfer Learning", 2020, arXiv 1910.10683.
+    """
+
+    architecture = "t5"
+    task = SpanCorruption
+
+    vocab_size: int = SpanCorruption.vocab_size
+    dim: int = 160
+    num_layers: int = 3
+    num_heads: int = 5
+    head_dim: int = 32
+    hidden_dim: int = 640
+    buckets: int = 32
+    max_distance: int = 128
+    gated: bool = False
+    dropout_p: float = 0.0
+    norm_eps: float = 1e-6
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> T5:
+        return T5(self, device=device, dtype=dtype)
+
+    @property
+    def norm(self) -> RMSNorm.Config:
+        """All norms."""
+        return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
+
+    def block(self, *, decoder: bool) -> DecoderBlock.Config:
+        """One layer; the decoder's are causal and attend to the encoder."""
+
+        def attention(*, causal: bool, cross: bool) -> Attention.Config:
+            return Attention.Config(
+                self.dim,
+                self.num_heads,
+                head_dim=self.head_dim,
+                causal=causal,
+                cross=cross,
+                scale=1.0,
+                dropout_p=self.dropout_p,
+                init_std=self.dim**-0.5,
+                out_init_std=(self.num_heads * self.head_dim) ** -0.5,
+                backend=self.backend,
+            )
+
+        feed_forward = GatedMLP.Config if self.gated else MLP.Config
+        mlp = feed_forward(
+            self.dim,
+            self.hidden_dim,
+            "geglu_tanh" if self.gated else "relu",
+            bias=False,
+            init_std=self.dim**-0.5,
+            out_init_std=self.hidden_dim**-0.5,
+            dropout_p=self.dropout_p,
+            backend=self.backend,
+        )
+        return DecoderBlock.Config(
+            attention(causal=decoder, cross=False),
+            mlp,
+            self.norm,
+            cross=attention(causal=False, cross=True) if decoder else None,
+            dropout_p=self.dropout_p,
+        )
+
+
+class T5Stack(nn.Module):
+    """The encoder or the decoder: blocks that share one table of relative positions, and a norm.
+
+    Args:
+        config: of the model.
+        decoder: causal, with cross-attention.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim), memory (B, S, dim) -> (B, T, dim).
+    """
+
+    def __init__(
+        self,
+        config: T5Config,
+        *,
+        decoder: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        c = config
+        bias = T5RelativeBias.Config(
+            c.num_heads, c.buckets, c.max_distance, not decoder, init_std=c.dim**-0.5
+        )
+        self.relative_attention_bias = T5RelativeBias(bias, device=device, dtype=dtype)
+        block = c.block(decoder=decoder)
+        self.layers = nn.ModuleList(
+            DecoderBlock(block, device=device, dtype=dtype) for _ in range(c.num_layers)
+        )
+        # Scores are not divided by sqrt(D): the queries start that much smaller.
+        for module in self.modules():
+            if isinstance(module, Attention):
+                nn.init.normal_(module.q_proj.weight, std=(c.dim * c.head_dim) ** -0.5)
+        self.norm = RMSNorm(c.norm, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(c.dropout_p)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: list[tuple[Cache, Cache]] | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> normed (B, T, dim); mask as in Attention, of the self-attention."""
+        relative = self.relative_attention_bias()
+        x, residual = self.dropout(x), None
+        for i, layer in enumerate(self.layers):
+            own, other = (None, None) if cache is None else cache[i]
+            x, residual = layer(
+                x,
+                residual,
+                cache=own,
+                mask=mask,
+                relative=relative,
+                memory=memory,
+                memory_cache=other,
+            )
+        return self.dropout(self.norm(x, residual)[0])
+
+
+class T5(Model):
+    """logits = head(Decoder(E[tokens], Encoder(E[source]))).
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        source (B, S), tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with
+        `targets` (B, T). Tokens are the targets moved right by one, behind a start token.
+
+    Example:
+        >>> model = T5(T5Config(dim=32, num_layers=1, hidden_dim=64))
+        >>> model(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)).shape
+        torch.Size([1, 3, 358])
+    """
+
+    config: T5Config
+
+    def __init__(
+        self,
+        config: T5Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
+        nn.init.normal_(self.embed_tokens.weight)
+        self.encoder = T5Stack(c, decoder=False, device=device, dtype=dtype)
+        self.decoder = T5Stack(c, decoder=True, device=device, dtype=dtype)
+        head = Linear.Config(c.dim, c.vocab_size, init_std=c.dim**-0.5, backend=c.backend)
+        self.lm_head = Linear(head, device=device, dtype=dtype) if c.gated else None
+
+    def encode(self, source: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """source (B, S) int -> states (B, S, dim)."""
+        states: Tensor = self.encoder(self.embed_tokens(source), mask=mask)
+        return states
+
+    def new_cache(
+        self, batch: int, max_length: int, dtype: torch.dtype | None = None
+    ) -> list[tuple[Cache, Cache]]:
+        """Empty caches of the decoder's layers: of its tokens, and of the encoder's states."""
+        layers = [cast(DecoderBlock, layer) for layer in self.decoder.layers]
+        return [
+            (
+                layer.self_attn.new_cache(batch, max_length, dtype),
+                cast(Attention, layer.cross_attn).new_cache(batch, max_length, dtype),
+            )
+            for layer in layers
+        ]
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        *,
+        cache: list[tuple[Cache, Cache]] | None = None,
+    ) -> Tensor:
+        """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
+        x: Tensor = self.decoder(self.embed_tokens(tokens), memory, cache=cache)
+        return x * self.config.dim**-0.5 if self.lm_head is None else x
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight (vocab_size, dim) of the head."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def head(self, x: Tensor) -> Tensor:
+        """States (..., dim) -> logits (..., vocab_size)."""
+        return functional.linear(x, self.head_weight, backend=self.config.backend)
+
+    def forward(self, source: Tensor, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, vocab_size), or with targets, of which -100 does not count, the loss."""
+        x = self.hidden(tokens, self.encode(source))
+        if targets is None:
+            return self.head(x)
+        return functional.linear_cross_entropy(
+            x, self.head_weight, targets, backend=self.config.backend
+        )

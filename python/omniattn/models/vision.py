@@ -1,0 +1,261 @@
+"""Image classifiers: the Vision Transformer and Swin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.models.model import Model, ModelConfig
+from omniattn.models.tasks import Digits
+from omniattn.modules import (
+    MLP,
+    Attention,
+    DecoderBlock,
+    LayerNorm,
+    LearnedPositional,
+    Linear,
+    PatchMerging,
+    SwinBlock,
+    WindowAttention,
+)
+
+
+@dataclass(frozen=True)
+class VisionConfig(ModelConfig):
+    """What the classifiers share.
+
+    Args:
+        classes, channels, image, patch: sizes; images are square, `patch` divides their side.
+        norm_eps, init_std: of the norms and all weights.
+    """
+
+    task = Digits
+    recipe: ClassVar[dict[str, Any]] = {"batch": 64}
+
+    classes: int = 10
+    channels: int = 1
+    image: int = 8
+    patch: int = 2
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def linear(self, n_in: int, n_out: int) -> Linear.Config:
+        """A linear layer with a bias."""
+        return Linear.Config(n_in, n_out, True, self.init_std, self.backend)
+
+
+class Classifier(Model):
+    """Patches -> tokens -> features -> logits; subclasses say what is between.
+
+    Args:
+        config: sizes and options.
+        width: of a token.
+        features: width of what the head reads.
+        device, dtype: of the parameters.
+
+    Shape:
+        images (B, channels, image, image) -> logits (B, classes), or the mean loss with `labels`
+        (B,).
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        width: int,
+        features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.patch, self.backend = config.patch, config.backend
+        patch = config.linear(config.channels * config.patch**2, width)
+        self.embed_patches = Linear(patch, device=device, dtype=dtype)
+        norm = LayerNorm.Config(features, config.norm_eps, backend=config.backend)
+        self.norm = LayerNorm(norm, device=device, dtype=dtype)
+        self.head = Linear(config.linear(features, config.classes), device=device, dtype=dtype)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """images (B, C, H, W) -> tokens (B, H / patch, W / patch, width)."""
+        p = self.patch
+        split = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, C, rows, p, columns, p)
+        tokens: Tensor = self.embed_patches(split.permute(0, 2, 4, 1, 3, 5).flatten(3))
+        return tokens
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Tokens of `patches` -> (B, features), normed."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, classes), or with labels the mean loss."""
+        logits: Tensor = self.head(self.features(self.patches(images)))
+        if labels is None:
+            return logits
+        return functional.cross_entropy(logits, labels, backend=self.backend)
+
+
+@dataclass(frozen=True)
+class ViTConfig(VisionConfig):
+    """Sizes of a ViT.
+
+    Args:
+        dim, num_layers, num_heads: sizes; feed-forward layers are 4 dim wide.
+
+    Reference:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, arXiv 2010.11929.
+    """
+
+    architecture = "vit"
+
+    dim: int = 64
+    num_layers: int = 4
+    num_heads: int = 4
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ViT:
+        return ViT(self, device=device, dtype=dtype)
+
+
+class ViT(Classifier):
+    """[class token; patches] + positions; pre-norm blocks; the class token is what the head reads.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> ViT(ViTConfig())(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    config: ViTConfig
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, config.dim, config.dim, device=device, dtype=dtype)
+        self.config = c = config
+        std, backend = c.init_std, c.backend
+        self.class_token = nn.Parameter(torch.empty(c.dim, device=device, dtype=dtype))
+        nn.init.normal_(self.class_token, std=std)
+        positions = LearnedPositional.Config((c.image // c.patch) ** 2 + 1, c.dim, std)
+        self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
+        attention = Attention.Config(
+            c.dim,
+            c.num_heads,
+            causal=False,
+            bias=True,
+            out_bias=True,
+            init_std=std,
+            out_init_std=std,
+            backend=backend,
+        )
+        mlp = MLP.Config(c.dim, 4 * c.dim, init_std=std, out_init_std=std, backend=backend)
+        block = DecoderBlock.Config(attention, mlp, self.norm.config)
+        self.layers = nn.ModuleList(
+            DecoderBlock(block, device=device, dtype=dtype) for _ in range(c.num_layers)
+        )
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = tokens.flatten(1, 2)
+        x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+        x, residual = self.embed_positions(x), None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        first = x[:, 0] if residual is None else x[:, 0] + residual[:, 0]
+        y: Tensor = self.norm(first)
+        return y
+
+
+@dataclass(frozen=True)
+class SwinConfig(VisionConfig):
+    """Sizes of a Swin Transformer.
+
+    Args:
+        dim: width of the first stage; each further one is twice as wide, on half the grid.
+        depths, heads: blocks and heads of each stage; every other block shifts its windows.
+        window: side of a window.
+        drop_path_p: of the last block, from 0 at the first one on.
+
+    Reference:
+        Liu et al., "Swin Transformer", 2021, arXiv 2103.14030.
+    """
+
+    architecture = "swin"
+
+    patch: int = 1
+    norm_eps: float = 1e-5
+    dim: int = 32
+    depths: tuple[int, ...] = (2, 2)
+    heads: tuple[int, ...] = (2, 4)
+    window: int = 4
+    drop_path_p: float = 0.0
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Swin:
+        return Swin(self, device=device, dtype=dtype)
+
+
+class Swin(Classifier):
+    """Stages of window attention with merging in between; the head reads the mean of the tokens.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> Swin(SwinConfig())(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    config: SwinConfig
+
+    def __init__(
+        self,
+        config: SwinConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        last = config.dim * 2 ** (len(config.depths) - 1)
+        super().__init__(config, config.dim, last, device=device, dtype=dtype)
+        self.config = c = config
+        norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
+        self.embed_norm = LayerNorm(norm, device=device, dtype=dtype)
+        drop = iter(torch.linspace(0, c.drop_path_p, sum(c.depths)).tolist())
+
+        def block(width: int, heads: int, index: int) -> SwinBlock:
+            shift = c.window // 2 if index % 2 else 0
+            attention = WindowAttention.Config(
+                width, heads, c.window, shift, init_std=c.init_std, backend=c.backend
+            )
+            config = SwinBlock.Config(attention, drop_path_p=next(drop), norm_eps=c.norm_eps)
+            return SwinBlock(config, device=device, dtype=dtype)
+
+        self.stages = nn.ModuleList()
+        for stage, (depth, heads) in enumerate(zip(c.depths, c.heads, strict=True)):
+            layers: list[nn.Module] = []
+            if stage > 0:
+                merging = PatchMerging.Config(
+                    c.dim * 2 ** (stage - 1), c.norm_eps, c.init_std, c.backend
+                )
+                layers.append(PatchMerging(merging, device=device, dtype=dtype))
+            layers += [block(c.dim * 2**stage, heads, index) for index in range(depth)]
+            self.stages.append(nn.Sequential(*layers))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embed_norm(tokens)
+        for stage in self.stages:
+            x = stage(x)
+        y: Tensor = self.norm(x.flatten(1, 2)).mean(1)
+        return y

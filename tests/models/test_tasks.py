@@ -1,0 +1,83 @@
+"""What the batches of each task hold, beside those of language modelling."""
+
+import sys
+
+import pytest
+import torch
+
+from omniattn.models.tasks import Digits, MaskedLanguageModeling, SpanCorruption
+
+TEXT = bytes(range(256)) * 40
+
+
+def test_masking_keeps_its_shares_and_asks_for_the_text():
+    task = MaskedLanguageModeling(TEXT, 255)
+    tokens, targets = task.batch(64, 0, 0)
+    text = task.data.windows(64, 0, 0)[:, :-1]
+    asked = targets >= 0
+    assert torch.equal(targets[asked], text[asked])
+    assert torch.equal(tokens[~asked], text[~asked])
+    assert 0.13 < asked.double().mean() < 0.17
+    masked = tokens[asked] == task.MASK
+    kept = tokens[asked] == text[asked]
+    assert 0.76 < masked.double().mean() < 0.84
+    assert 0.07 < kept.double().mean() < 0.13  # by chance another byte is the same one
+    assert tokens.max() <= 256
+
+
+@pytest.mark.parametrize("length", [4, 33, 255])
+def test_spans_and_source_make_the_text(length):
+    task = SpanCorruption(TEXT, length)
+    batch = task.batch(5, 0, 3)
+    text = task.data.windows(5, 0, 3)[:, :-1]
+    for source, tokens, targets, original in zip(*batch, text, strict=True):
+        assert tokens.tolist() == [task.START, *targets[:-1].tolist()]
+        assert source[-1] == targets[-1] == task.END
+        spans: dict[int, list[int]] = {}
+        for token in targets[:-1].tolist():
+            if token >= task.SENTINEL:
+                spans[token] = []
+            else:
+                spans[list(spans)[-1]].append(token)
+        assert list(spans) == [task.SENTINEL + i for i in range(task.spans)]
+        assert all(spans.values())
+        restored = []
+        for token in source[:-1].tolist():
+            restored += spans.get(token, [token])
+        assert restored == original.tolist()
+    other = task.batch(5, 0, 4)
+    assert [t.shape for t in other] == [t.shape for t in batch]
+
+
+def test_partitions_are_drawn_evenly():
+    task = SpanCorruption(TEXT, 40)  # 6 bytes in 2 spans: 1 + 5, ..., 5 + 1
+    lengths = task._partition(6, torch.rand(6000, 5, generator=torch.Generator().manual_seed(0)))
+    assert (lengths.sum(-1) == 6).all()
+    counts = torch.bincount(lengths[:, 0], minlength=6)
+    assert counts[0] == 0
+    assert (counts[1:] - 1200).abs().max() < 150  # five deviations
+
+
+@pytest.mark.parametrize(("length", "message"), [(1, "1 spans"), (2040, "102 spans")])
+def test_windows_that_span_corruption_cannot_use(length, message):
+    with pytest.raises(ValueError, match=message):
+        SpanCorruption(TEXT * 2, length)
+
+
+def test_digits_are_split():
+    pytest.importorskip("sklearn")
+    task = Digits()
+    images, labels = task.batch(32, 0, 0)
+    assert images.shape == (32, 1, 8, 8)
+    assert images.min() == 0
+    assert images.max() == 1
+    assert not torch.equal(labels, task.batch(32, 0, 1)[1])
+    held_out, targets = task.held_out_batch(1)
+    assert len(held_out) + len(task.train[0]) == 1797
+    assert sorted(set(targets.tolist())) == list(range(10))
+
+
+def test_missing_scikit_learn_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'omniattn\[train\]'"):
+        Digits()
