@@ -229,18 +229,12 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   const T* const v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
   const int64_t* const at_k = at.k + (keys.begin - at.first);
   const int64_t* const at_v = at.v + (keys.begin - at.first);
-  // All rows take their turn at a few keys, or columns of V below, while these are in L1. Twice the
-  // keys of a tile halve how often many rows come from L2.
-  for (int64_t first = 0; first < count; first += 2 * kKeys) {
-    const int64_t last = first + 2 * kKeys < count ? first + 2 * kKeys : count;
-    for (int64_t n = first; n < last; n += kKeys) {
-      fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
-    }
+  // All rows take their turn at a few keys, or columns of V below, while these are in L1.
+  for (int64_t n = 0; n < count; n += kKeys) {
+    fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
     for_row_tiles(rows.count, [&](int64_t r, auto tile) {
-      for (int64_t n = first; n < last; n += kKeys) {
-        dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at_k + n, count - n, p.d,
-                                           s + r * kKeyPanel + n);
-      }
+      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at_k + n, count - n, p.d,
+                                         s + r * kKeyPanel + n);
     });
   }
   for (int64_t r = 0; r < rows.count; ++r) {
