@@ -1,6 +1,6 @@
-// attention, attention_backward: decoding of masks and scores, checks and results for either
-// device. Included by attention_cpu.cpp and attention_cuda.cpp, each of which defines the two run
-// functions.
+// attention, attention_backward, attention_weights, attention_select: decoding of masks and scores,
+// checks and results for either device. Included by attention_cpu.cpp and attention_cuda.cpp, each
+// of which defines decode_layout and the run functions.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -34,6 +34,8 @@ using Sequences = std::vector<Sequence>;
 // grad_head_scale.
 void run_forward(AttentionForwardParams f, const Sequences& sequences);
 void run_backward(AttentionBackwardParams b, const Sequences& sequences);
+void run_weights(AttentionWeightsParams w);
+void run_select(AttentionSelectParams x);
 
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
@@ -95,9 +97,9 @@ struct Call {
   AttentionProblem p;
   Tensors kept;
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;
-  bool is_packed = false;
-  Sequences sequences;
-  Ints block_table;  // (B, N), checked
+  bool has_layout = false, is_packed = false;
+  Sequences sequences;  // of a layout, on the CPU
+  Ints block_table;     // (B, N), checked
 };
 
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
@@ -181,110 +183,21 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
   }
 }
 
-#if defined(OMNIATTN_CUDA)
-void decode_layout(const char* op, Call&, MaskKind, const Ints&, const Tensors&) {
-  fail(op, "packed, cached and paged batches are supported on the CPU only");
-}
-#else
-// Element of an int32 or int64 tensor.
-int64_t integer_at(const Tensor& t, int64_t offset) {
-  const void* const data = t.const_data_ptr();
-  return t.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(data)[offset]
-                                             : static_cast<const int32_t*>(data)[offset];
-}
 void require_integers(const char* op, const char* name, const Tensor& t) {
   const bool fits = t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int;
   require(is_here(t) && fits, op, name, " must be int32 or int64 on ", kDeviceName);
 }
 
-// Row numbers of a layout: `count` integers in [0, limit].
-Ints read_rows(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
-  require_integers(op, name, t);
-  require_sizes(op, name, t, {&count, 1});
-  Ints rows(static_cast<size_t>(count));
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t row = integer_at(t, n * t.stride(0));
-    require(row >= 0 && row <= limit, op, name, " must lie in [0, ", limit, "], got ", row);
-    rows[static_cast<size_t>(n)] = row;
-  }
-  return rows;
+// Takes [seed, offset] of dropout.
+void decode_seed(Call& call, const Tensor& seed);
+void read_seed(Dropout& dropout, const Tensor& seed) {
+  const auto* const words = static_cast<const int64_t*>(seed.const_data_ptr());
+  dropout.key = philox_key(words[0]);
+  dropout.offset = static_cast<uint32_t>(words[seed.stride(0)]);
 }
 
-// Boundaries of packed sequences of at most `longest` rows.
-Ints read_boundaries(const char* op, const char* name, const Tensor& t, int64_t rows,
-                     int64_t longest) {
-  require(t.dim() == 1 && t.size(0) >= 1, op, name, " must have shape (N + 1,)");
-  const Ints found = read_rows(op, name, t, t.size(0), rows);
-  for (size_t n = 1; n < found.size(); ++n) {
-    const int64_t length = found[n] - found[n - 1];
-    require(length >= 0 && length <= longest, op, name, " must grow by 0 to ", longest, ", got ",
-            found[n - 1], " then ", found[n]);
-  }
-  return found;
-}
-
-// Reads the pages that sequences of these lengths have; what the table holds behind is not read. k
-// and v are (pages, size, Hkv, .).
-void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor& lengths) {
-  AttentionProblem& p = call.p;
-  const int64_t pages = call.kept[1].size(0), size = p.tk;
-  require_integers(op, "block_table", table);
-  require(table.dim() == 2 && table.size(0) == p.batch, op,
-          "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
-          " dimensions");
-  const int64_t width = table.size(1);
-  require(size > 0 && width <= kMaskParamLimit / size, op,
-          "pages must hold tokens, and those of a sequence less than 2^40, got page size ", size,
-          " and N=", width);
-  p.tk = width * size;
-  const Ints found = read_rows(op, "lengths", lengths, p.batch, p.tk);
-  const int64_t longest = found.empty() ? 0 : *std::max_element(found.begin(), found.end());
-  p.pages = {nullptr, ceil_div(longest, size), size};
-  call.block_table.resize(static_cast<size_t>(p.batch * p.pages.stride_b));
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t length = found[static_cast<size_t>(b)];
-    for (int64_t n = 0; n < ceil_div(length, size); ++n) {
-      const int64_t page = integer_at(table, b * table.stride(0) + n * table.stride(1));
-      require(page >= 0 && page < pages, op, "block_table must name pages in [0, ", pages,
-              "), got ", page, " in row ", b);
-      call.block_table[static_cast<size_t>(b * p.pages.stride_b + n)] = page;
-    }
-    call.sequences.push_back({b, b, 0, p.tq, 0, length});
-  }
-  p.pages.table = call.block_table.data();
-}
-
-// Reads the layout rule that `code` holds; the problem gets a batch of sequences.
-void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
-                   const Tensors& aux) {
-  AttentionProblem& p = call.p;
-  if (kind == MaskKind::paged) {
-    const Tensor& table = side_tensor(op, aux, code[3]);
-    return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
-  }
-  if (kind == MaskKind::cached) {
-    const Ints lengths = read_rows(op, "lengths", side_tensor(op, aux, code[3]), p.batch, p.tk);
-    for (int64_t b = 0; b < p.batch; ++b) {
-      call.sequences.push_back({b, b, 0, p.tq, 0, lengths[static_cast<size_t>(b)]});
-    }
-    return;
-  }
-  require(p.batch == 1, op, "packed sequences must have B = 1, got B=", p.batch);
-  call.is_packed = true;
-  const Ints q = read_boundaries(op, "cu_seqlens_q", side_tensor(op, aux, code[3]), p.tq, code[1]);
-  const Ints k =
-      read_boundaries(op, "cu_seqlens_k", side_tensor(op, aux, code[3] + 1), p.tk, code[2]);
-  require(q.size() == k.size(), op, "cu_seqlens_q and cu_seqlens_k must have the same length, got ",
-          q.size(), " and ", k.size());
-  for (size_t n = 0; n + 1 < q.size(); ++n) {
-    call.sequences.push_back(
-        {static_cast<int64_t>(n), 0, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
-  }
-  p.batch = static_cast<int64_t>(call.sequences.size());
-  p.tq = code[1];
-  p.tk = code[2];
-}
-#endif
+// Takes the layout rule that `code` holds, see MaskKind: the problem gets a batch of sequences.
+void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code, const Tensors& aux);
 
 bool starts_with(const Ints& mask, MaskKind kind) {
   return !mask.empty() && mask[0] == static_cast<int64_t>(kind);
@@ -301,6 +214,10 @@ void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& au
       starts_with(mask, MaskKind::paged)) {
     require(mask_parameters_fit(static_cast<MaskKind>(mask[0]), mask[1], mask[2]), op,
             "longest sequences must be >= 0 and below 2^40, got ", mask[1], " and ", mask[2]);
+    call.has_layout = true;
+    call.is_packed = mask[0] == static_cast<int64_t>(MaskKind::packed);
+    require(!call.is_packed || p.batch == 1, op,
+            "packed sequences must have B = 1, got B=", p.batch);
     decode_layout(op, call, static_cast<MaskKind>(mask[0]), mask, aux);
     at = kMaskRuleInts;
   }
@@ -458,11 +375,12 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
           "dropout_p must be in [0, 1], got dropout_p=", dropout_p);
   p.dropout = make_dropout(0, 0, 0);
   if (dropout_p > 0) {
-    require(seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long &&
-                seed->dim() == 1 && seed->size(0) == 2,
-            op, "seed must be an int64 CPU tensor [seed, offset] when dropout_p > 0");
-    const auto* words = static_cast<const int64_t*>(seed->const_data_ptr());
-    p.dropout = make_dropout(dropout_p, words[0], words[seed->stride(0)]);
+    require(seed.has_value() && seed->scalar_type() == ScalarType::Long && seed->dim() == 1 &&
+                seed->size(0) == 2 && (seed->is_cpu() || is_here(*seed)),
+            op, "seed must be an int64 tensor [seed, offset] on the CPU or on ", kDeviceName,
+            " when dropout_p > 0");
+    p.dropout = make_dropout(dropout_p, 0, 0);
+    decode_seed(call, *seed);
   }
   decode_mask(op, call, mask, aux);
   decode_score(op, call, score, params, aux);
@@ -561,7 +479,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     grads.push_back(grad);
   }
   // Rows of no sequence get no gradient.
-  if (!call.sequences.empty() || !has_work(p)) {
+  if (call.has_layout || !has_work(p)) {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }
   if (has_work(p)) run_backward(b, call.sequences);
@@ -571,9 +489,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   return {grad_q, grad_k, grad_v, grads};
 }
 
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Tensors aux,
+                         Ints mask, Ints score, Floats params, bool sums) {
+  constexpr const char* op = "attention_weights";
+  const DeviceScope scope(q);
+  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  AttentionProblem& p = call.p;
+  require(!call.has_layout, op, "packed and cached batches are not supported");
+  const int64_t lse_sizes[] = {p.batch, p.hq, p.tq};
+  require_tensor(op, "lse", lse, accumulator(p.dtype));
+  require_sizes(op, "lse", lse, {lse_sizes, 3});
+  const Tensor lse_rows = torch::stable::contiguous(lse);
+  const int64_t sizes[] = {p.batch, p.hq, p.tq, p.tk}, sum_sizes[] = {p.batch, p.hq, p.tk};
+  const Tensor out =
+      sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
+  fill(out, 0);
+  AttentionWeightsParams w{p, lse_rows.const_data_ptr(), nullptr, nullptr, nullptr};
+  (sums ? w.sums : w.weights) = out.mutable_data_ptr();
+  if (out.numel() > 0 && p.tq > 0) run_weights(w);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Tensors aux,
+                                            Ints mask, Ints score, Floats params) {
+  constexpr const char* op = "attention_select";
+  const DeviceScope scope(q);
+  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  AttentionProblem& p = call.p;
+  require(!call.has_layout, op, "packed and cached batches are not supported");
+  const int64_t sizes[] = {p.batch, p.hq, p.tq};
+  const Tensor index = torch::stable::new_empty(q, {sizes, 3}, ScalarType::Long);
+  const Tensor top = empty_tensor({sizes, 3}, accumulator(p.dtype));
+  if (index.numel() > 0) {
+    run_select(
+        {p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr(), nullptr});
+  }
+  return {index, top};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
   OMNIATTN_IMPL(m, "attention", attention);
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  OMNIATTN_IMPL(m, "attention_weights", attention_weights);
+  m.impl("attention_select", TORCH_BOX(&attention_select));
 }

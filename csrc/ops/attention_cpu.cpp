@@ -1,4 +1,5 @@
-// attention and attention_backward on the CPU: choice of kernels, memory, threads.
+// attention, attention_backward, attention_weights and attention_select on the CPU: choice of
+// kernels, memory, threads.
 #include "ops/attention.h"
 
 #include <algorithm>
@@ -102,6 +103,100 @@ bool has_heads_enough(const std::vector<Params>& problems) {
 }
 
 // ---- sequences ----------------------------------------------------------------------------------
+
+void decode_seed(Call& call, const Tensor& seed) { read_seed(call.p.dropout, seed); }
+
+// Element of an int32 or int64 tensor.
+int64_t integer_at(const Tensor& t, int64_t offset) {
+  const void* const data = t.const_data_ptr();
+  return t.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(data)[offset]
+                                             : static_cast<const int32_t*>(data)[offset];
+}
+
+// Row numbers of a layout: `count` integers in [0, limit].
+Ints read_rows(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
+  require_integers(op, name, t);
+  require_sizes(op, name, t, {&count, 1});
+  Ints rows(static_cast<size_t>(count));
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = integer_at(t, n * t.stride(0));
+    require(row >= 0 && row <= limit, op, name, " must lie in [0, ", limit, "], got ", row);
+    rows[static_cast<size_t>(n)] = row;
+  }
+  return rows;
+}
+
+// Boundaries of packed sequences of at most `longest` rows.
+Ints read_boundaries(const char* op, const char* name, const Tensor& t, int64_t rows,
+                     int64_t longest) {
+  require(t.dim() == 1 && t.size(0) >= 1, op, name, " must have shape (N + 1,)");
+  const Ints found = read_rows(op, name, t, t.size(0), rows);
+  for (size_t n = 1; n < found.size(); ++n) {
+    const int64_t length = found[n] - found[n - 1];
+    require(length >= 0 && length <= longest, op, name, " must grow by 0 to ", longest, ", got ",
+            found[n - 1], " then ", found[n]);
+  }
+  return found;
+}
+
+// Reads the pages that sequences of these lengths have; what the table holds behind is not read. k
+// and v are (pages, size, Hkv, .).
+void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor& lengths) {
+  AttentionProblem& p = call.p;
+  const int64_t pages = call.kept[1].size(0), size = p.tk;
+  require_integers(op, "block_table", table);
+  require(table.dim() == 2 && table.size(0) == p.batch, op,
+          "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
+          " dimensions");
+  const int64_t width = table.size(1);
+  require(size > 0 && width <= kMaskParamLimit / size, op,
+          "pages must hold tokens, and those of a sequence less than 2^40, got page size ", size,
+          " and N=", width);
+  p.tk = width * size;
+  const Ints found = read_rows(op, "lengths", lengths, p.batch, p.tk);
+  const int64_t longest = found.empty() ? 0 : *std::max_element(found.begin(), found.end());
+  p.pages = {nullptr, ceil_div(longest, size), size};
+  call.block_table.resize(static_cast<size_t>(p.batch * p.pages.stride_b));
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t length = found[static_cast<size_t>(b)];
+    for (int64_t n = 0; n < ceil_div(length, size); ++n) {
+      const int64_t page = integer_at(table, b * table.stride(0) + n * table.stride(1));
+      require(page >= 0 && page < pages, op, "block_table must name pages in [0, ", pages,
+              "), got ", page, " in row ", b);
+      call.block_table[static_cast<size_t>(b * p.pages.stride_b + n)] = page;
+    }
+    call.sequences.push_back({b, b, 0, p.tq, 0, length});
+  }
+  p.pages.table = call.block_table.data();
+}
+
+void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
+                   const Tensors& aux) {
+  AttentionProblem& p = call.p;
+  if (kind == MaskKind::paged) {
+    const Tensor& table = side_tensor(op, aux, code[3]);
+    return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
+  }
+  if (kind == MaskKind::cached) {
+    const Ints lengths = read_rows(op, "lengths", side_tensor(op, aux, code[3]), p.batch, p.tk);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      call.sequences.push_back({b, b, 0, p.tq, 0, lengths[static_cast<size_t>(b)]});
+    }
+    return;
+  }
+  const Ints q = read_boundaries(op, "cu_seqlens_q", side_tensor(op, aux, code[3]), p.tq, code[1]);
+  const Ints k =
+      read_boundaries(op, "cu_seqlens_k", side_tensor(op, aux, code[3] + 1), p.tk, code[2]);
+  require(q.size() == k.size(), op, "cu_seqlens_q and cu_seqlens_k must have the same length, got ",
+          q.size(), " and ", k.size());
+  for (size_t n = 0; n + 1 < q.size(); ++n) {
+    call.sequences.push_back(
+        {static_cast<int64_t>(n), 0, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
+  }
+  p.batch = static_cast<int64_t>(call.sequences.size());
+  p.tq = code[1];
+  p.tk = code[2];
+}
 
 template <class P>
 P* moved(P* data, int64_t elements, int64_t size) {
@@ -433,56 +528,20 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   }
 }
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Tensors aux,
-                         Ints mask, Ints score, Floats params, bool sums) {
-  constexpr const char* op = "attention_weights";
-  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
-  AttentionProblem& p = call.p;
-  require(call.sequences.empty(), op, "packed and cached batches are not supported");
-  const int64_t lse_sizes[] = {p.batch, p.hq, p.tq};
-  require_tensor(op, "lse", lse, accumulator(p.dtype));
-  require_sizes(op, "lse", lse, {lse_sizes, 3});
-  const Tensor lse_rows = torch::stable::contiguous(lse);
-  const Tensor table = expand_table(p);
-  const int64_t sizes[] = {p.batch, p.hq, p.tq, p.tk}, sum_sizes[] = {p.batch, p.hq, p.tk};
-  const Tensor out =
-      sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
-  fill(out, 0);
-  AttentionWeightsParams w{p, lse_rows.const_data_ptr(), nullptr, nullptr, nullptr};
-  (sums ? w.sums : w.weights) = out.mutable_data_ptr();
-  if (p.tq > 0) {
-    run_stage(
-        attention_weights_kernels().weights, std::vector{w},
-        [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
-        weights_scratch_elements(p));
-  }
-  return out;
+void run_weights(AttentionWeightsParams w) {
+  const Tensor table = expand_table(w.problem);
+  run_stage(
+      attention_weights_kernels().weights, std::vector{w},
+      [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
+      weights_scratch_elements(w.problem));
 }
 
-std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Tensors aux,
-                                            Ints mask, Ints score, Floats params) {
-  constexpr const char* op = "attention_select";
-  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
-  AttentionProblem& p = call.p;
-  require(call.sequences.empty(), op, "packed and cached batches are not supported");
-  const Tensor table = expand_table(p);
-  const int64_t sizes[] = {p.batch, p.hq, p.tq};
-  const Tensor index = torch::stable::new_empty(q, {sizes, 3}, ScalarType::Long);
-  const Tensor top = empty_tensor({sizes, 3}, accumulator(p.dtype));
-  if (p.tq > 0) {
-    run_stage(
-        attention_select_kernels().select,
-        std::vector<AttentionSelectParams>{
-            {p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr(), nullptr}},
-        [](const AttentionSelectParams& x) { return forward_items(x.problem); },
-        select_scratch_elements(p));
-  }
-  return {index, top};
+void run_select(AttentionSelectParams x) {
+  const Tensor table = expand_table(x.problem);
+  run_stage(
+      attention_select_kernels().select, std::vector{x},
+      [](const AttentionSelectParams& y) { return forward_items(y.problem); },
+      select_scratch_elements(x.problem));
 }
 
 }  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(omniattn, CPU, m) {
-  OMNIATTN_IMPL(m, "attention_weights", attention_weights);
-  m.impl("attention_select", TORCH_BOX(&attention_select));
-}

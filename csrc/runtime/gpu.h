@@ -15,6 +15,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cassert>  // __assert_fail
+
 // The only form of static shared memory; the array has an alignment of 16.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 

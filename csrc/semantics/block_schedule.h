@@ -22,12 +22,12 @@ OMNIATTN_FN Range block(int64_t n, int64_t size, int64_t length) {
 }
 
 // Numbers of the key blocks that the queries q see.
-OMNIATTN_FN Range key_blocks(const AttentionMask& mask, int64_t b, Range q, int64_t size) {
+OMNIATTN_FN Range key_blocks(const MaskView& mask, int64_t b, Range q, int64_t size) {
   return blocks_of(visible_keys(mask, b, q), size);
 }
 
 // Numbers of the query blocks that see the keys k.
-OMNIATTN_FN Range query_blocks(const AttentionMask& mask, int64_t b, Range k, int64_t size) {
+OMNIATTN_FN Range query_blocks(const MaskView& mask, int64_t b, Range k, int64_t size) {
   return blocks_of(visible_queries(mask, b, k), size);
 }
 

@@ -113,10 +113,19 @@ struct MaskRule {
   int64_t second_stride_b;
 };
 
+// Rules for a problem of these lengths.
+struct MaskView {
+  int64_t tq, tk;
+  int32_t count;
+  const MaskRule* rules;
+};
+
 struct AttentionMask {
   int64_t tq, tk;
   int32_t count;
   MaskRule rules[kMaxMaskRules];
+
+  OMNIATTN_FN operator MaskView() const { return {tq, tk, count, rules}; }
 };
 
 enum class TileClass : int32_t { skip, full, partial };
@@ -137,7 +146,7 @@ OMNIATTN_FN Range hull(Range x, Range y) {
   return {x.begin < y.begin ? x.begin : y.begin, x.end > y.end ? x.end : y.end};
 }
 
-OMNIATTN_FN int64_t offset(const MaskRule& rule, const AttentionMask& mask) {
+OMNIATTN_FN int64_t offset(const MaskRule& rule, const MaskView& mask) {
   return rule.kind == MaskKind::window_top_left ? 0 : bottom_right_offset(mask.tq, mask.tk);
 }
 
@@ -227,8 +236,7 @@ OMNIATTN_FN bool is_range(MaskKind kind) {
 }
 
 // Keys that query q sees under a rule for which is_range holds. Both ends grow with q.
-OMNIATTN_FN Range query_keys(const MaskRule& rule, const AttentionMask& mask, int64_t b,
-                             int64_t q) {
+OMNIATTN_FN Range query_keys(const MaskRule& rule, const MaskView& mask, int64_t b, int64_t q) {
   const int64_t i = q + offset(rule, mask);
   switch (rule.kind) {
     case MaskKind::window_bottom_right:
@@ -248,7 +256,7 @@ OMNIATTN_FN Range query_keys(const MaskRule& rule, const AttentionMask& mask, in
 // ---- ranges
 // --------------------------------------------------------------------------------------
 
-OMNIATTN_FN Range keys_any(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range q) {
+OMNIATTN_FN Range keys_any(const MaskRule& rule, const MaskView& mask, int64_t b, Range q) {
   if (rule.kind == MaskKind::neighbours) {
     const int64_t off = offset(rule, mask);
     return neighbour_hull(rule, q.begin + off, q.end - 1 + off, mask.tk);
@@ -257,7 +265,7 @@ OMNIATTN_FN Range keys_any(const MaskRule& rule, const AttentionMask& mask, int6
   return {query_keys(rule, mask, b, q.begin).begin, query_keys(rule, mask, b, q.end - 1).end};
 }
 
-OMNIATTN_FN Range queries_any(const MaskRule& rule, const AttentionMask& mask, int64_t b, Range k) {
+OMNIATTN_FN Range queries_any(const MaskRule& rule, const MaskView& mask, int64_t b, Range k) {
   const int64_t off = offset(rule, mask);
   switch (rule.kind) {
     case MaskKind::window_bottom_right:
@@ -281,8 +289,8 @@ OMNIATTN_FN Range queries_any(const MaskRule& rule, const AttentionMask& mask, i
 }
 
 // q and k are not empty and lie inside the problem.
-OMNIATTN_FN Range keys_in(const MaskRule& rule, const AttentionMask& mask, int64_t b, int64_t h,
-                          Range q, Range k) {
+OMNIATTN_FN Range keys_in(const MaskRule& rule, const MaskView& mask, int64_t b, int64_t h, Range q,
+                          Range k) {
   if (is_range(rule.kind)) return intersect(keys_any(rule, mask, b, q), k);
   const int64_t off = offset(rule, mask), first = q.begin + off, last = q.end - 1 + off;
   const Range local = intersect({first - rule.b + 1, kFar}, k);  // of the strided rules
@@ -324,7 +332,7 @@ OMNIATTN_FN Range keys_in(const MaskRule& rule, const AttentionMask& mask, int64
   }
 }
 
-OMNIATTN_FN bool all(const MaskRule& rule, const AttentionMask& mask, int64_t b, int64_t h, Range q,
+OMNIATTN_FN bool all(const MaskRule& rule, const MaskView& mask, int64_t b, int64_t h, Range q,
                      Range k) {
   if (is_range(rule.kind))
     return contains(
@@ -396,8 +404,8 @@ OMNIATTN_FN uint64_t equal_bits(const int64_t* row, int64_t id, int64_t count) {
 }
 
 // The bits of one block's row q.
-OMNIATTN_FN uint64_t block_bits(const MaskRule& rule, const AttentionMask& mask, int64_t b,
-                                int64_t h, int64_t q, int64_t key) {
+OMNIATTN_FN uint64_t block_bits(const MaskRule& rule, const MaskView& mask, int64_t b, int64_t h,
+                                int64_t q, int64_t key) {
   if (key >= mask.tk) return 0;
   const int32_t code = block_code(rule, b, h, q, key);
   if (code < 2) return code == 1 ? ~uint64_t{0} : 0;
@@ -405,7 +413,7 @@ OMNIATTN_FN uint64_t block_bits(const MaskRule& rule, const AttentionMask& mask,
   return static_cast<const uint64_t*>(rule.second)[(code - 2) * kPatternBlock + q % kPatternBlock];
 }
 
-OMNIATTN_FN uint64_t bits(const MaskRule& rule, const AttentionMask& mask, int64_t b, int64_t h,
+OMNIATTN_FN uint64_t bits(const MaskRule& rule, const MaskView& mask, int64_t b, int64_t h,
                           int64_t q, int64_t key) {
   if (is_range(rule.kind)) return range_bits(query_keys(rule, mask, b, q), key);
   const int64_t i = q + offset(rule, mask), left = mask.tk - key < 64 ? mask.tk - key : 64;
@@ -449,7 +457,7 @@ OMNIATTN_FN uint64_t bits(const MaskRule& rule, const AttentionMask& mask, int64
 }  // namespace mask_detail
 
 // Every key that some query of q sees, for any head, lies in the result.
-OMNIATTN_FN Range visible_keys(const AttentionMask& mask, int64_t b, Range q) {
+OMNIATTN_FN Range visible_keys(const MaskView& mask, int64_t b, Range q) {
   Range keys{0, mask.tk};
   for (int32_t n = 0; n < mask.count; ++n)
     keys = intersect(keys, mask_detail::keys_any(mask.rules[n], mask, b, q));
@@ -457,7 +465,7 @@ OMNIATTN_FN Range visible_keys(const AttentionMask& mask, int64_t b, Range q) {
 }
 
 // Every query that sees some key of k, for any head, lies in the result.
-OMNIATTN_FN Range visible_queries(const AttentionMask& mask, int64_t b, Range k) {
+OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
   Range queries{0, k.begin < mask.tk ? mask.tq : 0};
   for (int32_t n = 0; n < mask.count; ++n)
     queries = intersect(queries, mask_detail::queries_any(mask.rules[n], mask, b, k));
@@ -465,8 +473,7 @@ OMNIATTN_FN Range visible_queries(const AttentionMask& mask, int64_t b, Range k)
 }
 
 // Every key of k that some query of q sees in head h lies in the result.
-OMNIATTN_FN Range visible_keys_in(const AttentionMask& mask, int64_t b, int64_t h, Range q,
-                                  Range k) {
+OMNIATTN_FN Range visible_keys_in(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   Range keys = intersect(k, {0, mask.tk});
   for (int32_t n = 0; n < mask.count && !is_empty(keys); ++n)
     keys = mask_detail::keys_in(mask.rules[n], mask, b, h, q, keys);
@@ -474,7 +481,7 @@ OMNIATTN_FN Range visible_keys_in(const AttentionMask& mask, int64_t b, int64_t 
 }
 
 // Every query of q sees every key of k; keys at or beyond Tk count as hidden.
-OMNIATTN_FN bool all_visible(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k) {
+OMNIATTN_FN bool all_visible(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   if (!contains({0, mask.tk}, k)) return false;
   for (int32_t n = 0; n < mask.count; ++n)
     if (!mask_detail::all(mask.rules[n], mask, b, h, q, k)) return false;
@@ -482,13 +489,13 @@ OMNIATTN_FN bool all_visible(const AttentionMask& mask, int64_t b, int64_t h, Ra
 }
 
 // Class of the tile q x k (not empty).
-OMNIATTN_FN TileClass classify(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k) {
+OMNIATTN_FN TileClass classify(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   if (is_empty(visible_keys_in(mask, b, h, q, k))) return TileClass::skip;
   return all_visible(mask, b, h, q, k) ? TileClass::full : TileClass::partial;
 }
 
 // Bit n: query q sees key + n, for 0 <= n < 64. This is what kernels apply to partial tiles.
-OMNIATTN_FN uint64_t visible_bits(const AttentionMask& mask, int64_t b, int64_t h, int64_t q,
+OMNIATTN_FN uint64_t visible_bits(const MaskView& mask, int64_t b, int64_t h, int64_t q,
                                   int64_t key) {
   uint64_t bits = mask_detail::range_bits({0, mask.tk}, key);
   for (int32_t n = 0; n < mask.count && bits != 0; ++n)
@@ -496,7 +503,7 @@ OMNIATTN_FN uint64_t visible_bits(const AttentionMask& mask, int64_t b, int64_t 
   return bits;
 }
 
-OMNIATTN_FN bool visible(const AttentionMask& mask, int64_t b, int64_t h, int64_t q, int64_t k) {
+OMNIATTN_FN bool visible(const MaskView& mask, int64_t b, int64_t h, int64_t q, int64_t k) {
   return (visible_bits(mask, b, h, q, k) & 1) != 0;
 }
 

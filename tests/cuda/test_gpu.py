@@ -1,6 +1,7 @@
 """The CUDA kernels on a GPU: OpSpecs against the CPU, graphs, wrappers. The last need none."""
 
 import ctypes
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from omniattn import functional
 from omniattn.ops import _library
 from omniattn.testing import on_device, registry
 from omniattn.testing.spec import output_gradients
@@ -32,6 +34,15 @@ OUT_OF_RANGE = {
     """,
     "cross_entropy: target must be in": """
         F.cross_entropy(torch.ones(2, 3, device="cuda"), torch.tensor([0, 3], device="cuda"))
+    """,
+    "attention: cu_seqlens_k must grow": """
+        q = torch.ones(4, 1, 8, device="cuda")
+        cu, longer = (torch.tensor([0, n], device="cuda") for n in (4, 5))
+        F.attention_varlen(q, q, q, cu, longer, max_seqlen_q=4, max_seqlen_k=5)
+    """,
+    "attention: cache_seqlens must lie in": """
+        q = torch.ones(1, 4, 1, 8, device="cuda")
+        F.attention_cached(q, q, q, torch.tensor([5], device="cuda"))
     """,
 }
 
@@ -77,6 +88,21 @@ def test_forward_and_backward_are_captured_in_a_graph(spec, dtype):
         torch.cuda.synchronize()
     for a, e in zip(actual, expected, strict=True):
         assert torch.equal(a, e)
+
+
+@needs_gpu
+def test_a_replay_reads_the_seed_of_dropout_again():
+    q = torch.randn(1, 64, 2, 32, device="cuda")
+    seed = torch.tensor([1, 0], device="cuda")
+    call = functools.partial(functional.attention, q, q, q, dropout_p=0.5, seed=seed)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    seed.copy_(torch.tensor([2, 3]))
+    graph.replay()
+    expected = functional.attention(q, q, q, dropout_p=0.5, seed=torch.tensor([2, 3]))
+    assert torch.equal(out, expected)
 
 
 @needs_gpu

@@ -25,35 +25,39 @@ NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family != "attention")
 ATTENTION = ("-attention-",)
 #: Cases that only repeat others in the backward: masks of `registry.PATTERNS` beyond two, for which
-#: all kernels ask the same functions, and a long decode.
-REPEATED = (
-    "prefix",
-    "chunked",
-    "packed",
-    "documents",
-    "dilated",
-    "fixed",
-    "everykth",
-    "attention-decode",
+#: all kernels ask the same functions, and long ones.
+MASKS = "prefix or chunked or packed or documents or dilated or fixed or everykth"
+SEQUENCES = "prefix or strided or short or decode or self or chunk or oddpages"
+VARIED = (
+    f"-attention- and not ({MASKS} or attention-decode)",
+    f"-attention_varlen- and not ({SEQUENCES})",
+    f"-attention_cached- and not ({SEQUENCES})",
 )
-VARIED = (f"-attention- and not ({' or '.join(REPEATED)})",)
-FEW = tuple(f"-attention-{case}-" for case in ("tiny", "offtile", "biaskey", "dropout", "terms"))
+LAYOUTS = ("-attention_varlen-", "-attention_cached-")
+LOOKS = ("-attention_weights-", "-select_attention-")
+FEW = (
+    *(f"-attention-{case}-" for case in ("tiny", "offtile", "biaskey", "dropout", "terms")),
+    *("-attention_varlen-dropout-", "-attention_cached-terms-"),
+)
 
 VALUES = ("forward", "backward")
-LAYOUTS = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
+PLACES = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
 #: (variant of the library, schedules, ops, properties, dtypes); the dtype hardly changes control
 #: flow. Attention has other kernels for 16 bits, and takes the cases of `FEW` where all would take
 #: minutes.
 RUNS = [
-    ("value", "ascending", OPS, VALUES + LAYOUTS, ("f64", "f32", "bf16", "f16")),
+    ("value", "ascending", OPS, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
     ("value", "descending shuffled", OPS, VALUES, ("f64", "bf16")),
     ("race", "ascending", OPS, VALUES, ("bf16",)),
     ("sanitized", "shuffled", OPS, (*VALUES, "strided"), ("bf16",)),
-    ("value", "ascending", ATTENTION, ("forward",), ("f32", "bf16")),
+    ("value", "ascending", ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
     ("value", "ascending", VARIED, ("backward",), ("bf16",)),
-    ("value", "shuffled", FEW, VALUES + LAYOUTS, ("f64", "f32", "f16")),
+    ("value", "shuffled", FEW, VALUES + PLACES, ("f64", "f32", "f16")),
+    ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
+    ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW, ("backward",), ("bf16",)),
+    ("sanitized", "shuffled", LOOKS, ("forward",), ("bf16",)),
 ]
 
 
@@ -76,6 +80,12 @@ def test_kernels_pass_the_tests_of_their_families():
     about a kernel."""
     families = [f"test_{name}" for name in ("activation", "loss", "norm", "rope")]
     run_emulated("value", "shuffled", "not (compiled or many_chunks or large_results)", *families)
+
+
+def test_attention_passes_the_tests_of_tables_sinks_and_sequences():
+    tables = "tables_match and 100-130 and bfloat16"
+    rest = "sink or tables_are_shared or rows_of_no or dropout_depends or cache_is_read or grow"
+    run_emulated("value", "shuffled", f"({tables}) or {rest}", "test_scores", "test_varlen")
 
 
 def run_emulated(variant, schedules, selection, *files):

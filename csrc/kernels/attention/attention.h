@@ -59,6 +59,15 @@ struct PageView {
   int64_t stride_b, size;
 };
 
+// Where the sequences of a packed or cached batch lie, for kernels that read it themselves (CUDA;
+// on the CPU each is a problem of its own): sequence n has the rows q[n] .. q[n + 1] of q and k[n]
+// .. k[n + 1] of k and v, or with q == nullptr entry n of q and the first k[n] rows of entry n of k
+// and v. k == nullptr: an ordinary batch.
+struct SequenceRows {
+  const int64_t *q, *k;
+  int64_t rows_q, rows_k;  // of the tensors; of a paged batch rows_k is the number of pages
+};
+
 struct AttentionProblem {
   DType dtype;
   int64_t batch, tq, tk, hq, hkv, d, dv;
@@ -74,8 +83,10 @@ struct AttentionProblem {
   const void* sinks;       // (Hq,) in the compute type, or null
   const void* head_scale;  // (Hq,) in the compute type, or null
   Dropout dropout;
-  int64_t first_batch;  // of the whole call, for dropout: packed sequences are problems of B = 1
-  int64_t lse_stride;   // elements of lse between heads; Tq, or the rows of all packed sequences
+  const int64_t* seed;     // (2,) for kernels that read it themselves (CUDA); null: in dropout
+  int64_t first_batch;     // of the whole call, for dropout: packed sequences are problems of B = 1
+  int64_t lse_stride;      // elements of lse between heads; Tq, or the rows of all packed sequences
+  SequenceRows sequences;  // then tq and tk are the longest, and batch is the number of sequences
 };
 
 // Factor of q, pre and that of its head.

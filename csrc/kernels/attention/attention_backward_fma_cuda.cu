@@ -26,19 +26,22 @@ __global__ void __launch_bounds__(32 * kDeltaRows)
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   for (; row < query_rows(p); row += step) {
-    const int64_t q = row % p.tq, h = row / p.tq % p.hq, b = row / p.tq / p.hq;
-    const T* const out = row_of<T>(params.out, b, q, h);
-    const T* const grad = row_of<T>(params.grad_out, b, q, h);
+    const int64_t q = row % p.tq, h = row / p.tq % p.hq;
+    const Sequence s = sequence_of(p, row / p.tq / p.hq);
+    if (q >= s.tq) continue;
+    const int64_t stat = row_index(p, s, h, q);
+    const T* const out = row_of<T>(params.out, s.entry, s.q + q, h);
+    const T* const grad = row_of<T>(params.grad_out, s.entry, s.q + q, h);
     A sum = 0;
     for (int64_t c = threadIdx.x; c < p.dv; c += 32)
       sum += gpu::widen(out[c]) * gpu::widen(grad[c]);
     sum = warp_reduce(sum, [](A x, A y) { return x + y; });
-    if (params.grad_lse != nullptr) sum -= static_cast<const A*>(params.grad_lse)[row];
+    if (params.grad_lse != nullptr) sum -= static_cast<const A*>(params.grad_lse)[stat];
     if (threadIdx.x != 0) continue;
-    static_cast<A*>(params.workspace)[row] = sum;
+    static_cast<A*>(params.workspace)[stat] = sum;
     if (params.part_sinks != nullptr) {
-      const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
-      static_cast<A*>(params.part_sinks)[row] = -exp2(initial_maximum<A>(p, h) - shift) * sum;
+      const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[stat]);
+      static_cast<A*>(params.part_sinks)[stat] = -exp2(initial_maximum<A>(p, h) - shift) * sum;
     }
   }
 }
@@ -57,26 +60,29 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   const int64_t chunks = chunks_of<A>(p.d), blocks = ceil_div(p.tq, kTile);
   for (int64_t item = blockIdx.x; item < dq_blocks<T>(p); item += gridDim.x) {
     const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
-    Tile tile{head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
+    const Sequence s = sequence_of(p, head / p.hq);
+    Tile tile{s, head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
+    if (tile.q >= s.tq) continue;
     A dq[4][kChunkColumns<A>];
     clear(dq);
-    const Range keys = key_blocks(p.mask, tile.b, block(tile.q / kTile, kTile, p.tq), kTile);
+    const Range keys = key_blocks(mask_of(p, s), tile.b, block(tile.q / kTile, kTile, s.tq), kTile);
     for (int64_t n = keys.begin; n < keys.end; ++n) {
       tile.k = n * kTile;
       if (!plan(p, tile)) continue;
       gradient_tile<T, Sum::keys>(
           params, tile, shared, [&](int at, const PairGradient<A>& g) { shared.tile[at] = g.dot; });
       const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
-      multiply_tile(shared.tile, p.tq - tile.q, rows_of<T>(p.k, tile.b, kv, tile.k, p.tk), first,
-                    p.d, shared, dq);
+      multiply_tile(shared.tile, s.tq - tile.q, keys_of<T>(p.k, s, kv, tile.k), first, p.d, shared,
+                    dq);
     }
-    const auto q = rows_of<T>(p.q, tile.b, tile.h, tile.q, p.tq);
+    const auto q = queries_of<T>(p.q, s, tile.h, tile.q);
     const A scale = gradient_scale<A>(p) * head_factor<A>(p, tile.h);
-    store_rows(dq, {scale, scale, scale, scale}, row_of<T>(params.grad_q, tile.b, tile.q, tile.h),
-               params.grad_q.stride_t, q.count, first, p.d);
+    store_rows(dq, {scale, scale, scale, scale},
+               row_of<T>(params.grad_q, s.entry, s.q + tile.q, tile.h), params.grad_q.stride_t,
+               q.count, first, p.d);
     if (params.part_head_scale == nullptr) continue;
-    A* const parts = static_cast<A*>(params.part_head_scale) + item % chunks * query_rows(p) +
-                     row_index(p, tile.b, tile.h, tile.q);
+    A* const parts = static_cast<A*>(params.part_head_scale) + item % chunks * stat_rows(p) +
+                     row_index(p, s, tile.h, tile.q);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = 4 * thread_y() + i;
@@ -109,30 +115,32 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   for (int64_t item = blockIdx.x; item < dkdv_blocks<T>(p); item += gridDim.x) {
     const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
     const int64_t b = head / p.hkv, kv = head % p.hkv, key = item / chunks % blocks * kTile;
+    const Sequence s = sequence_of(p, b);
+    if (key >= s.tk) continue;
     A dk[4][kChunkColumns<A>], dv[4][kChunkColumns<A>];
     clear(dk);
     clear(dv);
-    const Range queries = query_blocks(p.mask, b, block(key / kTile, kTile, p.tk), kTile);
+    const Range queries = query_blocks(mask_of(p, s), b, block(key / kTile, kTile, s.tk), kTile);
     for (int64_t h = kv * group_size(p); h < (kv + 1) * group_size(p); ++h) {
       const A factor = head_factor<A>(p, h);
       for (int64_t n = queries.begin; n < queries.end; ++n) {
-        Tile tile{b, h, n * kTile, key, false};
+        Tile tile{s, b, h, n * kTile, key, false};
         if (!plan(p, tile)) continue;
         gradient_tile<T, Sum::queries>(params, tile, shared, [&](int at, const PairGradient<A>& g) {
           shared.tile[at] = g.weight;
           shared.other[at] = factor * g.dot;
         });
-        multiply_tile(shared.tile, p.tk - key, rows_of<T>(params.grad_out, b, h, tile.q, p.tq),
-                      first, p.dv, shared, dv);
-        multiply_tile(shared.other, p.tk - key, rows_of<T>(p.q, b, h, tile.q, p.tq), first, p.d,
+        multiply_tile(shared.tile, s.tk - key, queries_of<T>(params.grad_out, s, h, tile.q), first,
+                      p.dv, shared, dv);
+        multiply_tile(shared.other, s.tk - key, queries_of<T>(p.q, s, h, tile.q), first, p.d,
                       shared, dk);
       }
     }
     const auto scale = gradient_scale<A>(p);
-    store_rows(dk, {scale, scale, scale, scale}, row_of<T>(params.grad_k, b, key, kv),
-               params.grad_k.stride_t, p.tk - key, first, p.d);
-    store_rows(dv, {1, 1, 1, 1}, row_of<T>(params.grad_v, b, key, kv), params.grad_v.stride_t,
-               p.tk - key, first, p.dv);
+    store_rows(dk, {scale, scale, scale, scale}, row_of<T>(params.grad_k, s.entry, s.k + key, kv),
+               params.grad_k.stride_t, s.tk - key, first, p.d);
+    store_rows(dv, {1, 1, 1, 1}, row_of<T>(params.grad_v, s.entry, s.k + key, kv),
+               params.grad_v.stride_t, s.tk - key, first, p.dv);
   }
 }
 

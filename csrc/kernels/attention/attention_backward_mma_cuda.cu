@@ -20,11 +20,11 @@ constexpr int kRows = 16 * 4;  // queries or keys that a block owns
 struct RowStats {
   float shift, delta;
 };
-__device__ __forceinline__ RowStats row_stats(const AttentionBackwardParams& params, int64_t b,
-                                              int64_t h, int64_t q) {
+__device__ __forceinline__ RowStats row_stats(const AttentionBackwardParams& params,
+                                              const Sequence& s, int64_t h, int64_t q) {
   const AttentionProblem& p = params.problem;
-  if (q >= p.tq) return {-negative_infinity<float>(), 0};
-  const int64_t row = row_index(p, b, h, q);
+  if (q >= s.tq) return {-negative_infinity<float>(), 0};
+  const int64_t row = row_index(p, s, h, q);
   return {softmax_backward_shift(static_cast<const float*>(params.lse)[row]),
           static_cast<const float*>(params.workspace)[row]};
 }
@@ -58,9 +58,8 @@ __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile&
     apply_in_loop<kStep>(slots, x, [&](int i, float dot) {
       const Pair at = pair(i);
       float& slot = other[i * kStep + static_cast<int>(threadIdx.x)];
-      const PairGradient<float> g =
-          gradient_of(p, tile, at.query, at.key, at.sees && tile.q + at.query < p.tq, at.z, dot,
-                      slot, at.stats.shift, at.stats.delta);
+      const PairGradient<float> g = gradient_of(p, tile, at.query, at.key, at.sees, at.z, dot, slot,
+                                                at.stats.shift, at.stats.delta);
       slot = at.factor * g.dot;
       return g.weight;
     });
@@ -114,17 +113,17 @@ struct DqShared {
   float slots[16 * Workers::kWorkers];
 };
 
-struct DqItem {
-  int64_t b, h;
-  Range queries;
-  int column;
-};
 template <int kD>
-__device__ __forceinline__ DqItem dq_item(const AttentionProblem& p, int64_t item) {
+__device__ __forceinline__ QueryItem dq_item(const AttentionProblem& p, int64_t item) {
   const int64_t columns = ceil_div(p.d, kDqColumns<kD>), blocks = ceil_div(p.tq, kRows);
   const int64_t head = item / columns / blocks;
-  return {head / p.hq, head % p.hq, block(blocks - 1 - item / columns % blocks, kRows, p.tq),
-          static_cast<int>(item % columns) * kDqColumns<kD>};
+  const Sequence s = sequence_of(p, head / p.hq);
+  const Range queries = block(blocks - 1 - item / columns % blocks, kRows, s.tq);
+  return {{s, head / p.hq, head % p.hq, queries.begin, 0, false}, queries};
+}
+template <int kD>
+__device__ __forceinline__ int dq_column(const AttentionProblem& p, int64_t item) {
+  return static_cast<int>(item % ceil_div(p.d, kDqColumns<kD>)) * kDqColumns<kD>;
 }
 template <int kD>
 OMNIATTN_FN int64_t dq_items(const AttentionProblem& p) {
@@ -135,8 +134,8 @@ template <int kD, class Shared>
 __device__ __forceinline__ void plan_dq(const AttentionProblem& p, Shared& shared) {
   int slot = 0;
   for (int64_t i = blockIdx.x; i < dq_items<kD>(p); i += gridDim.x) {
-    const DqItem item = dq_item<kD>(p, i);
-    plan_keys<Workers>(p, item.b, item.h, item.queries, shared.plans, slot);
+    const QueryItem item = dq_item<kD>(p, i);
+    if (!is_empty(item.queries)) plan_keys<Workers>(p, item, shared.plans, slot);
   }
 }
 
@@ -147,40 +146,41 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
   const AttentionProblem& p = params.problem;
   const int first = 16 * warp_id(), g = lane_id() / 4;
   int slot = 0;
+  const auto load = [&](const auto& plan, int stage) {
+    if (plan.block >= 0) {
+      RowsD{shared.k[stage]}.template load<kKeys<kD>, Workers::kWorkers>(
+          static_cast<const T*>(p.k.data) + plan.k, p.k.stride_t, plan.keys, p.d);
+      RowsD{shared.v[stage]}.template load<kKeys<kD>, Workers::kWorkers>(
+          static_cast<const T*>(p.v.data) + plan.v, p.v.stride_t, plan.keys, p.dv);
+    }
+    cp_async_commit();
+  };
   for (int64_t i = blockIdx.x; i < dq_items<kD>(p); i += gridDim.x) {
-    const DqItem item = dq_item<kD>(p, i);
-    const int64_t b = item.b, h = item.h, kv = kv_head(h, p.hq, p.hkv), q0 = item.queries.begin;
-    const auto load = [&](int64_t n, int stage) {
-      const int64_t key = n * kKeys<kD>;
-      if (n >= 0) {
-        RowsD{shared.k[stage]}.template load<kKeys<kD>, Workers::kWorkers>(
-            row_of<T>(p.k, b, key, kv), p.k.stride_t, p.tk - key, p.d);
-        RowsD{shared.v[stage]}.template load<kKeys<kD>, Workers::kWorkers>(
-            row_of<T>(p.v, b, key, kv), p.v.stride_t, p.tk - key, p.dv);
-      }
-      cp_async_commit();
-    };
-
+    if (is_empty(dq_item<kD>(p, i).queries)) continue;
+    const int from = dq_column<kD>(p, i);
     Workers::meet();  // the first plan is made; all have read the previous item
-    int64_t n = block_of(shared.plans[slot]);
-    RowsD{shared.q}.template load<kRows, Workers::kWorkers>(row_of<T>(p.q, b, q0, h), p.q.stride_t,
-                                                            p.tq - q0, p.d);
+    const Tile& item = shared.plans[slot].tile;
+    const Sequence& sequence = item.sequence;
+    RowsD{shared.q}.template load<kRows, Workers::kWorkers>(
+        row_of<T>(p.q, sequence.entry, sequence.q + item.q, item.h), p.q.stride_t,
+        sequence.tq - item.q, p.d);
     RowsD{shared.grad_out}.template load<kRows, Workers::kWorkers>(
-        row_of<T>(params.grad_out, b, q0, h), params.grad_out.stride_t, p.tq - q0, p.dv);
-    load(n, 0);
-    const RowStats stats[2] = {row_stats(params, b, h, q0 + first + g),
-                               row_stats(params, b, h, q0 + first + g + 8)};
+        row_of<T>(params.grad_out, sequence.entry, sequence.q + item.q, item.h),
+        params.grad_out.stride_t, sequence.tq - item.q, p.dv);
+    load(shared.plans[slot], 0);
+    const RowStats stats[2] = {row_stats(params, sequence, item.h, item.q + first + g),
+                               row_stats(params, sequence, item.h, item.q + first + g + 8)};
     float dq[kDqColumns<kD> / 8][4];
     clear(dq);
-    for (int stage = 0; n >= 0; stage ^= 1) {
+    for (int stage = 0; block_of(shared.plans[slot]) >= 0; stage ^= 1) {
       cp_async_wait<0>();
       Workers::meet();  // the tile has arrived; the next plan is made; the other stage has been
                         // read
       const auto& plan = shared.plans[slot];
       slot = next_plan(slot);
-      const int64_t next = block_of(shared.plans[slot]);
-      load(next, stage ^ 1);
-      const Tile tile{b, h, q0 + first, n * kKeys<kD>, plan.tile.masked};
+      load(shared.plans[slot], stage ^ 1);
+      Tile tile = plan.tile;
+      tile.q += first;
       float s[N][4], dp[N][4];
       multiply_rows(s, RowsD{shared.q}, first, RowsD{shared.k[stage]});
       multiply_rows(dp, RowsD{shared.grad_out}, first, RowsD{shared.v[stage]});
@@ -200,32 +200,31 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
           return Pair{r, c, bit(visible, c), z, 1.0f, stats[half]};
         });
       });
-      multiply_sum(dq, as_left<T>(dp), RowsD{shared.k[stage]}, item.column);
-      n = next;
+      multiply_sum(dq, as_left<T>(dp), RowsD{shared.k[stage]}, from);
     }
+    const Tile end = shared.plans[slot].tile;
     slot = next_plan(slot);
     cp_async_wait<0>();
-    const float scale = gradient_scale<float>(p) * head_factor<float>(p, h);
+    const float scale = gradient_scale<float>(p) * head_factor<float>(p, end.h);
+    const Sequence& s = end.sequence;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t q = q0 + first + 8 * half + g;
-      if (q < p.tq)
-        store_row(dq, half, scale, row_of<T>(params.grad_q, b, q, h) + item.column,
-                  p.d - item.column);
+      const int64_t q = end.q + first + 8 * half + g;
+      if (q < s.tq)
+        store_row(dq, half, scale, row_of<T>(params.grad_q, s.entry, s.q + q, end.h) + from,
+                  p.d - from);
     }
     if (params.part_head_scale == nullptr) continue;
     float* const parts = static_cast<float*>(params.part_head_scale) +
-                         item.column / kDqColumns<kD> * query_rows(p) + row_index(p, b, h, q0);
+                         from / kDqColumns<kD> * stat_rows(p) + row_index(p, s, end.h, end.q);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = first + 8 * half + g;
-      const bool inside = q0 + r < p.tq;
-      const T* const q = row_of<T>(p.q, b, inside ? q0 + r : q0, h) + item.column;
-      const float sum = reduce_row(row_dot(dq, half, q, p.d - item.column),
-                                   [](float x, float y) { return x + y; });
-      if (inside && lane_id() % 4 == 0) {
-        parts[r] = sum * gradient_scale<float>(p);
-      }
+      const bool inside = end.q + r < s.tq;
+      const T* const q = row_of<T>(p.q, s.entry, s.q + end.q + (inside ? r : 0), end.h) + from;
+      const float sum =
+          reduce_row(row_dot(dq, half, q, p.d - from), [](float x, float y) { return x + y; });
+      if (inside && lane_id() % 4 == 0) parts[r] = sum * gradient_scale<float>(p);
     }
   }
 }
@@ -245,36 +244,44 @@ __global__ void __launch_bounds__(Workers::kThreads, 1)
 
 constexpr int kQueries = 32;  // of a tile: a word of dropout per lane
 
-// A tile of kQueries queries of a head.
+// A tile of kQueries queries of a head, and where they lie.
 struct QueryPlan {
-  int64_t block, head;  // block -1: there is no further tile
-  int32_t masked;
-  uint64_t visible[kQueries];  // keys of each query, if masked
+  int64_t block;  // number of the block of queries; -1: there is no further tile
+  Tile tile;
+  int64_t q, grad_out, queries;  // elements before their first rows, and rows from there on
+  uint64_t visible[kQueries];    // keys of each query, if masked
   RowStats stats[kQueries];
 
-  // By the planner: the first tile with a visible pair from block n of head h on.
-  __device__ __forceinline__ void make(const AttentionBackwardParams& params, int64_t b,
-                                       int64_t key, Range blocks, int64_t h, int64_t n,
-                                       int64_t last_head) {
+  // By the planner: the first tile of `column` (whose queries do not matter) with a visible pair
+  // from block n of its head on.
+  __device__ __forceinline__ void make(const AttentionBackwardParams& params, const Tile& column,
+                                       Range blocks, int64_t n, int64_t last_head) {
     const AttentionProblem& p = params.problem;
     const int lane = lane_id();
+    const Sequence& s = column.sequence;
+    const int64_t b = column.b, key = column.k;
+    int64_t h = column.h;
     TileClass found = TileClass::skip;
     for (; h < last_head; ++h, n = blocks.begin) {
       for (; n < blocks.end; ++n) {
-        found = tile_class(p, b, h, omniattn::block(n, kQueries, p.tq), {key, key + kRows});
+        found = tile_class(p, s, b, h, omniattn::block(n, kQueries, s.tq), {key, key + kRows});
         if (found != TileClass::skip) break;
       }
       if (found != TileClass::skip) break;
     }
+    const int64_t first = n * kQueries;
+    const bool masked = found == TileClass::partial || first + kQueries > s.tq;
     if (lane == 0) {
       block = found != TileClass::skip ? n : -1;
-      head = h;
-      masked = found == TileClass::partial;
+      tile = {s, b, h, first, key, masked};
+      q = s.entry * p.q.stride_b + (s.q + first) * p.q.stride_t + h * p.q.stride_h;
+      grad_out = s.entry * params.grad_out.stride_b + (s.q + first) * params.grad_out.stride_t +
+                 h * params.grad_out.stride_h;
+      queries = s.tq - first;
     }
     if (found == TileClass::skip) return;
-    const int64_t q = n * kQueries + lane;
-    stats[lane] = row_stats(params, b, h, q);
-    if (found == TileClass::partial) visible[lane] = q < p.tq ? row_bits(p, b, h, q, key) : 0;
+    stats[lane] = row_stats(params, s, h, first + lane);
+    if (masked) visible[lane] = row_bits(p, s, b, h, first + lane, key);
   }
 };
 
@@ -286,18 +293,15 @@ struct DkdvShared {
   float slots[16 * Workers::kWorkers];
 };
 
-struct DkdvItem {
-  int64_t b, kv, key;
-  int column;
-};
 OMNIATTN_FN int64_t dkdv_columns(const AttentionProblem& p) {
   return ceil_div(p.d > p.dv ? p.d : p.dv, kDkdvColumns);
 }
-__device__ __forceinline__ DkdvItem dkdv_item(const AttentionProblem& p, int64_t item) {
-  const int64_t columns = dkdv_columns(p), blocks = ceil_div(p.tk, kRows);
-  const int64_t head = item / columns / blocks;
-  return {head / p.hkv, head % p.hkv, item / columns % blocks * kRows,
-          static_cast<int>(item % columns) * kDkdvColumns};
+// Keys from `k` on of the heads that share them, the first of which is `h`. Beyond the end of a
+// sequence there are none.
+__device__ __forceinline__ Tile dkdv_item(const AttentionProblem& p, int64_t item) {
+  const int64_t blocks = ceil_div(p.tk, kRows), at = item / dkdv_columns(p), head = at / blocks;
+  return {sequence_of(p, head / p.hkv), head / p.hkv, head % p.hkv * group_size(p), 0,
+          at % blocks * kRows,          false};
 }
 OMNIATTN_FN int64_t dkdv_items(const AttentionProblem& p) {
   return p.batch * p.hkv * ceil_div(p.tk, kRows) * dkdv_columns(p);
@@ -308,16 +312,18 @@ __device__ __forceinline__ void plan_dkdv(const AttentionBackwardParams& params,
   const AttentionProblem& p = params.problem;
   int slot = 0;
   for (int64_t i = blockIdx.x; i < dkdv_items(p); i += gridDim.x) {
-    const DkdvItem item = dkdv_item(p, i);
+    Tile column = dkdv_item(p, i);
+    const Sequence& s = column.sequence;
+    if (column.k >= s.tk) continue;
     const Range blocks =
-        query_blocks(p.mask, item.b, block(item.key / kRows, kRows, p.tk), kQueries);
-    int64_t h = item.kv * group_size(p), n = blocks.begin;
-    const int64_t last = h + group_size(p);
+        query_blocks(mask_of(p, s), column.b, block(column.k / kRows, kRows, s.tk), kQueries);
+    const int64_t last = column.h + group_size(p);
+    int64_t n = blocks.begin;
     do {
       QueryPlan& plan = shared.plans[slot];
-      plan.make(params, item.b, item.key, blocks, h, n, last);
+      plan.make(params, column, blocks, n, last);
       __syncwarp();
-      h = plan.head;
+      column.h = plan.tile.h;
       n = plan.block + 1;
       slot = next_plan(slot);
       Workers::meet();
@@ -333,39 +339,40 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
   const int lane = lane_id(), first = 16 * warp_id(), g = lane / 4;
   const bool drops = p.dropout.threshold != 0;
   int slot = 0;
+  const auto load = [&](const QueryPlan& plan, int stage) {
+    if (plan.block >= 0) {
+      RowsD{shared.q[stage]}.template load<kQueries, Workers::kWorkers>(
+          static_cast<const T*>(p.q.data) + plan.q, p.q.stride_t, plan.queries, p.d);
+      RowsD{shared.grad_out[stage]}.template load<kQueries, Workers::kWorkers>(
+          static_cast<const T*>(params.grad_out.data) + plan.grad_out, params.grad_out.stride_t,
+          plan.queries, p.dv);
+    }
+    cp_async_commit();
+  };
   for (int64_t i = blockIdx.x; i < dkdv_items(p); i += gridDim.x) {
-    const DkdvItem item = dkdv_item(p, i);
-    const int64_t b = item.b;
-    const auto load = [&](int64_t h, int64_t n, int stage) {
-      const int64_t q = n * kQueries;
-      if (n >= 0) {
-        RowsD{shared.q[stage]}.template load<kQueries, Workers::kWorkers>(
-            row_of<T>(p.q, b, q, h), p.q.stride_t, p.tq - q, p.d);
-        RowsD{shared.grad_out[stage]}.template load<kQueries, Workers::kWorkers>(
-            row_of<T>(params.grad_out, b, q, h), params.grad_out.stride_t, p.tq - q, p.dv);
-      }
-      cp_async_commit();
-    };
-
+    const Tile item = dkdv_item(p, i);
+    const Sequence& sequence = item.sequence;
+    const int64_t kv = kv_head(item.h, p.hq, p.hkv), keys = sequence.tk - item.k;
+    const int from = static_cast<int>(i % dkdv_columns(p)) * kDkdvColumns;
+    if (keys <= 0) continue;
     Workers::meet();  // the first plan is made; all have read the previous item
-    int64_t n = block_of(shared.plans[slot]);
-    RowsD{shared.k}.template load<kRows, Workers::kWorkers>(row_of<T>(p.k, b, item.key, item.kv),
-                                                            p.k.stride_t, p.tk - item.key, p.d);
-    RowsD{shared.v}.template load<kRows, Workers::kWorkers>(row_of<T>(p.v, b, item.key, item.kv),
-                                                            p.v.stride_t, p.tk - item.key, p.dv);
-    load(shared.plans[slot].head, n, 0);
+    const int64_t row = sequence.k + item.k;
+    RowsD{shared.k}.template load<kRows, Workers::kWorkers>(row_of<T>(p.k, sequence.entry, row, kv),
+                                                            p.k.stride_t, keys, p.d);
+    RowsD{shared.v}.template load<kRows, Workers::kWorkers>(row_of<T>(p.v, sequence.entry, row, kv),
+                                                            p.v.stride_t, keys, p.dv);
+    load(shared.plans[slot], 0);
     float dk[C][4], dv[C][4];
     clear(dk);
     clear(dv);
-    for (int stage = 0; n >= 0; stage ^= 1) {
+    for (int stage = 0; block_of(shared.plans[slot]) >= 0; stage ^= 1) {
       cp_async_wait<0>();
       Workers::meet();  // the tile has arrived; the next plan is made; the other stage has been
                         // read
       const QueryPlan& plan = shared.plans[slot];
+      const Tile& tile = plan.tile;
       slot = next_plan(slot);
-      const int64_t next = block_of(shared.plans[slot]);
-      load(shared.plans[slot].head, next, stage ^ 1);
-      const Tile tile{b, plan.head, n * kQueries, item.key, plan.masked != 0};
+      load(shared.plans[slot], stage ^ 1);
       float s[N][4], dp[N][4];
       multiply_rows(s, RowsD{shared.k}, first, RowsD{shared.q[stage]});
       multiply_rows(dp, RowsD{shared.v}, first, RowsD{shared.grad_out[stage]});
@@ -383,25 +390,30 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
         }
         gradients(p, tile, shared.slots, x, y, [&](int e) {
           const float z = !drops ? 1.0f : bit(kept, e) ? static_cast<float>(p.dropout.scale) : 0.0f;
-          const auto factor = head_factor<float>(p, tile.h);
-          return Pair{column(e), first + r, bit(sees, e), z, factor, plan.stats[column(e)]};
+          return Pair{column(e),
+                      first + r,
+                      bit(sees, e),
+                      z,
+                      head_factor<float>(p, tile.h),
+                      plan.stats[column(e)]};
         });
       });
-      multiply_sum(dv, as_left<T>(s), RowsD{shared.grad_out[stage]}, item.column);
-      multiply_sum(dk, as_left<T>(dp), RowsD{shared.q[stage]}, item.column);
-      n = next;
+      multiply_sum(dv, as_left<T>(s), RowsD{shared.grad_out[stage]}, from);
+      multiply_sum(dk, as_left<T>(dp), RowsD{shared.q[stage]}, from);
     }
+    const Tile end = shared.plans[slot].tile;
     slot = next_plan(slot);
     cp_async_wait<0>();
     const auto scale = gradient_scale<float>(p);
+    const Sequence& s = end.sequence;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t key = item.key + first + 8 * half + g;
-      if (key >= p.tk) continue;
-      store_row(dk, half, scale, row_of<T>(params.grad_k, b, key, item.kv) + item.column,
-                p.d - item.column);
-      store_row(dv, half, 1.0f, row_of<T>(params.grad_v, b, key, item.kv) + item.column,
-                p.dv - item.column);
+      const int64_t key = end.k + first + 8 * half + g;
+      if (key >= s.tk) continue;
+      store_row(dk, half, scale, row_of<T>(params.grad_k, s.entry, s.k + key, kv) + from,
+                p.d - from);
+      store_row(dv, half, 1.0f, row_of<T>(params.grad_v, s.entry, s.k + key, kv) + from,
+                p.dv - from);
     }
   }
 }

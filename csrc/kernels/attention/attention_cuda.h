@@ -6,6 +6,11 @@
 
 namespace omniattn {
 
+// Numbers of lse and the like: one per head and row of q.
+OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
+  return (p.sequences.q != nullptr ? 1 : p.batch) * p.hq * p.lse_stride;
+}
+
 // Any dtype and head size: products by FMA in the compute type.
 Status launch_attention(const AttentionForwardParams& p, Stream stream);
 
@@ -19,6 +24,10 @@ bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
+// Keys or values of a paged batch in rows: to (B, Tk, Hkv, width). The other kernels know no pages.
+Status launch_attention_gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width,
+                                     void* to, Stream stream);
+
 // The table's term of all pairs: attention_table_elements of the compute type, which the problem's
 // `relative` views.
 int64_t attention_table_elements(const AttentionProblem& p);
@@ -26,7 +35,7 @@ RelativeView attention_relative_view(const AttentionProblem& p, const void* memo
 Status launch_attention_expand_table(const AttentionProblem& p, void* memory, Stream stream);
 
 // The backward in steps. Delta = rowsum(dO * O) - dlse, into `workspace`, and part_sinks: (B, Hq,
-// Tq) in the compute type ...
+// Tq) in the compute type, as lse ...
 Status launch_attention_delta(const AttentionBackwardParams& p, Stream stream);
 // ... the gradients of q, k and v, and part_head_scale, (attention_head_scale_parts, B, Hq, Tq) ...
 int64_t attention_head_scale_parts(const AttentionProblem& p);
@@ -42,5 +51,8 @@ Status launch_attention_table_gradient(const AttentionBackwardParams& p, Stream 
 // ... and the sums (Hq,) of parts (count, B, Hq, Tq).
 Status launch_attention_sum_rows(const AttentionProblem& p, const void* parts, int64_t count,
                                  void* out, Stream stream);
+
+Status launch_attention_weights(const AttentionWeightsParams& p, Stream stream);
+Status launch_attention_select(const AttentionSelectParams& p, Stream stream);
 
 }  // namespace omniattn

@@ -85,8 +85,8 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
   uint64_t visible = ~uint64_t{0}, keep = ~uint64_t{0};  // of keys 64 lane, ..., 64 lane + 63
   if (lane < kSplit / 64) {
     const int64_t key = row.k + 64 * lane;
-    if (row.masked) visible = row_bits(p, row.b, row.h, row.q, key);
-    if (drops) keep = keep_bits(p.dropout, row.b * p.hq + row.h, row.q, key);
+    if (row.masked) visible = row_bits(p, row.sequence, row.b, row.h, row.q, key);
+    if (drops) keep = keep_bits(dropout_of(p), row.b * p.hq + row.h, row.q, key);
   }
   A top = negative_infinity<A>();
   for (int n = lane; n < kSplit; n += 32) {
@@ -162,27 +162,31 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t splits = decode_splits(p), rows = head_rows(p);
   for (int64_t item = blockIdx.x; item < items(p); item += gridDim.x) {
     const int64_t split = item % splits, kv = item / splits % p.hkv, b = item / splits / p.hkv;
-    const int64_t key = split * kSplit, left = p.tk - key;
+    const Sequence s = sequence_of(p, b);
+    const int64_t key = split * kSplit, left = s.tk - key;
+    if (left <= 0) continue;
     const int count = left < kSplit ? static_cast<int>(left) : kSplit;
     const auto head = [&](int64_t r) { return kv * group_size(p) + r / p.tq; };
     A* const partial = static_cast<A*>(params.workspace) + item * rows * partial_width(p);
 
     for (int64_t i = threadIdx.x; i < padded_rows(p) * p.d; i += kThreads) {
       const int64_t r = i / p.d, c = i % p.d;
-      shared.q[i] = r < rows ? gpu::widen(row_of<T>(p.q, b, r % p.tq, head(r))[c]) : A(0);
+      const bool inside = r < rows && r % p.tq < s.tq;
+      shared.q[i] = inside ? gpu::widen(row_of<T>(p.q, s.entry, s.q + r % p.tq, head(r))[c]) : A(0);
     }
     for (int64_t i = rows * kSplit + threadIdx.x; i < padded_rows(p) * kSplit; i += kThreads) {
       shared.s[i] = 0;
     }
     __syncthreads();
-    multiply_keys<T, W>(p, row_of<T>(p.k, b, key, kv), count, shared.q, shared.s);
+    multiply_keys<T, W>(p, row_of<T>(p.k, s.entry, s.k + key, kv), count, shared.q, shared.s);
     __syncthreads();
     for (int64_t r = threadIdx.x / 32; r < rows; r += kWarps) {
-      const Tile row{b, head(r), r % p.tq, key, p.mask.count > 0};
+      const Tile row{s, b, head(r), r % p.tq, key, p.mask.count > 0};
       softmax_row(p, row, count, shared.s + r * kSplit, partial + r * partial_width(p));
     }
     __syncthreads();
-    multiply_values<T, W>(p, row_of<T>(p.v, b, key, kv), count, shared.s, shared.parts, partial);
+    multiply_values<T, W>(p, row_of<T>(p.v, s.entry, s.k + key, kv), count, shared.s, shared.parts,
+                          partial);
     __syncthreads();
   }
 }
@@ -193,12 +197,15 @@ __global__ void __launch_bounds__(kThreads)
     attention_merge_kernel(const __grid_constant__ AttentionForwardParams params) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const int64_t splits = decode_splits(p), rows = head_rows(p), step = rows * partial_width(p);
+  const int64_t rows = head_rows(p), step = rows * partial_width(p);
   for (int64_t row = blockIdx.x; row < merge_items(p); row += gridDim.x) {
     const int64_t q = row % p.tq, h = row / p.tq % p.hq, b = row / p.tq / p.hq;
+    const Sequence s = sequence_of(p, b);
+    if (q >= s.tq) continue;
     const int64_t kv = h / group_size(p), r = h % group_size(p) * p.tq + q;
     const A* const first = static_cast<const A*>(params.workspace) +
-                           (b * p.hkv + kv) * splits * step + r * partial_width(p);
+                           (b * p.hkv + kv) * decode_splits(p) * step + r * partial_width(p);
+    const int64_t splits = ceil_div(s.tk, kSplit);
     const A before = initial_maximum<A>(p, h);
     A m = before;
     for (int64_t n = 0; n < splits; ++n) m = max(m, first[n * step + p.dv]);
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t n = 0; n < splits; ++n) {
       l += exp2(first[n * step + p.dv] - shift) * first[n * step + p.dv + 1];
     }
-    T* const out = row_of<T>(params.out, b, q, h);
+    T* const out = row_of<T>(params.out, s.entry, s.q + q, h);
     for (int64_t c = threadIdx.x; c < p.dv; c += kThreads) {
       A sum = 0;
       for (int64_t n = 0; n < splits; ++n) {
@@ -216,7 +223,8 @@ __global__ void __launch_bounds__(kThreads)
       out[c] = gpu::narrow<T>(sum * row_factor(p.score.normaliser, l));
     }
     if (threadIdx.x == 0) {
-      static_cast<A*>(params.lse)[row] = row_lse(p.score.normaliser, m, l, log(l));
+      static_cast<A*>(params.lse)[row_index(p, s, h, q)] =
+          row_lse(p.score.normaliser, m, l, log(l));
     }
   }
 }

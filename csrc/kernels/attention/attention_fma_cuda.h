@@ -37,10 +37,16 @@ struct GlobalRows {
   const T* data;
   int64_t stride, count;
 };
+// Queries of a sequence from `first` on in q or the like, and its keys in k or v.
 template <class T>
-__device__ __forceinline__ GlobalRows<T> rows_of(const HeadView& x, int64_t b, int64_t h,
-                                                 int64_t first, int64_t length) {
-  return {row_of<T>(x, b, first, h), x.stride_t, length - first};
+__device__ __forceinline__ GlobalRows<T> queries_of(const HeadView& x, const Sequence& s, int64_t h,
+                                                    int64_t first) {
+  return {row_of<T>(x, s.entry, s.q + first, h), x.stride_t, s.tq - first};
+}
+template <class T>
+__device__ __forceinline__ GlobalRows<T> keys_of(const HeadView& x, const Sequence& s, int64_t h,
+                                                 int64_t first) {
+  return {row_of<T>(x, s.entry, s.k + first, h), x.stride_t, s.tk - first};
 }
 
 __device__ __forceinline__ int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
@@ -153,6 +159,22 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
+// to[c] = sum over the rows of threads, in order, of sum[j] for the columns c = tx + 16 j < count.
+// Begins with a barrier.
+template <class A>
+__device__ __forceinline__ void store_column_sums(const A (&sum)[4], FmaShared<A>& shared,
+                                                  int64_t count, A* to) {
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) shared.tile[thread_y() * kLeading + thread_x() + 16 * j] = sum[j];
+  __syncthreads();
+  const int c = static_cast<int>(threadIdx.x);
+  if (c >= kTile || c >= count) return;
+  A total = 0;
+  for (int y = 0; y < 16; ++y) total += shared.tile[y * kLeading + c];
+  to[c] = total;
+}
+
 // Over the 16 threads that share a row.
 template <class A, class F>
 __device__ __forceinline__ A reduce_row(A x, const F& f) {
@@ -196,23 +218,24 @@ __device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& par
   A acc[4][4];
   __syncthreads();
   shared.bits.load(p, tile);
-  multiply_rows(rows_of<T>(p.q, tile.b, tile.h, tile.q, p.tq),
-                rows_of<T>(p.k, tile.b, kv, tile.k, p.tk), p.d, shared, acc);
+  const Sequence& s = tile.sequence;
+  multiply_rows(queries_of<T>(p.q, s, tile.h, tile.q), keys_of<T>(p.k, s, kv, tile.k), p.d, shared,
+                acc);
   keep(acc, shared.tile);
-  multiply_rows(rows_of<T>(params.grad_out, tile.b, tile.h, tile.q, p.tq),
-                rows_of<T>(p.v, tile.b, kv, tile.k, p.tk), p.dv, shared, acc);
+  multiply_rows(queries_of<T>(params.grad_out, s, tile.h, tile.q), keys_of<T>(p.v, s, kv, tile.k),
+                p.dv, shared, acc);
   keep(acc, shared.other);
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     const int r = 4 * ty + i;
-    const int64_t row = row_index(p, tile.b, tile.h, min(tile.q + r, p.tq - 1));
+    const int64_t row = row_index(p, s, tile.h, min(tile.q + r, s.tq - 1));
     const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
     const A delta = static_cast<const A*>(params.workspace)[row];
 #pragma unroll 1
     for (int c = tx; c < kTile; c += 16) {
       const int at = place<kSum>(r, c);
-      f(at, gradient_of(p, tile, r, c, shared.bits.sees(p, tile, r, c),
+      f(at, gradient_of(p, tile, r, c, shared.bits.sees(tile, r, c),
                         shared.bits.template factor<A>(p, r, c), shared.tile[at], shared.other[at],
                         shift, delta));
     }

@@ -25,9 +25,11 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   const int64_t chunks = chunks_of<A>(p.dv), blocks = ceil_div(p.tq, kTile);
   for (int64_t item = blockIdx.x; item < forward_blocks<T>(p); item += gridDim.x) {
     const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
-    Tile tile{head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
+    const Sequence s = sequence_of(p, head / p.hq);
+    Tile tile{s, head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
+    if (tile.q >= s.tq) continue;
     const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
-    const auto q = rows_of<T>(p.q, tile.b, tile.h, tile.q, p.tq);
+    const auto q = queries_of<T>(p.q, s, tile.h, tile.q);
     A m[4], l[4], o[4][kColumns];  // l: of this thread's columns
     clear(o);
 #pragma unroll
@@ -36,13 +38,13 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       l[i] = tx == 0 ? softmax_initial_sum(m[i]) : A(0);
     }
 
-    const Range keys = key_blocks(p.mask, tile.b, block(tile.q / kTile, kTile, p.tq), kTile);
+    const Range keys = key_blocks(mask_of(p, s), tile.b, block(tile.q / kTile, kTile, s.tq), kTile);
     for (int64_t n = keys.begin; n < keys.end; ++n) {
       tile.k = n * kTile;
       if (!plan(p, tile)) continue;
-      A s[4][4];
+      A x[4][4];  // logits, then weights
       shared.bits.load(p, tile);
-      multiply_rows(q, rows_of<T>(p.k, tile.b, kv, tile.k, p.tk), p.d, shared, s);
+      multiply_rows(q, keys_of<T>(p.k, s, kv, tile.k), p.d, shared, x);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -51,12 +53,12 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
-          s[i][j] = logit_of(p, tile, r, c, s[i][j], shared.bits.sees(p, tile, r, c)).value;
-          if (!is_softmax(p)) s[i][j] = weight_of(p, s[i][j]).value;
-          top = max(top, s[i][j]);
+          x[i][j] = logit_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c)).value;
+          if (!is_softmax(p)) x[i][j] = weight_of(p, x[i][j]).value;
+          top = max(top, x[i][j]);
         }
         if (is_softmax(p)) {
-          top = reduce_row(top, [](A x, A y) { return max(x, y); });
+          top = reduce_row(top, [](A a, A b) { return max(a, b); });
           const A shift = softmax_shift(top), alpha = exp2(m[i] - shift);
           m[i] = top;
           l[i] *= alpha;
@@ -64,33 +66,32 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
           for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            s[i][j] = exp2(s[i][j] - shift);
-            l[i] += s[i][j];
+            x[i][j] = exp2(x[i][j] - shift);
+            l[i] += x[i][j];
           }
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
-          shared.tile[c * kLeading + r] = s[i][j] * shared.bits.template factor<A>(p, r, c);
+          shared.tile[c * kLeading + r] = x[i][j] * shared.bits.template factor<A>(p, r, c);
         }
       }
-      multiply_tile(shared.tile, q.count, rows_of<T>(p.v, tile.b, kv, tile.k, p.tk), first, p.dv,
-                    shared, o);
+      multiply_tile(shared.tile, q.count, keys_of<T>(p.v, s, kv, tile.k), first, p.dv, shared, o);
     }
 
     A factor[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      l[i] = reduce_row(l[i], [](A x, A y) { return x + y; });
+      l[i] = reduce_row(l[i], [](A a, A b) { return a + b; });
       factor[i] = row_factor(p.score.normaliser, l[i]);
       const int64_t query = tile.q + 4 * ty + i;
-      if (first == 0 && tx == 0 && query < p.tq) {
-        static_cast<A*>(params.lse)[row_index(p, tile.b, tile.h, query)] =
+      if (first == 0 && tx == 0 && query < s.tq) {
+        static_cast<A*>(params.lse)[row_index(p, s, tile.h, query)] =
             row_lse(p.score.normaliser, m[i], l[i], log(l[i]));
       }
     }
-    store_rows(o, factor, row_of<T>(params.out, tile.b, tile.q, tile.h), params.out.stride_t,
-               p.tq - tile.q, first, p.dv);
+    store_rows(o, factor, row_of<T>(params.out, s.entry, s.q + tile.q, tile.h), params.out.stride_t,
+               q.count, first, p.dv);
   }
 }
 

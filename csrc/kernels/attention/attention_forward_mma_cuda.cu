@@ -24,14 +24,12 @@ struct ForwardShared {
   float slots[8 * Workers::kWorkers];  // of apply_in_loop
 };
 
-struct Item {
-  int64_t b, h;
-  Range queries;
-};
 // Under a causal mask the last queries have most to do: they come first.
-__device__ __forceinline__ Item item_of(const AttentionProblem& p, int64_t item) {
+__device__ __forceinline__ QueryItem item_of(const AttentionProblem& p, int64_t item) {
   const int64_t blocks = ceil_div(p.tq, kQueries), head = item / blocks;
-  return {head / p.hq, head % p.hq, block(blocks - 1 - item % blocks, kQueries, p.tq)};
+  const Sequence s = sequence_of(p, head / p.hq);
+  const Range queries = block(blocks - 1 - item % blocks, kQueries, s.tq);
+  return {{s, head / p.hq, head % p.hq, queries.begin, 0, false}, queries};
 }
 OMNIATTN_FN int64_t item_count(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kQueries);
@@ -41,8 +39,8 @@ template <class Shared>
 __device__ __forceinline__ void plan_items(const AttentionProblem& p, Shared& shared) {
   int slot = 0;
   for (int64_t i = blockIdx.x; i < item_count(p); i += gridDim.x) {
-    const Item item = item_of(p, i);
-    plan_keys<Workers>(p, item.b, item.h, item.queries, shared.plans, slot);
+    const QueryItem item = item_of(p, i);
+    if (!is_empty(item.queries)) plan_keys<Workers>(p, item, shared.plans, slot);
   }
 }
 
@@ -58,7 +56,8 @@ struct Rows {
 template <class Plan, int N, int C>
 __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Plan& plan, int first,
                                              float* slots, float (&s)[N][4], Rows<C>& rows) {
-  const Tile tile{plan.tile.b, plan.tile.h, plan.tile.q + first, plan.tile.k, plan.tile.masked};
+  Tile tile = plan.tile;
+  tile.q += first;
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const auto column = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
   const bool drops = p.dropout.threshold != 0;
@@ -82,7 +81,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
         for (int i = 0; i < 8; ++i) some[i] = x[part + i];
         apply_in_loop<Workers::kWorkers>(slots, some, [&](int i, float dot) {
           const int c = column(part + i);
-          const float logit = logit_of(p, tile, r, c, dot, tile.q + r < p.tq && bit(sees, c)).value;
+          const float logit = logit_of(p, tile, r, c, dot, bit(sees, c)).value;
           return is_softmax(p) ? logit : weight_of(p, logit).value;
         });
 #pragma unroll
@@ -143,10 +142,12 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
     load(p.v, plan.v, p.dv, keys, shared.v[stage]);
   };
   for (int64_t i = blockIdx.x; i < item_count(p); i += gridDim.x) {
+    if (is_empty(item_of(p, i).queries)) continue;
     Workers::meet();  // the first plan is made; all have read the previous item
     const Tile& item = shared.plans[slot].tile;
-    q_rows.template load<kQueries, Workers::kWorkers>(row_of<T>(p.q, item.b, item.q, item.h),
-                                                      p.q.stride_t, p.tq - item.q, p.d);
+    const Sequence& s = item.sequence;
+    q_rows.template load<kQueries, Workers::kWorkers>(row_of<T>(p.q, s.entry, s.q + item.q, item.h),
+                                                      p.q.stride_t, s.tq - item.q, p.d);
     load_keys(shared.plans[slot], 0);
     Rows<kD / 8> rows;
     clear(rows.o);
@@ -158,10 +159,10 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
       const auto& plan = shared.plans[slot];
       slot = next_plan(slot);
       load_keys(shared.plans[slot], stage ^ 1);
-      float s[N][4];
-      multiply_rows(s, q_rows, first, SharedRows<T, kD>{shared.k[stage]});
-      softmax_tile(p, plan, first, shared.slots, s, rows);
-      const LeftOperand<N> weights = as_left<T>(s);
+      float x[N][4];
+      multiply_rows(x, q_rows, first, SharedRows<T, kD>{shared.k[stage]});
+      softmax_tile(p, plan, first, shared.slots, x, rows);
+      const LeftOperand<N> weights = as_left<T>(x);
       cp_async_wait<2>();
       Workers::workers_meet();  // V has arrived
       multiply_sum(rows.o, weights, SharedRows<T, kD>{shared.v[stage]}, 0);
@@ -174,13 +175,13 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
     for (int half = 0; half < 2; ++half) {
       const float l = reduce_row(rows.l[half], [](float x, float y) { return x + y; });
       const int64_t q = end.q + first + 8 * half + lane_id() / 4;
-      if (q >= p.tq) continue;
+      if (q >= end.sequence.tq) continue;
       if (lane_id() % 4 == 0) {
-        static_cast<float*>(params.lse)[row_index(p, end.b, end.h, q)] =
+        static_cast<float*>(params.lse)[row_index(p, end.sequence, end.h, q)] =
             row_lse(p.score.normaliser, rows.m[half], l, log(l));
       }
       store_row(rows.o, half, row_factor(p.score.normaliser, l),
-                row_of<T>(params.out, end.b, q, end.h), p.dv);
+                row_of<T>(params.out, end.sequence.entry, end.sequence.q + q, end.h), p.dv);
     }
   }
 }

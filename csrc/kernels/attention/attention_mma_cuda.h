@@ -174,19 +174,21 @@ __device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot
 // registers.
 template <int kQueries, int kKeys>
 struct KeyPlan {
-  int64_t block;  // number of the block of keys; -1: there is no further tile
-  Tile tile;
+  int64_t block;               // number of the block of keys; -1: there is no further tile
+  Tile tile;                   // its sequence, head and queries are those of the item even then
   int64_t k, v, keys;          // elements before the first row of K and V, and rows from there on
   uint64_t visible[kQueries];  // keys of each query, if masked
 
-  // By the planner: the first tile from block n on that has a visible pair.
-  __device__ __forceinline__ void make(const AttentionProblem& p, int64_t b, int64_t h,
-                                       Range queries, int64_t n, int64_t end) {
+  // By the planner: the first tile of `row` (whose keys do not matter) from block n on that has a
+  // visible pair.
+  __device__ __forceinline__ void make(const AttentionProblem& p, const Tile& row, Range queries,
+                                       int64_t n, int64_t end) {
     const int lane = lane_id();
+    const Sequence& s = row.sequence;
     TileClass found = TileClass::skip;
     for (; n < end; n += 32) {  // a lane looks at one tile
       const Range part{(n + lane) * kKeys, (n + lane + 1) * kKeys};
-      if (n + lane < end) found = tile_class(p, b, h, queries, part);
+      if (n + lane < end) found = tile_class(p, s, row.b, row.h, queries, part);
       const uint32_t votes = __ballot_sync(0xffffffffu, found != TileClass::skip);
       if (votes == 0) continue;
       const int first = __popc((votes & (0u - votes)) - 1);
@@ -194,31 +196,37 @@ struct KeyPlan {
       found = static_cast<TileClass>(__shfl_sync(0xffffffffu, static_cast<int>(found), first));
       break;
     }
+    const bool masked = found == TileClass::partial || queries.end - queries.begin < kQueries;
     if (lane == 0) {
-      const int64_t key = n * kKeys, kv = kv_head(h, p.hq, p.hkv);
+      const int64_t key = n * kKeys, kv = kv_head(row.h, p.hq, p.hkv);
       block = n < end ? n : -1;
-      tile = {b, h, queries.begin, key, found == TileClass::partial};
-      k = b * p.k.stride_b + key * p.k.stride_t + kv * p.k.stride_h;
-      v = b * p.v.stride_b + key * p.v.stride_t + kv * p.v.stride_h;
-      keys = p.tk - key;
+      tile = {s, row.b, row.h, row.q, key, masked};
+      k = s.entry * p.k.stride_b + (s.k + key) * p.k.stride_t + kv * p.k.stride_h;
+      v = s.entry * p.v.stride_b + (s.k + key) * p.v.stride_t + kv * p.v.stride_h;
+      keys = s.tk - key;
     }
-    if (n >= end || found != TileClass::partial) return;
+    if (n >= end || !masked) return;
     for (int r = lane; r < kQueries; r += 32) {
-      const int64_t q = queries.begin + r;
-      visible[r] = q < queries.end ? row_bits(p, b, h, q, n * kKeys) : 0;
+      visible[r] = row_bits(p, s, row.b, row.h, row.q + r, n * kKeys);
     }
   }
 };
 
-// By the planner: the plans of all tiles of one block of queries; Workers::meet() after each.
+// Queries of a head that a block computes together: {.., q, any key}, and their range.
+struct QueryItem {
+  Tile row;
+  Range queries;  // empty beyond the end of a sequence
+};
+
+// By the planner: the plans of all tiles of an item; Workers::meet() after each.
 template <class Workers, int kQueries, int kKeys>
-__device__ __forceinline__ void plan_keys(const AttentionProblem& p, int64_t b, int64_t h,
-                                          Range queries, KeyPlan<kQueries, kKeys> (&plans)[3],
-                                          int& slot) {
-  const Range range = key_blocks(p.mask, b, queries, kKeys);
+__device__ __forceinline__ void plan_keys(const AttentionProblem& p, const QueryItem& item,
+                                          KeyPlan<kQueries, kKeys> (&plans)[3], int& slot) {
+  const Tile& row = item.row;
+  const Range range = key_blocks(mask_of(p, row.sequence), row.b, item.queries, kKeys);
   int64_t n = range.begin;
   do {
-    plans[slot].make(p, b, h, queries, n, range.end);
+    plans[slot].make(p, row, item.queries, n, range.end);
     __syncwarp();
     n = plans[slot].block + 1;
     slot = next_plan(slot);
@@ -254,7 +262,7 @@ __device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const T
 #pragma unroll 1  // for registers
   for (int n = 0; n < kKeys; n += 4) {
     bits |= static_cast<uint32_t>(
-                keep_groups<1>(p.dropout, tile.b * p.hq + tile.h, tile.q + row, key + n))
+                keep_groups<1>(dropout_of(p), tile.b * p.hq + tile.h, tile.q + row, key + n))
             << n;
   }
   return bits;

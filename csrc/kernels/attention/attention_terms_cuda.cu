@@ -78,7 +78,8 @@ __device__ __forceinline__ void add_tile(const AttentionProblem& p, const Tile& 
                                          A* plane) {
   const int thread = static_cast<int>(threadIdx.x);
   if (is_relative(p.table.kind)) {  // a thread per diagonal, which holds key - query = thread - 63
-    const int64_t element = p.relative.origin + tile.k - tile.q + thread - (kTile - 1);
+    const int64_t element =
+        relative_origin(p, tile.sequence) + tile.k - tile.q + thread - (kTile - 1);
     if (thread >= 2 * kTile - 1 || element < 0 || element >= p.tq + p.tk - 1) return;
     A sum = 0;
     for (int r = max(0, kTile - 1 - thread); r < min(kTile, 2 * kTile - 1 - thread); ++r) {
@@ -107,8 +108,11 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     A* const plane = static_cast<A*>(params.part_relative) + item * plane_elements(p);
     for (int64_t i = threadIdx.x; i < plane_elements(p); i += kFmaThreads) plane[i] = 0;
     for (int64_t n = share; n < table_tiles(p); n += shares) {
-      Tile tile{batch + n / blocks, h, n % blocks * kTile, 0, false};
-      const Range keys = key_blocks(p.mask, tile.b, block(n % blocks, kTile, p.tq), kTile);
+      const int64_t b = batch + n / blocks;
+      const Sequence s = sequence_of(p, b);
+      Tile tile{s, b, h, n % blocks * kTile, 0, false};
+      if (tile.q >= s.tq) continue;
+      const Range keys = key_blocks(mask_of(p, s), b, block(n % blocks, kTile, s.tq), kTile);
       for (int64_t key = keys.begin; key < keys.end; ++key) {
         tile.k = key * kTile;
         if (!plan(p, tile)) continue;
@@ -186,10 +190,12 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     A sum[4][4];
     clear(sum);
     for (int64_t b = batches.begin; b < batches.end; ++b) {
+      const Sequence s = sequence_of(p, b);
+      if (key >= s.tk) continue;
       for (int64_t h = heads.begin; h < heads.end; ++h) {
         for (int64_t n = query_tiles.begin; n < query_tiles.end; ++n) {
-          Tile tile{b, h, n * kTile, key, false};
-          if (!plan(p, tile)) continue;
+          Tile tile{s, b, h, n * kTile, key, false};
+          if (tile.q >= s.tq || !plan(p, tile)) continue;
           gradient_tile<T, Sum::queries>(
               params, tile, shared,
               [&](int at, const PairGradient<A>& g) { shared.tile[at] = g.logit; });
@@ -215,27 +221,18 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
           if (q < p.tq && key + c < p.tk) to[q * params.grad_bias_stride_q + c] = sum[i][j];
         }
       }
-    } else {  // the columns' sums, over the 16 rows of threads in order
-      __syncthreads();
+    } else {
+      A column[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        shared.tile[ty * kLeading + tx + 16 * j] =
-            (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]);
-      }
-      __syncthreads();
-      const int c = static_cast<int>(threadIdx.x);
-      if (c < kTile && key + c < p.tk) {
-        A total = 0;
-        for (int y = 0; y < 16; ++y) total += shared.tile[y * kLeading + c];
-        to[c] = total;
-      }
+      for (int j = 0; j < 4; ++j) column[j] = (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]);
+      store_column_sums(column, shared, p.tk - key, to);
     }
   }
 }
 
 // ---- sums per head ------------------------------------------------------------------------------
 
-// out[h] = sum of parts (count, B, Hq, Tq) of head h.
+// out[h] = sum of parts (count, B, Hq, Tq) of head h, laid out as lse is.
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     attention_sum_rows_kernel(const __grid_constant__ AttentionProblem p, const A* parts,
@@ -243,7 +240,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t h = blockIdx.x;
   double sum = 0;
   for (int64_t n = threadIdx.x; n < count * p.batch * p.tq; n += kThreads) {
-    sum += parts[(n / p.tq * p.hq + h) * p.tq + n % p.tq];
+    const int64_t q = n % p.tq, b = n / p.tq % p.batch, part = n / p.tq / p.batch;
+    const Sequence s = sequence_of(p, b);
+    if (q < s.tq) sum += parts[part * stat_rows(p) + row_index(p, s, h, q)];
   }
   sum = row_sum(sum);
   if (threadIdx.x == 0) out[h] = static_cast<A>(sum);

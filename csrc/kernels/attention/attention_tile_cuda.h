@@ -20,39 +20,75 @@ __device__ __forceinline__ T* row_of(const MutableHeadView& x, int64_t b, int64_
   return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
 }
 
-__device__ __forceinline__ int64_t row_index(const AttentionProblem& p, int64_t b, int64_t h,
-                                             int64_t q) {
-  return (b * p.hq + h) * p.tq + q;
+// One problem of the call: an entry of the batch, or a sequence of a packed or cached batch.
+struct Sequence {
+  int64_t entry;         // of the tensors
+  int64_t q, tq, k, tk;  // first rows and lengths
+};
+__device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64_t b) {
+  const SequenceRows& rows = p.sequences;
+  if (rows.k == nullptr) return {b, 0, p.tq, 0, p.tk};
+  if (rows.q == nullptr) {
+    GPU_REQUIRE(rows.k[b] >= 0 && rows.k[b] <= p.tk,
+                "attention: cache_seqlens must lie in [0, Tk], the rows of the cache");
+    return {b, 0, p.tq, 0, rows.k[b]};
+  }
+  const int64_t q = rows.q[b], tq = rows.q[b + 1] - q, k = rows.k[b], tk = rows.k[b + 1] - k;
+  GPU_REQUIRE(q >= 0 && tq >= 0 && tq <= p.tq && q + tq <= rows.rows_q,
+              "attention: cu_seqlens_q must grow by 0 to max_seqlen_q, within the rows of q");
+  GPU_REQUIRE(k >= 0 && tk >= 0 && tk <= p.tk && k + tk <= rows.rows_k,
+              "attention: cu_seqlens_k must grow by 0 to max_seqlen_k, within the rows of k");
+  return {0, q, tq, k, tk};
+}
+
+// Of the query's numbers in lse and the like.
+__device__ __forceinline__ int64_t row_index(const AttentionProblem& p, const Sequence& s,
+                                             int64_t h, int64_t q) {
+  return (s.entry * p.hq + h) * p.lse_stride + s.q + q;
+}
+
+__device__ __forceinline__ MaskView mask_of(const AttentionProblem& p, const Sequence& s) {
+  return {s.tq, s.tk, p.mask.count, p.mask.rules};
 }
 
 // Queries q, ..., q + 63 of one head against keys k, ..., k + 63.
 struct Tile {
+  Sequence sequence;
   int64_t b, h, q, k;
-  bool masked;  // some pair is hidden
+  bool masked;  // some pair is hidden, or beyond the end
 };
 
 // The mask's rules stay calls, which only masked problems make: inlined, their many cases would
 // cost every kernel registers and compile time.
-GPU_NOINLINE TileClass tile_class(const AttentionProblem& p, int64_t b, int64_t h, Range q,
-                                  Range k) {
-  return classify(p.mask, b, h, q, k);
+GPU_NOINLINE TileClass tile_class(const AttentionProblem& p, const Sequence& s, int64_t b,
+                                  int64_t h, Range q, Range k) {
+  return classify(mask_of(p, s), b, h, q, k);
 }
-GPU_NOINLINE uint64_t row_bits(const AttentionProblem& p, int64_t b, int64_t h, int64_t q,
-                               int64_t key) {
-  return visible_bits(p.mask, b, h, q, key);
+GPU_NOINLINE uint64_t row_bits(const AttentionProblem& p, const Sequence& s, int64_t b, int64_t h,
+                               int64_t q, int64_t key) {
+  return q < s.tq ? visible_bits(mask_of(p, s), b, h, q, key) : 0;
 }
 
-// Finds out whether the tile is masked, given its queries. False: no pair is visible.
-__device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile, Range queries,
-                                     int64_t keys) {
-  tile.masked = tile.k + keys > p.tk;
+// Finds out whether the tile is masked. False: no pair is visible.
+__device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
+  const Sequence& s = tile.sequence;
+  tile.masked = tile.k + kTile > s.tk || tile.q + kTile > s.tq;
   if (p.mask.count == 0) return true;
-  const TileClass found = tile_class(p, tile.b, tile.h, queries, {tile.k, tile.k + keys});
-  tile.masked = found != TileClass::full;
+  const TileClass found = tile_class(p, s, tile.b, tile.h, block(tile.q / kTile, kTile, s.tq),
+                                     {tile.k, tile.k + kTile});
+  tile.masked = tile.masked || found != TileClass::full;
   return found != TileClass::skip;
 }
-__device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
-  return plan(p, tile, block(tile.q / kTile, kTile, p.tq), kTile);
+
+// A seed in the GPU's memory is read here, so that a captured graph may have another at each
+// replay.
+__device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {
+  Dropout dropout = p.dropout;
+  if (p.seed != nullptr) {
+    dropout.key = philox_key(p.seed[0]);
+    dropout.offset = static_cast<uint32_t>(p.seed[1]);
+  }
+  return dropout;
 }
 
 // For each query of a tile, which keys are visible and which survive dropout.
@@ -65,22 +101,20 @@ struct TileBits {
     const int threads = static_cast<int>(blockDim.x);
     if (tile.masked) {
       for (int r = static_cast<int>(threadIdx.x); r < kTile; r += threads) {
-        const int64_t q = tile.q + r;
-        visible[r] = q < p.tq ? row_bits(p, tile.b, tile.h, q, tile.k) : 0;
+        visible[r] = row_bits(p, tile.sequence, tile.b, tile.h, tile.q + r, tile.k);
       }
     }
     if (p.dropout.threshold != 0) {
       for (int i = static_cast<int>(threadIdx.x); i < 4 * kTile; i += threads) {
         const int r = i / 4, part = i % 4;
         keep[r][part] = static_cast<uint16_t>(
-            keep_groups<4>(p.dropout, tile.b * p.hq + tile.h, tile.q + r, tile.k + 16 * part));
+            keep_groups<4>(dropout_of(p), tile.b * p.hq + tile.h, tile.q + r, tile.k + 16 * part));
       }
     }
   }
 
-  __device__ __forceinline__ bool sees(const AttentionProblem& p, const Tile& tile, int r,
-                                       int n) const {
-    return tile.masked ? (visible[r] >> n & 1) != 0 : tile.q + r < p.tq;
+  __device__ __forceinline__ bool sees(const Tile& tile, int r, int n) const {
+    return !tile.masked || (visible[r] >> n & 1) != 0;
   }
   // The factor of dropout: 0 or 1 / (1 - p).
   template <class A>
@@ -89,6 +123,12 @@ struct TileBits {
     return (keep[r][n / 16] >> n % 16 & 1) != 0 ? static_cast<A>(p.dropout.scale) : A(0);
   }
 };
+
+// Element of the table's term at (0, 0) of a sequence: it ends where the longest one's does.
+__device__ __forceinline__ int64_t relative_origin(const AttentionProblem& p, const Sequence& s) {
+  const int64_t shorter = is_relative(p.table.kind) ? (p.tk - s.tk) - (p.tq - s.tq) : 0;
+  return p.relative.origin + shorter;
+}
 
 template <class A>
 __device__ __forceinline__ A score_at(const ScoreView& x, int64_t offset) {
@@ -127,8 +167,9 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   }
   if (p.relative.data != nullptr) {
     const RelativeView& t = p.relative;
-    x += static_cast<const A*>(t.data)[t.origin + tile.b * t.stride_b + tile.h * t.stride_h +
-                                       (tile.q + r) * t.stride_q + tile.k + n];
+    x +=
+        static_cast<const A*>(t.data)[relative_origin(p, tile.sequence) + tile.b * t.stride_b +
+                                      tile.h * t.stride_h + (tile.q + r) * t.stride_q + tile.k + n];
   }
   return {x, slope};
 }

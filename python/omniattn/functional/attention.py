@@ -92,8 +92,9 @@ def attention(
             "sigmoid" (add its bias -ln Tk by `bias`) or "relu2", relu(logit)^2 (scale = 1 / Tk).
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
             1 / (1 - dropout_p).
-        seed: int64 (2,) on the CPU, [seed, offset] of the dropout mask, which is a function of
-            (seed, offset, b, h, i, j) alone. None draws one from torch's generator.
+        seed: int64 (2,), [seed, offset] of the dropout mask, which is a function of
+            (seed, offset, b, h, i, j) alone. None draws one from torch's generator. It lies on the
+            CPU, or beside q: a captured CUDA graph reads that one again at every replay.
         return_lse: also return the log-sum-exp of the masked logits.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.

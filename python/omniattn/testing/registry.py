@@ -268,6 +268,7 @@ def _weights() -> OpSpec:
     return OpSpec(
         name="attention_weights",
         family="attention",
+        cuda="emulated",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_weights_inputs,
         differentiable=("q", "k", "lse", "bias"),
@@ -351,6 +352,7 @@ def _varlen() -> OpSpec:
     return OpSpec(
         name="attention_varlen",
         family="attention",
+        cuda="emulated",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_varlen_inputs,
         differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
@@ -404,6 +406,7 @@ def _cached() -> OpSpec:
     return OpSpec(
         name="attention_cached",
         family="attention",
+        cuda="emulated",
         paper="Dao 2023, arXiv 2307.08691",
         inputs=_cached_inputs,
         differentiable=("q", "k", "v", "alibi_slopes", "sinks"),
@@ -435,6 +438,7 @@ def _select() -> OpSpec:
     return OpSpec(
         name="select_attention",
         family="attention",
+        cuda="emulated",
         paper="straight through: Bengio et al. 2013, arXiv 1308.3432",
         inputs=_attention_inputs,
         differentiable=("q", "k", "v"),

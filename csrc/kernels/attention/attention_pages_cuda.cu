@@ -1,0 +1,45 @@
+// Copies the keys and values of sequences from their pages (see PageView), so that kernels find
+// them in rows.
+#include "kernels/attention/attention_cuda.h"
+#include "kernels/attention/attention_tile_cuda.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn {
+namespace {
+
+using namespace gpu;
+
+constexpr int kThreads = 256;
+
+// to (B, Tk, Hkv, width); what lies behind the end of a sequence is not written.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    attention_gather_pages_kernel(const __grid_constant__ AttentionProblem p,
+                                  const __grid_constant__ HeadView from, int64_t width, T* to) {
+  const int64_t count = p.batch * p.tk * p.hkv * width;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x; n < count; n += step) {
+    const int64_t c = n % width, h = n / width % p.hkv, row = n / width / p.hkv;
+    const int64_t b = row / p.tk, t = row % p.tk;
+    if (t >= sequence_of(p, b).tk) continue;
+    const int64_t page = p.pages.table[b * p.pages.stride_b + t / p.pages.size];
+    GPU_REQUIRE(page >= 0 && page < p.sequences.rows_k,
+                "attention: block_table must name pages of k and v");
+    to[n] = row_of<T>(from, page, t % p.pages.size, h)[c];
+  }
+}
+
+}  // namespace
+
+Status launch_attention_gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width,
+                                     void* to, Stream stream) {
+  const int64_t count = p.batch * p.tk * p.hkv * width;
+  if (count == 0) return nullptr;
+  dispatch(p.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(attention_gather_pages_kernel<T>, item_grid(ceil_div(count, kThreads)), kThreads, 0,
+               stream, p, from, width, static_cast<T*>(to));
+  });
+  return launch_status();
+}
+
+}  // namespace omniattn

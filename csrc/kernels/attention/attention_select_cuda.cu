@@ -1,0 +1,92 @@
+// The key with the largest logit of every query, the first of equal ones, see attention.h: by FMA
+// for any dtype and head size. A block computes 64 queries of one head over the keys; a thread
+// keeps the best of its columns, which the threads of a row then compare.
+#include "kernels/attention/attention_cuda.h"
+#include "kernels/attention/attention_fma_cuda.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn {
+namespace {
+
+using namespace gpu;
+
+OMNIATTN_FN int64_t select_blocks(const AttentionProblem& p) {
+  return p.batch * p.hq * ceil_div(p.tq, kTile);
+}
+
+// What has been found so far; NaN is never chosen.
+template <class A>
+struct Best {
+  A top;  // log2 units
+  int64_t key;
+
+  __device__ __forceinline__ void meet(A logit, int64_t at) {
+    if (logit > top || (logit == top && key >= 0 && at >= 0 && at < key)) {
+      top = logit;
+      key = at;
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kFmaThreads, 1)
+    attention_select_fma_kernel(const __grid_constant__ AttentionSelectParams params) {
+  using A = compute_t<T>;
+  const int tx = thread_x(), ty = thread_y();
+  auto& shared = *dynamic_shared<FmaShared<A>>();
+  const AttentionProblem& p = params.problem;
+  const int64_t blocks = ceil_div(p.tq, kTile);
+  for (int64_t item = blockIdx.x; item < select_blocks(p); item += gridDim.x) {
+    const int64_t head = item / blocks, b = head / p.hq, h = head % p.hq;
+    const Sequence s = sequence_of(p, b);
+    Tile tile{s, b, h, item % blocks * kTile, 0, false};
+    Best<A> best[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) best[i] = {negative_infinity<A>(), -1};
+    const Range keys = key_blocks(mask_of(p, s), b, block(item % blocks, kTile, s.tq), kTile);
+    for (int64_t n = keys.begin; n < keys.end; ++n) {
+      tile.k = n * kTile;
+      if (!plan(p, tile)) continue;
+      A x[4][4];
+      __syncthreads();
+      shared.bits.load(p, tile);
+      multiply_rows(queries_of<T>(p.q, s, h, tile.q),
+                    keys_of<T>(p.k, s, kv_head(h, p.hq, p.hkv), tile.k), p.d, shared, x);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = 4 * ty + i;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int c = tx + 16 * j;
+          const bool sees = shared.bits.sees(tile, r, c);
+          best[i].meet(logit_of(p, tile, r, c, x[i][j], sees).value, tile.k + c);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int bits = 8; bits > 0; bits /= 2) {
+        const A top = __shfl_xor_sync(0xffffffffu, best[i].top, bits);
+        best[i].meet(top, __shfl_xor_sync(0xffffffffu, best[i].key, bits));
+      }
+      const int64_t q = tile.q + 4 * ty + i;
+      if (tx != 0 || q >= s.tq) continue;
+      params.index[row_index(p, s, h, q)] = best[i].key;
+      static_cast<A*>(params.top)[row_index(p, s, h, q)] = best[i].top * static_cast<A>(kLn2);
+    }
+  }
+}
+
+}  // namespace
+
+Status launch_attention_select(const AttentionSelectParams& params, Stream stream) {
+  dispatch(params.problem.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(attention_select_fma_kernel<T>, item_grid(select_blocks(params.problem)),
+               kFmaThreads, sizeof(FmaShared<compute_t<T>>), stream, params);
+  });
+  return launch_status();
+}
+
+}  // namespace omniattn
