@@ -5,8 +5,12 @@
 
 set(OMNIATTN_ISAS baseline)
 set(OMNIATTN_FLAGS_baseline "")
+set(OMNIATTN_DOT_ISAS "")  # in addition, for sources that multiply in bf16
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND OMNIATTN_ISAS avx2 avx512 avx512_bf16)
+  list(APPEND OMNIATTN_ISAS avx2 avx512)
+  list(APPEND OMNIATTN_DOT_ISAS avx512_bf16)
+  # What runs on processors older than 2013 shall not take most of the time of a build.
+  set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-O1>)
   set(OMNIATTN_FLAGS_avx2 -mavx2 -mfma -mf16c)
   set(OMNIATTN_FLAGS_avx512 ${OMNIATTN_FLAGS_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq
     -mprefer-vector-width=512)
@@ -26,18 +30,23 @@ function(omniattn_isa_library target isa flags)
   target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
 endfunction()
 
-# omniattn_isa_libraries(prefix source...): <prefix>_<isa> for each ISA; their objects in
-# <prefix>_OBJECTS.
+# omniattn_isa_libraries(prefix [SOURCES source...] [DOT source...]): <prefix>_<isa> for each ISA, the
+# sources of DOT for those with a bf16 dot product too; their objects in <prefix>_OBJECTS.
 function(omniattn_isa_libraries prefix)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DOT")
   set(objects "")
-  foreach(isa ${OMNIATTN_ISAS})
-    omniattn_isa_library(${prefix}_${isa} ${isa} "${OMNIATTN_FLAGS_${isa}}" ${ARGN})
+  foreach(isa ${OMNIATTN_ISAS} ${OMNIATTN_DOT_ISAS})
+    set(sources ${arg_DOT})
+    if(isa IN_LIST OMNIATTN_ISAS)
+      list(APPEND sources ${arg_SOURCES})
+    endif()
+    omniattn_isa_library(${prefix}_${isa} ${isa} "${OMNIATTN_FLAGS_${isa}}" ${sources})
     list(APPEND objects $<TARGET_OBJECTS:${prefix}_${isa}>)
   endforeach()
   set(${prefix}_OBJECTS ${objects} PARENT_SCOPE)
 endfunction()
 
-# omniattn_add_kernels(source...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
+# omniattn_add_kernels(SOURCES ... DOT ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
 function(omniattn_add_kernels)
   add_library(kernels_dispatch OBJECT csrc/runtime/cpu_isa.cpp)
   target_link_libraries(kernels_dispatch PRIVATE omniattn_options)

@@ -2,8 +2,9 @@
 //
 // Kernel sources are compiled once per ISA (cmake/isa.cmake). Each compilation of a family defines
 // one table of function pointers in its namespace; OMNIATTN_KERNEL_TABLE declares them all and a
-// selector. The active ISA is the best of the machine, capped by OMNIATTN_CPU_ISA, and can be
-// lowered at run time by tests.
+// selector. Only the families of OMNIATTN_DOT_KERNEL_TABLE are compiled for avx512_bf16, the others
+// run as avx512 there. The active ISA is the best of the machine, capped by OMNIATTN_CPU_ISA, and
+// can be lowered at run time by tests.
 #pragma once
 
 #include <cstdint>
@@ -27,31 +28,33 @@ bool parse_isa(const char* name, Isa& isa);
 }  // namespace omniattn
 
 #if defined(__x86_64__)
-#define OMNIATTN_KERNEL_TABLE(Type, name)     \
-  namespace isa_baseline {                    \
-  extern const Type name##_table;             \
-  }                                           \
-  namespace isa_avx2 {                        \
-  extern const Type name##_table;             \
-  }                                           \
-  namespace isa_avx512 {                      \
-  extern const Type name##_table;             \
-  }                                           \
-  namespace isa_avx512_bf16 {                 \
-  extern const Type name##_table;             \
-  }                                           \
-  inline const Type& name() {                 \
-    switch (active_isa()) {                   \
-      case Isa::avx512_bf16:                  \
-        return isa_avx512_bf16::name##_table; \
-      case Isa::avx512:                       \
-        return isa_avx512::name##_table;      \
-      case Isa::avx2:                         \
-        return isa_avx2::name##_table;        \
-      case Isa::baseline:                     \
-        break;                                \
-    }                                         \
-    return isa_baseline::name##_table;        \
+#define OMNIATTN_TABLES(Type, name)                         \
+  namespace isa_baseline {                                  \
+  extern const Type name##_table;                           \
+  }                                                         \
+  namespace isa_avx2 {                                      \
+  extern const Type name##_table;                           \
+  }                                                         \
+  namespace isa_avx512 {                                    \
+  extern const Type name##_table;                           \
+  }                                                         \
+  inline const Type& name##_until_avx512(Isa isa) {         \
+    return isa >= Isa::avx512 ? isa_avx512::name##_table    \
+           : isa == Isa::avx2 ? isa_avx2::name##_table      \
+                              : isa_baseline::name##_table; \
+  }
+#define OMNIATTN_KERNEL_TABLE(Type, name) \
+  OMNIATTN_TABLES(Type, name)             \
+  inline const Type& name() { return name##_until_avx512(active_isa()); }
+// Of a family that multiplies in bf16, which avx512_bf16 changes.
+#define OMNIATTN_DOT_KERNEL_TABLE(Type, name)                                                  \
+  OMNIATTN_TABLES(Type, name)                                                                  \
+  namespace isa_avx512_bf16 {                                                                  \
+  extern const Type name##_table;                                                              \
+  }                                                                                            \
+  inline const Type& name() {                                                                  \
+    const Isa isa = active_isa();                                                              \
+    return isa == Isa::avx512_bf16 ? isa_avx512_bf16::name##_table : name##_until_avx512(isa); \
   }
 #else
 #define OMNIATTN_KERNEL_TABLE(Type, name) \
@@ -59,4 +62,5 @@ bool parse_isa(const char* name, Isa& isa);
   extern const Type name##_table;         \
   }                                       \
   inline const Type& name() { return isa_baseline::name##_table; }
+#define OMNIATTN_DOT_KERNEL_TABLE OMNIATTN_KERNEL_TABLE
 #endif

@@ -140,6 +140,6 @@ struct MoeKernels {
   void (*bias_grad)(const MoeBiasGradParams&, int64_t begin, int64_t end);  // item: expert
 };
 
-OMNIATTN_KERNEL_TABLE(MoeKernels, moe_kernels)
+OMNIATTN_DOT_KERNEL_TABLE(MoeKernels, moe_kernels)
 
 }  // namespace omniattn

@@ -10,23 +10,40 @@ namespace {
 
 constexpr Order kAny = Order::any;
 
-template <Activation kAct, class V>
-OMNIATTN_INLINE V gate_of(V z) {
-  return lanewise([](auto x) { return activate<kAct>(x).value; }, z);
-}
-template <Activation kAct, class V>
-OMNIATTN_INLINE V gate_slope(V z) {
-  return lanewise([](auto x) { return activate<kAct>(x).slope; }, z);
-}
+// sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid: chosen by lanes, not by a template
+// argument, which would double the code of the largest file here.
+template <class C>
+struct Gate {
+  Mask<C> silu;
+
+  explicit Gate(Activation act)
+      : silu(lanes_below<C>(act == Activation::silu ? Vec<C>::kWidth : 0)) {}
+
+  template <class V>
+  OMNIATTN_INLINE V value(V z) const {
+    return lanewise([&](Vec<C> x) { return sigmoid_to_zero(x) * select(silu, x, one()); }, z);
+  }
+  template <class V>
+  OMNIATTN_INLINE V slope(V z) const {
+    return lanewise(
+        [&](Vec<C> x) {
+          const Vec<C> s = sigmoid_to_zero(x);
+          return s * fma(select(silu, x, one()), C(1) - s, select(silu, one(), zero<C>()));
+        },
+        z);
+  }
+  OMNIATTN_INLINE static Vec<C> one() { return Vec<C>(C(1)); }
+};
 
 // What is normalised, of one group.
-template <class T, GatePlace kPlace, Activation kAct>
+template <class T, GatePlace kPlace>
 struct Normalised {
   const T *x, *z;
+  Gate<compute_t<T>> gate;
 
   OMNIATTN_INLINE auto load(int64_t i, auto part) const {
     if constexpr (kPlace == GatePlace::before) {
-      return part.load(x + i) * gate_of<kAct>(part.load(z + i));
+      return part.load(x + i) * gate.value(part.load(z + i));
     } else {
       return part.load(x + i);
     }
@@ -40,13 +57,14 @@ OMNIATTN_INLINE auto weight_at(const T* weight, int64_t i, auto part) {
   return weight != nullptr ? part.load(weight + i) : V(compute_t<T>(1));
 }
 
-template <class T, GatePlace kPlace, Activation kAct>
+template <class T, GatePlace kPlace>
 OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_t group) {
   using C = compute_t<T>;
   const int64_t n = p.cols, first = group * n;
   const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
+  const Gate<C> gate(p.act);
   const T* const z = static_cast<const T*>(p.z) + row * p.z_stride + first;
-  const Normalised<T, kPlace, kAct> v{static_cast<const T*>(p.x) + row * p.x_stride + first, z};
+  const Normalised<T, kPlace> v{static_cast<const T*>(p.x) + row * p.x_stride + first, z, gate};
   const T* const weight = p.weight ? static_cast<const T*>(p.weight) + first : nullptr;
   const T* const bias = p.bias ? static_cast<const T*>(p.bias) + first : nullptr;
   T* const y = static_cast<T*>(p.y) + (row * p.groups + group) * n;
@@ -63,7 +81,7 @@ OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_
   for_row<T, kAny>(n, [&](int64_t i, auto part) {
     auto out = (v.load(i, part) - mean) * rstd * weight_at(weight, i, part);
     if (bias != nullptr) out += part.load(bias + i);
-    if constexpr (kPlace == GatePlace::after) out = out * gate_of<kAct>(part.load(z + i));
+    if constexpr (kPlace == GatePlace::after) out = out * gate.value(part.load(z + i));
     part.store(y + i, out);
   });
   if (p.stats != nullptr) {
@@ -78,7 +96,7 @@ OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_
 //   dweight += g xh, dbias += g
 //   before:  dx = dv act(z), dz = dv x act'(z)
 //   after:   dx = dv,        dz = grad_y (xh weight + bias) act'(z)
-template <class T, GatePlace kPlace, Activation kAct>
+template <class T, GatePlace kPlace>
 OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<T>* dweight,
                                     compute_t<T>* dbias, int64_t row, int64_t group) {
   using C = compute_t<T>;
@@ -87,7 +105,8 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride + first;
   const T* const x = static_cast<const T*>(p.x) + row * p.x_stride + first;
   const T* const z = static_cast<const T*>(p.z) + row * p.z_stride + first;
-  const Normalised<T, kPlace, kAct> v{x, z};
+  const Gate<C> gate(p.act);
+  const Normalised<T, kPlace> v{x, z, gate};
   const T* const weight = p.weight ? static_cast<const T*>(p.weight) + first : nullptr;
   const T* const bias = p.bias ? static_cast<const T*>(p.bias) + first : nullptr;
   T* const dx = static_cast<T*>(p.dx) + (row * p.groups + group) * n;
@@ -99,7 +118,7 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
 
   const auto upstream = [&](int64_t i, auto part) {
     if constexpr (kPlace == GatePlace::after) {
-      return part.load(gy + i) * gate_of<kAct>(part.load(z + i));
+      return part.load(gy + i) * gate.value(part.load(z + i));
     } else {
       return part.load(gy + i);
     }
@@ -118,54 +137,51 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
     const auto d = v.load(i, part) - mean;
     const auto dv = (g * w - shift - d * slope) * rstd;
     if constexpr (kPlace == GatePlace::before) {
-      const auto gate = part.load(z + i);
-      part.store(dx + i, dv * gate_of<kAct>(gate));
-      part.store(dz + i, dv * part.load(x + i) * gate_slope<kAct>(gate));
+      const auto gated_by = part.load(z + i);
+      part.store(dx + i, dv * gate.value(gated_by));
+      part.store(dz + i, dv * part.load(x + i) * gate.slope(gated_by));
     } else {
       part.store(dx + i, dv);
     }
     if constexpr (kPlace == GatePlace::after) {
       auto normed = d * rstd * w;
       if (bias != nullptr) normed += part.load(bias + i);
-      part.store(dz + i, part.load(gy + i) * normed * gate_slope<kAct>(part.load(z + i)));
+      part.store(dz + i, part.load(gy + i) * normed * gate.slope(part.load(z + i)));
     }
     if (dw != nullptr) part.store_sums(dw + i, part.load_sums(dw + i) + g * (d * rstd));
     if (db != nullptr) part.store_sums(db + i, part.load_sums(db + i) + g);
   });
 }
 
-// f.template operator()<T, place, act>(), for the gates that are built.
+// f.template operator()<T, place>().
 template <class P, class F>
-void dispatch_gate(const P& p, const F& f) {
-  constexpr Activation kSilu = Activation::silu, kSigmoid = Activation::sigmoid;
+void dispatch_place(const P& p, const F& f) {
   dispatch(p.dtype, [&]<class T>(T) {
-    const bool silu = p.act == kSilu;
-    if (p.place == GatePlace::before) {
-      silu ? f.template operator()<T, GatePlace::before, kSilu>()
-           : f.template operator()<T, GatePlace::before, kSigmoid>();
-    } else if (p.place == GatePlace::after) {
-      silu ? f.template operator()<T, GatePlace::after, kSilu>()
-           : f.template operator()<T, GatePlace::after, kSigmoid>();
-    } else {
-      f.template operator()<T, GatePlace::none, kSilu>();
+    switch (p.place) {
+      case GatePlace::none:
+        return f.template operator()<T, GatePlace::none>();
+      case GatePlace::before:
+        return f.template operator()<T, GatePlace::before>();
+      case GatePlace::after:
+        return f.template operator()<T, GatePlace::after>();
     }
   });
 }
 
 void forward_any(const GatedNormParams& p, int64_t begin, int64_t end) {
-  dispatch_gate(p, [&]<class T, GatePlace kPlace, Activation kAct> {
+  dispatch_place(p, [&]<class T, GatePlace kPlace> {
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t g = 0; g < p.groups; ++g) forward_group<T, kPlace, kAct>(p, row, g);
+      for (int64_t g = 0; g < p.groups; ++g) forward_group<T, kPlace>(p, row, g);
     }
   });
 }
 void backward_any(const GatedNormBackwardParams& p, void* dweight, void* dbias, int64_t begin,
                   int64_t end) {
-  dispatch_gate(p, [&]<class T, GatePlace kPlace, Activation kAct> {
+  dispatch_place(p, [&]<class T, GatePlace kPlace> {
     auto* const dw = static_cast<compute_t<T>*>(dweight);
     auto* const db = static_cast<compute_t<T>*>(dbias);
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t g = 0; g < p.groups; ++g) backward_group<T, kPlace, kAct>(p, dw, db, row, g);
+      for (int64_t g = 0; g < p.groups; ++g) backward_group<T, kPlace>(p, dw, db, row, g);
     }
   });
 }
