@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._functorch.config
 
 from omniattn.testing.spec import Call, Function, Pass, output_gradients
 
@@ -25,10 +26,13 @@ def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]
 
         return forward
     leaves = call.requiring_grad()
-    outputs = leaves.run(function)
-    grads = output_gradients(outputs)
     if pass_ == "backward":
+        # A compiled graph that may reuse the memory of what it saved runs backwards only once.
+        with torch._functorch.config.patch(donated_buffer=False):
+            outputs = leaves.run(function)
+        grads = output_gradients(outputs)
         return lambda: torch.autograd.grad(outputs, leaves.leaves, grads, retain_graph=True)
+    grads = output_gradients(leaves.run(function))
     return lambda: torch.autograd.grad(leaves.run(function), leaves.leaves, grads)
 
 
