@@ -118,56 +118,65 @@ struct KeySide {
   }
 };
 
-// P = 2^(x - shift), dS = P (dP - Delta) with nothing else in the way.
+// From logits in p and dP in ds: the weights and dS.
 template <class A>
-OMNIATTN_INLINE void plain_row(A* p, A* ds, Range columns, A shift, A delta) {
+OMNIATTN_INLINE void softmax_row(A* p, A* ds, Range columns, A shift, A delta) {
   using V = Vec<A>;
-  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+  for_columns<A>(columns, [&](int64_t n) {
     const V e = exp2(load(p + n) - V(shift));
     store(p + n, e);
     store(ds + n, e * (load(ds + n) - V(delta)));
-  }
+  });
 }
-
-// The same with softcap, bias, table term, mask, dropout and any normaliser; adds to the gradients
-// of bias and table term.
 template <class A>
-void general_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
-                 A* grad_bias, A* grad_relative) {
-  using V = Vec<A>;
+OMNIATTN_INLINE void pointwise_row(Normaliser normaliser, A* p, A* ds, Range columns) {
+  for_columns<A>(columns, [&](int64_t n) {
+    const PointwiseWeight<A> w(normaliser, load(p + n));
+    store(p + n, w.weight);
+    store(ds + n, w.slope * load(ds + n));
+  });
+}
+
+// to[n] += from[n] for the columns below `count`.
+template <class A>
+OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* to) {
+  for_columns<A>(columns, [&](int64_t n) {
+    store_n(to + n, load_n(to + n, count - n) + load(from + n), count - n);
+  });
+}
+
+// From pre * q.k in p and dP in ds: the weights, after dropout, and dS. Adds to the gradients of
+// bias and table term, null where there are none.
+template <class A>
+void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
+                  A* grad_bias, A* grad_relative) {
   const AttentionProblem& x = score.p;
-  const bool drops = x.dropout.threshold != 0;
-  const RowDropout<A> dropout =
-      drops ? RowDropout<A>(x, score.b, score.h, score.q, score.key) : RowDropout<A>();
-  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-    V t = zero<A>();
-    const V z = drops ? dropout.factor(n) : V(A(1));
-    const V logit = score.logit(load(p + n), n, t);
-    V e, grad = z * load(ds + n);
-    if (x.score.normaliser == Normaliser::softmax) {
-      e = exp2(logit - V(shift));
-      grad = e * (grad - V(delta));
-    } else {
-      const PointwiseWeight<A> w(x.score.normaliser, logit);
-      e = w.weight;
-      grad = w.slope * grad;
-    }
-    if (score.visible != nullptr) {  // a hidden key may hold anything, 0 * NaN included
-      grad = select(lanes_of<A>(score.visible[n / 64] >> (n % 64)), grad, zero<A>());
-    }
-    if (grad_bias != nullptr) {
-      const int64_t left = x.tk - score.key - n;
-      store_n(grad_bias + n, load_n(grad_bias + n, left) + grad, left);
-    }
-    if (grad_relative != nullptr) store(grad_relative + n, load(grad_relative + n) + grad);
-    store(p + n, e * z);
-    store(ds + n, x.score.post != 0 ? grad * softcap_slope(t) : grad);
+  A t[kKeyBlock];
+  score.to_logits(p, columns, t);
+  const auto drop = [&](A* row) {
+    if (x.dropout.threshold == 0) return;
+    RowDropout<A>(x, score.b, score.h, score.q, score.key).apply(row, columns);
+  };
+  drop(ds);
+  if (x.score.normaliser == Normaliser::softmax) {
+    softmax_row(p, ds, columns, shift, delta);
+  } else {
+    pointwise_row(x.score.normaliser, p, ds, columns);
+  }
+  score.hide(ds, columns, A(0));  // a hidden key may hold anything, 0 * NaN included
+  if (grad_bias != nullptr) add_to_row(ds, columns, x.tk - score.key, grad_bias);
+  if (grad_relative != nullptr) add_to_row(ds, columns, kKeyBlock, grad_relative);
+  drop(p);
+  if (x.score.post != 0) {
+    for_columns<A>(columns,
+                   [&](int64_t n) { store(ds + n, load(ds + n) * softcap_slope(load(t + n))); });
   }
 }
 
+// `grad_bias` is that of the tile's first query and key.
 template <class A>
 void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t split,
-                   int64_t b, int64_t h, const TilePlan& plan, A* p, A* ds) {
+                   int64_t b, int64_t h, const TilePlan& plan, A* p, A* ds, A* grad_bias) {
   const AttentionProblem& problem = params.problem;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], group = plan.group_rows(g);
@@ -182,24 +191,15 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
       const int64_t q = plan.queries.begin + r, row = (b * problem.hq + h) * problem.tq + q;
       const RowScore<A> score{
           problem, b, h, q, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
-      A* const grad_bias = params.grad_bias == nullptr
-                               ? nullptr
-                               : static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
-                                     h * params.grad_bias_stride_h + q * params.grad_bias_stride_q +
-                                     plan.keys.begin;
       A* const grad_relative =
           params.part_relative == nullptr
               ? nullptr
               : static_cast<A*>(params.part_relative) +
                     ((split * problem.batch + b) * problem.hq + h) * params.part_relative_plane +
                     problem.relative.origin + q * problem.relative.stride_q + plan.keys.begin;
-      if (score.plain() && grad_bias == nullptr && problem.dropout.threshold == 0 &&
-          problem.score.normaliser == Normaliser::softmax) {
-        plain_row(p_row, ds_row, columns, rows.shift(row), rows.delta(row));
-      } else {
-        general_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row), grad_bias,
-                    grad_relative);
-      }
+      gradient_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row),
+                   grad_bias == nullptr ? nullptr : grad_bias + r * params.grad_bias_stride_q,
+                   grad_relative);
     }
   }
 }
@@ -235,9 +235,17 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
   const A* const q = rows.q(row);
   const A* const grad_out = rows.grad_out(row);
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
+  A* grad_bias = nullptr;
+  fetch_bias(p, b, h, plan);
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p);
+  if (params.grad_bias != nullptr) {
+    grad_bias = static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
+                h * params.grad_bias_stride_h + plan.queries.begin * params.grad_bias_stride_q +
+                plan.keys.begin;
+    fetch_tile<true>(plan, grad_bias, params.grad_bias_stride_q * int64_t{sizeof(A)}, sizeof(A));
+  }
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds);
-  gradient_rows(params, rows, split, b, h, plan, side.p, side.ds);
+  gradient_rows(params, rows, split, b, h, plan, side.p, side.ds, grad_bias);
   accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
   accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
   accumulate_keys(plan, side.ds, side.k, rows.ldq, width_k, rows.grad_q(split, row), rows.ldq);

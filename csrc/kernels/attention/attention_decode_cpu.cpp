@@ -179,10 +179,10 @@ template <class A>
 void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_t keys, A* s,
                      const Partial<A>& row) {
   using V = Vec<A>;
-  V top(negative_infinity<A>()), unused;
+  V top(negative_infinity<A>());
+  score.to_logits(s, {0, keys});
   for (int64_t n = 0; n < keys; n += V::kWidth) {
-    V x = score.logit(load(s + n), n, unused);
-    x = select(lanes_below<A>(keys - n), x, V(negative_infinity<A>()));
+    const V x = select(lanes_below<A>(keys - n), load(s + n), V(negative_infinity<A>()));
     store(s + n, x);
     top = max(top, x);
   }
@@ -205,8 +205,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   }
   row.l() += reduce_add(sum);
   if (p.dropout.threshold == 0) return;
-  const RowDropout<A> dropout(p, score.b, score.h, score.q, score.key);
-  for (int64_t n = 0; n < keys; n += V::kWidth) store(s + n, load(s + n) * dropout.factor(n));
+  RowDropout<A>(p, score.b, score.h, score.q, score.key).apply(s, {0, keys});
 }
 
 // Keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.

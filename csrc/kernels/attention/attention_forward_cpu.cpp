@@ -81,16 +81,6 @@ OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
   }
 }
 
-// Fetches the bias of a query for keys [key, key + 128), which is read next: rows of a bias lie too
-// far apart for the hardware to run ahead (N 2048: 0.53 to 0.43 of the call without a bias).
-inline void fetch_bias(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, int64_t key) {
-  if (p.bias.data == nullptr || p.bias.stride_q == 0 || q >= p.tq || key >= p.tk) return;
-  const int64_t offset = b * p.bias.stride_b + h * p.bias.stride_h + q * p.bias.stride_q + key;
-  const int64_t size = size_of(p.bias.dtype);
-  const char* const row = static_cast<const char*>(p.bias.data) + offset * size;
-  for (int64_t c = 0; c < kKeyBlock * size; c += 64) __builtin_prefetch(row + c, 0, 2);
-}
-
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
 
 // Logits, softmax and dropout of the rows of a tile.
@@ -109,13 +99,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         A* const x = s + r * kKeyBlock;
         const RowScore<A> score{
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
-        if (!score.plain()) {
-          fetch_bias(p, b, h, score.q, key + kKeyBlock);
-          V unused;
-          for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-            store(x + n, score.logit(load(x + n), n, unused));
-          }
-        }
+        score.to_logits(x, columns);
         top[r - first] = row_maximum(x, columns);
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
@@ -127,10 +111,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
           weigh(p.score.normaliser, row.s, columns);
         }
         if (p.dropout.threshold == 0) continue;
-        const RowDropout<A> dropout(p, b, h, plan.queries.begin + r, key);
-        for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-          store(row.s + n, load(row.s + n) * dropout.factor(n));
-        }
+        RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
       }
     }
   }
@@ -168,6 +149,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
     const Range keys = block(kb, kKeyBlock, p.tk);
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+    fetch_bias(p, b, h, plan);
     multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * p.d, s);
     softmax_tile(p, b, h, plan, s, o, m, l);
     accumulate_keys(plan, s, packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);

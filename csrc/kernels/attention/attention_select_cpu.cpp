@@ -19,12 +19,8 @@ template <class A>
 void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
   using V = Vec<A>;
   V top(negative_infinity<A>());
-  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-    V unused;
-    const V s = score.logit(load(x + n), n, unused);
-    store(x + n, s);
-    top = max(s, top);  // NaN is never chosen
-  }
+  score.to_logits(x, columns);
+  for_columns<A>(columns, [&](int64_t n) { top = max(load(x + n), top); });  // NaN: never chosen
   const A highest = reduce_max(top);
   if (!(highest > best.top)) return;
   int64_t n = columns.begin;
@@ -57,6 +53,7 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
+    fetch_bias(p, b, h, plan);
     multiply_by_keys(plan, q, ldq, p.d, kt, s);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t g = r / kRowGroup;

@@ -82,19 +82,27 @@ OMNIATTN_INLINE Mask<A> lanes_of(uint64_t bits) {
 #endif
 }
 
-// n elements of a score view's row, converted to A; lanes behind n are 0.
-template <class A>
-OMNIATTN_INLINE Vec<A> load_score(const void* data, DType dtype, int64_t offset, int64_t n) {
-  if constexpr (sizeof(A) == 8) {
-    if (dtype == DType::f64) return load_n(static_cast<const double*>(data) + offset, n);
+// n elements of a row, converted to A; lanes behind n are 0.
+template <class A, class S>
+OMNIATTN_INLINE Vec<A> load_as(const S* row, int64_t n) {
+  if constexpr (sizeof(compute_t<S>) == sizeof(A)) {
+    return load_n(row, n);
+  } else {
     A lanes[Vec<A>::kWidth] = {};
-    const auto* row = static_cast<const float*>(data) + offset;
     for (int64_t i = 0; i < Vec<A>::kWidth && i < n; ++i) lanes[i] = row[i];
     return load(lanes);
+  }
+}
+
+// f(row) with the storage type of a score view, which is not wider than A.
+template <class A, class F>
+OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F& f) {
+  if (x.dtype == DType::f32) return f(static_cast<const float*>(x.data) + offset);
+  if constexpr (sizeof(A) == 8) {
+    f(static_cast<const double*>(x.data) + offset);
   } else {
-    if (dtype == DType::bf16) return load_n(static_cast<const bf16*>(data) + offset, n);
-    if (dtype == DType::f16) return load_n(static_cast<const f16*>(data) + offset, n);
-    return load_n(static_cast<const float*>(data) + offset, n);
+    if (x.dtype == DType::bf16) return f(static_cast<const bf16*>(x.data) + offset);
+    f(static_cast<const f16*>(x.data) + offset);
   }
 }
 
@@ -116,40 +124,57 @@ struct PointwiseWeight {
   }
 };
 
-// One query row against keys [key, key + 128): everything that is not q.k.
+// f(n) for each vector of a range of columns.
+template <class A, class F>
+OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
+  for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) f(n);
+}
+
+// One query row against keys [key, key + 128): everything that is not q.k. Each term is a pass of
+// its own over the row, which lies in L1: branches for each vector took more time.
 template <class A>
 struct RowScore {
   const AttentionProblem& p;
   int64_t b, h, q, key;
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
 
-  // Adds softcap, bias, table term and mask to x = pre * q.k of keys [key + n, key + n + kWidth);
-  // log2 units. `t` receives tanh(x) when there is a softcap.
-  OMNIATTN_INLINE Vec<A> logit(Vec<A> x, int64_t n, Vec<A>& t) const {
+  // Turns x = pre * q.k into logits in log2 units: softcap, bias, table term, mask. Where there is
+  // a softcap and `t` is not null it receives tanh(x).
+  void to_logits(A* x, Range columns, A* t = nullptr) const {
+    using V = Vec<A>;
     if (p.score.post != 0) {
-      t = tanh(x);
-      x = Vec<A>(static_cast<A>(p.score.post)) * t;
+      for_columns<A>(columns, [&](int64_t n) {
+        const V capped = tanh(load(x + n));
+        if (t != nullptr) store(t + n, capped);
+        store(x + n, V(static_cast<A>(p.score.post)) * capped);
+      });
     }
     if (p.bias.data != nullptr) {
-      const int64_t offset =
-          b * p.bias.stride_b + h * p.bias.stride_h + q * p.bias.stride_q + key + n;
-      const Vec<A> bias = load_score<A>(p.bias.data, p.bias.dtype, offset, p.tk - key - n);
-      x = fma(bias, Vec<A>(static_cast<A>(kLog2E)), x);
+      const ScoreView& s = p.bias;
+      const int64_t offset = b * s.stride_b + h * s.stride_h + q * s.stride_q + key;
+      with_score_row<A>(s, offset, [&](const auto* row) {
+        for_columns<A>(columns, [&](int64_t n) {
+          const V bias = load_as<A>(row + n, p.tk - key - n);
+          store(x + n, fma(bias, V(static_cast<A>(kLog2E)), load(x + n)));
+        });
+      });
     }
     if (p.relative.data != nullptr) {
       const RelativeView& r = p.relative;
-      x += load(static_cast<const A*>(r.data) + r.origin + b * r.stride_b + h * r.stride_h +
-                q * r.stride_q + key + n);
+      const A* const row = static_cast<const A*>(r.data) + r.origin + b * r.stride_b +
+                           h * r.stride_h + q * r.stride_q + key;
+      for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) + load(row + n)); });
     }
-    if (visible != nullptr) {
-      x = select(lanes_of<A>(visible[n / 64] >> (n % 64)), x, Vec<A>(negative_infinity<A>()));
-    }
-    return x;
+    hide(x, columns, negative_infinity<A>());
   }
 
-  OMNIATTN_INLINE bool plain() const {
-    return p.score.post == 0 && p.bias.data == nullptr && p.relative.data == nullptr &&
-           visible == nullptr;
+  // Sets hidden keys to `value`.
+  OMNIATTN_INLINE void hide(A* x, Range columns, A value) const {
+    if (visible == nullptr) return;
+    for_columns<A>(columns, [&](int64_t n) {
+      const Mask<A> seen = lanes_of<A>(visible[n / 64] >> (n % 64));
+      store(x + n, select(seen, load(x + n), Vec<A>(value)));
+    });
   }
 };
 
@@ -159,15 +184,17 @@ struct RowDropout {
   uint64_t keep[kMaskWords];
   A scale;
 
-  RowDropout() = default;
   RowDropout(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, int64_t key)
       : scale(static_cast<A>(p.dropout.scale)) {
     for (int64_t w = 0; w < kMaskWords; ++w) {
       keep[w] = keep_bits(p.dropout, (p.first_batch + b) * p.hq + h, q, key + 64 * w);
     }
   }
-  OMNIATTN_INLINE Vec<A> factor(int64_t n) const {
-    return select(lanes_of<A>(keep[n / 64] >> (n % 64)), Vec<A>(scale), zero<A>());
+  OMNIATTN_INLINE void apply(A* x, Range columns) const {
+    for_columns<A>(columns, [&](int64_t n) {
+      const Mask<A> kept = lanes_of<A>(keep[n / 64] >> (n % 64));
+      store(x + n, load(x + n) * select(kept, Vec<A>(scale), zero<A>()));
+    });
   }
 };
 
@@ -229,6 +256,30 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
     any = any || some != 0;
   }
   return any;
+}
+
+// Fetches what a tile needs of a (Tq, Tk) array, `data` being that of its first query and key,
+// while its products are computed: its rows are too short for the hardware to run ahead.
+template <bool kWrite = false>
+OMNIATTN_INLINE void fetch_tile(const TilePlan& plan, const void* data, int64_t stride_bytes,
+                                int64_t element_bytes) {
+  const auto* row = static_cast<const char*>(data);
+  for (int64_t r = 0; r < plan.rows(); ++r, row += stride_bytes) {
+    const Range seen = plan.seen[r / kRowGroup];
+    for (int64_t c = seen.begin * element_bytes; c < seen.end * element_bytes; c += 64) {
+      __builtin_prefetch(row + c, kWrite, 2);
+    }
+  }
+}
+
+OMNIATTN_INLINE void fetch_bias(const AttentionProblem& p, int64_t b, int64_t h,
+                                const TilePlan& plan) {
+  const ScoreView& s = p.bias;
+  if (s.data == nullptr || s.stride_q == 0) return;
+  const int64_t size = size_of(s.dtype);
+  const int64_t offset = b * s.stride_b + h * s.stride_h + plan.queries.begin * s.stride_q;
+  fetch_tile(plan, static_cast<const char*>(s.data) + (offset + plan.keys.begin) * size,
+             s.stride_q * size, size);
 }
 
 // x = A B^T for the rows of a plan's groups: rows [rows x k] in rows of lda, packed keys as column

@@ -19,12 +19,12 @@ OMNIATTN_INLINE Vec<A> weight(const AttentionProblem& p, Vec<A> logit, A shift) 
 template <class A>
 void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
   using V = Vec<A>;
-  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-    V unused;
-    const V w = weight(score.p, score.logit(load(x + n), n, unused), shift);
+  score.to_logits(x, columns);
+  for_columns<A>(columns, [&](int64_t n) {
+    const V w = weight(score.p, load(x + n), shift);
     store(x + n, w);
     store(sums + n, load(sums + n) + w);
-  }
+  });
 }
 
 template <class T>
@@ -52,6 +52,7 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
     pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
                  query_factor<A>(p, h), q);
+    fetch_bias(p, b, h, plan);
     multiply_by_keys(plan, q, ldq, p.d, kt, s);
     const A* const lse = static_cast<const A*>(params.lse) + head * p.tq + queries.begin;
     for (int64_t r = 0; r < plan.rows(); ++r) {
