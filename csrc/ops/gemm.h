@@ -20,11 +20,6 @@ inline void run_gemm(const GemmParams& p) {
   });
 }
 
-inline OptTensor contiguous(const OptTensor& t) {
-  if (!t.has_value() || t->is_contiguous()) return t;
-  return torch::stable::contiguous(*t);
-}
-
 // A matrix of a product: a row-major tensor or its transpose.
 struct Operand {
   const void* data;

@@ -152,6 +152,11 @@ inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;
 }
 
+inline OptTensor contiguous(const OptTensor& t) {
+  if (!t.has_value() || t->is_contiguous()) return t;
+  return torch::stable::contiguous(*t);
+}
+
 // A tensor seen as `rows` rows of `cols` elements, unit stride within a row and one stride between
 // rows.
 struct Rows {

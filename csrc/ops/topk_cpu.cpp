@@ -1,47 +1,12 @@
-// top_k on the CPU: checks, allocation.
-#include "kernels/topk/topk.h"
-
-#include <vector>
-
+// top_k on the CPU.
 #include "ops/parallel.h"
-#include "ops/tensor.h"
+#include "ops/topk.h"
 
 namespace {
 
-using namespace omniattn;
-using namespace omniattn::ops;
-
-Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
-  constexpr const char* op = "top_k";
-  const DType dtype = dtype_of(op, "scores", scores);
-  require_cpu(op, "scores", scores, dtype);
-  const Rows rows = as_rows(op, "scores", scores);
-  require(k >= 0 && k <= rows.cols, op, "k must be in [0, ", rows.cols, "], got k=", k);
-  std::optional<Rows> allowed;
-  if (mask.has_value()) {
-    require(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool, op,
-            "mask must be bool on the CPU, got scalar type ",
-            static_cast<int>(mask->scalar_type()));
-    require_sizes(op, "mask", *mask, scores.sizes());
-    allowed = as_rows(op, "mask", *mask);
-  }
-  std::vector<int64_t> sizes(scores.sizes().begin(), scores.sizes().end());
-  sizes.back() = k;
-  const Tensor index =
-      torch::stable::new_empty(scores, {sizes.data(), sizes.size()}, ScalarType::Long);
-  const TopKParams p{dtype,
-                     rows.cols,
-                     k,
-                     rows.data(),
-                     allowed ? static_cast<const uint8_t*>(allowed->data()) : nullptr,
-                     static_cast<int64_t*>(index.mutable_data_ptr()),
-                     rows.stride,
-                     allowed ? allowed->stride : 0};
-  parallel_ranges(rows.rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, rows.cols + k)),
+void run(const TopKParams& p, int64_t rows) {
+  parallel_ranges(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, p.n + p.k)),
                   [&](int64_t a, int64_t b) { topk_kernels().top_k(p, a, b); });
-  return index;
 }
 
 }  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(omniattn, CPU, m) { m.impl("top_k", TORCH_BOX(&top_k)); }

@@ -15,8 +15,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cassert>  // __assert_fail
-
 // The only form of static shared memory; the array has an alignment of 16.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 
@@ -36,6 +34,8 @@
 // Stops the kernel where `condition`, on values that only the GPU knows, does not hold. The message
 // goes to stderr; torch raises "device-side assert triggered" at its next call that waits for the
 // GPU, as its own kernels do. The process must be started again to use the GPU.
+extern "C" __host__ __device__ void __assert_fail(const char*, const char*, unsigned,
+                                                  const char*) noexcept;
 #define GPU_REQUIRE(condition, message)                                     \
   do {                                                                      \
     if (!(condition)) __assert_fail(message, __FILE__, __LINE__, __func__); \

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 # Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
-OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family != "attention")
+OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in ("attention", "moe"))
 ATTENTION = ("-attention-",)
 #: Cases that only repeat others in the backward: masks of `registry.PATTERNS` beyond two, for which
 #: all kernels ask the same functions, and long ones.
@@ -39,12 +39,19 @@ FEW = (
     *(f"-attention-{case}-" for case in ("tiny", "offtile", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
 )
+EDGES = ("tiny", "notokens", "noslots", "nofeatures", "nodim")
+EXPERTS = tuple(
+    f"-moe_experts-{case}-"
+    for case in (*EDGES, "mixtral", "gptoss", "recompute", "interleaved", "oneexpert")
+)
+#: Tensor cores with both layouts of the weights; FMA in f32.
+FEW_EXPERTS = tuple(f"-moe_experts-{case}-" for case in ("mixtral", "gptoss"))
 
 VALUES = ("forward", "backward")
 PLACES = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
 #: (variant of the library, schedules, ops, properties, dtypes); the dtype hardly changes control
-#: flow. Attention has other kernels for 16 bits, and takes the cases of `FEW` where all would take
-#: minutes.
+#: flow. Attention and experts have other kernels for 16 bits, and take the cases of `FEW` and
+#: `FEW_EXPERTS` where all would take minutes.
 RUNS = [
     ("value", "ascending", OPS, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
     ("value", "descending shuffled", OPS, VALUES, ("f64", "bf16")),
@@ -58,6 +65,10 @@ RUNS = [
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW, ("backward",), ("bf16",)),
     ("sanitized", "shuffled", LOOKS, ("forward",), ("bf16",)),
+    ("value", "ascending", EXPERTS, VALUES, ("f64", "f32", "bf16", "f16")),
+    ("value", "descending shuffled", FEW_EXPERTS, (*VALUES, "strided"), ("f32", "bf16")),
+    ("race", "ascending", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
+    ("sanitized", "shuffled", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
 ]
 
 

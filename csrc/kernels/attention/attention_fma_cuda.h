@@ -1,15 +1,10 @@
-// Products of tiles by FMA for kernels with any dtype and head size. 256 threads: thread (ty, tx) =
-// (t / 16, t % 16) computes rows 4 ty + i and columns tx + 16 j of a result. Operands pass through
-// shared memory 16 deep, widened to the compute type.
+// Products of tiles by FMA for kernels with any dtype and head size, see runtime/gpu_fma.h.
 #pragma once
 
 #include "kernels/attention/attention_tile_cuda.h"
+#include "runtime/gpu_fma.h"
 
 namespace omniattn::gpu {
-
-inline constexpr int kFmaThreads = 256;
-inline constexpr int kDepth = 16;
-inline constexpr int kLeading = kTile + 4;  // row stride in shared memory, off the banks' period
 
 // Columns of an output that one block computes: what its registers hold.
 template <class A>
@@ -49,40 +44,8 @@ __device__ __forceinline__ GlobalRows<T> keys_of(const HeadView& x, const Sequen
   return {row_of<T>(x, s.entry, s.k + first, h), x.stride_t, s.tk - first};
 }
 
-__device__ __forceinline__ int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
-__device__ __forceinline__ int thread_y() { return static_cast<int>(threadIdx.x) / 16; }
-
 // Whether one of this thread's rows 4 ty + i is below `count`; others have nothing to compute.
 __device__ __forceinline__ bool has_rows(int64_t count) { return 4 * thread_y() < count; }
-
-template <class A, int M, int N>
-__device__ __forceinline__ void clear(A (&acc)[M][N]) {
-#pragma unroll
-  for (int i = 0; i < M; ++i) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) acc[i][j] = 0;
-  }
-}
-
-// acc[i][j] += sum of x[c][4 ty + i] y[c][tx + 16 j] over c < 16, rows of x kLeading apart.
-template <class A, int N>
-__device__ __forceinline__ void multiply_staged(const A* x, const A* y, int ldy, A (&acc)[4][N]) {
-  x += 4 * thread_y();
-  y += thread_x();
-#pragma unroll 4
-  for (int c = 0; c < kDepth; ++c) {
-    A a[4], b[N];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = x[c * kLeading + i];
-#pragma unroll
-    for (int j = 0; j < N; ++j) b[j] = y[c * ldy + 16 * j];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) acc[i][j] += a[i] * b[j];
-    }
-  }
-}
 
 // to[c][r] = rows[r][first + c], zero outside.
 template <class T>

@@ -9,11 +9,9 @@
 #pragma once
 
 #include "kernels/attention/attention_tile_cuda.h"
+#include "runtime/gpu_mma.h"
 
 namespace omniattn::gpu {
-
-__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
 
 template <int kWarps>
 struct Team {
@@ -25,47 +23,6 @@ struct Team {
 };
 
 // ---- operands ----------------------------------------------------------------------------------
-
-// Rows of kD elements in shared memory. Piece c (16 bytes) of row r lies at place c ^ r % 8, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
-template <class T, int kD>
-struct SharedRows {
-  T* data;
-
-  static __device__ __forceinline__ int offset(int row, int c) {
-    return row * kD + 8 * (c ^ row % 8);
-  }
-
-  // kThreads threads start to copy kRows rows of `from`, with zeros from row `count` and element
-  // `width` on. (Unrolled, the addresses would take the registers of the products.)
-  template <int kRows, int kThreads>
-  __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
-                                       int64_t width) const {
-    constexpr int kPieces = kD / 8;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
-      const int r = i / kPieces, c = i % kPieces;
-      const bool valid = r < count && 8 * c < width;
-      cp_async_16(data + offset(r, c), valid ? from + r * stride + 8 * c : from, valid);
-    }
-  }
-};
-
-template <class T>
-__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4],
-                                    const uint32_t (&b)[2]) {
-  if constexpr (TypeTraits<T>::kDType == DType::bf16) {
-    mma_bf16(acc, a, b);
-  } else {
-    mma_f16(acc, a, b);
-  }
-}
-
-template <int N>
-__device__ __forceinline__ void clear(float (&acc)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
-}
 
 // Below, a lane's offset for pieces 2 k and 2 k + 1 is that for pieces 0 and 1, xor 16 k.
 

@@ -51,7 +51,7 @@ struct MoeHidden {
   double alpha, limit;
   int64_t features;
 
-  constexpr int64_t columns() const { return gate == MoeGate::none ? features : 2 * features; }
+  OMNIATTN_FN int64_t columns() const { return gate == MoeGate::none ? features : 2 * features; }
 };
 
 // Everywhere: dtype is that of the tensors of the op; `operand` arrays hold what products read,

@@ -61,16 +61,47 @@ def moe_experts(
     x (..., d), index and weights (..., k), up (E, 2F, d) with the gate first or, `interleaved`, in
     the even rows; (E, F, d) where the activation has no gate; down (E, d, F).
     """
+    y = experts_in_dtype(
+        widen(x),
+        index,
+        widen(weights),
+        widen(up),
+        widen(down),
+        up_bias=None if up_bias is None else widen(up_bias),
+        down_bias=None if down_bias is None else widen(down_bias),
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    return y.to(x.dtype)
+
+
+def experts_in_dtype(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """`moe_experts` with each step in the dtype of x."""
     *leading, dim = x.shape
     tokens, k = math.prod(leading), index.shape[-1]
-    flat, chosen = widen(x).reshape(tokens, dim), index.reshape(tokens, k)
+    flat, chosen = x.reshape(tokens, dim), index.reshape(tokens, k)
     slots = flat.new_zeros(tokens, k, dim)
     for e in range(up.shape[0]):
         token, slot = torch.where(chosen == e)
-        pre = F.linear(flat[token], widen(up[e]), None if up_bias is None else widen(up_bias[e]))
+        pre = F.linear(flat[token], up[e], None if up_bias is None else up_bias[e])
         hidden = _hidden(pre, activation, interleaved, alpha, limit)
-        bias = None if down_bias is None else widen(down_bias[e])
-        y = F.linear(hidden, widen(down[e]), bias)
-        slots = slots.index_put((token, slot), y.to(slots.dtype))  # autocast gives halves
-    kept = widen(weights).to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)
-    return (kept[..., None] * slots).sum(1).to(x.dtype).reshape(x.shape)
+        rows = F.linear(hidden, down[e], None if down_bias is None else down_bias[e])
+        slots = slots.index_put((token, slot), rows.to(slots.dtype))  # autocast gives halves
+    kept = weights.to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)
+    return (kept[..., None] * slots).sum(1).reshape(x.shape)

@@ -2,10 +2,11 @@
 
 An error is the largest distance to the fp64 reference on the same inputs. The budget is twice (for
 gradients three times) the error of the reference run in the dtype of the inputs, which rounds only
-once, plus the rounding of a sum of n terms, eps sqrt(n) times the largest value: n is the longest
-dimension of the case and at least 16, eps that of the accumulator. Gradients share one largest
-value, because some of them are differences of terms of that size. A spec may ask for another factor
-for its gradients, with a reason.
+once (where a spec says so, of an eager form that rounds every step), plus the rounding of a sum of
+n terms, eps sqrt(n) times the largest value: n is the longest dimension of the case and at least
+16, eps that of the accumulator. Gradients share one largest value, because some of them are
+differences of terms of that size. A spec may ask for another factor for its gradients, with a
+reason.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def measure_error(
     "forward+backward" measures both. Raises AssertionError where shapes or dtypes differ.
     """
     function = function or spec.function
+    eager = spec.eager or spec.reference
     results: list[Measured] = []
     strided = spec.call(case, dtype, layout)
     call = spec.call(case, dtype, device=torch.device("cpu"))
@@ -59,7 +61,7 @@ def measure_error(
             dtype,
             {f"output {i}": OUTPUT_FACTOR for i in range(len(truth))},
             strided.run(function),
-            call.run(spec.reference),
+            call.run(eager),
             truth,
         )
     if pass_ != "forward" and call.differentiable:
@@ -70,7 +72,7 @@ def measure_error(
             dtype,
             {f"gradient of {name}": spec.factor_of(name) for name in call.differentiable},
             strided.gradients(function, tuple(g.to(current_device()) for g in grads)),
-            call.gradients(spec.reference, grads),
+            call.gradients(eager, grads),
             exact.gradients(spec.reference, tuple(g.double() for g in grads)),
         )
     return max(results, key=lambda m: m.error / m.budget if m.budget else m.error)

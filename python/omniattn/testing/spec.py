@@ -137,6 +137,9 @@ class OpSpec:
             case is beyond it. The first one is the eager form.
         cuda: "native" where the results of a GPU run are in benchmarks/results, "emulated" where
             the CUDA kernels are verified under emulation and await that.
+        eager: the op with each step in the dtype of its inputs, where the kernels too round values
+            between their steps to it: then budgets are by its error. By default the reference,
+            which rounds once, is what budgets are by.
         gradient_factor: how much more than eager the gradients may err.
         gradient_factors: the same for single arguments.
         second_order: whether second derivatives exist; without, they must raise.
@@ -154,6 +157,7 @@ class OpSpec:
     rivals: Mapping[str, Function] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
     cuda: Literal["planned", "emulated", "native"] = "planned"
+    eager: Function | None = None
     gradient_factor: float = 3.0
     gradient_factors: Mapping[str, float] = field(default_factory=dict)
     second_order: bool = False

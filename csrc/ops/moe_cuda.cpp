@@ -1,0 +1,180 @@
+// moe, moe_backward on CUDA: memory and phases. All sizes are those of the most rows and blocks
+// that there can be, so that nothing waits for the routing.
+#include "kernels/moe/moe_cuda.h"
+
+#include "ops/cuda.h"
+#include "ops/moe.h"
+
+namespace {
+
+bool whole_16_bytes(const void* data, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
+}
+bool whole_16_bytes(const Experts& w) {
+  return whole_16_bytes(w.data(), w.expert_stride) &&
+         (w.transposed ? w.in_stride : w.out_stride) % 8 == 0;
+}
+bool whole_16_bytes(const OptTensor& bias) { return whole_16_bytes(data_or_null(bias), 0); }
+
+// Tensor cores, where dtype, sizes and addresses allow. grad_y: null in the forward.
+const MoeProductKernels& kernels_for(const Problem& p, const Rows* grad_y) {
+  const bool fits = size_of(p.dtype) == 2 && p.dim % 8 == 0 && p.hidden.features % 8 == 0 &&
+                    whole_16_bytes(p.x.data(), p.x.stride) && whole_16_bytes(p.up) &&
+                    whole_16_bytes(p.down) && whole_16_bytes(p.up_bias) &&
+                    whole_16_bytes(p.down_bias) &&
+                    (grad_y == nullptr || whole_16_bytes(grad_y->data(), grad_y->stride));
+  return fits ? kMoeMma : kMoeFma;
+}
+
+// The routing's arrays, in one piece of memory.
+struct Routing {
+  Tensor memory;
+  MoeRouting arrays;
+};
+
+Routing route(const char* op, const Problem& p, int64_t block_rows) {
+  MoeRouting r{};
+  r.tokens = p.tokens;
+  r.slots = p.slots;
+  r.experts = p.experts;
+  r.index = static_cast<const int64_t*>(p.index.const_data_ptr());
+  r.block_rows = block_rows;
+  r.block_count = MoeRouting::most_blocks(r.pairs(), r.experts, block_rows);
+  constexpr int64_t kBlockNumbers = sizeof(MoeBlock) / sizeof(int64_t);
+  const int64_t numbers =
+      r.chunks() * r.experts + 2 * (r.experts + 1) + 3 * r.pairs() + kBlockNumbers * r.block_count;
+  const Tensor memory = torch::stable::new_empty(p.index, {&numbers, 1}, ScalarType::Long);
+  auto* next = static_cast<int64_t*>(memory.mutable_data_ptr());
+  const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+  r.counts = take(r.chunks() * r.experts);
+  r.offsets = take(r.experts + 1);
+  r.block_starts = take(r.experts + 1);
+  r.token_of_row = take(r.pairs());
+  r.slot_of_row = take(r.pairs());
+  r.row_of_slot = take(r.pairs());
+  r.blocks = reinterpret_cast<MoeBlock*>(take(kBlockNumbers * r.block_count));
+  require_launched(op, launch_moe_route(r, stream()));
+  return {memory, r};
+}
+
+Tensor empty_rows(int64_t rows, int64_t cols, DType dtype) {
+  const std::array<int64_t, 2> sizes{rows, cols};
+  return empty_tensor({sizes.data(), 2}, dtype);
+}
+
+MoeProduct product(const Problem& p, const MoeRouting& r, const MoeRows& a, const MoeMatrix& b,
+                   int64_t k, int64_t n) {
+  return {p.dtype, r.blocks, r.block_count, a, b, k, n};
+}
+// Rows of tokens, by row of the routing.
+MoeRows gathered(const Rows& x, const MoeRouting& r) {
+  return {x.data(), r.token_of_row, x.stride};
+}
+MoeRows dense(const Tensor& t) { return {t.const_data_ptr(), nullptr, t.size(1)}; }
+
+void up(const char* op, const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
+        void* pre, void* hidden) {
+  const MoeUpProduct u{product(p, r, gathered(p.x, r), p.up.forward(), p.dim, p.columns), p.hidden,
+                       data_or_null(p.up_bias), pre, hidden};
+  require_launched(op, kernels.up(u, stream()));
+}
+
+// y = the weighted sum over each token's slots of the rows of a times their experts' b.
+void project(const char* op, const Problem& p, const MoeRouting& r,
+             const MoeProductKernels& kernels, const Tensor& a, const MoeMatrix& b,
+             const void* bias, const void* weights, void* y) {
+  const Tensor rows = empty_rows(r.pairs(), p.dim, p.compute);
+  const MoeProjectProduct q{product(p, r, dense(a), b, a.size(1), p.dim), bias,
+                            rows.mutable_data_ptr()};
+  require_launched(op, kernels.project(q, stream()));
+  const MoeCombineParams c{p.dtype,       p.dim,   p.slots, rows.const_data_ptr(),
+                           r.row_of_slot, weights, y};
+  require_launched(op, launch_moe_combine(c, p.tokens, stream()));
+}
+
+void run_forward(const Problem& p, void* y, void* pre) {
+  constexpr const char* op = "moe";
+  const MoeProductKernels& kernels = kernels_for(p, nullptr);
+  const Routing routing = route(op, p, kernels.block_rows);
+  const MoeRouting& r = routing.arrays;
+  const Tensor hidden = empty_rows(r.pairs(), p.hidden.features, p.dtype);
+  if (pre != nullptr) {
+    require_launched(op, launch_moe_clear(p.dtype, r, p.columns, pre, stream()));
+  }
+  up(op, p, r, kernels, pre, hidden.mutable_data_ptr());
+  project(op, p, r, kernels, hidden, p.down.forward(), data_or_null(p.down_bias),
+          p.weights.const_data_ptr(), y);
+}
+
+// out: gradient of w (E, out, in), sums over rows of grad (rows, out)^T in (rows, in).
+void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
+                 const Experts& w, const MoeRows& grad, const MoeRows& in, void* out) {
+  const MoeWeightGrad g{p.dtype,
+                        p.experts,
+                        r.offsets,
+                        w.transposed ? in : grad,
+                        w.transposed ? grad : in,
+                        w.transposed ? w.in : w.out,
+                        w.transposed ? w.out : w.in,
+                        out};
+  require_launched("moe_backward", kernels.weight_grad(g, stream()));
+}
+
+void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
+                  const MoeGradients& grads) {
+  constexpr const char* op = "moe_backward";
+  const MoeProductKernels& kernels = kernels_for(p, &grad_y);
+  const Routing routing = route(op, p, kernels.block_rows);
+  const MoeRouting& r = routing.arrays;
+  const int64_t features = p.hidden.features, parts = divide_up(features, kMoeTileColumns);
+  const Tensor recomputed = empty_rows(pre != nullptr ? 0 : r.pairs(), p.columns, p.dtype);
+  if (pre == nullptr) {
+    up(op, p, r, kernels, recomputed.mutable_data_ptr(), nullptr);
+    pre = recomputed.const_data_ptr();
+  }
+  const Tensor grad_pre = empty_rows(r.pairs(), p.columns, p.dtype);
+  const Tensor hidden = empty_rows(r.pairs(), features, p.dtype);
+  const Tensor grad_weight = empty_rows(r.pairs(), parts, p.compute);
+  const MoeRows grad_rows = gathered(grad_y, r);
+  const void* const weights = p.weights.const_data_ptr();
+  const MoeUpBackwardProduct u{product(p, r, grad_rows, p.down.backward(), p.dim, features),
+                               p.hidden,
+                               r.slot_of_row,
+                               weights,
+                               pre,
+                               grad_pre.mutable_data_ptr(),
+                               hidden.mutable_data_ptr(),
+                               grad_weight.mutable_data_ptr()};
+  require_launched(op, kernels.up_backward(u, stream()));
+  if (grads.x != nullptr) {
+    project(op, p, r, kernels, grad_pre, p.up.backward(), nullptr, nullptr, grads.x);
+  }
+  if (grads.up != nullptr) {
+    weight_grad(p, r, kernels, p.up, dense(grad_pre), gathered(p.x, r), grads.up);
+  }
+  if (grads.down != nullptr) {
+    weight_grad(p, r, kernels, p.down, grad_rows, dense(hidden), grads.down);
+  }
+  const auto column_sums = [&](const MoeRows& x, int64_t cols, const void* by, void* out) {
+    const MoeColumnSums s{p.dtype, p.experts, cols, r.offsets, x, r.slot_of_row, by, out};
+    require_launched(op, launch_moe_column_sums(s, stream()));
+  };
+  if (grads.up_bias != nullptr) column_sums(dense(grad_pre), p.columns, nullptr, grads.up_bias);
+  if (grads.down_bias != nullptr) column_sums(grad_rows, p.dim, weights, grads.down_bias);
+  if (grads.weights != nullptr) {
+    const MoeSlotGradParams s{p.dtype,
+                              r.pairs(),
+                              p.slots,
+                              p.dim,
+                              parts,
+                              r.index,
+                              r.row_of_slot,
+                              grad_weight.const_data_ptr(),
+                              {grad_y.data(), nullptr, grad_y.stride},
+                              data_or_null(p.down_bias),
+                              grads.weights};
+    require_launched(op, launch_moe_slot_grad(s, stream()));
+  }
+}
+
+}  // namespace
