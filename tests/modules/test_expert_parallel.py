@@ -1,5 +1,6 @@
-"""ExpertParallel on two processes (gloo) against the layer in one."""
+"""ExpertParallel on two and four processes (gloo) against the layer in one."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from omniattn.modules import ExpertParallel, MoE
 
 CONFIG = MoE.Config(12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1)
-#: Tokens of the two ranks: unequal ones, none on one rank.
-TOKENS = [(7, 12), (0, 9)]
+#: Tokens of the ranks, by their number: unequal ones, none on some.
+TOKENS = {2: [(7, 12), (0, 9)], 4: [(3, 0, 7, 5), (0, 0, 0, 1)]}
 
 
 def make(tokens):
@@ -32,57 +33,78 @@ def grads(layer, x):
     return y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}
 
 
-def start(rank, port, seconds):
+def start(rank, ranks, port, seconds):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timeout)
 
 
-def compare(rank, port):
-    start(rank, port, 60)
-    for tokens in TOKENS:
+def compare(rank, ranks, port):
+    start(rank, ranks, port, 60)
+    local = CONFIG.experts // ranks
+    for tokens in TOKENS[ranks]:
         layer, x = make(tokens)
         y, dx, expected = grads(layer, x)
         layer, _ = make(tokens)
         layer.experts = ExpertParallel(layer.experts)
-        mine = slice(0, tokens[0]) if rank == 0 else slice(tokens[0], None)
+        first = sum(tokens[:rank])
+        mine = slice(first, first + tokens[rank])
         ours = grads(layer, x[mine])
         torch.testing.assert_close(ours[0], y[mine])
         torch.testing.assert_close(ours[1], dx[mine])
         for name in ("gate_up_proj", "down_proj"):
-            own = expected[f"experts.{name}"][2 * rank : 2 * rank + 2]
+            own = expected[f"experts.{name}"][local * rank : local * (rank + 1)]
             torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
     dist.destroy_process_group()
 
 
-def lose_a_peer(rank, port):
-    start(rank, port, 3)
-    layer, x = make((5, 5))
+def lose_a_peer_before(step, rank, ranks, port):
+    start(rank, ranks, port, 3)
+    layer, x = make((5,) * ranks)
     layer.experts = ExpertParallel(layer.experts)
-    if rank == 1:
+    if step == "forward" and rank == 1:
         os._exit(0)  # before the collective
+    if step == "backward":
+        y = layer(x)
+        if rank == 1:
+            os._exit(0)
     with pytest.raises(RuntimeError):
-        layer(x)
+        layer(x) if step == "forward" else y.sum().backward()
     os._exit(0)
 
 
-WORK = {f.__name__: f for f in (compare, lose_a_peer)}
+WORK = {
+    "compare": compare,
+    "lose_a_peer_before_forward": functools.partial(lose_a_peer_before, "forward"),
+    "lose_a_peer_before_backward": functools.partial(lose_a_peer_before, "backward"),
+}
 
 
-@pytest.mark.parametrize("work", WORK)
-def test_two_processes(work):
+@pytest.mark.parametrize(
+    ("work", "ranks"),
+    [
+        ("compare", 2),
+        ("compare", 4),
+        ("lose_a_peer_before_forward", 4),
+        ("lose_a_peer_before_backward", 2),
+    ],
+)
+def test_processes(work, ranks):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, work, str(rank), port], stderr=subprocess.PIPE, text=True
+            [sys.executable, __file__, work, str(rank), str(ranks), port],
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for rank in (0, 1)
+        for rank in range(ranks)
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
 
 
 if __name__ == "__main__":
-    WORK[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
+    WORK[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers as hf
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import (
     MixtralSparseMoeBlock,
@@ -12,6 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersSparseMLP,
+)
 
 import omniattn.functional as F
 from omniattn.modules import MoE
@@ -37,23 +41,36 @@ def qwen3():
     return Qwen3MoeSparseMoeBlock(config), MoE.Config.mixtral(24, 20, 6, 3)
 
 
-def deepseek_v3():
-    config = hf.DeepseekV3Config(
-        hidden_size=24,
-        moe_intermediate_size=20,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
+_DEEPSEEK = {
+    "hidden_size": 24,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def deepseek_v2():
+    config = hf.DeepseekV2Config(
+        **_DEEPSEEK,
+        num_attention_heads=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
         **_EAGER,
     )
+    ours = MoE.Config.deepseek_v2(24, 20, 8, 3, shared=2, groups=4, top_groups=2)
+    return DeepseekV2Moe(config), ours
+
+
+def deepseek_v3():
+    config = hf.DeepseekV3Config(**_DEEPSEEK, routed_scaling_factor=2.5, **_EAGER)
     ours = MoE.Config.deepseek_v3(24, 20, 8, 3, shared=2, groups=4, top_groups=2)
     return DeepseekV3MoE(config), ours
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen2, qwen3, deepseek_v3])
+@pytest.mark.parametrize("make", [mixtral, qwen2, qwen3, deepseek_v2, deepseek_v3])
 def test_parity_with_transformers(make):
     torch.manual_seed(0)
     theirs, config = make()
@@ -75,6 +92,36 @@ def test_parity_with_transformers(make):
         results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.detach().abs().max().item())
+
+
+def test_switch_is_that_of_transformers_with_its_drops():
+    torch.manual_seed(0)
+    options = {"num_experts": 6, "expert_capacity": F.expert_capacity(17, 6, 1, 1.25)}
+    theirs = SwitchTransformersSparseMLP(
+        hf.SwitchTransformersConfig(d_model=24, d_ff=20, **options)
+    ).eval()
+    config = dataclasses.replace(MoE.Config.switch(24, 20, 6), capacity_at_eval=True)
+    ours = MoE(config).eval()
+    for tensor in theirs.parameters():
+        torch.nn.init.normal_(tensor, std=0.3)
+    each = theirs.experts.values()
+    gates = {ours.gate.weight: [theirs.router.classifier.weight]}
+    weights = {
+        ours.experts.gate_up_proj: [e.wi.weight for e in each],
+        ours.experts.down_proj: [e.wo.weight for e in each],
+    }
+    with torch.no_grad():
+        for mine, parts in (gates | weights).items():
+            mine.copy_(torch.stack(list(parts)).view_as(mine))
+    x = torch.randn(1, 17, 24)  # one sequence: theirs have a capacity each
+    y, expected = ours(x), theirs(x)
+    assert ours.state.dropped > 0
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, parts in (gates | weights).items():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
+        torch.testing.assert_close(mine.grad, torch.stack(grads).view_as(mine))
 
 
 def test_balance_loss_is_that_of_transformers():

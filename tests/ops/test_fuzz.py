@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from omniattn import functional as F
 from omniattn import testing
 from omniattn.testing.properties import recorded_ops
 
@@ -175,3 +176,83 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
     for a, e in zip(actual, expected, strict=True):
         finite = e.isfinite()
         torch.testing.assert_close(a[finite], e[finite], rtol=1e-4, atol=1e-4)
+
+
+def routers(scores, k, groups, top_groups, seed):
+    limited = {"groups": groups, "top_groups": top_groups}
+    return {
+        "softmax_top_k": lambda: F.softmax_top_k(scores, k, **limited),
+        "top_k_softmax": lambda: F.top_k_softmax(scores, k),
+        "sigmoid_top_k": lambda: F.sigmoid_top_k(scores, k, **limited),
+        "noisy_top_k": lambda: F.noisy_top_k(scores, scores, k, seed=seed)[0],
+        "expert_choice": lambda: F.expert_choice(scores, k),
+    }
+
+
+@FUZZ
+@given(data=st.data())
+def test_routing(data):
+    """A router either names what it wants or chooses experts that exist, none twice, and finite
+    weights for tokens with finite logits; the capacity then holds."""
+
+    def draw(*values):
+        return data.draw(st.sampled_from(values))
+
+    tokens, experts, k = draw(0, 1, 7), draw(1, 2, 6), draw(-1, 0, 1, 2, 3, 7, 2**40)
+    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens))
+    scores = scores.to(draw(torch.float32, torch.float32, torch.bfloat16, torch.int64))
+    if tokens and scores.is_floating_point():
+        scores[0, 0] = draw(0.0, math.nan, math.inf, -math.inf)
+    seed = draw(None, torch.tensor([1, 0]))
+    name = draw(*routers(scores, k, 1, 1, seed))
+    capacity = draw(-1, 0, 1, 2)
+    try:
+        routing = routers(scores, k, draw(-1, 1, 1, 2), draw(0, 1, 1, 2), seed)[name]()
+        kept, dropped = F.drop_over_capacity(routing, capacity)
+    except ERRORS as error:
+        assert str(error).startswith(("drop_over_capacity: ", f"{name}: ", "top_k"))
+        return
+    assert routing.experts.shape == routing.weights.shape == (tokens, routing.experts.shape[1])
+    assert routing.scores.shape == scores.shape
+    assert ((routing.experts >= -1) & (routing.experts < experts)).all()
+    for row in routing.experts.tolist():
+        chosen = [e for e in row if e >= 0]
+        assert len(set(chosen)) == len(chosen)
+    finite = scores.isfinite().all(-1)
+    assert routing.weights[finite].isfinite().all()
+    counts = F.expert_counts(kept.experts, experts)
+    assert (counts <= capacity).all()
+    assert counts.sum() + dropped == F.expert_counts(routing.experts, experts).sum()
+
+
+@FUZZ
+@given(data=st.data())
+def test_experts_of_any_routing(data):
+    """Repeated experts, none, out of range; NaN weights; no tokens; both layouts of the weights."""
+
+    def draw(*values):
+        return data.draw(st.sampled_from(values))
+
+    tokens, experts, slots, dim, hidden = draw(0, 1, 5), draw(0, 1, 3), draw(0, 1, 4), 8, 8
+    low, high = draw(-2, -1, 0), draw(experts - 1, experts - 1, experts)
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    index = torch.randint(low, max(high, low) + 1, (tokens, slots), generator=random)
+    weights = torch.rand(tokens, slots, generator=random)
+    weights[weights < draw(0.0, 0.3)] = draw(math.nan, math.inf, 0.0)
+    x = torch.randn(tokens, dim, generator=random)
+    up = torch.randn(experts, 2 * hidden, dim, generator=random)
+    down = torch.randn(experts, dim, hidden, generator=random)
+    if draw(True, False):
+        up, down = (testing.relayout(t, draw(*testing.LAYOUTS)) for t in (up, down))
+    else:
+        up, down = (t.mT.contiguous().mT for t in (up, down))
+    arguments = (x, index, weights, up, down)
+    if ((index < -1) | (index >= experts)).any():
+        with pytest.raises(RuntimeError, match="moe: index must be in"):
+            F.moe_experts(*arguments)
+        return
+    torch.testing.assert_close(
+        F.moe_experts(*arguments),
+        F.moe_experts(*arguments, backend="reference"),
+        equal_nan=True,
+    )
