@@ -59,7 +59,7 @@ RUNS = [
     ("sanitized", "shuffled", OPS, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
     ("value", "ascending", VARIED, ("backward",), ("bf16",)),
-    ("value", "shuffled", FEW, VALUES + PLACES, ("f64", "f32", "f16")),
+    ("value", "descending shuffled", FEW, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
