@@ -65,20 +65,20 @@ OMNIATTN_INLINE void exponentiate(const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
   const V shift(softmax_shift(*row.m));
   V sum = load(row.l);
-  for_columns<A>(columns, [&](int64_t n) {
+  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
     const V e = exp2(load(row.s + n) - shift);
     store(row.s + n, e);
     sum += e;
-  });
+  }
   store(row.l, sum);
 }
 
 // Weights of one row that are not normalised.
 template <class A>
 OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
-  for_columns<A>(columns, [&](int64_t n) {
+  for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) {
     store(s + n, PointwiseWeight<A>(normaliser, load(s + n)).weight);
-  });
+  }
 }
 
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
