@@ -24,8 +24,8 @@ NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 # Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
 OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in ("attention", "moe"))
 ATTENTION = ("-attention-",)
-#: Cases that only repeat others in the backward: masks of `registry.PATTERNS` beyond two, for which
-#: all kernels ask the same functions, and long ones.
+#: Cases that only repeat others in the backward: masks of attention's `PATTERNS` beyond two, for
+#: which all kernels ask the same functions, and long ones.
 MASKS = "prefix or chunked or packed or documents or dilated or fixed or everykth"
 SEQUENCES = "prefix or strided or short or decode or self or chunk or oddpages"
 VARIED = (

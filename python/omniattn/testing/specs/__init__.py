@@ -1,0 +1,1 @@
+"""The rows of the OpSpec registry, a file for each family."""

@@ -1,0 +1,36 @@
+"""What the OpSpecs of several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from omniattn.testing.spec import Case, Pass
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+FORWARD: tuple[Pass, ...] = ("forward",)
+EACH: tuple[Pass, ...] = ("forward", "backward")
+TRAINING: tuple[Pass, ...] = ("forward+backward",)
+BOTH: tuple[Pass, ...] = ("forward", "forward+backward")
+#: Sweeps over the data, or GEMMs, for one of the forward.
+SWEEPS: dict[Pass, int] = {"forward": 1, "backward": 2, "forward+backward": 3}
+
+
+def rows(label: str, M: int, N: int, tensors: tuple[str, ...] = (), **options: Any) -> Case:
+    return Case(label, {"M": M, "N": N}, tensors, options)
+
+
+def element_flops(per_element: int) -> Callable[[Case, Pass], float]:
+    """Nominal counts: these ops are bound by memory."""
+
+    def flops(case: Case, pass_: Pass) -> float:
+        return float(per_element * case.sizes["M"] * case.sizes["N"] * SWEEPS[pass_])
+
+    return flops
+
+
+def gemm_flops(case: Case, pass_: Pass) -> float:
+    size = 2.0 * case.sizes["M"] * case.sizes.get("N", case.sizes.get("V", 0)) * case.sizes["K"]
+    return size * SWEEPS[pass_]

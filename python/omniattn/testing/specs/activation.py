@@ -1,0 +1,45 @@
+"""OpSpecs of gated linear units."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn.testing import rivals
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
+from omniattn.testing.specs._cases import BF16, F32, TRAINING, element_flops, rows
+
+
+def _glu_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, n = case.sizes["M"], case.sizes["N"]
+    if "packed" in case.tensors:
+        return {"gate": random.normal(m, 2 * n)}
+    return {"gate": random.normal(m, n), "up": random.normal(m, n)}
+
+
+CASES = (
+    rows("tiny", 2, 3, ("packed",)),
+    *(rows("pair", m, n) for m, n in [(3, 1), (5, 63), (4, 64), (7, 65), (33, 1000), (0, 4)]),
+    *(rows("packed", m, n, ("packed",)) for m, n in [(5, 63), (33, 1000), (3, 0)]),
+)
+TANH = tuple(
+    rows(f"tanh{label}", 33, 100, tensors, approximate="tanh")
+    for label, tensors in (("pair", ()), ("packed", ("packed",)))
+)
+BENCHMARKS = (Benchmark(rows("pair", 2048, 1024), (F32, BF16), TRAINING),)
+
+SPECS = tuple(
+    OpSpec(
+        name=name,
+        family="activation",
+        cuda="emulated",
+        paper="Shazeer 2020, arXiv 2002.05202",
+        inputs=_glu_inputs,
+        differentiable=("gate", "up"),
+        flops=element_flops(6),
+        second_order=True,
+        rivals=rivals.GLU[name],
+        cases=CASES + TANH if name == "geglu" else CASES,
+        benchmarks=BENCHMARKS if name in ("swiglu", "geglu") else (),
+    )
+    for name in ("swiglu", "geglu", "reglu", "glu", "bilinear")
+)

@@ -1,0 +1,129 @@
+"""OpSpecs of normalisations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn.testing import rivals
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
+from omniattn.testing.specs._cases import BF16, BOTH, F32, TRAINING, element_flops, rows
+
+
+def _norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    m, n = case.sizes["M"], case.sizes["N"]
+    shapes = {"x": (m, n), "weight": (n,), "bias": (n,), "residual": (m, n), "gate": (m, n)}
+    return {name: random.normal(*shapes[name]) for name in ("x", *case.tensors)}
+
+
+SIZES = [(3, 1), (5, 63), (4, 64), (7, 65), (33, 100), (64, 1024), (3, 4097), (700, 48)]
+EMPTIES = [(0, 8), (3, 0)]
+SPEED = (2048, 1024)
+
+RMS_NORM = OpSpec(
+    name="rms_norm",
+    family="norm",
+    cuda="emulated",
+    paper="Zhang and Sennrich 2019, arXiv 1910.07467",
+    inputs=_norm_inputs,
+    differentiable=("x", "weight", "residual"),
+    flops=element_flops(4),
+    rivals=rivals.RMS_NORM,
+    cases=(
+        rows("tiny", 3, 5, ("weight", "residual"), offset=1.0),
+        *(rows("plain", m, n, ("weight",)) for m, n in SIZES + EMPTIES),
+        rows("bare", 17, 130, eps=1e-3),
+        rows("offset", 17, 130, ("weight",), offset=1.0),
+        rows("residual", 33, 65, ("weight", "residual")),
+        rows("bareresidual", 9, 1025, ("residual",)),
+    ),
+    benchmarks=(
+        Benchmark(rows("plain", *SPEED, ("weight",)), (F32, BF16), TRAINING),
+        Benchmark(rows("residual", *SPEED, ("weight", "residual")), (F32,), TRAINING),
+        Benchmark(rows("call", 4, 64, ("weight",)), (F32,), BOTH),
+    ),
+)
+
+LAYER_NORM = OpSpec(
+    name="layer_norm",
+    family="norm",
+    cuda="emulated",
+    paper="Ba, Kiros and Hinton 2016, arXiv 1607.06450",
+    inputs=_norm_inputs,
+    differentiable=("x", "weight", "bias", "residual"),
+    flops=element_flops(6),
+    rivals=rivals.LAYER_NORM,
+    cases=(
+        rows("tiny", 3, 5, ("weight", "bias", "residual")),
+        *(rows("plain", m, n, ("weight", "bias")) for m, n in SIZES[1:] + EMPTIES),
+        rows("bare", 17, 130, eps=1e-3),
+        rows("nobias", 17, 130, ("weight",)),
+        rows("residual", 33, 65, ("weight", "bias", "residual")),
+    ),
+    benchmarks=(Benchmark(rows("plain", *SPEED, ("weight", "bias")), (F32, BF16), TRAINING),),
+)
+
+GROUP_NORM = OpSpec(
+    name="group_norm",
+    family="norm",
+    cuda="emulated",
+    paper="Wu and He 2018, arXiv 1803.08494",
+    inputs=_norm_inputs,
+    differentiable=("x", "weight", "bias"),
+    flops=element_flops(6),
+    second_order=True,
+    rivals=rivals.GROUP_NORM,
+    cases=(
+        rows("tiny", 3, 6, ("weight", "bias"), num_groups=2),
+        *(
+            rows("groups", m, n, ("weight", "bias"), num_groups=g)
+            for m, n, g in [
+                (5, 63, 3),
+                (7, 130, 2),
+                (33, 256, 4),
+                (300, 48, 6),
+                (0, 8, 2),
+                (3, 0, 1),
+            ]
+        ),
+        rows("bare", 17, 130, num_groups=13, eps=1e-3),
+        rows("rms", 17, 130, ("weight",), num_groups=2, center=False),
+        rows("long", 3, 5000, ("bias",), num_groups=1),
+    ),
+    benchmarks=(
+        Benchmark(
+            rows("heads", 2048, 1024, ("weight", "bias"), num_groups=16), (F32, BF16), TRAINING
+        ),
+    ),
+)
+
+RMS_NORM_GATED = OpSpec(
+    name="rms_norm_gated",
+    family="norm",
+    cuda="emulated",
+    paper="Dao and Gu 2024, arXiv 2405.21060",
+    inputs=_norm_inputs,
+    differentiable=("x", "gate", "weight"),
+    flops=element_flops(10),
+    second_order=True,
+    rivals=rivals.RMS_NORM_GATED,
+    cases=(
+        rows("tiny", 3, 6, ("gate", "weight"), num_groups=2, norm_before_gate=False),
+        *(
+            rows("after", m, n, ("gate", "weight"))
+            for m, n in [(5, 63), (4, 64), (33, 100), (64, 1024), (3, 4097), (0, 8), (3, 0)]
+        ),
+        rows("before", 33, 130, ("gate", "weight"), norm_before_gate=False),
+        rows("beforegroups", 33, 256, ("gate",), norm_before_gate=False, num_groups=4),
+        rows("sigmoid", 17, 96, ("gate", "weight"), activation="sigmoid", num_groups=3),
+        rows("sigmoidbefore", 9, 64, ("gate",), activation="sigmoid", norm_before_gate=False),
+    ),
+    benchmarks=(
+        Benchmark(rows("after", *SPEED, ("gate", "weight")), (F32, BF16), TRAINING),
+        Benchmark(
+            rows("before", *SPEED, ("gate", "weight"), norm_before_gate=False),
+            (F32, BF16),
+            TRAINING,
+        ),
+    ),
+)
+SPECS = (RMS_NORM, LAYER_NORM, GROUP_NORM, RMS_NORM_GATED)
