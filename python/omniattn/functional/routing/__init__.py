@@ -1,0 +1,51 @@
+"""Routers of mixtures of experts, their losses, and capacity: small functions of plain torch.
+
+A router turns logits (..., E) into a :class:`Routing` that
+:func:`omniattn.functional.moe_experts` executes. They compute in fp32 (fp64 for fp64), choose by
+:func:`omniattn.functional.top_k`, so that equal scores go to the smaller expert on every device,
+and differentiate as they are written. Slots without an expert have index -1 and weight 0.
+"""
+
+from omniattn.functional.routing.capacity import (
+    drop_over_capacity,
+    drop_second_at_random,
+    expert_capacity,
+)
+from omniattn.functional.routing.losses import (
+    BALANCE_LOSSES,
+    cv_squared,
+    load_balance_loss,
+    router_z_loss,
+    update_router_bias,
+)
+from omniattn.functional.routing.routers import (
+    ROUTER_GRADS,
+    Routing,
+    expert_choice,
+    expert_counts,
+    noisy_top_k,
+    router_jitter,
+    sigmoid_top_k,
+    softmax_top_k,
+    top_k_softmax,
+)
+
+__all__ = [
+    "BALANCE_LOSSES",
+    "ROUTER_GRADS",
+    "Routing",
+    "cv_squared",
+    "drop_over_capacity",
+    "drop_second_at_random",
+    "expert_capacity",
+    "expert_choice",
+    "expert_counts",
+    "load_balance_loss",
+    "noisy_top_k",
+    "router_jitter",
+    "router_z_loss",
+    "sigmoid_top_k",
+    "softmax_top_k",
+    "top_k_softmax",
+    "update_router_bias",
+]

@@ -1,0 +1,120 @@
+"""Capacity: how many assignments an expert takes, and which ones it drops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_shape
+from omniattn.functional.routing.routers import Routing
+from omniattn.reference import philox
+
+
+def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int = 1) -> int:
+    """Slots of each expert: ``ceil(factor k tokens / experts)``, within [`least`, `tokens`].
+
+    Example:
+        >>> expert_capacity(100, 8, 2, 1.25)
+        32
+    """
+    if tokens < 0 or experts < 1 or k < 1 or least < 0 or not 0 <= factor < math.inf:
+        raise ValueError(
+            "expert_capacity: tokens, factor and least must be >= 0, experts and k >= 1, "
+            f"got tokens={tokens}, experts={experts}, k={k}, factor={factor}, least={least}"
+        )
+    return min(tokens, max(least, math.ceil(factor * k * tokens / experts)))
+
+
+def drop_over_capacity(
+    routing: Routing, capacity: int, *, priority: Tensor | None = None
+) -> tuple[Routing, Tensor]:
+    """Drops assignments beyond the capacity of their expert; other weights stay as they are.
+
+    Args:
+        routing: of (..., n, k); each leading element (a sequence) has its own capacity.
+        capacity: >= 0, assignments that an expert takes of a group of n tokens. All first choices
+            come before all second ones, and earlier tokens before later ones.
+        priority: (..., n): tokens with larger ones come first instead (V-MoE: the largest
+            probability), at equal ones the earlier.
+
+    Returns:
+        The routing with index -1 and weight 0 for what was dropped; and how many were, () int64.
+
+    Raises:
+        ValueError: a negative capacity, a priority of another shape.
+
+    Reference:
+        Lepikhin et al., GShard, 2020, arXiv:2006.16668; Riquelme et al., Scaling Vision with Sparse
+        Mixture of Experts, 2021, arXiv:2106.05974.
+
+    Example:
+        >>> from omniattn.functional import softmax_top_k
+        >>> routing = softmax_top_k(torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), 1)
+        >>> drop_over_capacity(routing, 1)[0].experts.flatten()
+        tensor([ 0, -1,  1])
+    """
+    op = "drop_over_capacity"
+    if capacity < 0:
+        raise ValueError(f"{op}: capacity must be >= 0, got capacity={capacity}")
+    *leading, n, k = routing.experts.shape
+    experts = routing.scores.shape[-1]
+    groups = math.prod(leading)
+    index = routing.experts.reshape(groups, n, k)
+    if priority is None:
+        order = torch.arange(n, device=index.device).expand(groups, n)
+    else:
+        require_shape(op, "priority", priority, (*leading, n))
+        order = priority.reshape(groups, n).argsort(dim=-1, descending=True, stable=True)
+    # In order of priority; a stable sort by expert then gives each assignment its rank.
+    by_priority = index.gather(1, order[..., None].expand(-1, -1, k)).mT.reshape(groups, k * n)
+    bins = by_priority.masked_fill(by_priority < 0, experts)
+    sorted_bins, places = bins.sort(dim=-1, stable=True)
+    first = torch.searchsorted(sorted_bins, sorted_bins)
+    rank = torch.arange(k * n, device=index.device) - first
+    over = torch.zeros_like(bins, dtype=torch.bool).scatter(1, places, rank >= capacity)
+    over = torch.zeros_like(index, dtype=torch.bool).scatter(
+        1, order[..., None].expand(-1, -1, k), over.view(groups, k, n).mT
+    )
+    over = (over & (index >= 0)).view(routing.experts.shape)
+    kept = routing._replace(
+        experts=routing.experts.masked_fill(over, -1),
+        weights=routing.weights.masked_fill(over, 0.0),
+    )
+    return kept, over.sum()
+
+
+def drop_second_at_random(routing: Routing, seed: Tensor) -> Routing:
+    """GShard: the second choice is kept with probability 2 w_2; training only.
+
+    Args:
+        routing: of (..., 2).
+        seed: [seed, offset] (2,) int64 of the Philox noise.
+
+    Returns:
+        The routing with index -1 and weight 0 for what was dropped.
+
+    Raises:
+        ValueError: a routing of k != 2.
+
+    Reference:
+        Lepikhin et al., GShard, 2020, arXiv:2006.16668.
+
+    Example:
+        >>> from omniattn.functional import softmax_top_k
+        >>> routing = softmax_top_k(torch.tensor([[0.0, 0.0]]), 2)
+        >>> drop_second_at_random(routing, torch.tensor([1, 0])).experts
+        tensor([[0, 1]])
+    """
+    if routing.experts.shape[-1] != 2:
+        raise ValueError(
+            f"drop_second_at_random: routing must have k = 2, got k={routing.experts.shape[-1]}"
+        )
+    second = routing.weights[..., 1]
+    u = philox.uniform(second.numel(), seed).view(second.shape).to(second.device)
+    dropped = torch.stack([torch.zeros_like(u, dtype=torch.bool), u >= 2 * second.detach()], -1)
+    return routing._replace(
+        experts=routing.experts.masked_fill(dropped, -1),
+        weights=routing.weights.masked_fill(dropped, 0.0),
+    )

@@ -1,0 +1,185 @@
+"""What evens out the load of the experts and keeps their logits small."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional.routing.routers import check_groups, expert_counts, widen
+
+BALANCE_LOSSES = (
+    "switch",
+    "seed",
+    "gshard",
+    "deepseek_v2",
+    "deepseek_v2_device",
+    "deepseek_v2_communication",
+    "deepseek_v3",
+)
+
+
+def load_balance_loss(
+    scores: Tensor,
+    index: Tensor,
+    *,
+    kind: str = "switch",
+    token_mask: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> Tensor:
+    """Auxiliary loss that evens out the load, before its coefficient.
+
+    With n tokens, c_e assignments to expert e and ``P_e = mean of scores[:, e]``:
+
+    ===========================  ==================================================================
+    switch                       ``E sum_e (c_e / n) P_e``; with k slots Mixtral's, uniform value k
+    seed                         ``sum_e (c_e / n) P_e``
+    gshard                       ``1/E sum_e (c1_e / n) P_e``, c1 counts the first choices alone
+    deepseek_v2                  ``sum_e f_e P_e``, ``f_e = E c_e / (k n)``
+    deepseek_v2_device           ``sum_d (mean of f_e in d) (sum of P_e in d)`` over groups d
+    deepseek_v2_communication    ``sum_d f_d (sum of P_e in d)``, ``f_d = groups / (top_groups n)``
+                                 times the tokens that have an expert in d
+    deepseek_v3                  deepseek_v2 of each sequence, with scores divided by their sum over
+                                 the experts, averaged over the sequences
+    ===========================  ==================================================================
+
+    Args:
+        scores: (..., E), of a :class:`Routing`; (..., T, E) for deepseek_v3.
+        index: (..., k), the assignments before any was dropped.
+        kind: one of `BALANCE_LOSSES`.
+        token_mask: (...) bool, False for tokens (padding) that do not count; their index must be
+            -1. Or None.
+        groups: devices, for the two forms that have them.
+        top_groups: devices that a token may be sent to.
+
+    Returns:
+        () in the dtype of the scores. The gradient goes through P alone. 0 for no tokens.
+
+    Raises:
+        TypeError: scores that are not floating point.
+        ValueError: a kind, grouping or shape that does not fit.
+
+    Reference:
+        Fedus et al., 2021, arXiv:2101.03961; Lepikhin et al., 2020, arXiv:2006.16668; DeepSeek-AI,
+        2024, arXiv:2405.04434 and arXiv:2412.19437.
+
+    Example:
+        >>> from omniattn.functional import softmax_top_k
+        >>> routing = softmax_top_k(torch.zeros(4, 8), 2)
+        >>> load_balance_loss(routing.scores, routing.experts)
+        tensor(2.)
+    """
+    op = "load_balance_loss"
+    require_float(op, "scores", scores)
+    if kind not in BALANCE_LOSSES:
+        raise ValueError(
+            f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={kind!r}"
+        )
+    if index.shape[:-1] != scores.shape[:-1]:
+        raise ValueError(
+            f"{op}: index must have the leading sizes of scores, "
+            f"got index.shape={tuple(index.shape)}, scores.shape={tuple(scores.shape)}"
+        )
+    if token_mask is None:
+        token_mask = torch.ones_like(index[..., 0], dtype=torch.bool)
+    require_shape(op, "token_mask", token_mask, scores.shape[:-1])
+    experts, k = scores.shape[-1], index.shape[-1]
+    check_groups(op, experts, groups, top_groups)
+    if kind == "deepseek_v3":
+        length = scores.shape[-2] if scores.dim() > 1 else 1
+        shares = scores / scores.sum(-1, keepdim=True)
+        parts = (t.reshape(-1, length, t.shape[-1]) for t in (shares, index, token_mask[..., None]))
+        losses = [
+            load_balance_loss(s, i, kind="deepseek_v2", token_mask=m[..., 0])
+            for s, i, m in zip(*parts, strict=True)
+        ]
+        return torch.stack(losses).mean() if losses else scores.sum()
+    n = token_mask.sum().clamp(min=1)
+    mean = (scores * token_mask[..., None]).flatten(0, -2).sum(0) / n
+    counted = index[..., :1] if kind == "gshard" else index
+    fraction = expert_counts(counted, experts).to(scores.dtype) / n
+    if kind in ("seed", "switch", "gshard"):
+        factor = {"seed": 1.0, "switch": experts, "gshard": 1 / experts}[kind]
+        return factor * (fraction * mean).sum()
+    f = fraction * experts / k
+    if kind == "deepseek_v2":
+        return (f * mean).sum()
+    in_groups = mean.view(groups, -1).sum(-1)
+    if kind == "deepseek_v2_device":
+        return (f.view(groups, -1).mean(-1) * in_groups).sum()
+    group = torch.where(index < 0, groups, index // (experts // groups))
+    visited = torch.zeros(*index.shape[:-1], groups + 1, device=index.device, dtype=scores.dtype)
+    sent = visited.scatter(-1, group, 1.0)[..., :groups].flatten(0, -2).sum(0)
+    return (sent * groups / (top_groups * n) * in_groups).sum()
+
+
+def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
+    """Keeps the logits of a router small: ``mean of logsumexp(logits)^2`` over the tokens.
+
+    Args:
+        logits: (..., E), floating point; in fp32 for half ones.
+        token_mask: (...) bool, False for tokens that do not count, or None.
+
+    Returns:
+        () in the compute dtype, before its coefficient (1e-3).
+
+    Raises:
+        TypeError: logits that are not floating point.
+        ValueError: a token_mask of another shape.
+
+    Reference:
+        Zoph et al., ST-MoE, 2022, arXiv:2202.08906.
+
+    Example:
+        >>> router_z_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]))
+        tensor(5.954...)
+    """
+    require_float("router_z_loss", "logits", logits)
+    square = widen(logits).logsumexp(-1).square()
+    if token_mask is None:
+        return square.mean()
+    require_shape("router_z_loss", "token_mask", token_mask, square.shape)
+    return (square * token_mask).sum() / token_mask.sum().clamp(min=1)
+
+
+def cv_squared(values: Tensor) -> Tensor:
+    """Squared coefficient of variation, of the importance or the load of the experts.
+
+    ``variance / (mean^2 + 1e-10)`` with the population's variance; importance is the sum of an
+    expert's weights, load comes from :func:`noisy_top_k`.
+
+    Example:
+        >>> cv_squared(torch.tensor([1.0, 3.0]))
+        tensor(0.2500)
+    """
+    require_float("cv_squared", "values", values)
+    return values.var(correction=0) / (values.mean().square() + 1e-10)
+
+
+@torch.no_grad()
+def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
+    """Moves the bias of :func:`sigmoid_top_k` in place, after each step.
+
+    ``bias_e += rate sign(mean of counts - counts_e)``
+
+    Args:
+        bias: (E,), floating point.
+        counts: (E,), assignments of the step, summed over all ranks.
+        rate: 1e-3; 0 at the end of training.
+
+    Raises:
+        ValueError: counts of another shape.
+
+    Reference:
+        Wang et al., Auxiliary-Loss-Free Load Balancing Strategy, 2024, arXiv:2408.15664.
+
+    Example:
+        >>> bias = torch.zeros(3)
+        >>> update_router_bias(bias, torch.tensor([4, 1, 1]))
+        >>> bias
+        tensor([-0.0010,  0.0010,  0.0010])
+    """
+    require_shape("update_router_bias", "counts", counts, bias.shape)
+    counts = counts.double()
+    bias.add_(rate * (counts.mean() - counts).sign().to(bias.dtype))

@@ -1,0 +1,350 @@
+"""Routers: what turns logits (..., E) into a :class:`Routing`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional.topk import top_k
+from omniattn.reference import philox
+
+ROUTER_GRADS = ("exact", "ste", "ste_dense")
+
+
+class Routing(NamedTuple):
+    """What a router decided.
+
+    Attributes:
+        experts: (..., k) int64, the expert of each slot, -1 for none.
+        weights: (..., k) in the compute dtype.
+        scores: (..., E) in the compute dtype, what the losses average: softmax or sigmoid.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+def expert_counts(index: Tensor, experts: int) -> Tensor:
+    """Assignments of each expert, (E,) int64; index -1 counts for none.
+
+    Example:
+        >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), 3)
+        tensor([1, 0, 2])
+    """
+    flat = index.flatten()
+    counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
+    return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).long())
+
+
+def softmax_top_k(
+    logits: Tensor,
+    k: int,
+    *,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    router_grad: str = "exact",
+) -> Routing:
+    """The k most probable experts, with their probabilities as weights.
+
+    ``p = softmax(logits)``; ``w = scale p`` of the chosen, divided by their sum to `renormalize`
+
+    Args:
+        logits: (..., E), floating point.
+        k: in [1, E]. With k = 1 and `renormalize` the weight is 1 and the router learns nothing.
+        renormalize: False for Switch (k = 1), Jamba and DeepSeek-V2; True for Mixtral, Qwen3-MoE.
+        scale: factor of the weights (DeepSeek-V2: 16).
+        groups: experts form this many equal groups, of which only the `top_groups` with the largest
+            single probability take part (DeepSeek-V2: 3 of 8).
+        top_groups: in [1, groups].
+        router_grad: "exact" for the derivative of the formula; "ste" to treat the weights of the
+            chosen as their p in the backward; "ste_dense" to let every expert's output reach its p:
+            all E are evaluated, with weight 0 where not chosen, and only their p sees a gradient.
+
+    Returns:
+        experts, weights (..., k), or (..., E) for "ste_dense"; scores = p.
+
+    Raises:
+        TypeError: logits that are not floating point.
+        ValueError: a k, grouping or router_grad out of range.
+
+    Reference:
+        Fedus, Zoph and Shazeer, Switch Transformers, 2021, arXiv:2101.03961; Jiang et al., Mixtral
+        of Experts, 2024, arXiv:2401.04088; DeepSeek-AI, DeepSeek-V2, 2024, arXiv:2405.04434.
+
+    Example:
+        >>> index, weights, _ = softmax_top_k(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), 2)
+        >>> index, weights
+        (tensor([[0, 1]]), tensor([[0.6439, 0.2369]]))
+    """
+    op = "softmax_top_k"
+    g = _compute(op, logits, k)
+    p = g.softmax(-1)
+    allowed = _best_groups(op, p, groups, top_groups, k, members=1)
+    chosen, index = top_k(p, k, mask=allowed)
+    weights = scale * (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    if router_grad not in ROUTER_GRADS:
+        raise ValueError(
+            f"{op}: router_grad must be one of {', '.join(ROUTER_GRADS)}, "
+            f"got router_grad={router_grad!r}"
+        )
+    if router_grad == "exact":
+        return Routing(index, weights, p)
+    if router_grad == "ste":
+        return Routing(index, weights.detach() + (chosen - chosen.detach()), p)
+    every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
+    dense = torch.zeros_like(p).scatter(-1, index, weights.detach())
+    return Routing(every, dense + (p - p.detach()), p)
+
+
+def top_k_softmax(logits: Tensor, k: int) -> Routing:
+    """The k largest logits, softmax over them alone: `softmax_top_k` with renormalisation.
+
+    ``w = softmax(top-k of logits)``
+
+    Args:
+        logits: (..., E), floating point.
+        k: in [1, E].
+
+    Returns:
+        experts, weights (..., k); scores = softmax of all logits, for the losses.
+
+    Raises:
+        TypeError, ValueError: see :func:`softmax_top_k`.
+
+    Reference:
+        Shazeer et al., 2017, arXiv:1701.06538; OpenAI, gpt-oss model card, 2025, arXiv:2508.10925.
+
+    Example:
+        >>> top_k_softmax(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), 2).weights
+        tensor([[0.7311, 0.2689]])
+    """
+    g = _compute("top_k_softmax", logits, k)
+    chosen, index = top_k(g, k)
+    return Routing(index, chosen.softmax(-1), g.softmax(-1))
+
+
+def sigmoid_top_k(
+    logits: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> Routing:
+    """Auxiliary-loss-free routing of DeepSeek-V3: a bias steers the choice and not the weights.
+
+    ``s = sigmoid(logits)``; the top k of ``s + bias``; ``w = scale s / (sum of chosen s + 1e-20)``
+
+    Args:
+        logits: (..., E), floating point.
+        k: in [1, E].
+        bias: (E,), without gradient, moved by :func:`update_router_bias`; or None.
+        renormalize: whether the weights are divided by their sum.
+        scale: factor of the weights (DeepSeek-V3: 2.5).
+        groups: experts form this many equal groups, of which only the `top_groups` with the largest
+            sum of their two best ``s + bias`` take part (DeepSeek-V3: 4 of 8).
+        top_groups: in [1, groups].
+
+    Returns:
+        experts, weights (..., k); scores = s.
+
+    Raises:
+        TypeError, ValueError: see :func:`softmax_top_k`; a bias of another shape.
+
+    Reference:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437.
+
+    Example:
+        >>> bias = torch.tensor([-1.0, 0.0, 0.0])
+        >>> sigmoid_top_k(torch.tensor([[2.0, 1.0, 0.0]]), 2, bias=bias).experts
+        tensor([[1, 2]])
+    """
+    op = "sigmoid_top_k"
+    s = _compute(op, logits, k).sigmoid()
+    steered = s.detach()
+    if bias is not None:
+        require_shape(op, "bias", bias, s.shape[-1:])
+        steered = steered + bias.detach()
+    allowed = _best_groups(op, steered, groups, top_groups, k, members=2)
+    index = top_k(steered, k, mask=allowed)[1]
+    weights = s.gather(-1, index)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(index, scale * weights, s)
+
+
+def noisy_top_k(
+    logits: Tensor,
+    noise_logits: Tensor,
+    k: int,
+    *,
+    seed: Tensor | None = None,
+    noise_eps: float = 0.0,
+) -> tuple[Routing, Tensor]:
+    """Noisy top-k gating.
+
+    ``h = logits + eps (softplus(noise_logits) + noise_eps)``, ``eps ~ N(0, 1)``;
+    ``w = softmax(top-k of h)``
+
+    Args:
+        logits: (..., E), floating point.
+        noise_logits: of the same shape and dtype.
+        k: in [1, E].
+        seed: [seed, offset] (2,) int64 of the Philox noise; None, outside of training, for none.
+        noise_eps: 0 (paper) or 1e-2 (tensor2tensor).
+
+    Returns:
+        The routing, its scores the softmax of h; and load (E,), the expected number of tokens of
+        each expert: the sum of the probabilities that an expert stays among the k when its noise
+        alone is drawn again. Without noise, or for k = E, the number of tokens it has.
+
+    Raises:
+        TypeError, ValueError: see :func:`softmax_top_k`.
+
+    Reference:
+        Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
+
+    Example:
+        >>> noisy_top_k(torch.tensor([[2.0, 1.0, 0.0]]), torch.zeros(1, 3), 1)[1]
+        tensor([1., 0., 0.])
+    """
+    op = "noisy_top_k"
+    clean = _compute(op, logits, k)
+    require_shape(op, "noise_logits", noise_logits, logits.shape)
+    experts = clean.shape[-1]
+    if seed is None:
+        routing = top_k_softmax(clean, k)
+        return routing, expert_counts(routing.experts, experts).to(clean.dtype)
+    deviation = torch.nn.functional.softplus(noise_logits.to(clean.dtype)) + noise_eps
+    noise = philox.normal(clean.numel(), seed).view(clean.shape).to(clean)
+    h = clean + noise * deviation
+    routing = top_k_softmax(h, k)
+    if k == experts:
+        return routing, expert_counts(routing.experts, experts).to(clean.dtype)
+    # The k-th largest of the others: the (k + 1)-th of all for the chosen, else the k-th of all.
+    best = top_k(h, k + 1)[0]
+    inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
+    threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
+    stays = torch.special.ndtr((clean - threshold) / deviation)
+    return routing, stays.flatten(0, -2).sum(0)
+
+
+def expert_choice(logits: Tensor, capacity: int) -> Routing:
+    """Every expert chooses its `capacity` most probable tokens.
+
+    ``p = softmax(logits)`` over experts; expert e takes the top tokens of ``p[:, e]``, weight p
+
+    Args:
+        logits: (..., n, E), floating point; tokens compete within each group of n.
+        capacity: tokens of each expert, in [0, n]; the paper: ``n cf / E`` rounded up, cf = 2.
+
+    Returns:
+        experts, weights (..., n, E): slot e of a token is expert e where that chose the token, so
+        that a token may have none. scores = p.
+
+    Raises:
+        TypeError: logits that are not floating point.
+        ValueError: a capacity out of range.
+
+    Note:
+        A token's experts depend on the other tokens, later ones included: not for causal decoding.
+
+    Reference:
+        Zhou et al., Mixture-of-Experts with Expert Choice Routing, 2022, arXiv:2202.09368.
+
+    Example:
+        >>> expert_choice(torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), 1).experts
+        tensor([[ 0, -1],
+                [-1, -1],
+                [-1,  1]])
+    """
+    op = "expert_choice"
+    require_float(op, "logits", logits)
+    if logits.dim() < 2 or not 0 <= capacity <= logits.shape[-2]:
+        raise ValueError(
+            f"{op}: logits must have shape (..., n, E) with 0 <= capacity <= n, "
+            f"got logits.shape={tuple(logits.shape)}, capacity={capacity}"
+        )
+    p = widen(logits).softmax(-1)
+    tokens = top_k(p.detach().mT.contiguous(), capacity)[1]
+    chosen = torch.zeros_like(p, dtype=torch.bool).mT.scatter(-1, tokens, True).mT
+    every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
+    return Routing(every.masked_fill(~chosen, -1), p.masked_fill(~chosen, 0.0), p)
+
+
+def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
+    """The router's copy of the tokens, each element times U(1 - eps, 1 + eps); training only.
+
+    Args:
+        x: any shape, floating point.
+        eps: in [0, 1); Switch uses 1e-2.
+        seed: [seed, offset] (2,) int64 of the Philox noise.
+
+    Returns:
+        Of x's shape and dtype.
+
+    Raises:
+        ValueError: an eps out of range.
+
+    Reference:
+        Fedus, Zoph and Shazeer, Switch Transformers, 2021, arXiv:2101.03961.
+
+    Example:
+        >>> bool((router_jitter(torch.ones(99), 0.1, torch.tensor([1, 0])) - 1).abs().max() <= 0.1)
+        True
+    """
+    if not 0 <= eps < 1:
+        raise ValueError(f"router_jitter: eps must be in [0, 1), got eps={eps}")
+    noise = philox.uniform(x.numel(), seed).view(x.shape).to(x.device)
+    return (widen(x) * (1 + eps * (2 * noise - 1))).to(x.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_groups(op: str, experts: int, groups: int, top_groups: int) -> None:
+    if groups < 1 or experts % groups != 0 or not 1 <= top_groups <= groups:
+        raise ValueError(
+            f"{op}: groups must divide E, with 1 <= top_groups <= groups, "
+            f"got E={experts}, groups={groups}, top_groups={top_groups}"
+        )
+
+
+def _compute(op: str, logits: Tensor, k: int) -> Tensor:
+    require_float(op, "logits", logits)
+    if logits.dim() == 0 or not 1 <= k <= logits.shape[-1]:
+        raise ValueError(
+            f"{op}: logits must have shape (..., E) with 1 <= k <= E, "
+            f"got logits.shape={tuple(logits.shape)}, k={k}"
+        )
+    return widen(logits)
+
+
+def _best_groups(
+    op: str, scores: Tensor, groups: int, top_groups: int, k: int, members: int
+) -> Tensor | None:
+    """Mask (..., E) of the groups with the largest sums of their `members` best scores."""
+    experts = scores.shape[-1]
+    check_groups(op, experts, groups, top_groups)
+    size = experts // groups
+    if k > top_groups * size:
+        raise ValueError(
+            f"{op}: k must be at most the experts of top_groups groups, "
+            f"got k={k}, E={experts}, groups={groups}, top_groups={top_groups}"
+        )
+    if top_groups == groups:
+        return None
+    each = scores.detach().unflatten(-1, (groups, size))
+    best = top_k(each, min(members, size))[0].sum(-1)
+    index = top_k(best, top_groups)[1]
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, index, True)
+    return allowed[..., None].expand(each.shape).flatten(-2)
