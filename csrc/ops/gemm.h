@@ -13,7 +13,7 @@ inline void run_gemm(const GemmParams& p) {
   const int64_t bytes = kernels.workspace_bytes(p);
   const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
   const int64_t floats = bytes / 4 * threads;
-  const Tensor workspace = empty_cpu({&floats, 1}, DType::f32);
+  const Tensor workspace = empty_tensor({&floats, 1}, DType::f32);
   char* const memory = static_cast<char*>(workspace.mutable_data_ptr());
   parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
     kernels.run(p, memory + thread * bytes, item, item + 1);

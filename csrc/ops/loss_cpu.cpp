@@ -87,12 +87,12 @@ struct LinearLoss {
         every(params_of(acc, x.rows, weight.rows, nullptr, weight.rows, targets.const_data_ptr(),
                         options)) {
     every.loss = losses.mutable_data_ptr();
-    require_cpu(op, "x", x_, dtype);
-    require_cpu(op, "weight", weight_, dtype);
+    require_tensor(op, "x", x_, dtype);
+    require_tensor(op, "weight", weight_, dtype);
     require(weight_.dim() == 2 && weight.cols == x.cols, op,
             "weight must have shape (V, K) with x (..., K), got K=", x.cols, " and ", weight.cols);
     if (bias.has_value()) {
-      require_cpu(op, "bias", *bias, dtype);
+      require_tensor(op, "bias", *bias, dtype);
       require_sizes(op, "bias", *bias, {&weight.rows, 1});
     }
     check_targets(op, every);
@@ -107,18 +107,18 @@ struct LinearLoss {
     const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
     const int64_t chunk = (tokens + chunks - 1) / chunks;
     const int64_t logits_sizes[] = {chunk, vocab};
-    const Tensor logits = empty_cpu({logits_sizes, 2}, acc);
-    const Tensor lse = empty_cpu({&chunk, 1}, acc);
+    const Tensor logits = empty_tensor({logits_sizes, 2}, acc);
+    const Tensor lse = empty_tensor({&chunk, 1}, acc);
 
     constexpr int64_t kNone = 0;
-    const Tensor dx = empty_cpu(x_grad ? x.tensor.sizes() : Sizes{&kNone, 1}, out);
+    const Tensor dx = empty_tensor(x_grad ? x.tensor.sizes() : Sizes{&kNone, 1}, out);
     const int64_t weight_sizes[] = {vocab, width};
     const Sizes weight_shape = weight_grad ? Sizes{weight_sizes, 2} : Sizes{&kNone, 1};
-    const Tensor dweight = empty_cpu(weight_shape, out);
-    const Tensor weight_sums = out == acc ? dweight : empty_cpu(weight_shape, acc);
+    const Tensor dweight = empty_tensor(weight_shape, out);
+    const Tensor weight_sums = out == acc ? dweight : empty_tensor(weight_shape, acc);
     const int64_t bias_sizes[] = {chunks, bias_grad ? vocab : 0};
-    const Tensor bias_sums = empty_cpu({bias_sizes, 2}, acc);
-    const Tensor dbias = empty_cpu({&bias_sizes[1], 1}, out);
+    const Tensor bias_sums = empty_tensor({bias_sizes, 2}, acc);
+    const Tensor dbias = empty_tensor({&bias_sizes[1], 1}, out);
 
     const int64_t size = size_of(dtype), acc_size = size_of(acc);
     const Operand weights{weight.data(), dtype, weight.stride};

@@ -97,9 +97,6 @@ inline void require_tensor(const char* op, const char* name, const Tensor& t, DT
   require(t.scalar_type() == scalar_type(dtype), op, name, " must have scalar type ",
           static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(t.scalar_type()));
 }
-inline void require_cpu(const char* op, const char* name, const Tensor& t, DType dtype) {
-  require_tensor(op, name, t, dtype);
-}
 
 // Requires `t` to have exactly these sizes.
 inline void require_sizes(const char* op, const char* name, const Tensor& t, Sizes want) {
@@ -145,8 +142,6 @@ inline Tensor empty_tensor(Sizes sizes, DType dtype) {
   if (bytes > kLargeBytes) advise_huge_pages(result.mutable_data_ptr(), bytes);
   return result;
 }
-
-inline Tensor empty_cpu(Sizes sizes, DType dtype) { return empty_tensor(sizes, dtype); }
 
 inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;
