@@ -1,6 +1,8 @@
 """Feed-forward layers, plain and gated, each on one op."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,13 +22,84 @@ GATED_ACTIVATIONS = {
 }
 
 
+class MLP(nn.Module):
+    """y = dropout(act(x W_up + b_up)) W_down + b_down.
+
+    Args:
+        config: sizes and options; `activation` is one of `omniattn.functional.mlp`;
+            `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers)); `recompute` keeps
+            nothing of the hidden size for the backward.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
+
+    Reference:
+        Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
+
+    Example:
+        >>> MLP(MLP.Config(8, 32))(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Sizes and options of the layer."""
+
+        activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
+
+        dim: int
+        hidden_dim: int
+        activation: str = "gelu"
+        bias: bool = True
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+        dropout_p: float = 0.0
+        recompute: bool = False
+
+        def __post_init__(self) -> None:
+            if self.activation not in self.activations:
+                raise ValueError(
+                    f"{type(self).__qualname__.removesuffix('.Config')}: activation must be one of "
+                    f"{', '.join(self.activations)}, got activation={self.activation!r}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
+        narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
+        self.up_proj = Linear(wide, device=device, dtype=dtype)
+        self.down_proj = Linear(narrow, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim)."""
+        c = self.config
+        return functional.mlp(
+            x,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            up_bias=self.up_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=c.activation,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            recompute=c.recompute,
+            backend=c.backend,
+        )
+
+
 class GatedMLP(nn.Module):
     """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
-        config: sizes and options; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu,
-            bilinear; `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers));
-            `recompute` keeps nothing of the hidden size for the backward.
+        config: as of MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear.
         device, dtype: of the parameters.
 
     Shape:
@@ -42,25 +115,13 @@ class GatedMLP(nn.Module):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(MLP.Config):
         """Sizes and options of the layer."""
 
-        dim: int
-        hidden_dim: int
+        activations = GATED_ACTIVATIONS
+
         activation: str = "swiglu"
         bias: bool = False
-        init_std: float = 0.02
-        out_init_std: float = 0.02
-        backend: str | None = None
-        dropout_p: float = 0.0
-        recompute: bool = False
-
-        def __post_init__(self) -> None:
-            if self.activation not in GATED_ACTIVATIONS:
-                raise ValueError(
-                    f"GatedMLP: activation must be one of {', '.join(GATED_ACTIVATIONS)}, "
-                    f"got activation={self.activation!r}"
-                )
 
     def __init__(
         self,
@@ -89,75 +150,6 @@ class GatedMLP(nn.Module):
             up_bias=self.up_proj.bias,
             down_bias=self.down_proj.bias,
             activation=GATED_ACTIVATIONS[c.activation],
-            dropout_p=c.dropout_p if self.training else 0.0,
-            recompute=c.recompute,
-            backend=c.backend,
-        )
-
-
-class MLP(nn.Module):
-    """y = dropout(act(x W_up + b_up)) W_down + b_down.
-
-    Args:
-        config: sizes and options; `activation` is one of `omniattn.functional.mlp`.
-        device, dtype: of the parameters.
-
-    Shape:
-        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
-
-    Reference:
-        Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
-
-    Example:
-        >>> MLP(MLP.Config(8, 32))(torch.ones(2, 8)).shape
-        torch.Size([2, 8])
-    """
-
-    @dataclass(frozen=True)
-    class Config:
-        """Sizes and options of the layer."""
-
-        dim: int
-        hidden_dim: int
-        activation: str = "gelu"
-        bias: bool = True
-        init_std: float = 0.02
-        out_init_std: float = 0.02
-        backend: str | None = None
-        dropout_p: float = 0.0
-        recompute: bool = False
-
-        def __post_init__(self) -> None:
-            if self.activation not in ACTIVATIONS:
-                raise ValueError(
-                    f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, "
-                    f"got activation={self.activation!r}"
-                )
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = c = config
-        wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
-        narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
-        self.up_proj = Linear(wide, device=device, dtype=dtype)
-        self.down_proj = Linear(narrow, device=device, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., dim)."""
-        c = self.config
-        return functional.mlp(
-            x,
-            self.up_proj.weight,
-            self.down_proj.weight,
-            up_bias=self.up_proj.bias,
-            down_bias=self.down_proj.bias,
-            activation=c.activation,
             dropout_p=c.dropout_p if self.training else 0.0,
             recompute=c.recompute,
             backend=c.backend,

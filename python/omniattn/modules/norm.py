@@ -155,11 +155,7 @@ class GroupNorm(nn.Module):
         backend: str | None = None
 
         def __post_init__(self) -> None:
-            if self.num_groups <= 0 or self.dim % self.num_groups:
-                raise ValueError(
-                    "GroupNorm: num_groups must divide dim, "
-                    f"got num_groups={self.num_groups}, dim={self.dim}"
-                )
+            _check_groups("GroupNorm", self.dim, self.num_groups)
 
     def __init__(
         self,
@@ -237,11 +233,7 @@ class RMSNormGated(nn.Module):
         backend: str | None = None
 
         def __post_init__(self) -> None:
-            if self.num_groups <= 0 or self.dim % self.num_groups:
-                raise ValueError(
-                    "RMSNormGated: num_groups must divide dim, "
-                    f"got num_groups={self.num_groups}, dim={self.dim}"
-                )
+            _check_groups("RMSNormGated", self.dim, self.num_groups)
 
     def __init__(
         self,
@@ -276,3 +268,10 @@ class RMSNormGated(nn.Module):
     def extra_repr(self) -> str:
         """The size and eps, for print(module)."""
         return f"{self.config.dim}, eps={self.config.eps}"
+
+
+def _check_groups(name: str, dim: int, num_groups: int) -> None:
+    if num_groups <= 0 or dim % num_groups:
+        raise ValueError(
+            f"{name}: num_groups must divide dim, got num_groups={num_groups}, dim={dim}"
+        )
