@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.models.model import Model, ModelConfig
+from omniattn.models.encoder import EncoderConfig
+from omniattn.models.model import Model
 from omniattn.models.tasks import MaskedLanguageModeling
 from omniattn.modules import MLP, Attention, LayerNorm, LearnedPositional, Linear, Residual
 
 
 @dataclass(frozen=True)
-class BertConfig(ModelConfig):
+class BertConfig(EncoderConfig):
     """Sizes and options.
 
     Args:
@@ -23,7 +24,6 @@ class BertConfig(ModelConfig):
         max_positions: number of learned positions.
         token_types: kinds of segments, told apart by an embedding.
         dropout_p: of embeddings, attention weights and what each layer adds.
-        norm_eps, init_std: of the norms and all weights.
 
     Reference:
         Devlin et al., "BERT", 2018, arXiv 1810.04805.
@@ -32,6 +32,7 @@ class BertConfig(ModelConfig):
     architecture = "bert"
     task = MaskedLanguageModeling
 
+    norm_eps: float = 1e-12
     vocab_size: int = MaskedLanguageModeling.vocab_size
     dim: int = 192
     num_layers: int = 4
@@ -40,8 +41,6 @@ class BertConfig(ModelConfig):
     max_positions: int = 512
     token_types: int = 2
     dropout_p: float = 0.0
-    norm_eps: float = 1e-12
-    init_std: float = 0.02
 
     @property
     def longest(self) -> int:
@@ -80,7 +79,7 @@ class Bert(Model):
     ) -> None:
         super().__init__()
         self.config = c = config
-        norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
+        norm = c.layer_norm(c.dim)
 
         def table(rows: int) -> nn.Embedding:
             embedding = nn.Embedding(rows, c.dim, device=device, dtype=dtype)
@@ -91,24 +90,8 @@ class Bert(Model):
             placement = Residual.Config(norm, "post", c.dropout_p)
             return Residual(layer, placement, device=device, dtype=dtype)
 
-        attention = Attention.Config(
-            c.dim,
-            c.num_heads,
-            causal=False,
-            bias=True,
-            out_bias=True,
-            dropout_p=c.dropout_p,
-            init_std=c.init_std,
-            out_init_std=c.init_std,
-            backend=c.backend,
-        )
-        mlp = MLP.Config(
-            c.dim,
-            c.hidden_dim,
-            init_std=c.init_std,
-            out_init_std=c.init_std,
-            backend=c.backend,
-        )
+        attention = c.attention(c.dim, c.num_heads, c.dropout_p)
+        mlp = c.mlp(c.dim, c.hidden_dim)
         self.embed_tokens, self.embed_types = table(c.vocab_size), table(c.token_types)
         positions = LearnedPositional.Config(c.max_positions, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
@@ -118,8 +101,7 @@ class Bert(Model):
         for _ in range(c.num_layers):
             self.attentions.append(post_norm(Attention(attention, device=device, dtype=dtype)))
             self.mlps.append(post_norm(MLP(mlp, device=device, dtype=dtype)))
-        transform = Linear.Config(c.dim, c.dim, True, c.init_std, c.backend)
-        self.head_transform = Linear(transform, device=device, dtype=dtype)
+        self.head_transform = Linear(c.linear(c.dim, c.dim), device=device, dtype=dtype)
         self.head_norm = LayerNorm(norm, device=device, dtype=dtype)
         self.head_bias = nn.Parameter(torch.zeros(c.vocab_size, device=device, dtype=dtype))
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.models.model import Model, ModelConfig
+from omniattn.models.encoder import EncoderConfig
+from omniattn.models.model import Model
 from omniattn.models.tasks import Digits
 from omniattn.modules import (
-    MLP,
-    Attention,
     DecoderBlock,
     LayerNorm,
     LearnedPositional,
@@ -25,12 +24,11 @@ from omniattn.modules import (
 
 
 @dataclass(frozen=True)
-class VisionConfig(ModelConfig):
+class VisionConfig(EncoderConfig):
     """What the classifiers share.
 
     Args:
         classes, channels, image, patch: sizes; images are square, `patch` divides their side.
-        norm_eps, init_std: of the norms and all weights.
     """
 
     task = Digits
@@ -40,12 +38,6 @@ class VisionConfig(ModelConfig):
     channels: int = 1
     image: int = 8
     patch: int = 2
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
-
-    def linear(self, n_in: int, n_out: int) -> Linear.Config:
-        """A linear layer with a bias."""
-        return Linear.Config(n_in, n_out, True, self.init_std, self.backend)
 
 
 class Classifier(Model):
@@ -75,8 +67,7 @@ class Classifier(Model):
         self.patch, self.backend = config.patch, config.backend
         patch = config.linear(config.channels * config.patch**2, width)
         self.embed_patches = Linear(patch, device=device, dtype=dtype)
-        norm = LayerNorm.Config(features, config.norm_eps, backend=config.backend)
-        self.norm = LayerNorm(norm, device=device, dtype=dtype)
+        self.norm = LayerNorm(config.layer_norm(features), device=device, dtype=dtype)
         self.head = Linear(config.linear(features, config.classes), device=device, dtype=dtype)
 
     def patches(self, images: Tensor) -> Tensor:
@@ -144,23 +135,12 @@ class ViT(Classifier):
     ) -> None:
         super().__init__(config, config.dim, config.dim, device=device, dtype=dtype)
         self.config = c = config
-        std, backend = c.init_std, c.backend
         self.class_token = nn.Parameter(torch.empty(c.dim, device=device, dtype=dtype))
-        nn.init.normal_(self.class_token, std=std)
-        positions = LearnedPositional.Config((c.image // c.patch) ** 2 + 1, c.dim, std)
+        nn.init.normal_(self.class_token, std=c.init_std)
+        positions = LearnedPositional.Config((c.image // c.patch) ** 2 + 1, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
-        attention = Attention.Config(
-            c.dim,
-            c.num_heads,
-            causal=False,
-            bias=True,
-            out_bias=True,
-            init_std=std,
-            out_init_std=std,
-            backend=backend,
-        )
-        mlp = MLP.Config(c.dim, 4 * c.dim, init_std=std, out_init_std=std, backend=backend)
-        block = DecoderBlock.Config(attention, mlp, self.norm.config)
+        attention = c.attention(c.dim, c.num_heads)
+        block = DecoderBlock.Config(attention, c.mlp(c.dim, 4 * c.dim), self.norm.config)
         self.layers = nn.ModuleList(
             DecoderBlock(block, device=device, dtype=dtype) for _ in range(c.num_layers)
         )
@@ -230,8 +210,7 @@ class Swin(Classifier):
         last = config.dim * 2 ** (len(config.depths) - 1)
         super().__init__(config, config.dim, last, device=device, dtype=dtype)
         self.config = c = config
-        norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
-        self.embed_norm = LayerNorm(norm, device=device, dtype=dtype)
+        self.embed_norm = LayerNorm(c.layer_norm(c.dim), device=device, dtype=dtype)
         drop = iter(torch.linspace(0, c.drop_path_p, sum(c.depths)).tolist())
 
         def block(width: int, heads: int, index: int) -> SwinBlock:

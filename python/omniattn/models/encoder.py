@@ -1,0 +1,50 @@
+"""What the configs of encoders share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omniattn.models.model import ModelConfig
+from omniattn.modules import MLP, Attention, LayerNorm, Linear
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """LayerNorms, biases everywhere, attention to all tokens.
+
+    Args:
+        norm_eps, init_std: of the norms and all weights.
+    """
+
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What the configs of all layers share."""
+        return {"init_std": self.init_std, "out_init_std": self.init_std, "backend": self.backend}
+
+    def linear(self, n_in: int, n_out: int) -> Linear.Config:
+        """A linear layer."""
+        return Linear.Config(n_in, n_out, True, self.init_std, self.backend)
+
+    def layer_norm(self, dim: int) -> LayerNorm.Config:
+        """A norm."""
+        return LayerNorm.Config(dim, self.norm_eps, backend=self.backend)
+
+    def attention(self, dim: int, num_heads: int, dropout_p: float = 0.0) -> Attention.Config:
+        """The token mixer of a layer."""
+        return Attention.Config(
+            dim,
+            num_heads,
+            causal=False,
+            bias=True,
+            out_bias=True,
+            dropout_p=dropout_p,
+            **self.common,
+        )
+
+    def mlp(self, dim: int, hidden_dim: int) -> MLP.Config:
+        """The channel mixer of a layer."""
+        return MLP.Config(dim, hidden_dim, **self.common)
