@@ -9,27 +9,23 @@ from torch import nn
 
 from omniattn.hf import patch
 
-_DECODER = {
-    "vocab_size": 97,
+_SIZES = {
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+_ENCODER = {**_SIZES, "initializer_range": 0.2}
+_DECODER = {
+    **_ENCODER,
+    "vocab_size": 97,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-_ENCODER = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.2,
-}
 
 DECODERS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER)),
@@ -131,195 +127,143 @@ def test_decoders_train_as_with_eager_attention(name, padding):
     assert_equal_training(eager, ours, run)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+#: Other models, each with what it reads: see `batch`.
+OTHERS = {
+    "bert": ("text", lambda: hf.BertForMaskedLM(hf.BertConfig(**_ENCODER, vocab_size=97))),
+    "modernbert": (
+        "text",
+        lambda: hf.ModernBertForMaskedLM(
+            hf.ModernBertConfig(
+                **_ENCODER,
+                vocab_size=97,
+                local_attention=6,
+                global_attn_every_n_layers=2,
+                pad_token_id=0,
+            )
+        ),
+    ),
+    "gpt2": (
+        "text",
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4)),
+    ),
+    "t5": (
+        "pairs",
+        lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(
+                vocab_size=97,
+                d_model=48,
+                d_kv=12,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                relative_attention_num_buckets=8,
+                relative_attention_max_distance=12,
+                decoder_start_token_id=0,
+                dropout_rate=0.0,
+            )
+        ),
+    ),
+    "bart": (
+        "pairs",
+        lambda: hf.BartForConditionalGeneration(
+            hf.BartConfig(
+                vocab_size=97,
+                d_model=48,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=64,
+                decoder_ffn_dim=64,
+                init_std=0.2,
+                dropout=0.0,
+            )
+        ),
+    ),
+    "vit": (
+        "images",
+        lambda: hf.ViTForImageClassification(
+            hf.ViTConfig(**_ENCODER, image_size=20, patch_size=4, num_labels=5)
+        ),
+    ),
+    "swin": (
+        "images",
+        lambda: hf.SwinForImageClassification(
+            hf.SwinConfig(
+                image_size=32,
+                patch_size=2,
+                embed_dim=12,
+                depths=[2, 2],
+                num_heads=[2, 3],
+                window_size=4,
+                num_labels=5,
+                drop_path_rate=0.0,
+                initializer_range=0.2,
+            )
+        ),
+    ),
+    "clip": (
+        "captions",
+        lambda: hf.CLIPModel(
+            hf.CLIPConfig(
+                text_config={**_SIZES, "vocab_size": 97, "eos_token_id": 96},
+                vision_config={**_SIZES, "image_size": 20, "patch_size": 4},
+                projection_dim=24,
+            )
+        ),
+    ),
+}
+
+
+def batch(kind: str, config, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments of a model that give a loss; of text, (B, T), only the `real` tokens count."""
+    if kind == "images":
+        pixels = torch.randn(2, 3, config.image_size, config.image_size)
+        return {"pixel_values": pixels, "labels": torch.tensor([1, 4])}
+    x = tokens()
+    text = {"input_ids": x, "attention_mask": real.long()}
+    if kind == "text":
+        return text | {"labels": x.masked_fill(~real, -100)}
+    if kind == "pairs":
+        return text | {"labels": x[:, :9].contiguous()}
+    x[:, -9] = 96
+    return text | {"pixel_values": torch.randn(2, 3, 20, 20), "return_loss": True}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_train_as_with_eager_attention(name):
+    kind, make = OTHERS[name]
+    eager, ours = pair(make)
+    real = torch.ones(2, 19, dtype=torch.bool)
+    real[0, 13:] = False
+    given = batch(kind, eager.config, real)
+
+    def run(model):
+        out = model(**given)
+        if kind == "captions":
+            return out.loss, out.logits_per_image
+        return out.loss, out.logits[real] if kind == "text" else out.logits
+
+    assert_equal_training(eager, ours, run)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "t5"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"cache_implementation": "static"}, {"num_beams": 3}],
     ids=["dynamic", "static", "beams"],
 )
 @torch.no_grad()
-def test_decoders_generate_as_with_eager_attention(name, options):
-    eager, ours = pair(DECODERS[name])
+def test_models_generate_as_with_eager_attention(name, options):
+    eager, ours = pair(DECODERS[name] if name in DECODERS else OTHERS[name][1])
     x = tokens(2, 7)
     real = torch.ones_like(x)
     real[0, :3] = 0
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
     expected = eager.generate(x, attention_mask=real, **options)
     actual = ours.generate(x, attention_mask=real, **options)
-    assert actual.shape == (2, 15)
+    assert actual.shape == (2, 8 + (1 if name == "t5" else 7))
     assert torch.equal(actual, expected)
-
-
-def bert(x, real):
-    def make():
-        return hf.BertForMaskedLM(hf.BertConfig(**_ENCODER, vocab_size=97))
-
-    def run(model):
-        out = model(x, attention_mask=real.long(), labels=x.masked_fill(~real, -100))
-        return out.loss, out.logits[real]
-
-    return make, run
-
-
-def modernbert(x, real):
-    def make():
-        config = hf.ModernBertConfig(
-            **_ENCODER,
-            vocab_size=97,
-            local_attention=6,
-            global_attn_every_n_layers=2,
-            pad_token_id=0,
-        )
-        return hf.ModernBertForMaskedLM(config)
-
-    def run(model):
-        out = model(x, attention_mask=real.long(), labels=x.masked_fill(~real, -100))
-        return out.loss, out.logits[real]
-
-    return make, run
-
-
-def gpt2(x, real):
-    def make():
-        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4))
-
-    def run(model):
-        out = model(x, attention_mask=real.long(), labels=x.masked_fill(~real, -100))
-        return out.loss, out.logits[real]
-
-    return make, run
-
-
-def t5(x, real):
-    def make():
-        config = hf.T5Config(
-            vocab_size=97,
-            d_model=48,
-            d_kv=12,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=12,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-        )
-        return hf.T5ForConditionalGeneration(config)
-
-    def run(model):
-        out = model(input_ids=x, attention_mask=real.long(), labels=x[:, :9].contiguous())
-        return out.loss, out.logits
-
-    return make, run
-
-
-def bart(x, real):
-    def make():
-        config = hf.BartConfig(
-            vocab_size=97,
-            d_model=48,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            init_std=0.2,
-            dropout=0.0,
-        )
-        return hf.BartForConditionalGeneration(config)
-
-    def run(model):
-        out = model(input_ids=x, attention_mask=real.long(), labels=x[:, :9].contiguous())
-        return out.loss, out.logits
-
-    return make, run
-
-
-def vit(x, real):
-    del x, real
-    pixels = torch.randn(2, 3, 20, 20)
-
-    def make():
-        config = hf.ViTConfig(**_ENCODER, image_size=20, patch_size=4, num_labels=5)
-        return hf.ViTForImageClassification(config)
-
-    def run(model):
-        out = model(pixel_values=pixels, labels=torch.tensor([1, 4]))
-        return out.loss, out.logits
-
-    return make, run
-
-
-def swin(x, real):
-    del x, real
-    pixels = torch.randn(2, 3, 32, 32)
-
-    def make():
-        config = hf.SwinConfig(
-            image_size=32,
-            patch_size=2,
-            embed_dim=12,
-            depths=[2, 2],
-            num_heads=[2, 3],
-            window_size=4,
-            num_labels=5,
-            drop_path_rate=0.0,
-            initializer_range=0.2,
-        )
-        return hf.SwinForImageClassification(config)
-
-    def run(model):
-        out = model(pixel_values=pixels, labels=torch.tensor([1, 4]))
-        return out.loss, out.logits
-
-    return make, run
-
-
-def clip(x, real):
-    pixels = torch.randn(2, 3, 20, 20)
-
-    def make():
-        sizes = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4}
-        config = hf.CLIPConfig(
-            text_config={**sizes, "vocab_size": 97, "num_hidden_layers": 2, "eos_token_id": 96},
-            vision_config={**sizes, "num_hidden_layers": 2, "image_size": 20, "patch_size": 4},
-            projection_dim=24,
-        )
-        return hf.CLIPModel(config)
-
-    def run(model):
-        ids = x.clone()
-        ids[:, -9] = 96
-        out = model(
-            input_ids=ids, pixel_values=pixels, attention_mask=real.long(), return_loss=True
-        )
-        return out.loss, out.logits_per_image
-
-    return make, run
-
-
-@pytest.mark.parametrize("case", [bert, modernbert, gpt2, t5, bart, vit, swin, clip])
-def test_other_models_train_as_with_eager_attention(case):
-    x = tokens()
-    real = torch.ones_like(x, dtype=torch.bool)
-    real[0, 13:] = False
-    make, run = case(x, real)
-    eager, ours = pair(make)
-    assert_equal_training(eager, ours, run)
-
-
-@torch.no_grad()
-def test_encoder_decoder_generates_as_with_eager_attention():
-    x = tokens(2, 9)
-    real = torch.ones_like(x)
-    real[1, 6:] = 0
-    make, _ = t5(x, real)
-    eager, ours = pair(make)
-    for options in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
-        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
-        expected = eager.generate(x, attention_mask=real, **options)
-        assert torch.equal(ours.generate(x, attention_mask=real, **options), expected)
 
 
 def test_a_compiled_patched_model_trains_as_an_eager_one():
