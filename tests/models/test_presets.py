@@ -1,35 +1,59 @@
 """The architectures: parameter counts of the releases, logits of transformers, decoding."""
 
 import json
-import re
+import math
+from dataclasses import replace
 
 import pytest
 import torch
-import transformers as hf
 
 from omniattn.models import (
     PRESETS,
+    Bert,
     BertConfig,
     DeepSeekConfig,
     GPT2Config,
     MixtralConfig,
+    Model,
     SwinConfig,
     T5Config,
     ViTConfig,
     generate,
 )
 from omniattn.models.presets import TRAINED
+from omniattn.reference import YarnScaling
 
-_SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "hidden_dim": 40}
-_PREFIX = (r"^(?!lm_head)", "model.")
-_HF = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "experts_implementation": "eager",
+_SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4}
+_IMAGES = {"channels": 3, "image": 32}
+
+#: A small model of each architecture that transformers has too; Llama has its own tests.
+SMALL = {
+    "mixtral": MixtralConfig(**_SIZES, hidden_dim=40, experts=6, tie_embeddings=True),
+    "deepseek": DeepSeekConfig(
+        **_SIZES,
+        hidden_dim=40,
+        norm_eps=1e-6,
+        rope_scaling=YarnScaling(4.0, 8, mscale=1.0, mscale_all_dim=1.0),
+        mscale=0.1 * math.log(4) + 1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_dim=8,
+        qk_rope_dim=4,
+        v_dim=8,
+        expert_dim=20,
+        experts=8,
+        top_k=3,
+        groups=4,
+        top_groups=2,
+        route_scale=2.5,
+    ),
+    "gpt2": GPT2Config(**_SIZES, max_positions=40, dropout_p=0.1),
+    "gpt2-untied": GPT2Config(**_SIZES, max_positions=40, tie_embeddings=False),
+    "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
+    "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
+    "bert": BertConfig(**_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1),
+    "vit": ViTConfig(**_IMAGES, patch=8, dim=48, num_layers=2, num_heads=4),
+    "swin": SwinConfig(**_IMAGES, patch=4, dim=24, depths=(2, 1, 1), heads=(2, 3, 4), window=2),
 }
 
 
@@ -70,217 +94,6 @@ def test_a_config_survives_json(name):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def mixtral():
-    config = hf.MixtralConfig(
-        **_HF,
-        intermediate_size=40,
-        num_key_value_heads=2,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
-    ours = MixtralConfig(**_SIZES, norm_eps=1e-6, num_heads=4, experts=6)
-    return hf.MixtralForCausalLM(config), ours, [_PREFIX]
-
-
-def deepseek():
-    config = hf.DeepseekV3Config(
-        **_HF,
-        intermediate_size=40,
-        moe_intermediate_size=20,
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
-    ours = DeepSeekConfig(
-        **_SIZES,
-        norm_eps=1e-6,
-        num_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_dim=8,
-        qk_rope_dim=4,
-        v_dim=8,
-        expert_dim=20,
-        experts=8,
-        top_k=3,
-        groups=4,
-        top_groups=2,
-        route_scale=2.5,
-    )
-    return hf.DeepseekV3ForCausalLM(config), ours, [_PREFIX]
-
-
-def gpt2():
-    config = hf.GPT2Config(
-        vocab_size=97,
-        n_positions=40,
-        n_embd=48,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    ours = GPT2Config(vocab_size=97, dim=48, num_layers=2, num_heads=4, max_positions=40)
-    names = [
-        (r"^embed_tokens", "transformer.wte"),
-        (r"^embed_positions", "transformer.wpe"),
-        (r"^norm", "transformer.ln_f"),
-        (r"^layers", "transformer.h"),
-        (r"input_layernorm", "ln_1"),
-        (r"post_attention_layernorm", "ln_2"),
-        (r"self_attn\.o_proj", "attn.c_proj"),
-        (r"self_attn\.(.)_proj", r"attn.c_attn.\1"),
-        (r"up_proj", "c_fc"),
-        (r"down_proj", "c_proj"),
-    ]
-    return hf.GPT2LMHeadModel(config), ours, names
-
-
-def t5(version="relu"):
-    config = hf.T5Config(
-        vocab_size=97,
-        d_model=48,
-        d_kv=12,
-        d_ff=40,
-        num_layers=2,
-        num_heads=5,
-        feed_forward_proj=version,
-        tie_word_embeddings=version == "relu",
-    )
-    ours = T5Config(**_SIZES, num_heads=5, head_dim=12, gated=version == "gated-gelu")
-    names = [
-        (r"^embed_tokens", "shared"),
-        (r"coder\.relative", "coder.block.0.layer.0.SelfAttention.relative"),
-        (r"coder\.norm", "coder.final_layer_norm"),
-        (r"layers", "block"),
-        (r"input_layernorm", "layer.0.layer_norm"),
-        (r"self_attn\.(.)_proj", r"layer.0.SelfAttention.\1"),
-        (r"cross_attention_layernorm", "layer.1.layer_norm"),
-        (r"cross_attn\.(.)_proj", r"layer.1.EncDecAttention.\1"),
-        (r"(encoder.*)post_attention_layernorm", r"\1layer.1.layer_norm"),
-        (r"(encoder.*)mlp", r"\1layer.1.DenseReluDense"),
-        (r"(decoder.*)post_attention_layernorm", r"\1layer.2.layer_norm"),
-        (r"(decoder.*)mlp", r"\1layer.2.DenseReluDense"),
-        (r"gate_proj", "wi_0"),
-        (r"up_proj", "wi" if version == "relu" else "wi_1"),
-        (r"down_proj", "wo"),
-    ]
-    theirs = hf.T5ForConditionalGeneration(config)
-    if ours.gated:  # the head of version 1.1 is loaded from its own weight
-        theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.clone())
-    return theirs, ours, names
-
-
-def t5_gated():
-    return t5("gated-gelu")
-
-
-def bert():
-    config = hf.BertConfig(
-        vocab_size=97,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=40,
-        max_position_embeddings=40,
-    )
-    ours = BertConfig(
-        vocab_size=97, dim=48, num_layers=2, num_heads=4, hidden_dim=40, max_positions=40
-    )
-    names = [
-        (r"^embed_tokens", "bert.embeddings.word_embeddings"),
-        (r"^embed_positions", "bert.embeddings.position_embeddings"),
-        (r"^embed_types", "bert.embeddings.token_type_embeddings"),
-        (r"^embed_norm", "bert.embeddings.LayerNorm"),
-        (r"^attentions\.(\d+)\.norm", r"bert.encoder.layer.\1.attention.output.LayerNorm"),
-        (r"^attentions\.(\d+)\.layer\.o_proj", r"bert.encoder.layer.\1.attention.output.dense"),
-        (r"^attentions\.(\d+)\.layer", r"bert.encoder.layer.\1.attention.self"),
-        (r"q_proj", "query"),
-        (r"k_proj", "key"),
-        (r"v_proj", "value"),
-        (r"^mlps\.(\d+)\.norm", r"bert.encoder.layer.\1.output.LayerNorm"),
-        (r"^mlps\.(\d+)\.layer\.up_proj", r"bert.encoder.layer.\1.intermediate.dense"),
-        (r"^mlps\.(\d+)\.layer\.down_proj", r"bert.encoder.layer.\1.output.dense"),
-        (r"^head_transform", "cls.predictions.transform.dense"),
-        (r"^head_norm", "cls.predictions.transform.LayerNorm"),
-        (r"^head_bias", "cls.predictions.bias"),
-    ]
-    return hf.BertForMaskedLM(config), ours, names
-
-
-_VISION_NAMES = [
-    (r"input_layernorm|norm1", "layernorm_before"),
-    (r"post_attention_layernorm|norm2", "layernorm_after"),
-    (r"self_attn|attn\b", "attention"),
-    (r"up_proj", "fc1"),
-    (r"down_proj", "fc2"),
-    (r"^head", "classifier"),
-]
-
-
-def vit():
-    config = hf.ViTConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=192,
-        image_size=32,
-        patch_size=8,
-        layer_norm_eps=1e-6,
-        num_labels=10,
-    )
-    ours = ViTConfig(channels=3, image=32, patch=8, dim=48, num_layers=2, num_heads=4)
-    names = [
-        (r"^class_token", "vit.embeddings.cls_token"),
-        (r"^embed_positions.weight", "vit.embeddings.position_embeddings"),
-        (r"^embed_patches", "vit.embeddings.patch_embeddings.projection"),
-        (r"^norm", "vit.layernorm"),
-        (r"^layers", "vit.layers"),
-        *_VISION_NAMES,
-    ]
-    return hf.ViTForImageClassification(config), ours, names
-
-
-def swin():
-    config = hf.SwinConfig(
-        embed_dim=24,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        image_size=32,
-        patch_size=4,
-        window_size=4,
-        drop_path_rate=0.0,
-        num_labels=10,
-    )
-    ours = SwinConfig(channels=3, image=32, patch=4, dim=24)
-    names = [
-        (r"^embed_patches", "swin.embeddings.patch_embeddings.projection"),
-        (r"^embed_norm", "swin.embeddings.norm"),
-        (r"^norm", "swin.layernorm"),
-        # A stage starts with the merging that transformers puts at the end of the one before.
-        (r"^stages\.1\.0\.(norm|reduction)", r"swin.encoder.layers.0.downsample.\1"),
-        (r"^stages\.1\.1", "swin.encoder.layers.1.blocks.0"),
-        (r"^stages\.1\.2", "swin.encoder.layers.1.blocks.1"),
-        (r"^stages\.0\.", "swin.encoder.layers.0.blocks."),
-        *_VISION_NAMES,
-        (r"attention\.proj", "attention.o_proj"),
-        (r"relative_position", "relative_position_bias.relative_position"),
-    ]
-    return hf.SwinForImageClassification(config), ours, names
-
-
 def inputs(config):
     if isinstance(config, ViTConfig | SwinConfig):
         return {"pixel_values": torch.rand(2, 3, 32, 32, dtype=torch.float64)}
@@ -290,52 +103,67 @@ def inputs(config):
     return tokens
 
 
-def translate(ours, names, theirs):
-    """Our weights under the names and in the shapes of transformers."""
-    shapes = {name: t.shape for name, t in theirs.state_dict().items()}
-    state = {}
-    for name, tensor in ours.state_dict().items():
-        for pattern, replacement in names:
-            name = re.sub(pattern, replacement, name)
-        state[name] = tensor
-    for name in list(state):
-        if ".c_attn.q" in name:  # one matrix for queries, keys and values
-            parts = [state.pop(name.replace("c_attn.q", f"c_attn.{p}")) for p in "qkv"]
-            state[name.replace(".q", "")] = torch.cat(parts)
-        elif ".qkv." in name:
-            for part, tensor in zip("qkv", state.pop(name).chunk(3), strict=True):
-                state[name.replace(".qkv.", f".{part}_proj.")] = tensor
-    for name, tensor in state.items():
-        transposed = ".c_" in name and tensor.dim() == 2
-        state[name] = (tensor.T if transposed else tensor).reshape(shapes[name])
-    return state
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_transformers_gives_the_same_logits(name):
+    torch.manual_seed(0)
+    ours = SMALL[name].build(dtype=torch.float64).eval()
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs = ours.to_hf()
+    if name in ("mixtral", "deepseek"):
+        theirs.set_experts_implementation("eager")  # the default one has no fp64
+    given = inputs(ours.config)
+    # 1e-5: theirs computes rotary tables, some norms and routers in fp32.
+    torch.testing.assert_close(ours(*given.values()), theirs(**given).logits, rtol=1e-5, atol=1e-5)
+
+    back = Model.from_hf(theirs)
+    assert not back.training
+    assert back.config == ours.config
+    torch.testing.assert_close(back.state_dict(), ours.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    "make", [mixtral, deepseek, gpt2, t5, t5_gated, bert, vit, swin], ids=lambda f: f.__name__
+    ("name", "option", "value"),
+    [
+        ("mixtral", "sliding_window", 4),
+        ("deepseek", "norm_topk_prob", False),
+        ("gpt2", "attn_pdrop", 0.2),
+        ("gpt2", "n_inner", 50),
+        ("t5", "scale_decoder_outputs", False),
+        ("bert", "hidden_act", "relu"),
+        ("vit", "intermediate_size", 100),
+        ("swin", "mlp_ratio", 2.0),
+    ],
 )
-@torch.no_grad()
-def test_transformers_gives_the_same_logits(make):
-    torch.manual_seed(0)
-    theirs, config, names = make()
-    ours = config.build(dtype=torch.float64).eval()
-    for parameter in ours.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    theirs = theirs.double().eval()
-    missing, unexpected = theirs.load_state_dict(translate(ours, names, theirs), strict=False)
-    assert not unexpected
-    # Heads and embeddings that are tied come back under their other names.
-    tied = ("lm_head.weight", "embed_tokens.weight", "decoder.weight", "decoder.bias")
-    assert all(name.endswith(tied) for name in missing), missing
-    given = inputs(config)
-    # 1e-5: theirs computes rotary tables, some norms and routers in fp32.
-    torch.testing.assert_close(ours(*given.values()), theirs(**given).logits, rtol=1e-5, atol=1e-5)
+def test_from_hf_rejects_what_it_does_not_compute(name, option, value):
+    config = SMALL[name].to_hf()
+    assert type(SMALL[name]).from_hf(config) == SMALL[name]
+    setattr(config, option, value)
+    with pytest.raises(NotImplementedError, match=f"got {option}={value!r}"):
+        type(SMALL[name]).from_hf(config)
+
+
+def test_conversion_says_what_it_cannot_do():
+    bert = SMALL["bert"].build()
+    with pytest.raises(NotImplementedError, match=r"BertForMaskedLM, .*, got BertModel"):
+        Model.from_hf(bert.to_hf().bert)
+    with pytest.raises(NotImplementedError, match="must become a Bert, got GPT2LMHeadModel"):
+        Bert.from_hf(SMALL["gpt2"].build().to_hf())
+    more = bert.to_hf()
+    more.extra = torch.nn.Linear(1, 1)
+    with pytest.raises(NotImplementedError, match=r"got \['extra.weight', 'extra.bias'\]"):
+        Model.from_hf(more)
+    with pytest.raises(NotImplementedError, match="transformers has no such model"):
+        TRAINED["switch"].build().to_hf()
+    with pytest.raises(NotImplementedError, match="mscale must be that of rope_scaling"):
+        replace(SMALL["deepseek"], mscale=1.0).to_hf()
 
 
 @torch.no_grad()
 def test_t5_generates_with_caches_what_the_full_forward_prefers():
     torch.manual_seed(0)
-    model = T5Config(**_SIZES, num_heads=4, head_dim=12).build().eval()
+    model = T5Config(**_SIZES, hidden_dim=40, head_dim=12).build().eval()
     source = torch.randint(97, (3, 20))
     out = generate(model, torch.zeros(3, 1, dtype=torch.long), 8, source=source)
     full = model(source, out[:, :-1]).argmax(-1)

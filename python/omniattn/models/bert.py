@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.models.encoder import EncoderConfig
+from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model
 from omniattn.models.tasks import MaskedLanguageModeling
 from omniattn.modules import MLP, Attention, LayerNorm, LearnedPositional, Linear, Residual
@@ -30,6 +32,39 @@ class BertConfig(EncoderConfig):
     """
 
     architecture = "bert"
+    hf = Counterpart(
+        "BertForMaskedLM",
+        {
+            "vocab_size": "vocab_size",
+            "dim": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "hidden_dim": "intermediate_size",
+            "max_positions": "max_position_embeddings",
+            "token_types": "type_vocab_size",
+            "dropout_p": "hidden_dropout_prob",
+            "norm_eps": "layer_norm_eps",
+            "init_std": "initializer_range",
+        },
+        (
+            (r"^embed_tokens", "bert.embeddings.word_embeddings"),
+            (r"^embed_positions", "bert.embeddings.position_embeddings"),
+            (r"^embed_types", "bert.embeddings.token_type_embeddings"),
+            (r"^embed_norm", "bert.embeddings.LayerNorm"),
+            (r"^attentions\.(\d+)\.norm", r"bert.encoder.layer.\1.attention.output.LayerNorm"),
+            (r"^attentions\.(\d+)\.layer\.o_proj", r"bert.encoder.layer.\1.attention.output.dense"),
+            (r"^attentions\.(\d+)\.layer", r"bert.encoder.layer.\1.attention.self"),
+            (r"q_proj", "query"),
+            (r"k_proj", "key"),
+            (r"v_proj", "value"),
+            (r"^mlps\.(\d+)\.norm", r"bert.encoder.layer.\1.output.LayerNorm"),
+            (r"^mlps\.(\d+)\.layer\.up_proj", r"bert.encoder.layer.\1.intermediate.dense"),
+            (r"^mlps\.(\d+)\.layer\.down_proj", r"bert.encoder.layer.\1.output.dense"),
+            (r"^head_transform", "cls.predictions.transform.dense"),
+            (r"^head_norm", "cls.predictions.transform.LayerNorm"),
+            (r"^head_bias", "cls.predictions.bias"),
+        ),
+    )
     task = MaskedLanguageModeling
 
     norm_eps: float = 1e-12
@@ -50,6 +85,14 @@ class BertConfig(EncoderConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Bert:
         return Bert(self, device=device, dtype=dtype)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {
+            "hidden_act": "gelu",
+            "attention_probs_dropout_prob": self.dropout_p,
+            "is_decoder": False,
+            "tie_word_embeddings": True,
+        }
 
 
 class Bert(Model):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from omniattn.models.family import LlamaFamilyConfig
+from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, LlamaFamilyConfig
+from omniattn.models.hf import Counterpart
 from omniattn.modules import MoE, MultiHeadLatentAttention
 from omniattn.modules.build import FeedForwardConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,26 @@ class DeepSeekConfig(MLAConfig):
     """
 
     architecture = "deepseek"
+    hf = Counterpart(
+        "DeepseekV3ForCausalLM",
+        HF_OPTIONS
+        | {
+            "q_lora_rank": "q_lora_rank",
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_nope_dim": "qk_nope_head_dim",
+            "qk_rope_dim": "qk_rope_head_dim",
+            "v_dim": "v_head_dim",
+            "dense_layers": "first_k_dense_replace",
+            "expert_dim": "moe_intermediate_size",
+            "experts": "n_routed_experts",
+            "top_k": "num_experts_per_tok",
+            "shared": "n_shared_experts",
+            "groups": "n_group",
+            "top_groups": "topk_group",
+            "route_scale": "routed_scaling_factor",
+        },
+        HF_WEIGHTS,
+    )
 
     dense_layers: int = 1
     expert_dim: int = 96
@@ -94,3 +120,29 @@ class DeepSeekConfig(MLAConfig):
             route_scale=self.route_scale,
         )
         return replace(moe, bias_rate=self.bias_rate, **self.common)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {
+            "num_key_value_heads": self.num_heads,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "rope_interleave": True,
+        }
+
+    def hf_special(self) -> dict[str, Any]:
+        rope = super().hf_special()["rope_parameters"]
+        if _mscale(rope) != self.mscale:
+            raise NotImplementedError(
+                "DeepSeekConfig: mscale must be that of rope_scaling in transformers, "
+                f"got mscale={self.mscale}, rope_scaling={self.rope_scaling}"
+            )
+        return {"rope_parameters": rope}
+
+    @classmethod
+    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
+        return super().special_from_hf(config) | {"mscale": _mscale(config.rope_parameters)}
+
+
+def _mscale(rope: dict[str, Any]) -> float:
+    """What transformers computes from the parameters of YaRN; 1 for other ones."""
+    return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1

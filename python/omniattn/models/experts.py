@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from omniattn.models.family import GroupedQueryConfig
+from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, GroupedQueryConfig
+from omniattn.models.hf import Counterpart
 from omniattn.modules import MLP, MoE
 from omniattn.modules.build import FeedForwardConfig
 
@@ -18,6 +20,16 @@ class MixtralConfig(GroupedQueryConfig):
     """
 
     architecture = "mixtral"
+    hf = Counterpart(
+        "MixtralForCausalLM",
+        HF_OPTIONS
+        | {
+            "num_kv_heads": "num_key_value_heads",
+            "experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+        },
+        HF_WEIGHTS,
+    )
 
     experts: int = 8
     top_k: int = 2
@@ -25,6 +37,9 @@ class MixtralConfig(GroupedQueryConfig):
     def feed_forward(self, layer: int) -> FeedForwardConfig:
         moe = MoE.Config.mixtral(self.dim, self.hidden_dim, self.experts, self.top_k)
         return replace(moe, **self.common)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {"sliding_window": None, "router_jitter_noise": 0.0}
 
 
 @dataclass(frozen=True)

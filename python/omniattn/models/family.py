@@ -7,11 +7,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from omniattn.models.decoder import Decoder
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig
-from omniattn.reference import RopeScaling
+from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+#: Names in transformers that are the same for all of the family.
+HF_OPTIONS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+#: Both keep rotary pairs half-split, and both interleave those of latent attention.
+HF_WEIGHTS = ((r"^(?!lm_head)", "model."),)
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,19 @@ class LlamaFamilyConfig(Decoder.Config):
             dropout_p=self.dropout_p,
         )
 
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {"hidden_act": "silu", "attention_dropout": 0.0}
+
+    def hf_special(self) -> dict[str, Any]:
+        rope = scaling_to_hf(self.rope_scaling) | {"rope_theta": self.rope_base}
+        return {"rope_parameters": rope}
+
+    @classmethod
+    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
+        rope = config.rope_parameters
+        scaling = scaling_from_hf(rope, max_positions=config.max_position_embeddings)
+        return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
+
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(LlamaFamilyConfig):
@@ -90,3 +122,13 @@ class GroupedQueryConfig(LlamaFamilyConfig):
             self.head_dim,
             **self.common,
         )
+
+    def hf_special(self) -> dict[str, Any]:
+        return super().hf_special() | {"head_dim": self.head_dim or self.dim // self.num_heads}
+
+    @classmethod
+    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
+        own = config.head_dim
+        if own is not None and own * config.num_attention_heads == config.hidden_size:
+            own = None
+        return super().special_from_hf(config) | {"head_dim": own}

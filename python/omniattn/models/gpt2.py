@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from omniattn.models.decoder import Decoder
+from omniattn.models.hf import Counterpart
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, LearnedPositional
 
 
@@ -22,6 +24,33 @@ class GPT2Config(Decoder.Config):
     """
 
     architecture = "gpt2"
+    hf = Counterpart(
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": "vocab_size",
+            "dim": "n_embd",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "max_positions": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+            "dropout_p": "resid_pdrop",
+            "init_std": "initializer_range",
+            "tie_embeddings": "tie_word_embeddings",
+        },
+        (
+            (r"^embed_tokens", "transformer.wte"),
+            (r"^embed_positions", "transformer.wpe"),
+            (r"^norm", "transformer.ln_f"),
+            (r"^layers", "transformer.h"),
+            (r"input_layernorm", "ln_1"),
+            (r"post_attention_layernorm", "ln_2"),
+            (r"self_attn\.[qkv]_proj", "attn.c_attn"),
+            (r"self_attn\.o_proj", "attn.c_proj"),
+            (r"up_proj", "c_fc"),
+            (r"down_proj", "c_proj"),
+        ),
+        transposed=r"\.c_\w+\.weight$",
+    )
 
     tie_embeddings: bool = True
     num_heads: int = 6
@@ -47,3 +76,14 @@ class GPT2Config(Decoder.Config):
         )
         mlp = MLP.Config(self.dim, 4 * self.dim, "gelu_tanh", **self.common)
         return DecoderBlock.Config(attention, mlp, self.norm, dropout_p=self.dropout_p)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "embd_pdrop": self.dropout_p,
+            "attn_pdrop": self.dropout_p,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        }

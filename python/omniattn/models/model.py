@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from omniattn.models.hf import Counterpart, copy_weights
 from omniattn.models.tasks import Task
 from omniattn.reference import RopeScaling
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
     from typing_extensions import Self
 
 
@@ -20,6 +22,46 @@ class Model(nn.Module):
     """`model(*inputs)` gives logits, `model(*inputs, targets)` the mean loss."""
 
     config: ModelConfig
+
+    @classmethod
+    def from_hf(cls, model: PreTrainedModel, *, backend: str | None = None) -> Self:
+        """A copy of a model of transformers, on its device and in its dtype.
+
+        Raises:
+            NotImplementedError: for another model than `to_hf` makes, of this class, and for
+                options or weights that ours does not have.
+        """
+        kinds = ModelConfig.__subclasses__()
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        known = {kind.hf.model: kind for kind in reversed(kinds) if kind.hf is not None}
+        name = type(model).__name__
+        if name not in known:
+            raise NotImplementedError(
+                f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}"
+            )
+        weight = next(model.parameters())
+        config = replace(known[name].from_hf(model.config), backend=backend)
+        ours = config.build(device=weight.device, dtype=weight.dtype)
+        if not isinstance(ours, cls):
+            raise NotImplementedError(f"from_hf: model must become a {cls.__name__}, got {name}")
+        for our_weights, their_weights in config.counterpart.pairs(ours, model):
+            copy_weights(their_weights, our_weights)
+        return ours.train(model.training)
+
+    def to_hf(self) -> PreTrainedModel:
+        """A copy as a model of transformers, on the same device and in the same dtype.
+
+        Raises:
+            NotImplementedError: for an architecture or option that transformers does not have.
+        """
+        weight = next(self.parameters())
+        model = self.config.build_hf()
+        nn.Module.to(model, weight.device, weight.dtype)
+        for our_weights, their_weights in self.config.counterpart.pairs(self, model):
+            copy_weights(our_weights, their_weights)
+        model.train(self.training)
+        return model
 
 
 @dataclass(frozen=True)
@@ -36,6 +78,8 @@ class ModelConfig(ABC):
     task: ClassVar[type[Task]]
     #: Where that training differs from the defaults of `TrainConfig`.
     recipe: ClassVar[dict[str, Any]] = {}
+    #: Its names in transformers, None where that does not have it.
+    hf: ClassVar[Counterpart | None] = None
 
     backend: str | None = field(default=None, kw_only=True)
 
@@ -67,6 +111,63 @@ class ModelConfig(ABC):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of to_dict, also of what JSON makes of its result."""
         return cls(**{name: _value(value) for name, value in values.items()})
+
+    @property
+    def counterpart(self) -> Counterpart:
+        """`hf` of an architecture that transformers has."""
+        if self.hf is None:
+            raise NotImplementedError(f"{type(self).__name__}: transformers has no such model")
+        return self.hf
+
+    def build_hf(self) -> PreTrainedModel:
+        """The model of transformers, with weights of its own."""
+        import transformers
+
+        return getattr(transformers, self.counterpart.model)(self.to_hf())
+
+    def to_hf(self) -> PreTrainedConfig:
+        """To a config of transformers. What only our training knows is left out.
+
+        Raises:
+            NotImplementedError: for an architecture or option that transformers does not have.
+        """
+        import transformers
+
+        kind = getattr(transformers, self.counterpart.model).config_class
+        return kind(**self.hf_values() | self.hf_special())
+
+    @classmethod
+    def from_hf(cls, config: PreTrainedConfig) -> Self:
+        """From a config of transformers.
+
+        Raises:
+            NotImplementedError: for an option that ours does not have.
+            ValueError: for an unknown rotary scaling.
+        """
+        if cls.hf is None:
+            raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
+        values = {ours: getattr(config, theirs) for ours, theirs in cls.hf.options.items()}
+        found = cls.from_dict(values | cls.special_from_hf(config))
+        for name, wanted in found.hf_values().items():
+            value = _value(getattr(config, name))
+            if value != wanted:
+                raise NotImplementedError(
+                    f"{cls.__name__}: {name} must be {wanted!r}, got {name}={value!r}"
+                )
+        return found
+
+    def hf_values(self) -> dict[str, Any]:
+        """Options of transformers: ours under its names; subclasses add what it must have."""
+        return {name: getattr(self, ours) for ours, name in self.counterpart.options.items()}
+
+    def hf_special(self) -> dict[str, Any]:
+        """Further options of transformers, whose form is another one than here."""
+        return {}
+
+    @classmethod
+    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
+        """The inverse of `hf_special`: options of ours."""
+        return {}
 
 
 def _value(value: Any) -> Any:

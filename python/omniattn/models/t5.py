@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.tasks import SpanCorruption
 from omniattn.modules import (
@@ -21,6 +22,9 @@ from omniattn.modules import (
     RMSNorm,
     T5RelativeBias,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,37 @@ class T5Config(ModelConfig):
     """
 
     architecture = "t5"
+    hf = Counterpart(
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": "vocab_size",
+            "dim": "d_model",
+            "num_layers": "num_layers",
+            "num_heads": "num_heads",
+            "head_dim": "d_kv",
+            "hidden_dim": "d_ff",
+            "buckets": "relative_attention_num_buckets",
+            "max_distance": "relative_attention_max_distance",
+            "dropout_p": "dropout_rate",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        (
+            (r"^embed_tokens", "shared"),
+            (r"coder\.relative", "coder.block.0.layer.0.SelfAttention.relative"),
+            (r"coder\.norm", "coder.final_layer_norm"),
+            (r"layers", "block"),
+            (r"input_layernorm", "layer.0.layer_norm"),
+            (r"self_attn\.(.)_proj", r"layer.0.SelfAttention.\1"),
+            (r"cross_attention_layernorm", "layer.1.layer_norm"),
+            (r"cross_attn\.(.)_proj", r"layer.1.EncDecAttention.\1"),
+            (r"(encoder.*)post_attention_layernorm", r"\1layer.1.layer_norm"),
+            (r"(encoder.*)mlp", r"\1layer.1.DenseReluDense"),
+            (r"(decoder.*)post_attention_layernorm", r"\1layer.2.layer_norm"),
+            (r"(decoder.*)mlp", r"\1layer.2.DenseReluDense"),
+            (r"gate_proj", "wi_0"),
+            (r"down_proj", "wo"),
+        ),
+    )
     task = SpanCorruption
 
     vocab_size: int = SpanCorruption.vocab_size
@@ -58,6 +93,29 @@ class T5Config(ModelConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> T5:
         return T5(self, device=device, dtype=dtype)
+
+    @property
+    def counterpart(self) -> Counterpart:
+        names = super().counterpart
+        up = (r"up_proj", "wi_1" if self.gated else "wi")
+        return replace(names, weights=(*names.weights, up))
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {
+            "num_decoder_layers": self.num_layers,
+            "feed_forward_proj": "gated-gelu" if self.gated else "relu",
+            "scale_decoder_outputs": not self.gated,
+        }
+
+    @classmethod
+    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
+        return {"gated": config.is_gated_act}
+
+    def build_hf(self) -> PreTrainedModel:
+        model = super().build_hf()
+        if self.gated:  # transformers ties the head until it loads a weight for it
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+        return model
 
     @property
     def norm(self) -> RMSNorm.Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.models.encoder import EncoderConfig
+from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model
 from omniattn.models.tasks import Digits
 from omniattn.modules import (
@@ -20,6 +22,23 @@ from omniattn.modules import (
     PatchMerging,
     SwinBlock,
     WindowAttention,
+)
+
+#: Names in transformers that ViT and Swin share.
+HF_OPTIONS = {
+    "classes": "num_labels",
+    "channels": "num_channels",
+    "image": "image_size",
+    "patch": "patch_size",
+    "norm_eps": "layer_norm_eps",
+    "init_std": "initializer_range",
+}
+HF_WEIGHTS = (
+    (r"input_layernorm|norm1", "layernorm_before"),
+    (r"post_attention_layernorm|norm2", "layernorm_after"),
+    (r"up_proj", "fc1"),
+    (r"down_proj", "fc2"),
+    (r"^head", "classifier"),
 )
 
 
@@ -38,6 +57,14 @@ class VisionConfig(EncoderConfig):
     channels: int = 1
     image: int = 8
     patch: int = 2
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {
+            "hidden_act": "gelu",
+            "qkv_bias": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
 
 
 class Classifier(Model):
@@ -101,6 +128,24 @@ class ViTConfig(VisionConfig):
     """
 
     architecture = "vit"
+    hf = Counterpart(
+        "ViTForImageClassification",
+        HF_OPTIONS
+        | {
+            "dim": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+        },
+        (
+            (r"^class_token", "vit.embeddings.cls_token"),
+            (r"^embed_positions.weight", "vit.embeddings.position_embeddings"),
+            (r"^embed_patches", "vit.embeddings.patch_embeddings.projection"),
+            (r"^norm", "vit.layernorm"),
+            (r"^layers", "vit.layers"),
+            (r"self_attn", "attention"),
+            *HF_WEIGHTS,
+        ),
+    )
 
     dim: int = 64
     num_layers: int = 4
@@ -110,6 +155,9 @@ class ViTConfig(VisionConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ViT:
         return ViT(self, device=device, dtype=dtype)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {"intermediate_size": 4 * self.dim}
 
 
 class ViT(Classifier):
@@ -156,6 +204,14 @@ class ViT(Classifier):
         return y
 
 
+def _swin_layer(match: re.Match[str]) -> str:
+    """A stage starts with the merging that transformers puts at the end of the one before."""
+    stage, layer = int(match[1]), int(match[2])
+    if stage > 0 and layer == 0:
+        return f"swin.encoder.layers.{stage - 1}.downsample"
+    return f"swin.encoder.layers.{stage}.blocks.{layer - (stage > 0)}"
+
+
 @dataclass(frozen=True)
 class SwinConfig(VisionConfig):
     """Sizes of a Swin Transformer.
@@ -171,6 +227,27 @@ class SwinConfig(VisionConfig):
     """
 
     architecture = "swin"
+    hf = Counterpart(
+        "SwinForImageClassification",
+        HF_OPTIONS
+        | {
+            "dim": "embed_dim",
+            "depths": "depths",
+            "heads": "num_heads",
+            "window": "window_size",
+            "drop_path_p": "drop_path_rate",
+        },
+        (
+            (r"^embed_patches", "swin.embeddings.patch_embeddings.projection"),
+            (r"^embed_norm", "swin.embeddings.norm"),
+            (r"^norm", "swin.layernorm"),
+            (r"^stages\.(\d+)\.(\d+)", _swin_layer),
+            (r"attn\.qkv", "attention.{q,k,v}_proj"),
+            (r"attn\.proj", "attention.o_proj"),
+            (r"attn\.relative", "attention.relative_position_bias.relative"),
+            *HF_WEIGHTS,
+        ),
+    )
 
     patch: int = 1
     norm_eps: float = 1e-5
@@ -184,6 +261,9 @@ class SwinConfig(VisionConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Swin:
         return Swin(self, device=device, dtype=dtype)
+
+    def hf_values(self) -> dict[str, Any]:
+        return super().hf_values() | {"mlp_ratio": 4.0, "use_absolute_embeddings": False}
 
 
 class Swin(Classifier):

@@ -1,0 +1,72 @@
+"""What an architecture is called in transformers, and the copies of weights that follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The names of an architecture in transformers.
+
+    Args:
+        model: its class.
+        options: of its config, ours -> theirs.
+        weights: (pattern, replacement) for `re.sub`, applied in turn to the name of a weight of
+            ours. Those of ours that get the same name are one of theirs, one below the other; a
+            name with `{a,b}` stands for two of theirs.
+        transposed: pattern of their weights that are (in, out).
+    """
+
+    model: str
+    options: Mapping[str, str]
+    weights: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+    transposed: str = "^$"
+
+    def pairs(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Weights of both that hold the same numbers, one below the other.
+
+        Raises:
+            NotImplementedError: where theirs has further weights.
+        """
+        our_state, their_state = ours.state_dict(), theirs.state_dict()
+        names: dict[str, list[str]] = {}
+        for name in our_state:
+            renamed = name
+            for pattern, replacement in self.weights:
+                renamed = re.sub(pattern, replacement, renamed)
+            names.setdefault(renamed, []).append(name)
+        known = {their_state[n].data_ptr() for renamed in names for n in _alternatives(renamed)}
+        # A tied weight is at one address under two names.
+        further = [name for name, t in their_state.items() if t.data_ptr() not in known]
+        if further:
+            raise NotImplementedError(f"{self.model}: weights must be known, got {further}")
+
+        def oriented(name: str) -> Tensor:
+            weight = their_state[name]
+            return weight.T if re.search(self.transposed, name) else weight
+
+        return [
+            ([our_state[n] for n in our_names], [oriented(n) for n in _alternatives(renamed)])
+            for renamed, our_names in names.items()
+        ]
+
+
+@torch.no_grad()
+def copy_weights(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copies one side of a pair of `Counterpart.pairs` to the other one."""
+    for target, part in zip(targets, torch.cat(sources).chunk(len(targets)), strict=True):
+        target.copy_(part.reshape(target.shape))
+
+
+def _alternatives(name: str) -> list[str]:
+    before, brace, rest = name.partition("{")
+    if not brace:
+        return [name]
+    middle, _, after = rest.partition("}")
+    return [f"{before}{part}{after}" for part in middle.split(",")]
