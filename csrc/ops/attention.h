@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/tensor.h"
+#include "ops/seed.h"
 
 namespace {
 
@@ -191,9 +191,9 @@ void require_integers(const char* op, const char* name, const Tensor& t) {
 // Takes [seed, offset] of dropout.
 void decode_seed(Call& call, const Tensor& seed);
 void read_seed(Dropout& dropout, const Tensor& seed) {
-  const auto* const words = static_cast<const int64_t*>(seed.const_data_ptr());
-  dropout.key = philox_key(words[0]);
-  dropout.offset = static_cast<uint32_t>(words[seed.stride(0)]);
+  const ElementStream stream = ops::read_seed(seed);
+  dropout.key = stream.key;
+  dropout.offset = stream.offset;
 }
 
 // Takes the layout rule that `code` holds, see MaskKind: the problem gets a batch of sequences.
@@ -375,10 +375,8 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
           "dropout_p must be in [0, 1], got dropout_p=", dropout_p);
   p.dropout = make_dropout(0, 0, 0);
   if (dropout_p > 0) {
-    require(seed.has_value() && seed->scalar_type() == ScalarType::Long && seed->dim() == 1 &&
-                seed->size(0) == 2 && (seed->is_cpu() || is_here(*seed)),
-            op, "seed must be an int64 tensor [seed, offset] on the CPU or on ", kDeviceName,
-            " when dropout_p > 0");
+    require(seed.has_value(), op, "dropout_p > 0 needs a seed");
+    require_seed(op, *seed);
     p.dropout = make_dropout(dropout_p, 0, 0);
     decode_seed(call, *seed);
   }

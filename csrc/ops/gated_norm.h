@@ -74,13 +74,14 @@ struct GatedNormResult {
 
 GatedNormResult run(const Tensor& x, const OptTensor& z, const OptTensor& weight,
                     const OptTensor& bias, int64_t groups, int64_t gate, int64_t act, bool center,
-                    double eps, bool with_stats) {
+                    double eps, bool cast_first, bool with_stats) {
   const DeviceScope scope(x);
   GatedNormParams p{};
   const Inputs in = prepare("gated_norm", p, x, z, weight, bias, groups, gate, act, center);
   GatedNormResult result{empty_tensor(x.sizes(), p.dtype), std::nullopt};
   p.y = result.y.mutable_data_ptr();
   p.eps = eps;
+  p.cast_first = cast_first;
   if (with_stats) {
     const int64_t sizes[] = {p.rows, groups, 2};
     result.stats = empty_tensor({sizes, 3}, accumulator(p.dtype));
@@ -92,15 +93,16 @@ GatedNormResult run(const Tensor& x, const OptTensor& z, const OptTensor& weight
 
 std::tuple<Tensor, Tensor> gated_norm(const Tensor& x, const OptTensor& z, const OptTensor& weight,
                                       const OptTensor& bias, int64_t groups, int64_t gate,
-                                      int64_t act, bool center, double eps) {
-  const GatedNormResult r = run(x, z, weight, bias, groups, gate, act, center, eps, true);
+                                      int64_t act, bool center, double eps, bool cast_first) {
+  const GatedNormResult r =
+      run(x, z, weight, bias, groups, gate, act, center, eps, cast_first, true);
   return {r.y, *r.stats};
 }
 
 Tensor gated_norm_only(const Tensor& x, const OptTensor& z, const OptTensor& weight,
                        const OptTensor& bias, int64_t groups, int64_t gate, int64_t act,
-                       bool center, double eps) {
-  return run(x, z, weight, bias, groups, gate, act, center, eps, false).y;
+                       bool center, double eps, bool cast_first) {
+  return run(x, z, weight, bias, groups, gate, act, center, eps, cast_first, false).y;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(

@@ -23,7 +23,8 @@ struct NormResult {
 };
 
 NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const OptTensor& weight,
-               const OptTensor& bias, bool center, double eps, double offset, bool with_stats) {
+               const OptTensor& bias, bool center, double eps, double offset, bool cast_first,
+               bool with_stats) {
   const DeviceScope scope(x);
   const DType dtype = dtype_of(op, "x", x);
   require_tensor(op, "x", x, dtype);
@@ -44,6 +45,7 @@ NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const
   p.eps = eps;
   p.offset = offset;
   p.center = center;
+  p.cast_first = cast_first;
   if (with_stats) {
     const int64_t stats_sizes[] = {rows.rows, 2};
     result.stats = empty_tensor({stats_sizes, 2}, accumulator(dtype));
@@ -64,27 +66,31 @@ NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const
 }
 
 std::tuple<Tensor, Tensor> norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                bool center, double eps, double offset) {
-  const NormResult r = run("norm", x, std::nullopt, weight, bias, center, eps, offset, true);
+                                bool center, double eps, double offset, bool cast_first) {
+  const NormResult r =
+      run("norm", x, std::nullopt, weight, bias, center, eps, offset, cast_first, true);
   return {r.y, *r.stats};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor& residual,
                                             const OptTensor& weight, const OptTensor& bias,
-                                            bool center, double eps, double offset) {
-  const NormResult r = run("add_norm", x, residual, weight, bias, center, eps, offset, true);
+                                            bool center, double eps, double offset,
+                                            bool cast_first) {
+  const NormResult r =
+      run("add_norm", x, residual, weight, bias, center, eps, offset, cast_first, true);
   return {r.y, *r.h, *r.stats};
 }
 
 Tensor norm_only(const Tensor& x, const OptTensor& weight, const OptTensor& bias, bool center,
-                 double eps, double offset) {
-  return run("norm", x, std::nullopt, weight, bias, center, eps, offset, false).y;
+                 double eps, double offset, bool cast_first) {
+  return run("norm", x, std::nullopt, weight, bias, center, eps, offset, cast_first, false).y;
 }
 
 std::tuple<Tensor, Tensor> add_norm_only(const Tensor& x, const Tensor& residual,
                                          const OptTensor& weight, const OptTensor& bias,
-                                         bool center, double eps, double offset) {
-  const NormResult r = run("add_norm", x, residual, weight, bias, center, eps, offset, false);
+                                         bool center, double eps, double offset, bool cast_first) {
+  const NormResult r =
+      run("add_norm", x, residual, weight, bias, center, eps, offset, cast_first, false);
   return {r.y, *r.h};
 }
 

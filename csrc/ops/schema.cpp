@@ -49,22 +49,24 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "attention_select(Tensor q, Tensor k, Tensor[] aux, int[] mask, int[] score, float[] params)"
       " -> (Tensor index, Tensor top)");
 
-  // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; stats (rows, 2)
-  // = mean, rstd
+  // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; cast_first
+  // rounds to x's dtype before the weight; stats (rows, 2) = mean, rstd
   define(m, "norm",
-         "(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset)"
+         "(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset, bool "
+         "cast_first)"
          " -> (Tensor y, Tensor stats)");
   define(m, "add_norm",
          "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float eps, float "
-         "offset)"
+         "offset, bool cast_first)"
          " -> (Tensor y, Tensor h, Tensor stats)");
   // the same without statistics, for calls without gradients
   m.def(
-      "norm_only(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset)"
+      "norm_only(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset, "
+      "bool cast_first)"
       " -> Tensor y");
   m.def(
       "add_norm_only(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float "
-      "eps, float offset) -> (Tensor y, Tensor h)");
+      "eps, float offset, bool cast_first) -> (Tensor y, Tensor h)");
   m.def(
       "norm_backward(Tensor grad_y, Tensor? grad_h, Tensor h, Tensor? weight, Tensor stats, bool "
       "center,"
@@ -76,11 +78,11 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // groups, 2)
   define(m, "gated_norm",
          "(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act, bool "
-         "center, float eps) -> (Tensor y, Tensor stats)");
+         "center, float eps, bool cast_first) -> (Tensor y, Tensor stats)");
   m.def(
       "gated_norm_only(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, "
       "int "
-      "act, bool center, float eps) -> Tensor y");
+      "act, bool center, float eps, bool cast_first) -> Tensor y");
   m.def(
       "gated_norm_backward(Tensor grad_y, Tensor x, Tensor? z, Tensor? weight, Tensor? bias, "
       "Tensor "
@@ -125,13 +127,12 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // python/omniattn/ops/ffn.py.
   define(m, "glu_mlp",
          "(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, "
-         "Tensor? up_bias, Tensor? down_bias, Tensor? keep, float scale, int act, bool recompute, "
-         "bool native) -> (Tensor y, Tensor gate, Tensor up)");
+         "Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p, int act, bool "
+         "recompute, bool native) -> (Tensor y, Tensor gate, Tensor up)");
   m.def(
       "glu_mlp_backward(Tensor grad_y, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor "
-      "down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? keep, Tensor gate, Tensor up, "
-      "float "
-      "scale, int act, bool recompute, bool native, bool[] needs) -> Tensor[]");
+      "down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? seed, Tensor gate, Tensor up, "
+      "float dropout_p, int act, bool recompute, bool native, bool[] needs) -> Tensor[]");
 
   // loss: target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum
   define(m, "cross_entropy",
@@ -166,6 +167,11 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "x_grad, bool weights_grad, bool up_grad, bool up_bias_grad, bool down_grad, bool "
       "down_bias_grad) -> (Tensor dx, Tensor dweights, Tensor dup, Tensor dup_bias, Tensor ddown, "
       "Tensor ddown_bias)");
+
+  // random: y = x / (1 - p) where an element's draw keeps it, else 0; fp32 numbers in [0, 1) of x's
+  // shape. Draws are functions of seed = [seed, offset] and the element's index
+  define(m, "dropout", "(Tensor x, Tensor seed, float p) -> Tensor");
+  m.def("uniform_like(Tensor x, Tensor seed) -> Tensor");
 
   // topk: indices (..., k) int64 of the largest scores (..., n), stable, -1 where there are fewer
   m.def("top_k(Tensor scores, int k, Tensor? mask) -> Tensor");

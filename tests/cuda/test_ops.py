@@ -89,7 +89,7 @@ def test_kernels_pass_the_specs_under_emulation(variant, schedules, ops, propert
 def test_kernels_pass_the_tests_of_their_families():
     """Bad input, extreme values, options; tests that compile or take large inputs say nothing new
     about a kernel."""
-    families = [f"test_{name}" for name in ("activation", "loss", "norm", "rope")]
+    families = [f"test_{name}" for name in ("activation", "loss", "norm", "random", "rope")]
     run_emulated("value", "shuffled", "not (compiled or many_chunks or large_results)", *families)
 
 

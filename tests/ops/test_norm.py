@@ -1,5 +1,8 @@
 """What the specs of test_specs.py do not say about the norms: accuracy, bad input, derivatives."""
 
+import functools
+import importlib
+
 import pytest
 import torch
 
@@ -83,6 +86,49 @@ def test_forward_derivatives(op):
         assert_close(tangent, (f(x + step) - f(x - step)) / 2e-2, rtol=1e-2, atol=1e-3)
 
 
+#: Class and module of a norm of transformers -> the call that rounds where it does.
+CASTINGS = {
+    "llama.LlamaRMSNorm": functools.partial(F.rms_norm, casting="llama"),
+    "qwen3.Qwen3RMSNorm": functools.partial(F.rms_norm, casting="llama"),
+    "deepseek_v3.DeepseekV3RMSNorm": functools.partial(F.rms_norm, casting="llama"),
+    "gemma2.Gemma2RMSNorm": functools.partial(F.rms_norm, offset=1.0),
+    "olmo2.Olmo2RMSNorm": F.rms_norm,
+    "gpt_oss.GptOssRMSNorm": F.rms_norm,
+    "mamba2.MambaRMSNormGated": functools.partial(
+        F.rms_norm_gated, casting="llama", norm_before_gate=False, num_groups=4
+    ),
+    "qwen3_next.Qwen3NextRMSNormGated": functools.partial(F.rms_norm_gated, casting="llama"),
+}
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASTINGS)
+def test_half_inputs_are_rounded_where_transformers_rounds_them(name, dtype, isa):
+    """Bit for bit, but for sums in another order that meet a tie; other castings differ often."""
+    module, _, kind = name.partition(".")
+    models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    gated = kind.endswith("Gated")
+    sizes = {"group_size": 64} if module == "mamba2" else {}
+    norm = getattr(models, kind)(256, eps=1e-5, **sizes).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    inputs = torch.randn(2, 40, 256).to(dtype)[: 2 if gated else 1]
+    expected = norm(*inputs)
+
+    def share_of_others(function):
+        with testing.isa(isa):
+            y = function(*inputs, norm.weight, eps=1e-5)
+        torch.testing.assert_close(y, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        return (y != expected).double().mean().item()
+
+    ours = CASTINGS[name]
+    options = ours.keywords if isinstance(ours, functools.partial) else {}
+    other = "fp32" if options.get("casting") == "llama" else "llama"
+    function = F.rms_norm_gated if gated else F.rms_norm
+    assert share_of_others(ours) < 2e-3
+    assert share_of_others(functools.partial(function, **(options | {"casting": other}))) > 0.05
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -103,3 +149,8 @@ def test_forward_derivatives(op):
 def test_bad_input(op, arguments, error, message):
     with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
         op(**({"x": torch.ones(2, 4)} | arguments))
+
+
+def test_bad_casting():
+    with pytest.raises(ValueError, match=r"rms_norm: casting must be one of .*got casting='bf16'"):
+        F.rms_norm(torch.ones(2, 4), casting="bf16")

@@ -25,10 +25,10 @@ SPECIAL = {
     "scaled_dot_product_attention": ["gqa", "bool"],
     "attention_cached": ["pages"],
     "select_attention": ["mask"],
-    "rms_norm": ["bareresidual"],
+    "rms_norm": ["bareresidual", "llama"],
     "layer_norm": ["residual"],
     "group_norm": ["rms"],
-    "rms_norm_gated": ["beforegroups", "sigmoid"],
+    "rms_norm_gated": ["beforegroups", "sigmoid", "mamba2", "qwen3next"],
     "apply_rotary": ["interleaved", "partial", "start", "inplace"],
     "geglu": ["tanhpacked"],
     "qk_norm_rotary": ["partialpairs", "partial"],
@@ -39,6 +39,7 @@ SPECIAL = {
     "linear_cross_entropy": ["everything"],
     "moe_experts": ["gptoss", "recompute"],
     "top_k": ["mask"],
+    "dropout": ["rare"],
 }
 
 
@@ -69,9 +70,15 @@ MATRIX = {
 }
 
 
+#: Properties of gradients.
+DERIVED = {"backward", "expanded_gradient", "gradcheck", "checkpointed", "transforms"}
+
+
 def matrix():
     for name, (selection, dtypes) in MATRIX.items():
         for spec in SPECS.values():
+            if name in DERIVED and not spec.differentiable:
+                continue
             for case in cases(spec, selection):
                 for dtype in dtypes:
                     if dtype in spec.dtypes:

@@ -4,6 +4,7 @@
 //   mean = center ? avg(v) : 0                         over the columns of one group
 //   rstd = 1 / sqrt(avg((v - mean)^2) + eps)
 //   y = ((v - mean) rstd weight + bias) (gate == after ? act(z) : 1)
+//   with cast_first (v - mean) rstd is rounded to T, and so is what the gate then multiplies
 //
 // Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) gates before the norm, Gated DeltaNet (Yang et al.
 // 2024, arXiv 2412.06464) after it; RetNet and RWKV normalise each head (Wu and He 2018, arXiv
@@ -36,6 +37,7 @@ struct GatedNormParams {
   void* stats;                 // (rows, groups, 2): mean, rstd in the accumulator type; or null
   int64_t x_stride, z_stride;
   double eps;
+  bool cast_first;
 };
 
 struct GatedNormBackwardParams {

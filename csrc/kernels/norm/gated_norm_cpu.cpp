@@ -2,6 +2,7 @@
 #include "kernels/norm/gated_norm.h"
 
 #include "kernels/activation/activate.h"
+#include "kernels/norm/rounded.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -79,9 +80,14 @@ OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_
                      });
   const C rstd = C(1) / sqrt(Vec<C>(variance + static_cast<C>(p.eps))).v[0];
   for_row<T, kAny>(n, [&](int64_t i, auto part) {
-    auto out = (v.load(i, part) - mean) * rstd * weight_at(weight, i, part);
+    auto out = (v.load(i, part) - mean) * rstd;
+    if (p.cast_first) out = rounded_in(y, i, part, out);
+    out = out * weight_at(weight, i, part);
     if (bias != nullptr) out += part.load(bias + i);
-    if constexpr (kPlace == GatePlace::after) out = out * gate.value(part.load(z + i));
+    if constexpr (kPlace == GatePlace::after) {
+      if (p.cast_first) out = rounded_in(y, i, part, out);
+      out = out * gate.value(part.load(z + i));
+    }
     part.store(y + i, out);
   });
   if (p.stats != nullptr) {

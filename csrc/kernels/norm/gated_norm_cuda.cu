@@ -2,6 +2,7 @@
 // a block, which reads it again in each sweep: groups are short, so it comes from the caches.
 #include "kernels/norm/gated_norm_cuda.h"
 
+#include "kernels/norm/rounded_cuda.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -94,7 +95,8 @@ __global__ void __launch_bounds__(kThreads)
       Pack<T, W> out;
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        out.v[j] = gpu::narrow<T>(((v[j] - mean) * rstd * w[j] + b[j]) * factor[j]);
+        const C normed = rounded_if<T>(p.cast_first, (v[j] - mean) * rstd) * w[j] + b[j];
+        out.v[j] = gpu::narrow<T>(rounded_if<T>(p.cast_first, normed) * factor[j]);
       }
       gpu::store(static_cast<T*>(p.y) + item * n + i, out);
     });

@@ -4,7 +4,8 @@
 //   h = x + residual (rounded to T)
 //   mean = center ? avg(h) : 0
 //   rstd = 1 / sqrt(avg((h - mean)^2) + eps)
-//   y = (h - mean) * rstd * (weight + offset) + bias
+//   y = (h - mean) * rstd * (weight + offset) + bias; (h - mean) * rstd rounded to T first where
+//       Llama casts there. The backward is the same: rounding has no derivative of its own.
 //
 // Zhang and Sennrich 2019 (arXiv 1910.07467), Ba et al. 2016 (arXiv 1607.06450). Statistics in fp32
 // (fp64 for T = fp64). Work items are rows; each row is read once from memory.
@@ -31,6 +32,7 @@ struct NormParams {
   int64_t x_stride, residual_stride;
   double eps, offset;
   bool center;
+  bool cast_first;  // round (h - mean) * rstd to T
 };
 
 struct NormBackwardParams {

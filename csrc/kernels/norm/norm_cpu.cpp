@@ -2,6 +2,7 @@
 // later sweeps find it in L1 or L2, and the last one fetches the next row meanwhile.
 #include "kernels/norm/norm.h"
 
+#include "kernels/norm/rounded.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -61,7 +62,9 @@ void forward(const NormParams& p, int64_t begin, int64_t end) {
     const C rstd = C(1) / sqrt(Vec<C>(variance + static_cast<C>(p.eps))).v[0];
     for_row<T, kAny>(n, [&](int64_t i, auto part) {
       prefetch(next + i);
-      auto v = centred(i, part) * rstd * scale.load(i, part);
+      auto v = centred(i, part) * rstd;
+      if (p.cast_first) v = rounded_in(y, i, part, v);
+      v = v * scale.load(i, part);
       if (bias != nullptr) v += part.load(bias + i);
       part.store(y + i, v);
     });

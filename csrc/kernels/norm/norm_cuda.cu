@@ -4,6 +4,7 @@
 // added in order.
 #include "kernels/norm/norm_cuda.h"
 
+#include "kernels/norm/rounded_cuda.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
       scale.load(i, s);
       Pack<T, W> out;
 #pragma unroll
-      for (int j = 0; j < W; ++j) s[j] *= (v[j] - mean) * rstd;
+      for (int j = 0; j < W; ++j) s[j] *= rounded_if<T>(p.cast_first, (v[j] - mean) * rstd);
       if (bias != nullptr) {
         const Pack<T, W> b = gpu::load_constant<W>(bias + i);
 #pragma unroll

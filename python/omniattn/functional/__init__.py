@@ -27,6 +27,7 @@ from omniattn.functional.positions import (
     sincos_2d,
     sinusoidal,
 )
+from omniattn.functional.random import dropout, normal_like, uniform_like
 from omniattn.functional.rope import (
     apply_rotary,
     axial_frequencies,
@@ -70,6 +71,7 @@ __all__ = [
     "cv_squared",
     "drop_over_capacity",
     "drop_second_at_random",
+    "dropout",
     "expert_capacity",
     "expert_choice",
     "expert_counts",
@@ -90,6 +92,7 @@ __all__ = [
     "moe_experts",
     "mrope_axes",
     "noisy_top_k",
+    "normal_like",
     "packed_positions",
     "qk_norm_rotary",
     "reglu",
@@ -108,5 +111,6 @@ __all__ = [
     "swiglu",
     "top_k",
     "top_k_softmax",
+    "uniform_like",
     "update_router_bias",
 ]

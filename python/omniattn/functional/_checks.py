@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn.ops import _library
+from omniattn.reference.philox import new_seed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = (None, "cpu", "cuda", "reference")
@@ -65,6 +66,15 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
             f"{op}: {name} must be on the device of {x_name}, got {name}.device={t.device}, "
             f"{x_name}.device={x.device}"
         )
+
+
+def require_seed(op: str, seed: Tensor | None) -> Tensor:
+    """[seed, offset] of random draws; None draws one from torch's generator."""
+    if seed is None:
+        return new_seed()
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
+        raise ValueError(f"{op}: seed must be an int64 tensor [seed, offset], got seed={seed!r}")
+    return seed
 
 
 def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None:

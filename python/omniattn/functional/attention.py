@@ -17,7 +17,7 @@ from omniattn.functional._attention import (
     require_int32_or_int64,
     require_parameter,
 )
-from omniattn.functional._checks import require_float, require_shape, use_reference
+from omniattn.functional._checks import require_float, require_seed, require_shape, use_reference
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias
 from omniattn.ops import attention as ops
@@ -29,7 +29,6 @@ from omniattn.reference.attention import (
     Weights,
 )
 from omniattn.reference.masks import MaskKind, Rule
-from omniattn.reference.philox import new_seed
 
 __all__ = [
     "attention",
@@ -329,7 +328,7 @@ def _run(
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
     aux, mask, score, params = encode(op, q, full, options, layout)
-    seed = _seed(op, options.weights.seed) if dropout_p > 0 else None
+    seed = require_seed(op, options.weights.seed) if dropout_p > 0 else None
     run = ops.formula if use_reference(op, backend, q) else ops.attention
     out, lse = run(q, k, v, aux, seed, mask, score, params)
     return (out, lse) if return_lse else out
@@ -543,11 +542,3 @@ def _as_four_dims(op: str, mask: Tensor, full: torch.Size) -> Tensor:
 def _merge_batch(t: Tensor) -> Tensor:
     """(..., H, T, D) as (prod(...), H, T, D)."""
     return t if t.dim() == 4 else t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
-
-
-def _seed(op: str, seed: Tensor | None) -> Tensor:
-    if seed is None:
-        return new_seed()
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
-        raise ValueError(f"{op}: seed must be an int64 tensor [seed, offset], got seed={seed!r}")
-    return seed

@@ -9,13 +9,13 @@ from omniattn import reference
 from omniattn.functional._checks import (
     require_float,
     require_like,
+    require_seed,
     require_shape,
     use_reference,
 )
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.ffn import glu_mlp as op_glu_mlp
 from omniattn.ops.gemm_choice import native_is_faster
-from omniattn.reference import philox
 
 __all__ = ["glu_mlp", "mlp"]
 
@@ -48,8 +48,8 @@ def glu_mlp(
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu" (ReGLU), "sigmoid" (GLU),
             "identity" (bilinear), "quick_gelu" or "relu_squared".
         dropout_p: probability to drop an element of the hidden layer, in [0, 1).
-        seed: int64 (2,) on the CPU, [seed, offset] of the dropout mask, which is a function of it
-            and of the element's index alone. None draws one from torch's generator.
+        seed: int64 (2,), [seed, offset] of the draws of :func:`omniattn.functional.dropout`, which
+            the backward repeats. None draws one from torch's generator.
         recompute: keep only the inputs for the backward, which projects again: a third more
             arithmetic, no memory of size F.
         backend: None for the products that were measured to be faster on this kind of machine, this
@@ -93,7 +93,7 @@ def glu_mlp(
             dropout_p=dropout_p,
             seed=seed,
         )
-    return _run(tensors, activation, dropout_p, seed, recompute, backend)
+    return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
 
 
 def mlp(
@@ -155,7 +155,7 @@ def mlp(
             dropout_p=dropout_p,
             seed=seed,
         )
-    return _run(tensors, activation, dropout_p, seed, recompute, backend)
+    return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -218,6 +218,7 @@ def _check(
 
 
 def _run(
+    op: str,
     tensors: tuple[Tensor, ...],
     activation: str,
     dropout_p: float,
@@ -225,13 +226,7 @@ def _run(
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
-    x, hidden = tensors[0], tensors[1].shape[0]
-    keep = None
-    if dropout_p > 0:
-        shape = torch.Size((*x.shape[:-1], hidden))
-        seed = philox.new_seed() if seed is None else seed
-        keep = philox.elementwise_keep(shape, dropout_p, seed).to(x.device)
-    native = native_is_faster(x) if backend is None else backend == "cpu"
-    scale = 1 / (1 - dropout_p)
-    y: Tensor = op_glu_mlp(*tensors, keep, scale, ACTIVATIONS[activation], recompute, native)
+    seed = require_seed(op, seed) if dropout_p > 0 else None
+    native = native_is_faster(tensors[0]) if backend is None else backend == "cpu"
+    y: Tensor = op_glu_mlp(*tensors, seed, dropout_p, ACTIVATIONS[activation], recompute, native)
     return y

@@ -14,6 +14,8 @@ from omniattn.ops import norm as ops
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES, gated_norm
 
+CASTINGS = ("fp32", "llama")
+
 __all__ = ["group_norm", "layer_norm", "rms_norm", "rms_norm_gated"]
 
 
@@ -23,6 +25,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     residual: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -37,6 +40,9 @@ def rms_norm(
         weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
         eps: added to the mean square, inside the root.
         offset: added to the weight: 1.0 for the Gemma form, whose weights start at 0.
+        casting: where half inputs are rounded: "fp32" once, at the end (Gemma, OLMo 2, gpt-oss);
+            "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). The same in
+            fp32 and fp64, and for gradients, which do not see the rounding.
         residual: of x's shape and dtype; under autocast both are promoted to the wider dtype. ``h``
             is rounded to it before it is normalised, so that the fused call equals ``h = x +
             residual`` followed by the plain one.
@@ -67,13 +73,16 @@ def rms_norm(
     if residual is not None:
         x, residual = _promote("rms_norm", x, residual)
     _check("rms_norm", x, eps)
+    cast_first = _casts_first("rms_norm", casting)
     weight = _vector("rms_norm", "weight", weight, x)
     if use_reference("rms_norm", backend, x):
-        return reference.rms_norm(x, weight, eps=eps, offset=offset, residual=residual)
+        return reference.rms_norm(
+            x, weight, eps=eps, offset=offset, casting=casting, residual=residual
+        )
     if residual is None:
-        y: Tensor = ops.norm(x, weight, None, False, eps, offset)
+        y: Tensor = ops.norm(x, weight, None, False, eps, offset, cast_first)
         return y
-    return _add_norm("rms_norm", x, residual, weight, None, False, eps, offset)
+    return _add_norm("rms_norm", x, residual, weight, None, False, eps, offset, cast_first)
 
 
 def layer_norm(
@@ -123,9 +132,9 @@ def layer_norm(
     if use_reference("layer_norm", backend, x):
         return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
     if residual is None:
-        y: Tensor = ops.norm(x, weight, bias, True, eps, 0.0)
+        y: Tensor = ops.norm(x, weight, bias, True, eps, 0.0, False)
         return y
-    return _add_norm("layer_norm", x, residual, weight, bias, True, eps, 0.0)
+    return _add_norm("layer_norm", x, residual, weight, bias, True, eps, 0.0, False)
 
 
 def group_norm(
@@ -178,7 +187,16 @@ def group_norm(
     if use_reference(op, backend, x):
         return reference.group_norm(x, num_groups, weight, bias, eps=eps, center=center)
     y: Tensor = gated_norm(
-        x, None, weight, bias, num_groups, GATE_PLACES["none"], ACTIVATIONS["silu"], center, eps
+        x,
+        None,
+        weight,
+        bias,
+        num_groups,
+        GATE_PLACES["none"],
+        ACTIVATIONS["silu"],
+        center,
+        eps,
+        False,
     )
     return y
 
@@ -192,6 +210,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "silu",
     num_groups: int = 1,
+    casting: str = "fp32",
     backend: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation with a gate, in one pass.
@@ -207,6 +226,8 @@ def rms_norm_gated(
             normalised (Mamba-2).
         activation: "silu", or "sigmoid" (Kimi Delta Attention).
         num_groups: parts of the last dimension that are normalised alone (Mamba-2's groups).
+        casting: see :func:`rms_norm`; "fp32" for Kimi, "llama" for Mamba-2 and Qwen3-Next, whose
+            gate multiplies a norm that was rounded like Llama's.
         backend: see :func:`rms_norm`.
 
     Returns:
@@ -216,8 +237,8 @@ def rms_norm_gated(
         TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
 
     Note:
-        Half inputs compute in fp32 throughout and are rounded once. The backward computes the gate
-        again: only the inputs and one number per group are kept. Derivatives as for
+        Half inputs compute in fp32 and are rounded as `casting` says. The backward computes the
+        gate again: only the inputs and one number per group are kept. Derivatives as for
         :func:`group_norm`.
 
     Reference:
@@ -235,6 +256,7 @@ def rms_norm_gated(
         raise ValueError(
             f'{op}: activation must be "silu" or "sigmoid", got activation={activation!r}'
         )
+    cast_first = _casts_first(op, casting)
     if isinstance(gate, Tensor) and gate.dtype != x.dtype and _autocasts(x):
         gate = gate.to(x.dtype)
     require_like(op, "gate", gate, x)
@@ -249,12 +271,19 @@ def rms_norm_gated(
             norm_before_gate=norm_before_gate,
             activation=activation,
             num_groups=num_groups,
+            casting=casting,
         )
     place = GATE_PLACES["after" if norm_before_gate else "before"]
     y: Tensor = gated_norm(
-        x, gate, weight, None, num_groups, place, ACTIVATIONS[activation], False, eps
+        x, gate, weight, None, num_groups, place, ACTIVATIONS[activation], False, eps, cast_first
     )
     return y
+
+
+def _casts_first(op: str, casting: str) -> bool:
+    if casting not in CASTINGS:
+        raise ValueError(f"{op}: casting must be one of {CASTINGS}, got casting={casting!r}")
+    return casting == "llama"
 
 
 def _check_groups(op: str, x: Tensor, num_groups: int) -> None:

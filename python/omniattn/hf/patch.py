@@ -180,6 +180,7 @@ def _norm_forward(norm: Callable[[Any, Tensor], Any]) -> Forward:
 
 _NORMS = (
     _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m))),
+    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m), casting="llama")),
     _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m), offset=1.0)),
     _norm_forward(
         lambda m, x: functional.layer_norm(x, m.weight, getattr(m, "bias", None), eps=_eps(m))
@@ -223,7 +224,8 @@ def _find_mlp(module: nn.Module) -> Forward | None:
 def _same(
     module: nn.Module, candidates: Sequence[Forward], size: int, like: Tensor
 ) -> Forward | None:
-    """The candidate that computes what `module` does in training, None if there is none."""
+    """The candidate that computes what `module` does in training, the closest where several do,
+    None if there is none."""
     generator = torch.Generator().manual_seed(0)
     # Off centre to tell RMSNorm from LayerNorm; small rows to tell one eps from another.
     x = torch.randn(8, size, generator=generator) + 0.5
@@ -235,15 +237,14 @@ def _same(
         module.train()  # so that dropout shows
         with torch.random.fork_rng(), torch.no_grad():
             expected = module(x)
-            for forward in candidates:
-                actual = forward(module, x)
-                error = (actual - expected).abs().amax(-1)
-                if (error <= tolerance * expected.abs().amax(-1)).all():
-                    return forward
+            differences = [(forward(module, x) - expected).abs() for forward in candidates]
     finally:
         for part, flag in flags:
             part.training = flag
-    return None
+    bound = tolerance * expected.abs().amax(-1)
+    errors = [d.sum().item() if (d.amax(-1) <= bound).all() else math.inf for d in differences]
+    best = min(range(len(errors)), key=errors.__getitem__)
+    return candidates[best] if math.isfinite(errors[best]) else None
 
 
 def _find_rotary(module: nn.Module) -> Forward | None:

@@ -14,7 +14,15 @@ from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model
 from omniattn.models.tasks import MaskedLanguageModeling
-from omniattn.modules import MLP, Attention, LayerNorm, LearnedPositional, Linear, Residual
+from omniattn.modules import (
+    MLP,
+    Attention,
+    Dropout,
+    LayerNorm,
+    LearnedPositional,
+    Linear,
+    Residual,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class Bert(Model):
         positions = LearnedPositional.Config(c.max_positions, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
         self.embed_norm = LayerNorm(norm, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(c.dropout_p)
+        self.dropout = Dropout(c.dropout_p)
         self.attentions, self.mlps = nn.ModuleList(), nn.ModuleList()
         for _ in range(c.num_layers):
             self.attentions.append(post_norm(Attention(attention, device=device, dtype=dtype)))

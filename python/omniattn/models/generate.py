@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from omniattn.reference import philox
+from omniattn import functional
 
 if TYPE_CHECKING:
     from omniattn.models.decoder import Decoder
@@ -111,10 +111,10 @@ def generate(
             # Only the last position predicts the next token: the head runs on one row.
             x = model.hidden(out[:, fed:end], *memory, cache=cache)[:, -1:]
             logits = model.head(x)[:, 0]
-            uniform = philox.uniform(batch, torch.tensor([seed, end - start]))
+            uniform = functional.uniform_like(logits[:, 0], seed=torch.tensor([seed, end - start]))
             token = sample(
                 logits,
-                uniform.to(logits.device),
+                uniform,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,

@@ -17,6 +17,7 @@ from omniattn.modules import (
     Attention,
     Cache,
     DecoderBlock,
+    Dropout,
     GatedMLP,
     Linear,
     RMSNorm,
@@ -194,7 +195,7 @@ class T5Stack(nn.Module):
             if isinstance(module, Attention):
                 nn.init.normal_(module.q_proj.weight, std=(c.dim * c.head_dim) ** -0.5)
         self.norm = RMSNorm(c.norm, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(c.dropout_p)
+        self.dropout = Dropout(c.dropout_p)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor
 
+from omniattn import functional
 from omniattn.models.data import ByteData, read_documents
 from omniattn.models.generate import generate
 from omniattn.reference import philox
@@ -93,7 +94,8 @@ class TextTask(Task):
     def _uniform(self, size: int, kinds: int, seed: int, step: int) -> Tensor:
         """Numbers in [0, 1) (kinds, size, length), other ones than those that chose the windows."""
         shape = (kinds, size, self.data.length)
-        drawn = philox.uniform(size + math.prod(shape), torch.tensor([seed, step]))
+        places = torch.empty(size + math.prod(shape))
+        drawn = functional.uniform_like(places, seed=torch.tensor([seed, step]))
         return drawn[size:].view(shape)
 
 

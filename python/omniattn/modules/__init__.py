@@ -3,6 +3,7 @@
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.differential import DifferentialAttention
+from omniattn.modules.dropout import Dropout
 from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
@@ -40,6 +41,7 @@ __all__ = [
     "DifferentialAttention",
     "DisentangledAttention",
     "DropPath",
+    "Dropout",
     "ExpertParallel",
     "GatedAttentionUnit",
     "GatedMLP",

@@ -8,6 +8,7 @@ from torch import nn
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.attention import Attention
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
+from omniattn.modules.dropout import Dropout
 from omniattn.modules.kv_cache import Cache
 
 
@@ -72,7 +73,7 @@ class DecoderBlock(nn.Module):
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
         self.post_attention_layernorm = build(config.norm, device=device, dtype=dtype)
         self.mlp = build(config.mlp, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(config.dropout_p)
+        self.dropout = Dropout(config.dropout_p)
 
     def forward(
         self,

@@ -14,7 +14,8 @@ class RMSNorm(nn.Module):
     """y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
-        config: size and options; `offset=1` with `weight` starting at 0 is Gemma's form.
+        config: size and options, as in functional.rms_norm; `offset=1` with `weight` starting at 0
+            is Gemma's form.
         device, dtype: of the weight.
 
     Shape:
@@ -35,6 +36,7 @@ class RMSNorm(nn.Module):
         dim: int
         eps: float = 1e-6
         offset: float = 0.0
+        casting: str = "fp32"
         backend: str | None = None
 
     def __init__(
@@ -57,7 +59,13 @@ class RMSNorm(nn.Module):
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.rms_norm(
-            x, self.weight, eps=c.eps, offset=c.offset, residual=residual, backend=c.backend
+            x,
+            self.weight,
+            eps=c.eps,
+            offset=c.offset,
+            casting=c.casting,
+            residual=residual,
+            backend=c.backend,
         )
 
     def extra_repr(self) -> str:
@@ -230,6 +238,7 @@ class RMSNormGated(nn.Module):
         norm_before_gate: bool = True
         activation: str = "silu"
         num_groups: int = 1
+        casting: str = "fp32"
         backend: str | None = None
 
         def __post_init__(self) -> None:
@@ -262,6 +271,7 @@ class RMSNormGated(nn.Module):
             norm_before_gate=c.norm_before_gate,
             activation=c.activation,
             num_groups=c.num_groups,
+            casting=c.casting,
             backend=c.backend,
         )
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omniattn import functional
 from omniattn.modules.build import NormConfig, build
-from omniattn.reference import philox
+from omniattn.modules.dropout import Dropout
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 
@@ -45,8 +46,7 @@ class DropPath(nn.Module):
         """x (B, ...) -> (B, ...)."""
         if self.p == 0.0 or not self.training:
             return x
-        keep = philox.elementwise_keep(x.shape[:1], self.p, philox.new_seed())
-        factor = keep.to(x.device, x.dtype) / (1 - self.p)
+        factor = functional.dropout(x.new_ones(x.shape[:1]), self.p)
         return x * factor.view(-1, *(1,) * (x.dim() - 1))
 
     def extra_repr(self) -> str:
@@ -113,7 +113,7 @@ class Residual(nn.Module):
         self.norm = build(config.norm, device=device, dtype=dtype)
         if config.placement == "sandwich":
             self.post_norm = build(config.norm, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(config.dropout_p)
+        self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = ["glu_mlp"]
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 _linear_op = torch.ops.omniattn.linear_raw.default
 _linear_backward_op = torch.ops.omniattn.linear_backward.default
+_dropout_op = torch.ops.omniattn.dropout_raw.default
 _glu_op = torch.ops.omniattn.glu_raw.default
 _glu_backward_op = torch.ops.omniattn.glu_backward.default
 
@@ -65,7 +66,6 @@ def _check(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    keep: Tensor | None,
     act: int,
 ) -> None:
     """What the kernels that are called do not check for themselves."""
@@ -86,10 +86,6 @@ def _check(
             _require(t.shape == shape, f"{name} must have shape {shape}, got {tuple(t.shape)}")
             _require(t.dtype == x.dtype, f"{name} must have dtype {x.dtype}, got {t.dtype}")
     _require(up_bias is None or up_weight is not None, "up_bias needs an up_weight")
-    if keep is not None:
-        shape = (*x.shape[:-1], hidden)
-        _require(keep.shape == shape, f"keep must have shape {shape}, got {tuple(keep.shape)}")
-        _require(keep.dtype == torch.bool, f"keep must be bool, got {keep.dtype}")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, native: bool) -> Tensor:
@@ -129,8 +125,11 @@ def _activate_backward(
     return dgate.to(gate.dtype), None
 
 
-def _drop(hidden: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    return hidden if keep is None else torch.where(keep, hidden * scale, 0).to(hidden.dtype)
+def _drop(hidden: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor:
+    if seed is None:
+        return hidden
+    y: Tensor = _dropout_op(hidden, seed, dropout_p)
+    return y
 
 
 def _forward(
@@ -141,16 +140,16 @@ def _forward(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    keep: Tensor | None,
-    scale: float,
+    seed: Tensor | None,
+    dropout_p: float,
     act: int,
     recompute: bool,
     native: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, keep, act)
+    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act)
     gate = _linear(x, gate_weight, gate_bias, native)
     up = None if up_weight is None else _linear(x, up_weight, up_bias, native)
-    hidden = _drop(_activate(gate, up, act), keep, scale)
+    hidden = _drop(_activate(gate, up, act), seed, dropout_p)
     y = _linear(hidden, down_weight, down_bias, native)
     kept = (None, None) if recompute else (gate, up)
     kept_gate, kept_up = (x.new_empty(0) if t is None else t for t in kept)
@@ -165,13 +164,13 @@ def _fake(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    keep: Tensor | None,
-    scale: float,
+    seed: Tensor | None,
+    dropout_p: float,
     act: int,
     recompute: bool,
     native: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, keep, act)
+    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act)
     projected = (0,) if recompute else (*x.shape[:-1], gate_weight.shape[0])
     return (
         x.new_empty((*x.shape[:-1], down_weight.shape[0])),
@@ -188,10 +187,10 @@ def _backward_op(
     down_weight: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
-    keep: Tensor | None,
+    seed: Tensor | None,
     gate: Tensor,
     up: Tensor,
-    scale: float,
+    dropout_p: float,
     act: int,
     recompute: bool,
     native: bool,
@@ -199,20 +198,20 @@ def _backward_op(
 ) -> list[Tensor]:
     """Gradients of x, the three weights and the three biases; empty where not needed."""
     _check_backward(grad_y, x, gate_weight, up_weight, down_weight, gate, up, recompute, needs)
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, None, keep, act)
+    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, None, act)
     x_need, gate_need, up_need, down_need, gate_bias_need, up_bias_need, down_bias_need = needs
     projected_up: Tensor | None = None if up_weight is None else up
     if recompute:
         gate = _linear(x, gate_weight, gate_bias, native)
         if up_weight is not None:
             projected_up = _linear(x, up_weight, up_bias, native)
-    hidden = _drop(_activate(gate, projected_up, act), keep, scale)
+    hidden = _drop(_activate(gate, projected_up, act), seed, dropout_p)
     dhidden, ddown, ddown_bias = _linear_backward(
         grad_y, hidden, down_weight, native, True, down_need, down_bias_need
     )
     del hidden
     assert dhidden is not None
-    dgate, dup = _activate_backward(_drop(dhidden, keep, scale), gate, projected_up, act)
+    dgate, dup = _activate_backward(_drop(dhidden, seed, dropout_p), gate, projected_up, act)
     del dhidden
     dx, dgate_weight, dgate_bias = _linear_backward(
         dgate, x, gate_weight, native, x_need, gate_need, gate_bias_need
@@ -266,10 +265,10 @@ def _fake_backward(
     down_weight: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
-    keep: Tensor | None,
+    seed: Tensor | None,
     gate: Tensor,
     up: Tensor,
-    scale: float,
+    dropout_p: float,
     act: int,
     recompute: bool,
     native: bool,
@@ -310,9 +309,9 @@ def _backward(
 ) -> tuple[Any, ...]:
     if grads[0] is None:
         return (None,) * 12
-    *inputs, _, keep, gate, up = saved  # without down_bias
+    *inputs, _, seed, gate, up = saved  # without down_bias
     found = torch.ops.omniattn.glu_mlp_backward(
-        grads[0], *inputs, keep, gate, up, *kept, list(needs[:7])
+        grads[0], *inputs, seed, gate, up, *kept, list(needs[:7])
     )
     return (*(g if n else None for g, n in zip(found, needs[:7], strict=True)), *(None,) * 5)
 
@@ -325,8 +324,8 @@ def _formula(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    keep: Tensor | None,
-    scale: float,
+    seed: Tensor | None,
+    dropout_p: float,
     act: int,
     recompute: bool,
     native: bool,
@@ -337,10 +336,12 @@ def _formula(
     else:
         up = reference.linear(x, up_weight, up_bias)
         hidden = reference.gated_activation(gate, up, _NAMES[act])
-    return reference.linear(_drop(hidden, keep, scale), down_weight, down_bias)
+    if seed is not None:
+        hidden = reference.dropout(hidden, dropout_p, seed=seed)
+    return reference.linear(hidden, down_weight, down_bias)
 
 
-#: (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, keep, scale, act,
+#: (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, seed, dropout_p, act,
 #: recompute, native) -> y
 glu_mlp = DifferentiableOp(
     "glu_mlp",

@@ -58,14 +58,14 @@ def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     if grads[0] is None:
-        return (None,) * 9
+        return (None,) * 10
     *inputs, stats = saved
-    groups, gate, act, center, _ = kept
+    groups, gate, act, center, *_ = kept
     wanted = needs[2], needs[3]
     found = _backward_op(grads[0], *inputs, stats, groups, gate, act, center, *wanted)
     # The op leaves what nobody asked for empty; z's gradient exists where z does.
     used = (True, inputs[1] is not None, *wanted)
-    return (*(g if use else None for g, use in zip(found, used, strict=True)), *(None,) * 5)
+    return (*(g if use else None for g, use in zip(found, used, strict=True)), *(None,) * 6)
 
 
 def _formula(
@@ -78,6 +78,7 @@ def _formula(
     act: int,
     center: bool,
     eps: float,
+    cast_first: bool,
 ) -> Tensor:
     if z is None:
         return reference.group_norm(x, groups, weight, bias, eps=eps, center=center)
@@ -89,10 +90,11 @@ def _formula(
         norm_before_gate=gate == GATE_PLACES["after"],
         activation=_ACTIVATION_NAMES[act],
         num_groups=groups,
+        casting="llama" if cast_first else "fp32",
     )
 
 
-#: (x, z, weight, bias, groups, gate, act, center, eps) -> y
+#: (x, z, weight, bias, groups, gate, act, center, eps, cast_first) -> y
 gated_norm = DifferentiableOp(
     "gated_norm",
     fake=_fake,

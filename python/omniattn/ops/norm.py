@@ -24,9 +24,7 @@ def _stats(x: Tensor) -> Tensor:
     return x.new_empty((rows, 2), dtype=dtype)
 
 
-def _fake_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, center: bool, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
+def _fake_norm(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), _stats(x)
 
 
@@ -61,15 +59,15 @@ def _backward_norm(
 ) -> tuple[Any, ...]:
     grad_y = grads[0]
     if grad_y is None:
-        return (None,) * 6
+        return (None,) * 7
     h, weight, _, stats = saved
-    center, _, offset = kept
+    center, _, offset, _ = kept
     dx, dw, db = _backward_op(grad_y, None, h, weight, stats, center, offset, needs[1], needs[2])
-    return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+    return dx, dw if needs[1] else None, db if needs[2] else None, *(None,) * 4
 
 
 def _save_add_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    _, _, weight, _, center, _, offset = args
+    _, _, weight, _, center, _, offset, _ = args
     return (output[1], weight, output[2]), (center, offset)
 
 
@@ -78,18 +76,25 @@ def _backward_add_norm(
 ) -> tuple[Any, ...]:
     grad_y, grad_h = grads[0], grads[1]
     if grad_y is None:
-        return (grad_h, grad_h, None, None, None, None, None)
+        return (grad_h, grad_h, *(None,) * 6)
     h, weight, stats = saved
     dx, dw, db = _backward_op(grad_y, grad_h, h, weight, stats, *kept, needs[2], needs[3])
-    return dx, dx, dw if needs[2] else None, db if needs[3] else None, None, None, None
+    return dx, dx, dw if needs[2] else None, db if needs[3] else None, *(None,) * 4
 
 
 def _formula_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, center: bool, eps: float, offset: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    center: bool,
+    eps: float,
+    offset: float,
+    cast_first: bool,
 ) -> Any:
     if center:
         return reference.layer_norm(x, weight, bias, eps=eps)
-    return reference.rms_norm(x, weight, eps=eps, offset=offset)
+    casting = "llama" if cast_first else "fp32"
+    return reference.rms_norm(x, weight, eps=eps, offset=offset, casting=casting)
 
 
 def _formula_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Any, Tensor]:
@@ -97,7 +102,7 @@ def _formula_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Any, Ten
     return _formula_norm(h, *args), h
 
 
-#: (x, weight, bias, center, eps, offset) -> y
+#: (x, weight, bias, center, eps, offset, cast_first) -> y
 norm = DifferentiableOp(
     "norm",
     fake=_fake_norm,
@@ -109,8 +114,8 @@ norm = DifferentiableOp(
     restore=lambda saved, kept: (*saved[:3], *kept),
 )
 
-#: (x, residual, weight, bias, center, eps, offset) -> (y, h); no second derivative, because x and
-#: residual are not kept
+#: (x, residual, weight, bias, center, eps, offset, cast_first) -> (y, h); no second derivative,
+#: because x and residual are not kept
 add_norm = DifferentiableOp(
     "add_norm",
     fake=_fake_add_norm,

@@ -38,6 +38,7 @@ from omniattn.reference.positions import (
     sincos_2d,
     sinusoidal,
 )
+from omniattn.reference.random import dropout, uniform_like
 from omniattn.reference.rope import (
     apply_rotary,
     axial_frequencies,
@@ -78,6 +79,7 @@ __all__ = [
     "axial_frequencies",
     "bilinear",
     "cross_entropy",
+    "dropout",
     "gated_activation",
     "geglu",
     "glu",
@@ -109,4 +111,5 @@ __all__ = [
     "sinusoidal",
     "swiglu",
     "top_k",
+    "uniform_like",
 ]

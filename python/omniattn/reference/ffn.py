@@ -2,16 +2,9 @@
 
 import torch
 
-from omniattn.reference import philox
 from omniattn.reference.activation import activate, gated_activation
 from omniattn.reference.gemm import linear
-
-
-def _dropped(hidden: torch.Tensor, p: float, seed: torch.Tensor | None) -> torch.Tensor:
-    if p == 0.0:
-        return hidden
-    keep = philox.elementwise_keep(hidden.shape, p, philox.new_seed() if seed is None else seed)
-    return torch.where(keep.to(hidden.device), hidden / (1 - p), 0).to(hidden.dtype)
+from omniattn.reference.random import dropout
 
 
 def mlp(
@@ -28,7 +21,7 @@ def mlp(
 ) -> torch.Tensor:
     """y = dropout(act(x W_up^T + b_up)) W_down^T + b_down; x (..., d), W_up (F, d)."""
     hidden = activate(linear(x, up_weight, up_bias), activation)
-    return linear(_dropped(hidden, dropout_p, seed), down_weight, down_bias)
+    return linear(dropout(hidden, dropout_p, seed=seed), down_weight, down_bias)
 
 
 def glu_mlp(
@@ -48,4 +41,4 @@ def glu_mlp(
     """y = dropout(act(x W_gate^T) * x W_up^T) W_down^T, with biases; x (..., d), W_up (F, d)."""
     gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
     hidden = gated_activation(gate, up, activation)
-    return linear(_dropped(hidden, dropout_p, seed), down_weight, down_bias)
+    return linear(dropout(hidden, dropout_p, seed=seed), down_weight, down_bias)

@@ -14,18 +14,26 @@ def _add(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     return x if residual is None else (widen(x) + widen(residual)).to(x.dtype)
 
 
+def _cast(y: torch.Tensor, dtype: torch.dtype, casting: str) -> torch.Tensor:
+    return widen(y.to(dtype)) if casting == "llama" else y
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y = h (offset + weight) / sqrt(mean(h^2) + eps), x (..., N), weight (N,)."""
+    """y = h (offset + weight) / sqrt(mean(h^2) + eps), x (..., N), weight (N,).
+
+    The "llama" casting rounds what is normalised to the dtype before the weight multiplies it.
+    """
     h = _add(x, residual)
     hw = widen(h)
-    y = hw * torch.rsqrt(hw.square().mean(-1, keepdim=True) + eps)
+    y = _cast(hw * torch.rsqrt(hw.square().mean(-1, keepdim=True) + eps), x.dtype, casting)
     if weight is not None:
         y = y * (offset + widen(weight))
     y = y.to(x.dtype)
@@ -86,14 +94,16 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "silu",
     num_groups: int = 1,
+    casting: str = "fp32",
 ) -> torch.Tensor:
     """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; over each of `num_groups` parts
-    of x, gate (..., N)."""
+    of x, gate (..., N). The "llama" casting rounds what is normalised, and what the gate then
+    multiplies, to the dtype."""
     factor = ACTIVATIONS[activation](widen(gate))
-    wide = widen(x)
-    weight = None if weight is None else widen(weight)
+    y = widen(x) if norm_before_gate else widen(x) * factor
+    y = _cast(group_norm(y, num_groups, eps=eps, center=False), x.dtype, casting)
+    if weight is not None:
+        y = y * widen(weight)
     if norm_before_gate:
-        y = group_norm(wide, num_groups, weight, eps=eps, center=False) * factor
-    else:
-        y = group_norm(wide * factor, num_groups, weight, eps=eps, center=False)
+        y = _cast(y, x.dtype, casting) * factor
     return y.to(x.dtype)

@@ -44,7 +44,7 @@ def relayout(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _poisoned(shape: list[int], like: Tensor) -> Tensor:
-    if like.dtype.is_floating_point:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
         return like.new_full(shape, float("nan"))
     return like.new_full(shape, 1 if like.dtype == torch.bool else torch.iinfo(like.dtype).min)
 

@@ -18,13 +18,14 @@ from omniattn.testing.specs import (
     loss,
     moe,
     norm,
+    random,
     rope,
     topk,
 )
 
 __all__ = ["registry"]
 
-FAMILIES = (attention, norm, rope, activation, ffn, gemm, loss, moe, topk)
+FAMILIES = (attention, norm, rope, activation, ffn, gemm, loss, moe, topk, random)
 
 
 @functools.cache

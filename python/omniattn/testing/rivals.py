@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from omniattn import reference
 from omniattn.functional import masks
 from omniattn.reference.masks import visible, window_rule
 from omniattn.reference.scores import ScoreKind, table_bias
@@ -230,8 +231,10 @@ def _rms_norm(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    _lacks(casting=casting != "fp32")
     h = x if residual is None else x + residual
     scale = weight + offset if weight is not None and offset else weight
     y = F.rms_norm(h, x.shape[-1:], scale, eps)
@@ -273,8 +276,10 @@ def _rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "silu",
     num_groups: int = 1,
+    casting: str = "fp32",
 ) -> Tensor:
-    """Mamba-2's and Qwen3-Next's layers: fp32 throughout."""
+    """Mamba-2's and Qwen3-Next's layers in fp32 throughout."""
+    _lacks(casting=casting != "fp32")
     factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.float())
     v = x.float() if norm_before_gate else x.float() * factor
     parts = v.unflatten(-1, (num_groups, -1))
@@ -453,9 +458,11 @@ def _swiglu_only(
     down_bias: Tensor | None = None,
     activation: str = "swiglu",
     interleaved: bool = False,
+    weigh_inputs: bool = False,
     recompute: bool = False,
 ) -> None:
     _lacks(biases=up_bias is not None, layout=interleaved, recomputation=recompute)
+    _lacks(weighed_inputs=weigh_inputs)
     _lacks(activation=activation != "swiglu")
 
 
@@ -542,4 +549,6 @@ GLU_MLP = {"aten": _glu_mlp, "compiled": _compiled(_glu_mlp)}
 MLP = {"aten": _mlp, "compiled": _compiled(_mlp)}
 LINEAR = {"aten": F.linear}
 MOE = {"loop": _experts_loop, "grouped": _experts_grouped}
+DROPOUT = {"eager": reference.dropout}  # torch's draws other bits
+UNIFORM_LIKE = {"eager": reference.uniform_like}
 TOP_K = {"sort": _sorted_top_k, "aten": _unstable_top_k}

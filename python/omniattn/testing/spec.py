@@ -89,6 +89,8 @@ class Call:
 
     def gradients(self, function: Function, grads: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Gradients of the leaves; `grads` of the outputs default to `output_gradients`."""
+        if not self.differentiable:
+            return ()
         call = self.requiring_grad()
         outputs = call.run(function)
         grads = grads or output_gradients(outputs)

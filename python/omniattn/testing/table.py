@@ -53,7 +53,7 @@ def _row(spec: OpSpec) -> str:
         ", ".join(SHORT_DTYPE[d] for d in spec.dtypes),
         "yes",
         "yes" if spec.differentiable else "-",
-        "yes" if spec.second_order else "raises",
+        ("yes" if spec.second_order else "raises") if spec.differentiable else "-",
         "yes",
         spec.cuda,
         spec.paper,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import require_shape
+from omniattn.functional.random import uniform_like
 from omniattn.functional.routing.routers import Routing
-from omniattn.reference import philox
 
 
 def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int = 1) -> int:
@@ -112,7 +112,7 @@ def drop_second_at_random(routing: Routing, seed: Tensor) -> Routing:
             f"drop_second_at_random: routing must have k = 2, got k={routing.experts.shape[-1]}"
         )
     second = routing.weights[..., 1]
-    u = philox.uniform(second.numel(), seed).view(second.shape).to(second.device)
+    u = uniform_like(second, seed=seed)
     dropped = torch.stack([torch.zeros_like(u, dtype=torch.bool), u >= 2 * second.detach()], -1)
     return routing._replace(
         experts=routing.experts.masked_fill(dropped, -1),

@@ -35,6 +35,7 @@ RMS_NORM = OpSpec(
         rows("offset", 17, 130, ("weight",), offset=1.0),
         rows("residual", 33, 65, ("weight", "residual")),
         rows("bareresidual", 9, 1025, ("residual",)),
+        rows("llama", 17, 130, ("weight", "residual"), casting="llama"),
     ),
     benchmarks=(
         Benchmark(rows("plain", *SPEED, ("weight",)), (F32, BF16), TRAINING),
@@ -116,6 +117,16 @@ RMS_NORM_GATED = OpSpec(
         rows("beforegroups", 33, 256, ("gate",), norm_before_gate=False, num_groups=4),
         rows("sigmoid", 17, 96, ("gate", "weight"), activation="sigmoid", num_groups=3),
         rows("sigmoidbefore", 9, 64, ("gate",), activation="sigmoid", norm_before_gate=False),
+        rows(
+            "mamba2",
+            17,
+            130,
+            ("gate", "weight"),
+            casting="llama",
+            norm_before_gate=False,
+            num_groups=2,
+        ),
+        rows("qwen3next", 17, 130, ("gate", "weight"), casting="llama"),
     ),
     benchmarks=(
         Benchmark(rows("after", *SPEED, ("gate", "weight")), (F32, BF16), TRAINING),

@@ -1,0 +1,18 @@
+// Values rounded to the dtype of a row between two steps, for the norms' kernels.
+#pragma once
+
+#include "runtime/row.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// x as T holds it, by way of the elements from i on of a row that is written later.
+template <class T, class V>
+OMNIATTN_INLINE V rounded_in(T* row, int64_t i, auto part, V x) {
+  if constexpr (sizeof(T) == sizeof(compute_t<T>)) return x;
+  part.store(row + i, x);
+  return part.load(row + i);
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
