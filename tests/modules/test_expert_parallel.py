@@ -1,6 +1,7 @@
 """ExpertParallel on two and four processes (gloo) against the layer in one."""
 
 import functools
+import itertools
 import os
 import socket
 import subprocess
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from omniattn.modules import ExpertParallel, MoE
 
 CONFIG = MoE.Config(12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1)
+LLAMA4 = MoE.Config.llama4(12, 20, 4)
 #: Tokens of the ranks, by their number: unequal ones, none on some.
 TOKENS = {2: [(7, 12), (0, 9)], 4: [(3, 0, 7, 5), (0, 0, 0, 1)]}
 
 
-def make(tokens):
+def make(tokens, config=CONFIG):
     torch.manual_seed(0)
-    layer = MoE(CONFIG, dtype=torch.float64).eval()
+    layer = MoE(config, dtype=torch.float64).eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer, torch.randn(sum(tokens), 12, dtype=torch.float64)
@@ -43,10 +45,10 @@ def start(rank, ranks, port, seconds):
 def compare(rank, ranks, port):
     start(rank, ranks, port, 60)
     local = CONFIG.experts // ranks
-    for tokens in TOKENS[ranks]:
-        layer, x = make(tokens)
+    for tokens, config in itertools.product(TOKENS[ranks], (CONFIG, LLAMA4)):
+        layer, x = make(tokens, config)
         y, dx, expected = grads(layer, x)
-        layer, _ = make(tokens)
+        layer, _ = make(tokens, config)
         layer.experts = ExpertParallel(layer.experts)
         first = sum(tokens[:rank])
         mine = slice(first, first + tokens[rank])

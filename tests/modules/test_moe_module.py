@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import (
     MixtralSparseMoeBlock,
     load_balancing_loss_func,
@@ -20,6 +21,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 import omniattn.functional as F
 from omniattn.modules import MoE
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EAGER = {"experts_implementation": "eager"}
 _QWEN = {"hidden_size": 24, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3}
 
@@ -92,6 +94,56 @@ def test_parity_with_transformers(make):
         results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.detach().abs().max().item())
+
+
+def test_llama4_is_that_of_transformers():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_local_experts": 6}
+    theirs = Llama4TextMoe(hf.Llama4TextConfig(**sizes, num_experts_per_tok=1))
+    ours = MoE(MoE.Config.llama4(24, 20, 6))
+    for tensor in theirs.parameters():
+        torch.nn.init.normal_(tensor, std=0.3)
+    names = {"router.weight": "gate.weight"}
+    names |= {f"shared_expert.{n}.weight": f"shared_experts.{n}.weight" for n in PROJECTIONS}
+    names |= {f"experts.{n}": f"experts.{n}" for n in ("gate_up_proj", "down_proj")}
+    stacked = {n: t.mT if n.startswith("experts") else t for n, t in theirs.state_dict().items()}
+    ours.load_state_dict({names[n]: t for n, t in stacked.items()})
+    x = torch.randn(2, 17, 24)
+    results = []
+    for layer, order in ((theirs, list(names)), (ours, list(names.values()))):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y = (y[0] if layer is theirs else y).view(2, 17, 24)
+        parameters = dict(layer.named_parameters())
+        leaves = [leaf, *(parameters[n] for n in order)]
+        dx, *grads = torch.autograd.grad(y.square().sum(), leaves)
+        if layer is theirs:
+            grads = [
+                g.mT if n.startswith("experts") else g for n, g in zip(names, grads, strict=True)
+            ]
+        results.append((y, dx, *grads))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.detach().abs().max().item())
+
+
+def test_default_vectors_move_in_training_and_teach_the_router():
+    torch.manual_seed(0)
+    config = MoE.Config(8, 6, experts=5, top_k=2, router_grad="default_vector", init_std=0.5)
+    layer, x = MoE(config), torch.randn(30, 8)
+    plain = MoE(dataclasses.replace(config, router_grad="ste"))
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    torch.testing.assert_close(layer(x), plain(x))
+    assert (layer.experts.default_vectors.abs().sum(-1) > 0).all()
+    gradients = []
+    for each in (layer, plain):
+        each(x).square().sum().backward()
+        gradients.append(each.gate.weight.grad)
+    assert not torch.allclose(*gradients, rtol=1e-2)
+    before = layer.experts.default_vectors.clone()
+    layer.eval()(x)
+    assert torch.equal(layer.experts.default_vectors, before)
+    with pytest.raises(ValueError, match="router_grad must be exact but for"):
+        dataclasses.replace(config, router="sigmoid")
 
 
 def test_switch_is_that_of_transformers_with_its_drops():

@@ -53,6 +53,7 @@ def test_bias_steers_the_choice_and_not_the_weights():
 @pytest.mark.parametrize(
     "route",
     [
+        lambda g: F.llama4_top_k(g, 2).weights,
         lambda g: F.softmax_top_k(g, 3).weights,
         lambda g: F.softmax_top_k(g, 3, renormalize=True).weights,
         lambda g: F.top_k_softmax(g, 3).weights,
@@ -64,6 +65,44 @@ def test_bias_steers_the_choice_and_not_the_weights():
 )
 def test_gradients_are_those_of_the_formula(route):
     assert torch.autograd.gradcheck(route, logits(5).requires_grad_())
+
+
+def test_llama4_chooses_by_logits_that_its_sigmoid_cannot_tell_apart():
+    g = torch.tensor([[90.0, 100.0, 95.0]])
+    routing = F.llama4_top_k(g, 2)
+    assert routing.experts.tolist() == [[1, 2]] and routing.weights.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_default_vectors_stand_in_for_the_experts_that_were_not_chosen(renormalize):
+    g, vectors = logits().requires_grad_(), torch.randn(8, 3, dtype=F64)
+    outputs, grad = torch.randn(12, 2, 3, dtype=F64), torch.randn(12, 3, dtype=F64)
+    routing = F.softmax_top_k(g, 2, renormalize=renormalize, router_grad="default_vector")
+    dropped = routing.experts.clone()
+    dropped[0], dropped[1, 0] = -1, -1  # a token of padding, and one that lost an expert
+    weights = routing.weights.masked_fill(dropped < 0, 0.0)
+    routing = routing._replace(experts=dropped, weights=weights)
+    plain = (outputs * weights[..., None]).sum(1)
+    y = F.default_vector_gradient(plain, routing, vectors)
+    assert torch.equal(y, plain)
+    (dp,) = torch.autograd.grad(y, routing.scores, grad)
+    for token in range(12):
+        for e in range(8):
+            slot = (dropped[token] == e).nonzero()
+            given = outputs[token, slot[0, 0]] if len(slot) else vectors[e]
+            expected = grad[token] @ given if token else 0.0
+            assert dp[token, e].item() == pytest.approx(float(expected))
+
+
+def test_default_vectors_follow_the_mean_output_of_each_expert():
+    vectors = torch.ones(4, 2)
+    outputs = torch.arange(12.0).view(3, 2, 2)
+    index = torch.tensor([[0, 2], [2, -1], [2, 0]])
+    F.update_default_vectors(vectors, outputs, index, decay=0.75)
+    for e in range(4):
+        rows = outputs[index == e]
+        expected = 0.75 + 0.25 * rows.mean(0) if len(rows) else torch.ones(2)
+        torch.testing.assert_close(vectors[e], expected)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -253,6 +292,21 @@ def test_uniform_values():
             r"bias must have shape \(4,\)",
         ),
         (lambda: F.expert_choice(torch.ones(2, 4), 3), ValueError, "0 <= capacity <= n"),
+        (lambda: F.llama4_top_k(torch.ones(2, 4), 5), ValueError, "1 <= k <= E"),
+        (
+            lambda: F.default_vector_gradient(
+                torch.ones(2, 3), F.softmax_top_k(torch.ones(2, 4), 1), torch.ones(4, 2)
+            ),
+            ValueError,
+            r"vectors must have shape \(4, 3\)",
+        ),
+        (
+            lambda: F.update_default_vectors(
+                torch.ones(4, 3), torch.ones(2, 1, 3), torch.zeros(2, 1).long(), decay=2.0
+            ),
+            ValueError,
+            r"decay must be in \[0, 1\]",
+        ),
         (
             lambda: F.drop_over_capacity(F.softmax_top_k(torch.ones(2, 4), 1), -1),
             ValueError,

@@ -39,11 +39,13 @@ from omniattn.functional.rope import (
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
+    default_vector_gradient,
     drop_over_capacity,
     drop_second_at_random,
     expert_capacity,
     expert_choice,
     expert_counts,
+    llama4_top_k,
     load_balance_loss,
     noisy_top_k,
     router_jitter,
@@ -51,6 +53,7 @@ from omniattn.functional.routing import (
     sigmoid_top_k,
     softmax_top_k,
     top_k_softmax,
+    update_default_vectors,
     update_router_bias,
 )
 from omniattn.functional.selection import select_attention
@@ -69,6 +72,7 @@ __all__ = [
     "bilinear",
     "cross_entropy",
     "cv_squared",
+    "default_vector_gradient",
     "drop_over_capacity",
     "drop_second_at_random",
     "dropout",
@@ -85,6 +89,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "llama4_top_k",
     "load_balance_loss",
     "masked_positions",
     "merge_attention",
@@ -112,5 +117,6 @@ __all__ = [
     "top_k",
     "top_k_softmax",
     "uniform_like",
+    "update_default_vectors",
     "update_router_bias",
 ]

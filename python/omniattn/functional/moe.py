@@ -27,13 +27,15 @@ def moe_experts(
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    weigh_inputs: bool = False,
     recompute: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Weighted sum of the experts that each token was routed to, without dropping any.
 
     ``y[n] = sum_s weights[n, s] (W_down[e] h + b_down[e])`` with ``e = index[n, s]``,
-    ``h = act(gate) * up`` or ``act(pre)``, ``pre = W_up[e] x[n] + b_up[e]``
+    ``h = act(gate) * up`` or ``act(pre)``, ``pre = W_up[e] x[n] + b_up[e]``; to weigh the inputs
+    instead, ``pre = W_up[e] (weights[n, s] x[n]) + b_up[e]`` and every factor of the sum is 1
 
     Args:
         x: (..., d), float64, float32, bfloat16 or float16, any strides. Under autocast x and the
@@ -53,6 +55,8 @@ def moe_experts(
         interleaved: whether gate and up alternate row by row in `up` and `up_bias` (gpt-oss).
         alpha, limit: of clamped_swiglu, ``gate sigmoid(alpha gate) (up + 1)`` with ``gate <=
             limit`` and ``|up| <= limit``.
+        weigh_inputs: whether the weights multiply the inputs (Llama 4) and not the outputs. Takes k
+            copies of x; half inputs round each copy and each slot's output.
         recompute: whether the backward computes the pre-activations again instead of keeping them:
             (N k, 2F) less memory for a third more work in the backward.
         backend: None for the native kernel of x's device, "cpu" to insist on it, "reference" for
@@ -111,7 +115,27 @@ def moe_experts(
             interleaved=interleaved,
             alpha=alpha,
             limit=limit,
+            weigh_inputs=weigh_inputs,
         )
+    if weigh_inputs:
+        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weights = weights.to(compute).masked_fill(index < 0, 0.0)[..., None]
+        slots = moe_experts(
+            (x.to(compute)[..., None, :] * weights).to(x.dtype),
+            index[..., None],
+            torch.ones_like(weights),
+            up,
+            down,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit,
+            recompute=recompute,
+            backend=backend,
+        )
+        return slots.sum(-2)
     tensors = (x, weights, up, up_bias, down, down_bias)
     keep = not recompute and torch.is_grad_enabled()
     keep = keep and any(t is not None and t.requires_grad for t in tensors)

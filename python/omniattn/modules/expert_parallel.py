@@ -48,6 +48,11 @@ class ExpertParallel(nn.Module):
                 "ExpertParallel: experts must be a multiple of the ranks, "
                 f"got experts={self.config.experts}, ranks={ranks}"
             )
+        if self.config.router_grad == "default_vector":
+            raise NotImplementedError(
+                "ExpertParallel: router_grad='default_vector' averages the outputs of all experts, "
+                "which no rank has"
+            )
         self.local = self.config.experts // ranks
         own = slice(rank * self.local, (rank + 1) * self.local)
         self.experts = experts
@@ -67,8 +72,12 @@ class ExpertParallel(nn.Module):
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         splits = sent.sum(1).tolist(), received.sum(1).tolist()
 
-        tokens = x.reshape(-1, x.shape[-1])
-        arrived = _AllToAll.apply(tokens[rows // max(k, 1)], *splits, self.group)
+        tokens = x.reshape(-1, x.shape[-1])[rows // max(k, 1)]
+        weights = routing.weights
+        if self.config.router == "llama4":
+            tokens = (tokens * weights.reshape(-1, 1)[rows]).to(x.dtype)
+            weights = torch.ones_like(weights)
+        arrived = _AllToAll.apply(tokens, *splits, self.group)
         # From each rank come its rows of my first expert, then of my second, ...
         expert = torch.arange(self.local, device=x.device).repeat(len(received))
         expert = expert.repeat_interleave(received.flatten())[:, None]
@@ -78,7 +87,7 @@ class ExpertParallel(nn.Module):
 
         slots = back.new_zeros(chosen.numel(), x.shape[-1], dtype=routing.weights.dtype)
         slots = slots.index_copy(0, rows, back.to(slots.dtype))
-        weighted = slots.view(*routing.experts.shape, x.shape[-1]) * routing.weights[..., None]
+        weighted = slots.view(*routing.experts.shape, x.shape[-1]) * weights[..., None]
         return weighted.sum(-2).to(x.dtype)
 
 

@@ -14,9 +14,9 @@ from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
 from omniattn.ops.moe import ACTIVATIONS
-from omniattn.reference import philox
+from omniattn.reference.philox import new_seed
 
-ROUTERS = ("softmax", "sigmoid", "noisy", "expert_choice")
+ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
 
 class RouterState(NamedTuple):
@@ -72,12 +72,13 @@ class MoE(nn.Module):
     class Config:
         """Sizes and options of the layer.
 
-        `router`: softmax, sigmoid, noisy (top_k of both), or expert_choice, for which
-        `capacity_factor` is needed and k unused. `renormalize`, `route_scale`, `groups`,
-        `top_groups`, `router_grad`, `jitter`, `noise_eps`, `balance`: see
-        omniattn.functional.routing. `capacity_factor`: None never drops. `shared_hidden_dim`: width
-        of the experts that take every token, 0 for none; `shared_gate`: sigmoid gate in front of
-        them (Qwen2-MoE). `clamp`: alpha and limit of clamped_swiglu. `bias_rate`: of `update_bias`.
+        `router`: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
+        (top_k of them), or expert_choice, for which `capacity_factor` is needed and k unused.
+        `renormalize`, `route_scale`, `groups`, `top_groups`, `router_grad`, `jitter`, `noise_eps`,
+        `balance`: see omniattn.functional.routing; `default_decay`: of the default vectors.
+        `capacity_factor`: None never drops. `shared_hidden_dim`: width of the experts that take
+        every token, 0 for none; `shared_gate`: sigmoid gate in front of them (Qwen2-MoE). `clamp`:
+        alpha and limit of clamped_swiglu. `bias_rate`: of `update_bias`.
         """
 
         dim: int
@@ -94,6 +95,7 @@ class MoE(nn.Module):
         groups: int = 1
         top_groups: int = 1
         router_grad: str = "exact"
+        default_decay: float = 0.9
         jitter: float = 0.0
         noise_eps: float = 0.0
         capacity_factor: float | None = None
@@ -132,6 +134,11 @@ class MoE(nn.Module):
                     "learns from the balance loss alone",
                     stacklevel=3,
                 )
+            if self.router_grad != "exact" and self.router != "softmax":
+                raise ValueError(
+                    "MoE: router_grad must be exact but for router='softmax', "
+                    f"got router_grad={self.router_grad!r}, router={self.router!r}"
+                )
             if self.router == "expert_choice" and self.capacity_factor is None:
                 raise ValueError("MoE: router='expert_choice' needs a capacity_factor, got None")
             if self.capacity_factor is not None and not self.capacity_factor >= 0:
@@ -155,6 +162,19 @@ class MoE(nn.Module):
                 jitter=1e-2,
                 capacity_factor=1.25,
                 balance_coefficient=1e-2,
+            )
+
+        @classmethod
+        def llama4(cls, dim: int, hidden_dim: int, experts: int, top_k: int = 1) -> MoE.Config:
+            """Meta AI 2025, Llama 4: top-1 of a sigmoid on the inputs, one shared expert."""
+            return cls(
+                dim,
+                hidden_dim,
+                experts,
+                top_k,
+                router="llama4",
+                shared_hidden_dim=hidden_dim,
+                balance_coefficient=1e-3,
             )
 
         @classmethod
@@ -372,7 +392,7 @@ class Router(nn.Module):
         """x (..., T, dim) -> logits (..., T, E) and the routing."""
         c = self.config
         if self.training and c.jitter:
-            x = functional.router_jitter(x, c.jitter, philox.new_seed())
+            x = functional.router_jitter(x, c.jitter, new_seed())
         logits = self._product(x, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
@@ -386,9 +406,11 @@ class Router(nn.Module):
                 groups=c.groups,
                 top_groups=c.top_groups,
             )
+        if c.router == "llama4":
+            return logits, functional.llama4_top_k(logits, c.top_k)
         if c.router == "noisy":
             assert self.noise_weight is not None
-            seed = philox.new_seed() if self.training else None
+            seed = new_seed() if self.training else None
             noise = self._product(x, self.noise_weight)
             return logits, functional.noisy_top_k(
                 logits, noise, c.top_k, seed=seed, noise_eps=c.noise_eps
@@ -420,8 +442,11 @@ class Experts(nn.Module):
     """The stacked weights of all experts.
 
     Shape:
-        x (..., dim), Routing of (..., k) -> (..., dim).
+        x (..., dim), Routing of (..., k) -> (..., dim). The buffer default_vectors (E, dim) of
+        router_grad="default_vector" moves in training.
     """
+
+    default_vectors: Tensor | None
 
     def __init__(
         self,
@@ -441,6 +466,9 @@ class Experts(nn.Module):
         self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
         self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
         self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
+        vectors = torch.zeros(c.experts, c.dim, device=device)
+        learns = c.router_grad == "default_vector"
+        self.register_buffer("default_vectors", vectors if learns else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -453,11 +481,24 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of the chosen experts."""
+        if self.default_vectors is None or not self.training:
+            return self._run(x, routing.experts, routing.weights)
+        slots = x[..., None, :].expand(*routing.experts.shape, x.shape[-1])
+        index = routing.experts[..., None]
+        outputs = self._run(slots, index, torch.ones_like(index, dtype=routing.weights.dtype))
+        y = (outputs * routing.weights[..., None]).sum(-2).to(x.dtype)
+        y = functional.default_vector_gradient(y, routing, self.default_vectors)
+        functional.update_default_vectors(
+            self.default_vectors, outputs, routing.experts, decay=self.config.default_decay
+        )
+        return y
+
+    def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         c = self.config
         return functional.moe_experts(
             x,
-            routing.experts,
-            routing.weights,
+            experts,
+            weights,
             self.gate_up_proj,
             self.down_proj,
             up_bias=self.gate_up_proj_bias,
@@ -465,6 +506,7 @@ class Experts(nn.Module):
             activation=c.activation,
             alpha=c.clamp[0],
             limit=c.clamp[1],
+            weigh_inputs=c.router == "llama4",
             recompute=c.recompute,
             backend=c.backend,
         )

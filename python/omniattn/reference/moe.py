@@ -54,12 +54,14 @@ def moe_experts(
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    weigh_inputs: bool = False,
     recompute: bool = False,
 ) -> torch.Tensor:
     """y = sum over slots s of weights[..., s] * expert index[..., s] of x; index -1 adds nothing.
 
     x (..., d), index and weights (..., k), up (E, 2F, d) with the gate first or, `interleaved`, in
-    the even rows; (E, F, d) where the activation has no gate; down (E, d, F).
+    the even rows; (E, F, d) where the activation has no gate; down (E, d, F). With `weigh_inputs`
+    the weights multiply x and not what the experts make of it.
     """
     y = experts_in_dtype(
         widen(x),
@@ -73,6 +75,7 @@ def moe_experts(
         interleaved=interleaved,
         alpha=alpha,
         limit=limit,
+        weigh_inputs=weigh_inputs,
     )
     return y.to(x.dtype)
 
@@ -90,6 +93,7 @@ def experts_in_dtype(
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    weigh_inputs: bool = False,
     recompute: bool = False,
 ) -> torch.Tensor:
     """`moe_experts` with each step in the dtype of x."""
@@ -97,11 +101,12 @@ def experts_in_dtype(
     tokens, k = math.prod(leading), index.shape[-1]
     flat, chosen = x.reshape(tokens, dim), index.reshape(tokens, k)
     slots = flat.new_zeros(tokens, k, dim)
+    factors = weights.to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)[..., None]
     for e in range(up.shape[0]):
         token, slot = torch.where(chosen == e)
-        pre = F.linear(flat[token], up[e], None if up_bias is None else up_bias[e])
+        rows = flat[token] * factors[token, slot] if weigh_inputs else flat[token]
+        pre = F.linear(rows, up[e], None if up_bias is None else up_bias[e])
         hidden = _hidden(pre, activation, interleaved, alpha, limit)
         rows = F.linear(hidden, down[e], None if down_bias is None else down_bias[e])
         slots = slots.index_put((token, slot), rows.to(slots.dtype))  # autocast gives halves
-    kept = weights.to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)
-    return (kept[..., None] * slots).sum(1).reshape(x.shape)
+    return (slots if weigh_inputs else factors * slots).sum(1).reshape(x.shape)

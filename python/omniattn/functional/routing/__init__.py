@@ -11,6 +11,10 @@ from omniattn.functional.routing.capacity import (
     drop_second_at_random,
     expert_capacity,
 )
+from omniattn.functional.routing.defaults import (
+    default_vector_gradient,
+    update_default_vectors,
+)
 from omniattn.functional.routing.losses import (
     BALANCE_LOSSES,
     cv_squared,
@@ -23,6 +27,7 @@ from omniattn.functional.routing.routers import (
     Routing,
     expert_choice,
     expert_counts,
+    llama4_top_k,
     noisy_top_k,
     router_jitter,
     sigmoid_top_k,
@@ -35,11 +40,13 @@ __all__ = [
     "ROUTER_GRADS",
     "Routing",
     "cv_squared",
+    "default_vector_gradient",
     "drop_over_capacity",
     "drop_second_at_random",
     "expert_capacity",
     "expert_choice",
     "expert_counts",
+    "llama4_top_k",
     "load_balance_loss",
     "noisy_top_k",
     "router_jitter",
@@ -47,5 +54,6 @@ __all__ = [
     "sigmoid_top_k",
     "softmax_top_k",
     "top_k_softmax",
+    "update_default_vectors",
     "update_router_bias",
 ]

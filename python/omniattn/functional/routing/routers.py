@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional.random import normal_like, uniform_like
 from omniattn.functional.topk import top_k
-from omniattn.reference import philox
 
-ROUTER_GRADS = ("exact", "ste", "ste_dense")
+ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
 
 
 class Routing(NamedTuple):
@@ -64,7 +64,8 @@ def softmax_top_k(
         top_groups: in [1, groups].
         router_grad: "exact" for the derivative of the formula; "ste" to treat the weights of the
             chosen as their p in the backward; "ste_dense" to let every expert's output reach its p:
-            all E are evaluated, with weight 0 where not chosen, and only their p sees a gradient.
+            all E are evaluated, with weight 0 where not chosen, and only their p sees a gradient;
+            "default_vector" is "ste" here, and :func:`default_vector_gradient` adds the rest.
 
     Returns:
         experts, weights (..., k), or (..., E) for "ste_dense"; scores = p.
@@ -95,7 +96,7 @@ def softmax_top_k(
         )
     if router_grad == "exact":
         return Routing(index, weights, p)
-    if router_grad == "ste":
+    if router_grad in ("ste", "default_vector"):
         return Routing(index, weights.detach() + (chosen - chosen.detach()), p)
     every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
     dense = torch.zeros_like(p).scatter(-1, index, weights.detach())
@@ -127,6 +128,34 @@ def top_k_softmax(logits: Tensor, k: int) -> Routing:
     g = _compute("top_k_softmax", logits, k)
     chosen, index = top_k(g, k)
     return Routing(index, chosen.softmax(-1), g.softmax(-1))
+
+
+def llama4_top_k(logits: Tensor, k: int = 1) -> Routing:
+    """Routing of Llama 4: the weights multiply the inputs of the experts, not their outputs.
+
+    ``w = sigmoid(top-k of logits)``; run it with ``moe_experts(..., weigh_inputs=True)``
+
+    Args:
+        logits: (..., E), floating point.
+        k: in [1, E]; the released models have 1.
+
+    Returns:
+        experts, weights (..., k); scores = softmax of all logits, for the losses.
+
+    Raises:
+        TypeError, ValueError: see :func:`softmax_top_k`.
+
+    Reference:
+        Meta AI, The Llama 4 herd, 2025; as transformers' Llama4TextMoe computes it.
+
+    Example:
+        >>> index, weights, _ = llama4_top_k(torch.tensor([[2.0, 1.0, 0.0]]))
+        >>> index, weights
+        (tensor([[0]]), tensor([[0.8808]]))
+    """
+    g = _compute("llama4_top_k", logits, k)
+    chosen, index = top_k(g, k)
+    return Routing(index, chosen.sigmoid(), g.softmax(-1))
 
 
 def sigmoid_top_k(
@@ -224,7 +253,7 @@ def noisy_top_k(
         routing = top_k_softmax(clean, k)
         return routing, expert_counts(routing.experts, experts).to(clean.dtype)
     deviation = torch.nn.functional.softplus(noise_logits.to(clean.dtype)) + noise_eps
-    noise = philox.normal(clean.numel(), seed).view(clean.shape).to(clean)
+    noise = normal_like(clean, seed=seed).to(clean.dtype)
     h = clean + noise * deviation
     routing = top_k_softmax(h, k)
     if k == experts:
@@ -303,7 +332,7 @@ def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
     """
     if not 0 <= eps < 1:
         raise ValueError(f"router_jitter: eps must be in [0, 1), got eps={eps}")
-    noise = philox.uniform(x.numel(), seed).view(x.shape).to(x.device)
+    noise = uniform_like(x, seed=seed)
     return (widen(x) * (1 + eps * (2 * noise - 1))).to(x.dtype)
 
 

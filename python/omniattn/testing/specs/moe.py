@@ -82,6 +82,8 @@ MOE_EXPERTS = OpSpec(
         _experts("reglu", 30, 2, 2, 16, 300, activation="reglu"),
         _experts("bilinear", 9, 2, 4, 16, 16, activation="bilinear"),
         _experts("tanh", 9, 2, 1, 16, 16, activation="geglu_tanh"),
+        _experts("llama4", 30, 4, 1, 24, 40, ("transposed",), weigh_inputs=True),
+        _experts("inputs", 30, 4, 3, 24, 40, ("dropped", "biases"), weigh_inputs=True),
         _experts("notokens", 0, 3, 2, 8, 8, ("biases",)),
         _experts("noslots", 3, 3, 0, 8, 8),
         _experts("nofeatures", 5, 3, 2, 8, 0, ("biases",)),

@@ -1,0 +1,98 @@
+"""Default vectors: what the router learns of experts that it did not choose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_shape
+from omniattn.functional.routing.routers import Routing, expert_counts
+
+
+def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Tensor:
+    """y with a gradient to the scores of the experts that were not chosen.
+
+    ``dp_e = <dy, v_e>`` for those, as if expert e gave its default vector v_e; the value stays
+
+    Args:
+        y: (..., d), the weighted sum of the chosen experts.
+        routing: of (..., k), made with router_grad="default_vector". Tokens without any expert,
+            like padding, get no gradient.
+        vectors: (E, d), moved by :func:`update_default_vectors`.
+
+    Returns:
+        y, bit for bit, of its shape and dtype.
+
+    Raises:
+        ValueError: vectors of another shape.
+
+    Note:
+        The chosen experts' scores learn by the weights, straight through a renormalisation. The
+        forward is that of the chosen experts alone.
+
+    Reference:
+        Panda et al., Dense Backpropagation Improves Training for Sparse Mixture-of-Experts, 2025,
+        arXiv:2504.12463.
+
+    Example:
+        >>> g = torch.zeros(1, 2, requires_grad=True)
+        >>> p = g.softmax(-1)
+        >>> routing = Routing(torch.tensor([[0]]), p[:, :1], p)
+        >>> y = default_vector_gradient(torch.zeros(1, 3), routing, torch.ones(2, 3))
+        >>> torch.autograd.grad(y.sum(), routing.scores)[0]
+        tensor([[0., 3.]])
+    """
+    scores = routing.scores
+    require_shape("default_vector_gradient", "vectors", vectors, (scores.shape[-1], y.shape[-1]))
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    there = routing.experts >= 0
+    # One more column takes the slots without an expert.
+    chosen = torch.nn.functional.pad(chosen, (0, 1))
+    chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, scores.shape[-1]), True)
+    missing = ~chosen[..., :-1] & there.any(-1, keepdim=True)
+    straight = (scores - scores.detach()).masked_fill(~missing, 0.0)
+    kept = vectors.detach().to(scores.dtype, copy=True)  # they move before the backward
+    return y + (straight @ kept).to(y.dtype)
+
+
+@torch.no_grad()
+def update_default_vectors(
+    vectors: Tensor, outputs: Tensor, index: Tensor, *, decay: float = 0.9
+) -> None:
+    """Moves the default vectors in place towards the mean output of each expert.
+
+    ``v_e = decay v_e + (1 - decay) mean of f_e(x)`` over the tokens of expert e; without any it
+    stays
+
+    Args:
+        vectors: (E, d), zero before the first update.
+        outputs: (..., k, d), of the expert in each slot, before the routing weight.
+        index: (..., k), the experts; -1 for none.
+        decay: in [0, 1].
+
+    Raises:
+        ValueError: a decay out of range, a shape that does not fit.
+
+    Reference:
+        Panda et al., 2025, arXiv:2504.12463.
+
+    Example:
+        >>> vectors = torch.zeros(2, 1)
+        >>> outputs = torch.tensor([[[2.0]], [[4.0]]])
+        >>> update_default_vectors(vectors, outputs, torch.tensor([[1], [1]]))
+        >>> vectors
+        tensor([[0.0000],
+                [0.3000]])
+    """
+    op = "update_default_vectors"
+    if not 0 <= decay <= 1:
+        raise ValueError(f"{op}: decay must be in [0, 1], got decay={decay}")
+    experts, dim = vectors.shape
+    require_shape(op, "outputs", outputs, (*index.shape, dim))
+    flat = index.flatten()
+    there = flat >= 0
+    sums = vectors.new_zeros(experts, dim)
+    sums.index_add_(0, flat[there], outputs.reshape(-1, dim)[there].to(vectors.dtype))
+    counts = expert_counts(index, experts)[:, None]
+    moved = decay * vectors + (1 - decay) * sums / counts.clamp(min=1)
+    vectors.copy_(torch.where(counts > 0, moved, vectors))
