@@ -13,6 +13,7 @@ from omniattn.models.training import TrainConfig, Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = [name for name in TRAINED if name not in ("llama-tiny", "llama-medium")]
 EXPERTS = ["mixtral", "switch", "deepseek-moe"]
+DEPTHS = 2
 TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in range(20))
 
 
@@ -106,4 +107,44 @@ def test_the_balance_loss_reaches_the_gradient_and_not_the_reported_loss():
     free.train_step()
     assert run.losses == free.losses
     gradients = [r.routers.layers[0].gate.weight.grad for r in (run, free)]
+    assert not torch.allclose(*gradients, rtol=1e-2, atol=0)
+
+
+def test_further_tokens_are_predicted_as_in_the_paper():
+    """Loss of depth d at position i is that of token i + d + 1, through the head of the trunk."""
+    config = replace(TRAINED["deepseek-moe-mtp"], mtp_depths=DEPTHS, mtp_weight=0.1)
+    torch.manual_seed(0)
+    model, tokens = config.build(), torch.randint(256, (2, 20))
+    targets = torch.cat([tokens[:, 1:], torch.randint(256, (2, 1))], 1)
+    targets[0, 15:] = -100
+    loss = model(tokens, targets)
+    auxiliary = model.auxiliary_loss()
+    hidden, total = model.hidden(tokens), 0.0
+    for d, depth in enumerate(model.predictor.depths, 1):
+        pair = [
+            depth["hidden_norm"](hidden[:, :-1]),
+            depth["embedding_norm"](model.embed_tokens(tokens[:, d:])),
+        ]
+        rope = model.rotary(torch.arange(20 - d))
+        y, residual = depth["block"](depth["proj"](torch.cat(pair, -1)), rope=rope)
+        hidden = depth["norm"](y + residual)
+        logits = model.head(hidden)
+        total += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets[:, d:].flatten(), ignore_index=-100
+        )
+    torch.testing.assert_close(auxiliary, 0.1 / DEPTHS * total)
+    gradients = torch.autograd.grad(auxiliary, [*model.predictor.parameters()], allow_unused=True)
+    assert sum(g is not None and bool(g.any()) for g in gradients) > 0.9 * len(gradients)
+    plain = replace(config, mtp_depths=0).build()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(plain(tokens, targets), loss) and plain.auxiliary_loss() == 0.0
+
+
+def test_further_tokens_reach_the_gradient_and_not_the_reported_loss():
+    run, free = trainer("deepseek-moe-mtp"), trainer("deepseek-moe-mtp")
+    free.model.config = replace(free.model.config, mtp_weight=0.0)
+    run.train_step()
+    free.train_step()
+    assert run.losses == free.losses
+    gradients = [r.model.embed_tokens.weight.grad for r in (run, free)]
     assert not torch.allclose(*gradients, rtol=1e-2, atol=0)

@@ -158,6 +158,8 @@ def test_conversion_says_what_it_cannot_do():
         TRAINED["switch"].build().to_hf()
     with pytest.raises(NotImplementedError, match="mscale must be that of rope_scaling"):
         replace(SMALL["deepseek"], mscale=1.0).to_hf()
+    with pytest.raises(NotImplementedError, match="got mtp_depths=1"):
+        replace(SMALL["deepseek"], mtp_depths=1).to_hf()
 
 
 @torch.no_grad()

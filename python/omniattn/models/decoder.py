@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from omniattn import functional
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.tasks import LanguageModeling
-from omniattn.modules import Cache, DecoderBlock, LearnedPositional, Linear, RotaryEmbedding
+from omniattn.modules import (
+    Cache,
+    DecoderBlock,
+    Dropout,
+    LearnedPositional,
+    Linear,
+    MultiTokenPredictor,
+    RotaryEmbedding,
+)
 from omniattn.modules.build import NormConfig, build
 
 
@@ -75,6 +83,16 @@ class Decoder(Model):
             return None
 
         @property
+        def predictor(self) -> MultiTokenPredictor.Config | None:
+            """Predictor of further tokens, whose blocks are that of layer `num_layers`."""
+            return None
+
+        @property
+        def predictor_weight(self) -> float:
+            """Of its loss, in training."""
+            return 0.3
+
+        @property
         def longest(self) -> int | None:
             return None if self.positions is None else self.positions.max_positions
 
@@ -111,7 +129,7 @@ class Decoder(Model):
             if c.positions is None
             else LearnedPositional(c.positions, device=device, dtype=dtype)
         )
-        self.dropout = nn.Dropout(c.dropout_p)
+        self.dropout = Dropout(c.dropout_p)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
         self.layers = nn.ModuleList(
             DecoderBlock(c.block(layer), device=device, dtype=dtype)
@@ -120,6 +138,18 @@ class Decoder(Model):
         self.norm = build(c.norm, device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
         self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
+        self.predictor: MultiTokenPredictor | None = None
+        if c.predictor is not None:
+
+            def block() -> DecoderBlock:
+                return DecoderBlock(c.block(c.num_layers), device=device, dtype=dtype)
+
+            self.predictor = MultiTokenPredictor(c.predictor, block, device=device, dtype=dtype)
+        self._predictor_loss: torch.Tensor | float = 0.0
+
+    def auxiliary_loss(self) -> torch.Tensor | float:
+        """That of the tokens behind the next one, where the model predicts them in training."""
+        return self._predictor_loss
 
     def new_cache(
         self, batch: int, max_length: int, dtype: torch.dtype | None = None
@@ -187,6 +217,37 @@ class Decoder(Model):
         x = self.hidden(tokens, positions=positions, mask=mask, cache=cache)
         if targets is None:
             return self.head(x)
+        if self.predictor is not None and self.training:
+            self._predictor_loss = self._predict_further(x, tokens, targets, positions, mask)
         return functional.linear_cross_entropy(
             x, self.head_weight, targets, backend=self.config.backend
         )
+
+    def _predict_further(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The weighted mean over depths d of the loss of token i + d + 1 at position i."""
+        assert self.predictor is not None
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+
+        def run(block: nn.Module, y: torch.Tensor) -> torch.Tensor:
+            length = y.shape[1]
+            rope = None if self.rotary is None else self.rotary(positions[..., :length])
+            seen = None if mask is None else mask[..., :length, :length]
+            out, residual = block(y, rope=rope, mask=seen)
+            return out + residual
+
+        states = self.predictor(x, tokens, self.embed_tokens, lambda y: y, run)
+        losses = [
+            functional.linear_cross_entropy(
+                state, self.head_weight, targets[:, d:], backend=self.config.backend
+            )
+            for d, state in enumerate(states, 1)
+        ]
+        return self.config.predictor_weight * torch.stack(losses).mean()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, LlamaFamilyConfig
 from omniattn.models.hf import Counterpart
-from omniattn.modules import MoE, MultiHeadLatentAttention
+from omniattn.modules import MoE, MultiHeadLatentAttention, MultiTokenPredictor
 from omniattn.modules.build import FeedForwardConfig
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class DeepSeekConfig(MLAConfig):
         groups, top_groups: the experts form groups, of which a token uses some.
         route_scale: factor of the routed experts' weights.
         bias_rate: what a step moves the biases by.
+        mtp_depths: further tokens that each position learns to predict in training, 0 for none.
+        mtp_weight: of their loss (the paper: 0.3, then 0.1).
 
     Reference:
         Dai et al., "DeepSeekMoE", 2024, arXiv 2401.06066; DeepSeek-AI, "DeepSeek-V3 Technical
@@ -105,6 +107,20 @@ class DeepSeekConfig(MLAConfig):
     top_groups: int = 1
     route_scale: float = 1.0
     bias_rate: float = 1e-3
+    mtp_depths: int = 0
+    mtp_weight: float = 0.3
+
+    @property
+    def predictor(self) -> MultiTokenPredictor.Config | None:
+        if self.mtp_depths == 0:
+            return None
+        return MultiTokenPredictor.Config(
+            self.dim, self.mtp_depths, self.norm_eps, init_std=self.init_std, backend=self.backend
+        )
+
+    @property
+    def predictor_weight(self) -> float:
+        return self.mtp_weight
 
     def feed_forward(self, layer: int) -> FeedForwardConfig:
         if layer < self.dense_layers:
@@ -130,6 +146,11 @@ class DeepSeekConfig(MLAConfig):
         }
 
     def hf_special(self) -> dict[str, Any]:
+        if self.mtp_depths:
+            raise NotImplementedError(
+                "DeepSeekConfig: transformers predicts no further tokens; "
+                f"mtp_depths must be 0, got mtp_depths={self.mtp_depths}"
+            )
         rope = super().hf_special()["rope_parameters"]
         if _mscale(rope) != self.mscale:
             raise NotImplementedError(

@@ -23,6 +23,10 @@ class Model(nn.Module):
 
     config: ModelConfig
 
+    def auxiliary_loss(self) -> torch.Tensor | float:
+        """What training adds to the loss of the last forward, beside that of the routers."""
+        return 0.0
+
     @classmethod
     def from_hf(cls, model: PreTrainedModel, *, backend: str | None = None) -> Self:
         """A copy of a model of transformers, on its device and in its dtype.

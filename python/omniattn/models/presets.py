@@ -46,6 +46,7 @@ TRAINED: dict[str, ModelConfig] = {
     "switch": SwitchConfig(hidden_dim=768),
     # The published rate, 1e-3, is for a thousand times as many steps.
     "deepseek-moe": DeepSeekConfig(bias_rate=1e-2),
+    "deepseek-moe-mtp": DeepSeekConfig(bias_rate=1e-2, mtp_depths=1),
     "gpt2": GPT2Config(),
     "mla": MLAConfig(),
     "differential": DifferentialConfig(),

@@ -143,7 +143,7 @@ class Trainer:
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss of step {self.step} is {value}")
-        torch.autograd.backward(loss + self.routers.loss())
+        torch.autograd.backward(loss + self.model.auxiliary_loss() + self.routers.loss())
         nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         self.optimizer.step()
         self.routers.step()

@@ -54,6 +54,7 @@ class MultiTokenPredictor(nn.Module):
         concat: str = "hidden_first"
         post_norm: bool = True
         init_std: float = 0.02
+        backend: str | None = None
 
         def __post_init__(self) -> None:
             if self.depths < 1:
@@ -78,10 +79,12 @@ class MultiTokenPredictor(nn.Module):
         self.config = c = config
 
         def norm() -> RMSNorm:
-            return RMSNorm(RMSNorm.Config(c.dim, eps=c.eps), device=device, dtype=dtype)
+            return RMSNorm(
+                RMSNorm.Config(c.dim, eps=c.eps, backend=c.backend), device=device, dtype=dtype
+            )
 
         def depth() -> nn.ModuleDict:
-            proj = Linear.Config(2 * c.dim, c.dim, init_std=c.init_std)
+            proj = Linear.Config(2 * c.dim, c.dim, init_std=c.init_std, backend=c.backend)
             return nn.ModuleDict(
                 {
                     "hidden_norm": norm(),
@@ -100,8 +103,10 @@ class MultiTokenPredictor(nn.Module):
         tokens: Tensor,
         embedding: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
+        run: Callable[[nn.Module, Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Logits of each depth; `embedding` and `head` are the trunk's."""
+        """Logits of each depth; `embedding` and `head` are the trunk's. `run(block, x)` applies a
+        block that needs more than x (rotary tables); by default block(x)."""
         if tokens.shape[1] <= self.config.depths:
             raise ValueError(
                 "MultiTokenPredictor: tokens must be longer than the depths, "
@@ -116,7 +121,8 @@ class MultiTokenPredictor(nn.Module):
             ]
             if self.config.concat == "embedding_first":
                 pair.reverse()
-            hidden = depth["block"](depth["proj"](torch.cat(pair, -1)))
+            x = depth["proj"](torch.cat(pair, -1))
+            hidden = depth["block"](x) if run is None else run(depth["block"], x)
             normed = depth["norm"](hidden)
             logits.append(head(normed))
             hidden = normed if self.config.post_norm else hidden
