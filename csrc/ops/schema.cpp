@@ -130,9 +130,10 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          "Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p, int act, bool "
          "recompute, bool native) -> (Tensor y, Tensor gate, Tensor up)");
   m.def(
-      "glu_mlp_backward(Tensor grad_y, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor "
-      "down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? seed, Tensor gate, Tensor up, "
-      "float dropout_p, int act, bool recompute, bool native, bool[] needs) -> Tensor[]");
+      "glu_mlp_backward(Tensor grad_y, Tensor gate, Tensor up, bool[] needs, Tensor x, Tensor "
+      "gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, "
+      "Tensor? down_bias, Tensor? seed, float dropout_p, int act, bool recompute, bool native) -> "
+      "Tensor[]");
 
   // loss: target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum
   define(m, "cross_entropy",

@@ -8,7 +8,7 @@ gemm_choice.py; the gated activation is `glu`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ __all__ = ["glu_mlp"]
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 _linear_op = torch.ops.omniattn.linear_raw.default
 _linear_backward_op = torch.ops.omniattn.linear_backward.default
-_dropout_op = torch.ops.omniattn.dropout_raw.default
 _glu_op = torch.ops.omniattn.glu_raw.default
 _glu_backward_op = torch.ops.omniattn.glu_backward.default
+_dropout_op = torch.ops.omniattn.dropout_raw.default
 
 
 def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -58,34 +58,63 @@ def _require_defined(**tensors: Tensor | None) -> None:
         _require(t is not None, f"{name} must be a tensor, got None")
 
 
-def _check(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: int,
-) -> None:
-    """What the kernels that are called do not check for themselves."""
-    _require_defined(x=x, gate_weight=gate_weight, down_weight=down_weight)
-    _require(act in _NAMES, f"act must be one of {sorted(_NAMES)}, got act={act}")
-    _require(x.dim() >= 1 and gate_weight.dim() == 2, "x and gate_weight must be at least 1-d, 2-d")
-    hidden, width = gate_weight.shape
-    _require(x.shape[-1] == width, f"x must have {width} columns, got {x.shape[-1]}")
-    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-        ("up_weight", up_weight, (hidden, width)),
-        ("down_weight", down_weight, (*down_weight.shape[:1], hidden)),
-        ("gate_bias", gate_bias, (hidden,)),
-        ("up_bias", up_bias, (hidden,)),
-        ("down_bias", down_bias, tuple(down_weight.shape[:1])),
-    ]
-    for name, t, shape in wanted:
-        if t is not None:
-            _require(t.shape == shape, f"{name} must have shape {shape}, got {tuple(t.shape)}")
-            _require(t.dtype == x.dtype, f"{name} must have dtype {x.dtype}, got {t.dtype}")
-    _require(up_bias is None or up_weight is not None, "up_bias needs an up_weight")
+class _Arguments(NamedTuple):
+    """What all implementations of the op get, the backward behind arguments of its own."""
+
+    x: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor | None
+    down_weight: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+    act: int
+    recompute: bool
+    native: bool
+
+    def check(self) -> None:
+        """What the kernels that are called do not check for themselves."""
+        x, gate_weight, down_weight = self.x, self.gate_weight, self.down_weight
+        _require_defined(x=x, gate_weight=gate_weight, down_weight=down_weight)
+        _require(self.act in _NAMES, f"act must be one of {sorted(_NAMES)}, got act={self.act}")
+        _require(
+            x.dim() >= 1 and gate_weight.dim() == 2, "x and gate_weight must be at least 1-d, 2-d"
+        )
+        hidden, width = gate_weight.shape
+        _require(x.shape[-1] == width, f"x must have {width} columns, got {x.shape[-1]}")
+        wanted: list[tuple[str, tuple[int, ...]]] = [
+            ("up_weight", (hidden, width)),
+            ("down_weight", (*down_weight.shape[:1], hidden)),
+            ("gate_bias", (hidden,)),
+            ("up_bias", (hidden,)),
+            ("down_bias", tuple(down_weight.shape[:1])),
+        ]
+        for name, shape in wanted:
+            t = getattr(self, name)
+            if t is not None:
+                _require(t.shape == shape, f"{name} must have shape {shape}, got {tuple(t.shape)}")
+                _require(t.dtype == x.dtype, f"{name} must have dtype {x.dtype}, got {t.dtype}")
+        _require(self.up_bias is None or self.up_weight is not None, "up_bias needs an up_weight")
+
+    def project(self) -> tuple[Tensor, Tensor | None]:
+        """x gate_weight^T + gate_bias, and the same of up where there is one."""
+        gate = _linear(self.x, self.gate_weight, self.gate_bias, self.native)
+        if self.up_weight is None:
+            return gate, None
+        return gate, _linear(self.x, self.up_weight, self.up_bias, self.native)
+
+    def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        """The hidden layer."""
+        return self.drop(_activate(gate, up, self.act))
+
+    def drop(self, hidden: Tensor) -> Tensor:
+        """Dropout, of the hidden layer or of its gradient."""
+        if self.seed is None:
+            return hidden
+        y: Tensor = _dropout_op(hidden, self.seed, self.dropout_p)
+        return y
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, native: bool) -> Tensor:
@@ -125,166 +154,98 @@ def _activate_backward(
     return dgate.to(gate.dtype), None
 
 
-def _drop(hidden: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor:
-    if seed is None:
-        return hidden
-    y: Tensor = _dropout_op(hidden, seed, dropout_p)
-    return y
-
-
-def _forward(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    act: int,
-    recompute: bool,
-    native: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act)
-    gate = _linear(x, gate_weight, gate_bias, native)
-    up = None if up_weight is None else _linear(x, up_weight, up_bias, native)
-    hidden = _drop(_activate(gate, up, act), seed, dropout_p)
-    y = _linear(hidden, down_weight, down_bias, native)
-    kept = (None, None) if recompute else (gate, up)
-    kept_gate, kept_up = (x.new_empty(0) if t is None else t for t in kept)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    a = _Arguments(*arguments)
+    a.check()
+    gate, up = a.project()
+    y = _linear(a.hidden(gate, up), a.down_weight, a.down_bias, a.native)
+    kept = (None, None) if a.recompute else (gate, up)
+    kept_gate, kept_up = (a.x.new_empty(0) if t is None else t for t in kept)
     return y, kept_gate, kept_up
 
 
-def _fake(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    act: int,
-    recompute: bool,
-    native: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act)
-    projected = (0,) if recompute else (*x.shape[:-1], gate_weight.shape[0])
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    a = _Arguments(*arguments)
+    a.check()
+    projected = (0,) if a.recompute else (*a.x.shape[:-1], a.gate_weight.shape[0])
     return (
-        x.new_empty((*x.shape[:-1], down_weight.shape[0])),
-        x.new_empty(projected),
-        x.new_empty((0,) if up_weight is None else projected),
+        a.x.new_empty((*a.x.shape[:-1], a.down_weight.shape[0])),
+        a.x.new_empty(projected),
+        a.x.new_empty((0,) if a.up_weight is None else projected),
     )
 
 
 def _backward_op(
-    grad_y: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    seed: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    dropout_p: float,
-    act: int,
-    recompute: bool,
-    native: bool,
-    needs: Sequence[bool],
+    grad_y: Tensor, kept_gate: Tensor, kept_up: Tensor, needs: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     """Gradients of x, the three weights and the three biases; empty where not needed."""
-    _check_backward(grad_y, x, gate_weight, up_weight, down_weight, gate, up, recompute, needs)
-    _check(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, None, act)
+    a = _Arguments(*arguments)
+    _check_backward(grad_y, kept_gate, kept_up, needs, a)
     x_need, gate_need, up_need, down_need, gate_bias_need, up_bias_need, down_bias_need = needs
-    projected_up: Tensor | None = None if up_weight is None else up
-    if recompute:
-        gate = _linear(x, gate_weight, gate_bias, native)
-        if up_weight is not None:
-            projected_up = _linear(x, up_weight, up_bias, native)
-    hidden = _drop(_activate(gate, projected_up, act), seed, dropout_p)
+    up: Tensor | None
+    if a.recompute:
+        gate, up = a.project()
+    else:
+        gate, up = kept_gate, None if a.up_weight is None else kept_up
     dhidden, ddown, ddown_bias = _linear_backward(
-        grad_y, hidden, down_weight, native, True, down_need, down_bias_need
+        grad_y, a.hidden(gate, up), a.down_weight, a.native, True, down_need, down_bias_need
     )
-    del hidden
     assert dhidden is not None
-    dgate, dup = _activate_backward(_drop(dhidden, seed, dropout_p), gate, projected_up, act)
+    dgate, dup = _activate_backward(a.drop(dhidden), gate, up, a.act)
     del dhidden
     dx, dgate_weight, dgate_bias = _linear_backward(
-        dgate, x, gate_weight, native, x_need, gate_need, gate_bias_need
+        dgate, a.x, a.gate_weight, a.native, x_need, gate_need, gate_bias_need
     )
     dup_weight = dup_bias = None
-    if up_weight is not None and dup is not None:
+    if a.up_weight is not None and dup is not None:
         dx_up, dup_weight, dup_bias = _linear_backward(
-            dup, x, up_weight, native, x_need, up_need, up_bias_need
+            dup, a.x, a.up_weight, a.native, x_need, up_need, up_bias_need
         )
         dx = None if dx is None or dx_up is None else dx.add_(dx_up)
     found = (dx, dgate_weight, dup_weight, ddown, dgate_bias, dup_bias, ddown_bias)
-    return [x.new_empty(0) if g is None else g for g in found]
+    return [a.x.new_empty(0) if g is None else g for g in found]
 
 
 def _check_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    recompute: bool,
-    needs: Sequence[bool],
+    grad_y: Tensor, gate: Tensor, up: Tensor, needs: Sequence[bool], a: _Arguments
 ) -> None:
-    _require_defined(grad_y=grad_y, x=x, gate_weight=gate_weight, down_weight=down_weight)
-    _require_defined(gate=gate, up=up)
-    leading = x.shape[:-1]
+    _require_defined(grad_y=grad_y, gate=gate, up=up)
+    a.check()
+    leading = a.x.shape[:-1]
     _require(len(needs) == 7, f"needs must have 7 entries, got {len(needs)}")
     _require(
-        grad_y.shape == (*leading, *down_weight.shape[:1]) and grad_y.dtype == x.dtype,
+        grad_y.shape == (*leading, *a.down_weight.shape[:1]) and grad_y.dtype == a.x.dtype,
         f"grad_y must have the shape and dtype of y, got {tuple(grad_y.shape)}, {grad_y.dtype}",
     )
-    if recompute:
+    if a.recompute:
         return
-    kept = [("gate", gate)] if up_weight is None else [("gate", gate), ("up", up)]
-    shape = (*leading, *gate_weight.shape[:1])
+    kept = [("gate", gate)] if a.up_weight is None else [("gate", gate), ("up", up)]
+    shape = (*leading, *a.gate_weight.shape[:1])
     for name, t in kept:
         _require(
-            t.shape == shape and t.dtype == x.dtype,
-            f"{name} must have shape {tuple(shape)} and dtype {x.dtype}, "
+            t.shape == shape and t.dtype == a.x.dtype,
+            f"{name} must have shape {tuple(shape)} and dtype {a.x.dtype}, "
             f"got {tuple(t.shape)}, {t.dtype}",
         )
 
 
 def _fake_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    seed: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    dropout_p: float,
-    act: int,
-    recompute: bool,
-    native: bool,
-    needs: Sequence[bool],
+    grad_y: Tensor, gate: Tensor, up: Tensor, needs: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    hidden = tuple(gate_weight.shape[:1])
+    a = _Arguments(*arguments)
+    hidden = tuple(a.gate_weight.shape[:1])
     shapes = (
-        x.shape,
-        gate_weight.shape,
-        (0,) if up_weight is None else up_weight.shape,
-        down_weight.shape,
+        a.x.shape,
+        a.gate_weight.shape,
+        (0,) if a.up_weight is None else a.up_weight.shape,
+        a.down_weight.shape,
         hidden,
-        (0,) if up_weight is None else hidden,
-        down_weight.shape[:1],
+        (0,) if a.up_weight is None else hidden,
+        a.down_weight.shape[:1],
     )
-    return [x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)]
+    return [
+        a.x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
+    ]
 
 
 # The kernels below pick their own device.
@@ -309,36 +270,22 @@ def _backward(
 ) -> tuple[Any, ...]:
     if grads[0] is None:
         return (None,) * 12
-    *inputs, _, seed, gate, up = saved  # without down_bias
-    found = torch.ops.omniattn.glu_mlp_backward(
-        grads[0], *inputs, seed, gate, up, *kept, list(needs[:7])
-    )
+    *inputs, gate, up = saved
+    found = torch.ops.omniattn.glu_mlp_backward(grads[0], gate, up, list(needs[:7]), *inputs, *kept)
     return (*(g if n else None for g, n in zip(found, needs[:7], strict=True)), *(None,) * 5)
 
 
-def _formula(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    act: int,
-    recompute: bool,
-    native: bool,
-) -> Tensor:
-    gate = reference.linear(x, gate_weight, gate_bias)
-    if up_weight is None:
-        hidden = reference.activate(gate, _NAMES[act])
+def _formula(*arguments: Any) -> Tensor:
+    a = _Arguments(*arguments)
+    gate = reference.linear(a.x, a.gate_weight, a.gate_bias)
+    if a.up_weight is None:
+        hidden = reference.activate(gate, _NAMES[a.act])
     else:
-        up = reference.linear(x, up_weight, up_bias)
-        hidden = reference.gated_activation(gate, up, _NAMES[act])
-    if seed is not None:
-        hidden = reference.dropout(hidden, dropout_p, seed=seed)
-    return reference.linear(hidden, down_weight, down_bias)
+        up = reference.linear(a.x, a.up_weight, a.up_bias)
+        hidden = reference.gated_activation(gate, up, _NAMES[a.act])
+    if a.seed is not None:
+        hidden = reference.dropout(hidden, a.dropout_p, seed=a.seed)
+    return reference.linear(hidden, a.down_weight, a.down_bias)
 
 
 #: (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, seed, dropout_p, act,
