@@ -412,14 +412,13 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def result(row: Row, ceilings: harness.Ceilings, isa: str) -> report.Row:
-    timing = harness.interleave(
-        {"ours": row.run, "yardstick": row.yardstick}, SECONDS, harness.cpu_speed(isa)
-    )
+def result(row: Row, ceilings: harness.Ceilings, speed: Callable[[], float]) -> report.Row:
+    timing = harness.interleave({"ours": row.run, "yardstick": row.yardstick}, SECONDS, speed)
     seconds, dtype = timing.seconds["ours"], SHORT_DTYPE[row.dtype]
     rate = 1e-9 * (row.flops or row.bytes) / seconds
     ratio = 1 / (timing.ratios["yardstick"].median * row.share)
-    of_ceiling = rate / (ceilings.of(dtype) if row.flops else ceilings.bandwidth)
+    ceiling = ceilings.of(dtype) * timing.speed if row.flops else ceilings.bandwidth
+    of_ceiling = rate / ceiling
     return {
         "row": row.name,
         "dtype": dtype,
@@ -469,9 +468,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
     ceilings = harness.Ceilings.measure(args.threads, isa)
+    speed = harness.cpu_speed(ceilings, args.threads, isa)
     for group in args.group:
         for row in GROUPS[group]():
-            found = result(row, ceilings, isa)
+            found = result(row, ceilings, speed)
             save([found])
             tqdm.write(
                 f"{found['row']} {found['dtype']} {report.SHORT_PASS[row.pass_]}: "

@@ -2,8 +2,9 @@
 
 A round times every provider once, A B C in even rounds and C B A in odd ones, each sample long
 enough to be read from the clock. Ratios are taken within a round; their median and a bootstrap
-interval are what is reported. On the CPU a round whose multiply-add probe falls 10 % short of the
-best one is dropped: another process had the core.
+interval are what is reported. On the CPU every round also probes how fast the machine multiplies
+and adds at that moment: a round that falls 10 % short of the best one is dropped, because another
+process had a core, and the ceiling of a task is what its own rounds found.
 """
 
 from __future__ import annotations
@@ -55,18 +56,20 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of each provider, ratios to "ours", rounds kept and made."""
+    """Seconds per call of each provider, ratios to "ours", the machine's speed meanwhile as a share
+    of its ceiling, rounds kept and made."""
 
     seconds: Mapping[str, float]
     ratios: Mapping[str, Ratio]
+    speed: float
     kept: int
     rounds: int
 
 
-def cpu_speed(isa: str) -> Callable[[], float]:
-    """How fast this core multiplies and adds right now."""
+def cpu_speed(ceilings: Ceilings, threads: int, isa: str) -> Callable[[], float]:
+    """How fast this machine multiplies and adds right now, as a share of `ceilings`."""
     probe = _kernels.Probe(isa)
-    return lambda: probe.peak("f32", 1, PROBE_SECONDS)
+    return lambda: probe.peak("f32", threads, PROBE_SECONDS) / ceilings.compute["f32"]
 
 
 def interleave(
@@ -77,27 +80,29 @@ def interleave(
 ) -> Timing:
     """Rounds over all providers for about `seconds` in total, warm-up apart.
 
-    clock(run, n) tells the seconds per call of n calls; speed() how fast the machine is.
+    clock(run, n) tells the seconds per call of n calls; speed() how fast the machine is now.
     """
     repeats = {}
     for name, run in providers.items():
         run()
         repeats[name] = max(1, round(SAMPLE_SECONDS / clock(run, 1)))
     samples: list[dict[str, float]] = []
-    quiet: list[float] = []
+    speeds: list[float] = []
     start = time.perf_counter()
     while len(samples) < MOST_ROUNDS:
         if len(samples) >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
             break
         names = list(providers) if len(samples) % 2 == 0 else list(reversed(providers))
         samples.append({name: clock(providers[name], repeats[name]) for name in names})
-        quiet.append(speed())
-    kept = [s for s, q in zip(samples, quiet, strict=True) if q >= QUIET * max(quiet)]
+        speeds.append(speed())
+    quiet = [i for i, found in enumerate(speeds) if found >= QUIET * max(speeds)]
+    kept = [samples[i] for i in quiet]
     times = {name: statistics.median(s[name] for s in kept) for name in providers}
     ratios = {
         name: _ratio([s[name] / s["ours"] for s in kept]) for name in providers if name != "ours"
     }
-    return Timing(times, ratios, len(kept), len(samples))
+    typical = statistics.median(speeds[i] for i in quiet)
+    return Timing(times, ratios, typical, len(kept), len(samples))
 
 
 def _ratio(values: list[float]) -> Ratio:

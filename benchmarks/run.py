@@ -166,7 +166,7 @@ def rows_of(
         ratio = timing.ratios.get(name, harness.Ratio(1.0, 1.0, 1.0))
         gflops, gbytes = 1e-9 * task.flops / seconds, 1e-9 * task.bytes / seconds
         compute_bound = task.bound == "compute"
-        ceiling = ceilings.of(task.dtype) if compute_bound else ceilings.bandwidth
+        ceiling = ceilings.of(task.dtype) * timing.speed if compute_bound else ceilings.bandwidth
         share = (gflops if compute_bound else gbytes) / ceiling
         rows.append(
             {
@@ -221,6 +221,7 @@ def main() -> None:
     makers = list(op_tasks([op for op in args.op if op in benchmarked]))
     if "training" in args.op:
         makers.append(training_task)
+    speed = harness.cpu_speed(ceilings, args.threads, isa)
     failures = 0
     for make in tqdm(makers, unit="case"):
         try:
@@ -230,7 +231,7 @@ def main() -> None:
             failures += 1
             continue
         seconds = QUICK_SECONDS if args.quick else SECONDS
-        timing = harness.interleave(task.providers, seconds, harness.cpu_speed(isa))
+        timing = harness.interleave(task.providers, seconds, speed)
         record["rows"] += rows_of(task, timing, ceilings, commit, harness.peak_memory)
         report.save(args.name, record)
         line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())

@@ -1,15 +1,21 @@
 # libomniattn_cuda.so: the CUDA implementations of the ops, loaded where torch sees a GPU. Optional: on
-# where nvcc works. A torch without CUDA is enough to build it.
-include(CheckLanguage)
+# where nvcc works and the torch of this environment could use it, and in development builds, which test
+# it. It builds against any torch.
 if(NOT DEFINED OMNIATTN_CUDA AND NOT OMNIATTN_SANITIZE)
+  include(CheckLanguage)
   check_language(CUDA)
 endif()
+set(cuda_useful OFF)
 if(CMAKE_CUDA_COMPILER)
-  set(found ON)
-else()
-  set(found OFF)
+  file(STRINGS "${OMNIATTN_TORCH_DIR}/version.py" torch_cuda REGEX "^cuda[ :].*= *'")
+  if(torch_cuda OR OMNIATTN_BUILD_DEV)
+    set(cuda_useful ON)
+  else()
+    message(STATUS "omniattn: no CUDA library, because this torch is built without CUDA; "
+                   "pip install -C cmake.define.OMNIATTN_CUDA=ON builds it all the same")
+  endif()
 endif()
-option(OMNIATTN_CUDA "Build libomniattn_cuda.so (needs nvcc >= 12)" ${found})
+option(OMNIATTN_CUDA "Build libomniattn_cuda.so (needs nvcc >= 12)" ${cuda_useful})
 # Machine code for Ampere to Hopper, and PTX that newer GPUs compile when they load it.
 set(OMNIATTN_CUDA_ARCHS "80;90a-real" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
 if(NOT OMNIATTN_CUDA)

@@ -41,11 +41,12 @@ pytestmark = pytest.mark.timeout(1500)  # the first test builds everything for a
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel of this tree; its objects are left in build/wheel. With the warnings and the GPU
-    architecture of the editable build, so that ccache has its objects."""
+    """The wheel of this tree, with both libraries; its objects are left in build/wheel. With the
+    warnings and the GPU architecture of the editable build, so that ccache has its objects."""
     folder = tmp_path_factory.mktemp("wheel")
-    same = [f"-Ccmake.define.OMNIATTN_{d}" for d in ("WERROR=ON", "CUDA_ARCHS=80-real")]
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *same, "-w", folder, ROOT)
+    defines = ["WERROR=ON", "CUDA_ARCHS=80-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
+    options = [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", folder, ROOT)
     (path,) = folder.glob("*.whl")
     return path
 
