@@ -36,20 +36,27 @@ OMNIATTN_INLINE VecF scale2(VecF a, VecF n) {
   return a * VecF::from_bits((half + 127) << 23) * VecF::from_bits((whole - half + 127) << 23);
 }
 
+// The ends of rows are calls, for the time that builds take.
 template <class S>
-OMNIATTN_INLINE Vec<compute_t<S>> load_n(const S* p, int64_t n) {
+[[gnu::noinline]] Vec<compute_t<S>> load_part(const S* p, int64_t n) {
   constexpr int kWidth = Vec<compute_t<S>>::kWidth;
-  if (n >= kWidth) return load(p);
   S lanes[kWidth] = {};
   for (int i = 0; i < kWidth && i < n; ++i) lanes[i] = p[i];
   return load(lanes);
 }
 template <class S>
-OMNIATTN_INLINE void store_n(S* p, Vec<compute_t<S>> x, int64_t n) {
-  if (n >= x.kWidth) return store(p, x);
+[[gnu::noinline]] void store_part(S* p, Vec<compute_t<S>> x, int64_t n) {
   S lanes[x.kWidth];
   store(lanes, x);
   for (int i = 0; i < x.kWidth && i < n; ++i) p[i] = lanes[i];
+}
+template <class S>
+OMNIATTN_INLINE Vec<compute_t<S>> load_n(const S* p, int64_t n) {
+  return n >= Vec<compute_t<S>>::kWidth ? load(p) : load_part(p, n);
+}
+template <class S>
+OMNIATTN_INLINE void store_n(S* p, Vec<compute_t<S>> x, int64_t n) {
+  n >= x.kWidth ? store(p, x) : store_part(p, x, n);
 }
 
 template <class T>

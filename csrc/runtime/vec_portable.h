@@ -53,14 +53,33 @@ OMNIATTN_INLINE VecD floor(VecD a) {
   return select(r > a, r - 1.0, r);
 }
 
+// Conversions of 16-bit types are calls: dozens of instructions a lane, they doubled the time of a
+// build where they stood in every kernel.
 template <class S>
-OMNIATTN_INLINE Vec<compute_t<S>> load(const S* p) {
+[[gnu::noinline]] Vec<compute_t<S>> load_widened(const S* p) {
   return map_lanes_unrolled<compute_t<S>>([&](int i) { return widen(p[i]); });
 }
 template <class S>
-OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) {
+[[gnu::noinline]] void store_narrowed(S* p, Vec<compute_t<S>> x) {
 #pragma GCC unroll 16
   for (int i = 0; i < x.kWidth; ++i) p[i] = narrow<S>(x.v[i]);
+}
+template <class S>
+OMNIATTN_INLINE Vec<compute_t<S>> load(const S* p) {
+  if constexpr (sizeof(S) == sizeof(compute_t<S>)) {
+    return map_lanes_unrolled<S>([&](int i) { return p[i]; });
+  } else {
+    return load_widened(p);
+  }
+}
+template <class S>
+OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) {
+  if constexpr (sizeof(S) == sizeof(compute_t<S>)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < x.kWidth; ++i) p[i] = x.v[i];
+  } else {
+    store_narrowed(p, x);
+  }
 }
 template <class S>
 OMNIATTN_INLINE void stream(S* p, Vec<compute_t<S>> x) {
