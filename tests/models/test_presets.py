@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from omniattn.models import (
     PRESETS,
@@ -92,6 +93,45 @@ def test_parameter_counts_of_the_releases(name, count):
 def test_a_config_survives_json(name):
     config = PRESETS[name]
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+#: What the releases' files say beside the defaults of their configs in transformers.
+FILES = {
+    "llama-2-7b": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "gpt2-small": {},
+    "bert-base": {},
+    "t5-small": {},
+    "t5-v1.1-base": {
+        "d_model": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+    "vit-b-16": {"num_labels": 1000, "layer_norm_eps": 1e-6},
+    "swin-t": {"num_labels": 1000, "drop_path_rate": 0.2},
+    "mixtral-8x7b": {"max_position_embeddings": 32768},
+    "deepseek-v3": {
+        "max_position_embeddings": 163840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_configs_of_transformers_become_those_of_the_releases(name):
+    ours = PRESETS[name]
+    theirs = getattr(transformers, ours.hf.model).config_class(**FILES[name])
+    assert type(ours).from_hf(theirs) == ours
 
 
 def inputs(config):

@@ -34,6 +34,12 @@ class Model(nn.Module):
         Raises:
             NotImplementedError: for another model than `to_hf` makes, of this class, and for
                 options or weights that ours does not have.
+
+        Example:
+            >>> from transformers import BertConfig, BertForMaskedLM
+            >>> sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+            >>> Model.from_hf(BertForMaskedLM(BertConfig(**sizes))).config.dim
+            48
         """
         kinds = ModelConfig.__subclasses__()
         for kind in kinds:
