@@ -457,14 +457,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   for (const int64_t index : wanted) {
     const Tensor& parameter = side_tensor(op, aux, index);
     const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
-    fill(grad, 0);
     void* const data = grad.mutable_data_ptr();
+    bool adds = true;
     if (index == call.bias) {
       const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
+      // Some element belongs to many pairs, or to one that no tile may visit.
+      adds = call.has_layout || p.mask.count > 0 || grad.numel() < p.batch * p.hq * p.tq * p.tk;
       b.grad_bias = data;
       b.grad_bias_stride_b = s.b;
       b.grad_bias_stride_h = s.h;
       b.grad_bias_stride_q = s.q;
+      b.adds_to_bias = adds;
     } else if (index == call.table) {
       b.grad_table = data;
     } else if (index == call.sinks) {
@@ -474,6 +477,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     } else {
       fail(op, "wanted must hold indices of parameters in aux, got ", index);
     }
+    if (adds) fill(grad, 0);
     grads.push_back(grad);
   }
   // Rows of no sequence get no gradient.

@@ -97,8 +97,7 @@ void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& 
 
 // Whether whole kv heads, each with its own workspace, keep the threads busy.
 template <class Params>
-bool has_heads_enough(const std::vector<Params>& problems) {
-  const int64_t items = total(problems, [](const Params& x) { return kv_head_items(x.problem); });
+bool has_heads_enough(const std::vector<Params>& problems, int64_t items) {
   return items >= 4 * thread_count(problems, items);
 }
 
@@ -358,8 +357,8 @@ Tensor expand_table(AttentionProblem& p) {
   return memory;
 }
 
-// Adds the planes (splits, B, Hq) of all problems up, in order, to the gradient of the table of the
-// whole call x.
+// Adds the planes (splits, table_parts, Hq) of all problems up, in order, to the gradient of the
+// table of the whole call x.
 void gather_table(const AttentionBackwardParams& x,
                   const std::vector<AttentionBackwardParams>& problems) {
   const AttentionProblem& p = x.problem;
@@ -373,10 +372,10 @@ void gather_table(const AttentionBackwardParams& x,
       const int64_t batch = head / p.hq, h = head % p.hq;
       plane.assign(static_cast<size_t>(plane_elements(p)), 0);
       for (const AttentionBackwardParams& b : problems) {
-        for (int64_t n = h; n < b.splits * b.problem.batch * p.hq; n += p.hq) {
-          const int64_t reads = b.problem.first_batch + n / p.hq % b.problem.batch;
-          if (batches > 1 && reads != batch) continue;
-          const A* const part = static_cast<const A*>(b.part_relative) + n * b.part_relative_plane;
+        for (int64_t n = 0; n < b.splits * table_parts(b); ++n) {
+          if (batches > 1 && b.problem.first_batch + n % table_parts(b) != batch) continue;
+          const A* const part =
+              static_cast<const A*>(b.part_relative) + (n * p.hq + h) * b.part_relative_plane;
           for (size_t e = 0; e < plane.size(); ++e) plane[e] += part[e];
         }
       }
@@ -436,11 +435,10 @@ void run_tiled(std::vector<AttentionForwardParams> problems) {
   const auto& kernels = attention_forward_kernels();
   const int64_t scratch =
       largest(problems, [](const Params& x) { return forward_scratch_elements(x.problem); });
-  if (has_heads_enough(problems)) {
-    run_stage(
-        kernels.forward_heads, problems, [](const Params& x) { return kv_head_items(x.problem); },
-        scratch,
-        largest(problems, [](const Params& x) { return packed_head_elements(x.problem); }));
+  const auto kv_heads = [](const Params& x) { return kv_head_items(x.problem); };
+  if (has_heads_enough(problems, total(problems, kv_heads))) {
+    run_stage(kernels.forward_heads, problems, kv_heads, scratch,
+              largest(problems, [](const Params& x) { return packed_head_elements(x.problem); }));
   } else {
     const Tensor workspace = share_workspace(
         problems, [](const Params& x) { return forward_workspace_elements(x.problem); });
@@ -470,15 +468,13 @@ void run_together(std::vector<AttentionBackwardParams> problems) {
   const auto& kernels = attention_backward_kernels();
   const int64_t scratch =
       largest(problems, [](const Params& x) { return backward_scratch_elements(x); });
-  const auto has_own_heads = [](const Params& x) {
-    return x.splits == 1 && backward_owners(x) == kv_head_items(x.problem);
-  };
-  if (std::all_of(problems.begin(), problems.end(), has_own_heads) && has_heads_enough(problems)) {
-    run_stage(
-        kernels.backward_heads, problems, [](const Params& x) { return kv_head_items(x.problem); },
-        scratch, largest(problems, [](const Params& x) {
-          return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
-        }));
+  const auto owners = [](const Params& x) { return backward_owners(x); };
+  if (largest(problems, [](const Params& x) { return x.splits; }) == 1 &&
+      has_heads_enough(problems, total(problems, owners))) {
+    run_stage(kernels.backward_heads, problems, owners, scratch,
+              largest(problems, [](const Params& x) {
+                return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
+              }));
   } else {
     const Tensor workspace = share_workspace(problems, [](const Params& x) {
       return backward_workspace_elements(x, query_rows(x.problem));
@@ -506,7 +502,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
     b.splits = backward_splits(b, owners);
     if (b.grad_table != nullptr) {
       b.part_relative_plane = plane_elements(p);
-      b.part_relative = part(b.splits * b.problem.batch * p.hq * b.part_relative_plane);
+      b.part_relative = part(b.splits * table_parts(b) * p.hq * b.part_relative_plane);
       fill(parts.back(), 0);
     }
     if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(b.problem));

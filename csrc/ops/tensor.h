@@ -107,7 +107,7 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
           Shape{got.data(), got.size()});
 }
 
-// Results above this size are fresh memory at every call (glibc) and do not fit into the caches.
+// Results from this size on are fresh memory at every call (glibc) and do not fit into the caches.
 constexpr int64_t kLargeBytes = int64_t{32} << 20;
 
 // Asks for 2 MiB pages behind a large result: first touching 4 KiB pages costs more than writing
@@ -139,7 +139,7 @@ inline Tensor empty_tensor(Sizes sizes, DType dtype) {
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
       static_cast<int32_t>(scalar_type(dtype)), device_type(), device_index(), &handle));
   const Tensor result(handle);
-  if (bytes > kLargeBytes) advise_huge_pages(result.mutable_data_ptr(), bytes);
+  if (bytes >= kLargeBytes) advise_huge_pages(result.mutable_data_ptr(), bytes);
   return result;
 }
 

@@ -81,6 +81,29 @@ def test_threads_and_memory_do_not_change_a_bit(name):
         assert torch.equal(a, b)
 
 
+def test_planes_of_the_table_gradient():
+    """Many windows share a few; where each entry has a table of its own it has its own plane."""
+    inputs, make = inputs_for("swin", F32, 49, 49, batch=37)
+    results = []
+    for count in (1, 2):
+        with threads(count), poisoned_memory():
+            results.append(gradients(attention, inputs, make))
+    want = gradients(reference.attention, [t.double() for t in inputs], make)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert_close(results[0], want, F32)
+
+    shapes = ((3, 50, HEADS, 8), (3, 60, 2, 8), (3, 60, 2, 8), (3, HEADS), (1, 1, 50, 60))
+    leaves = [torch.randn(s, dtype=F64, requires_grad=True) for s in shapes]
+
+    def slopes_and_bias(function):
+        q, k, v, slopes, bias = leaves
+        out = function(q, k, v, alibi_slopes=slopes, bias=bias)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    assert_close(slopes_and_bias(attention), slopes_and_bias(reference.attention), F64)
+
+
 def test_derivatives():
     inputs, _ = inputs_for("t5", F64, 3, 4, batch=1)
     inputs = [t[..., :2].contiguous() if i < 3 else t[:8] for i, t in enumerate(inputs)]

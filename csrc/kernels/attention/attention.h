@@ -6,8 +6,9 @@
 //   decode    few query rows: split (b, kv heads, key range), then merge (b, head, query), in key
 //             order
 //   backward  prepare (b, head, query block), gradients (b's, kv heads, key blocks) and finish (b,
-//             head, query block), or all three per (b, kv head): dK, dV and dbias are private to an
-//             item, dQ goes to one buffer per key split, which finish adds up in order
+//             head, query block), or all three per (b's, kv heads): dK, dV, dbias and the table's
+//             plane are private to an item, dQ goes to one buffer per key split, which finish adds
+//             up in order
 //
 // What is stored as 16-bit floats is widened when it is packed; all arithmetic is in compute_t<T>.
 // Every number depends on shapes and values only, not on the number of threads or on the order of
@@ -114,14 +115,16 @@ OMNIATTN_FN int64_t padded_row(int64_t width) {
   return padded % 64 == 0 ? padded + 16 : padded;
 }
 
-constexpr int64_t kKeyPanel = 64;       // keys side by side in packed K^T
-constexpr int64_t kKeyBlock = 128;      // keys of one tile
-constexpr int64_t kQueryBlock = 96;     // queries of one tile
-constexpr int64_t kSplitKeys = 256;     // keys of one decode work item
-constexpr int64_t kDecodeRows = 16;     // most query rows of one kv head that take the decode path
-constexpr int64_t kDecodeQueries = 4;   // or on the CPU, however many heads, most queries
+constexpr int64_t kKeyPanel = 64;      // keys side by side in packed K^T
+constexpr int64_t kKeyBlock = 128;     // keys of one tile
+constexpr int64_t kQueryBlock = 96;    // queries of one tile
+constexpr int64_t kSplitKeys = 256;    // keys of one decode work item
+constexpr int64_t kDecodeRows = 16;    // most query rows of one kv head that take the decode path
+constexpr int64_t kDecodeQueries = 4;  // or on the CPU, however many heads, most queries
+constexpr int64_t kDecodeTileRows = 32;
 constexpr int64_t kBackwardItems = 8;   // work items the backward splits keys for, and
 constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
+constexpr int64_t kTablePlanes = 16;    // of each head that collect the gradient of a shared table
 
 struct AttentionForwardParams {
   AttentionProblem problem;
@@ -139,13 +142,14 @@ struct AttentionBackwardParams {
   const void* grad_lse;  // the same, or null
   MutableHeadView grad_q, grad_k, grad_v;
   // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
-  // broadcast; zero on entry. Null: not wanted.
+  // broadcast; zero on entry where pairs are added to it. Null: not wanted.
   void* grad_bias;
   int64_t grad_bias_stride_b, grad_bias_stride_h, grad_bias_stride_q;
+  bool adds_to_bias;  // false: every element is that of one pair, which stores it
   // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
   void *grad_table, *grad_sinks, *grad_head_scale;
-  // Their parts, which the op adds up: the relative view's planes (splits, B, Hq, plane), zero on
-  // entry; the others (B, Hq, query blocks). On CUDA see attention_cuda.h.
+  // Their parts, which the op adds up: the relative view's planes (splits, table_parts, Hq, plane),
+  // zero on entry; the others (B, Hq, query blocks). On CUDA see attention_cuda.h.
   void* part_relative;
   int64_t part_relative_plane;
   void *part_sinks, *part_head_scale;
@@ -224,21 +228,37 @@ OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_
 OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * p.hq * p.tq * partial_elements(p);
 }
-// The query rows of all heads of an item, and the logits of one kv head for 64 keys.
+// Rows of a kv head from which packing its keys for register tiles pays.
+OMNIATTN_FN bool decodes_by_tiles(const AttentionProblem& p) {
+  return group_size(p) * p.tq >= kDecodeTileRows;
+}
+// The query rows of all heads of an item, the logits of one kv head for 64 keys, and where tiles
+// are used these keys as rows, or their values, and as columns.
 OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
-  return p.hq * p.tq * padded_row(p.d) + group_size(p) * p.tq * kKeyPanel;
+  const int64_t wide = padded_row(p.d > p.dv ? p.d : p.dv);
+  return p.hq * p.tq * padded_row(p.d) +
+         kKeyPanel * (group_size(p) * p.tq + (decodes_by_tiles(p) ? wide + p.d : 0));
 }
 
-// Items of the backward own everything they add to: a bias that is broadcast over the batch or over
-// heads puts those into one item.
-OMNIATTN_FN bool one_item_per_batch(const AttentionBackwardParams& p) {
-  return p.grad_bias == nullptr || p.grad_bias_stride_b != 0 || p.problem.batch == 1;
+// Items of the backward own everything they add to, and walk the batch entries and kv heads that do
+// so in order: all that share the gradient of a bias, and of those that share a table as many as
+// leave kTablePlanes planes per head. (One plane for each of 512 windows took twice the time.)
+OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
+  if (p.grad_bias != nullptr && p.grad_bias_stride_b == 0) return p.problem.batch;
+  const bool shares_table = p.grad_table != nullptr && p.problem.table.stride_b == 0;
+  return shares_table ? ceil_div(p.problem.batch, kTablePlanes) : 1;
 }
-OMNIATTN_FN bool one_item_per_head(const AttentionBackwardParams& p) {
-  return p.grad_bias == nullptr || p.grad_bias_stride_h != 0 || p.problem.hkv == 1;
+OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
+  return p.grad_bias != nullptr && p.grad_bias_stride_h == 0 ? p.problem.hkv : 1;
 }
 OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
-  return (one_item_per_batch(p) ? p.problem.batch : 1) * (one_item_per_head(p) ? p.problem.hkv : 1);
+  return ceil_div(p.problem.batch, batches_per_item(p)) * (p.problem.hkv / heads_per_item(p));
+}
+OMNIATTN_FN int64_t batches_per_plane(const AttentionBackwardParams& p) {
+  return p.problem.table.stride_b == 0 ? batches_per_item(p) : 1;
+}
+OMNIATTN_FN int64_t table_parts(const AttentionBackwardParams& p) {
+  return ceil_div(p.problem.batch, batches_per_plane(p));
 }
 // `owners` of all problems of the call.
 OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p, int64_t owners) {
@@ -294,8 +314,8 @@ struct AttentionDecodeKernels {
 struct AttentionBackwardKernels {
   // forward_items, backward_items, forward_items
   AttentionBackwardKernel prepare, backward, finish;
-  // All three for one kv head, in a workspace of its thread, where splits is 1 and the bias
-  // gradient is not shared: kv_head_items.
+  // All three for one kv head after the other, in a workspace of its thread, where splits is 1:
+  // backward_owners.
   AttentionBackwardKernel backward_heads;
 };
 

@@ -130,10 +130,12 @@ OMNIATTN_INLINE void softmax_row(A* p, A* ds, Range columns, A shift, A delta) {
 }
 template <class A>
 OMNIATTN_INLINE void pointwise_row(Normaliser normaliser, A* p, A* ds, Range columns) {
-  for_columns<A>(columns, [&](int64_t n) {
-    const PointwiseWeight<A> w(normaliser, load(p + n));
-    store(p + n, w.weight);
-    store(ds + n, w.slope * load(ds + n));
+  with_pointwise(normaliser, [&](auto constant) {
+    for_columns<A>(columns, [&](int64_t n) {
+      const PointwiseWeight<A> w(decltype(constant)::value, load(p + n));
+      store(p + n, w.weight);
+      store(ds + n, w.slope * load(ds + n));
+    });
   });
 }
 
@@ -145,11 +147,11 @@ OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* 
   });
 }
 
-// From pre * q.k in p and dP in ds: the weights, after dropout, and dS. Adds to the gradients of
-// bias and table term, null where there are none.
+// From pre * q.k in p and dP in ds: the weights, after dropout, and dS, which goes to the gradients
+// of bias and table term, null where there are none.
 template <class A>
 void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
-                  A* grad_bias, A* grad_relative) {
+                  A* grad_bias, bool adds_to_bias, A* grad_relative) {
   const AttentionProblem& x = score.p;
   A t[kKeyBlock];
   score.to_logits(p, columns, t);
@@ -164,7 +166,13 @@ void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift,
     pointwise_row(x.score.normaliser, p, ds, columns);
   }
   score.hide(ds, columns, A(0));  // a hidden key may hold anything, 0 * NaN included
-  if (grad_bias != nullptr) add_to_row(ds, columns, x.tk - score.key, grad_bias);
+  if (grad_bias != nullptr) {
+    const int64_t count = x.tk - score.key;
+    adds_to_bias ? add_to_row(ds, columns, count, grad_bias)
+                 : for_columns<A>(columns, [&](int64_t n) {
+                     store_n(grad_bias + n, load(ds + n), count - n);
+                   });
+  }
   if (grad_relative != nullptr) add_to_row(ds, columns, kKeyBlock, grad_relative);
   drop(p);
   if (x.score.post != 0) {
@@ -178,6 +186,13 @@ template <class A>
 void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t split,
                    int64_t b, int64_t h, const TilePlan& plan, A* p, A* ds, A* grad_bias) {
   const AttentionProblem& problem = params.problem;
+  A* relative = nullptr;  // of the first query and key
+  if (params.part_relative != nullptr) {
+    const int64_t part = split * table_parts(params) + b / batches_per_plane(params);
+    relative = static_cast<A*>(params.part_relative) +
+               (part * problem.hq + h) * params.part_relative_plane + problem.relative.origin +
+               plan.queries.begin * problem.relative.stride_q + plan.keys.begin;
+  }
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], group = plan.group_rows(g);
     for (int64_t r = group.begin; r < group.end; ++r) {
@@ -191,15 +206,10 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
       const int64_t q = plan.queries.begin + r, row = (b * problem.hq + h) * problem.tq + q;
       const RowScore<A> score{
           problem, b, h, q, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
-      A* const grad_relative =
-          params.part_relative == nullptr
-              ? nullptr
-              : static_cast<A*>(params.part_relative) +
-                    ((split * problem.batch + b) * problem.hq + h) * params.part_relative_plane +
-                    problem.relative.origin + q * problem.relative.stride_q + plan.keys.begin;
       gradient_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row),
                    grad_bias == nullptr ? nullptr : grad_bias + r * params.grad_bias_stride_q,
-                   grad_relative);
+                   params.adds_to_bias,
+                   relative == nullptr ? nullptr : relative + r * problem.relative.stride_q);
     }
   }
 }
@@ -315,29 +325,36 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<compute
 
 // ---- work items --------------------------------------------------------------------------------
 
+// f(b, kv head) for all that an owner has, in order.
+template <class F>
+void for_owned(const AttentionBackwardParams& params, int64_t owner, const F& f) {
+  const AttentionProblem& p = params.problem;
+  const int64_t head_owners = p.hkv / heads_per_item(params);
+  const Range batches = block(owner / head_owners, batches_per_item(params), p.batch);
+  const Range heads = block(owner % head_owners, heads_per_item(params), p.hkv);
+  for (int64_t b = batches.begin; b < batches.end; ++b) {
+    for (int64_t h = heads.begin; h < heads.end; ++h) f(b, h);
+  }
+}
+
 template <class T>
 void backward_item(const AttentionBackwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
   const auto rows = all_rows<compute_t<T>>(params);
   const int64_t owner = item % backward_owners(params), split = item / backward_owners(params);
-  const int64_t head_owners = one_item_per_head(params) ? p.hkv : 1;
-  const int64_t b = owner / head_owners, h = owner % head_owners;
-  const Range batches = one_item_per_batch(params) ? Range{b, b + 1} : Range{0, p.batch};
-  const Range heads = one_item_per_head(params) ? Range{h, h + 1} : Range{0, p.hkv};
-  for (int64_t i = batches.begin; i < batches.end; ++i) {
-    for (int64_t j = heads.begin; j < heads.end; ++j) {
-      for (int64_t n = split; n < key_block_count(p); n += params.splits) {
-        gradient_key_block<T>(params, rows, split, i, j, block(n, kKeyBlock, p.tk));
-      }
+  for_owned(params, owner, [&](int64_t b, int64_t h) {
+    for (int64_t n = split; n < key_block_count(p); n += params.splits) {
+      gradient_key_block<T>(params, rows, split, b, h, block(n, kKeyBlock, p.tk));
     }
-  }
+  });
 }
 
+// Everything for one kv head.
 template <class T>
-void head_item(const AttentionBackwardParams& params, int64_t item) {
+void whole_head(const AttentionBackwardParams& params, int64_t b, int64_t h) {
   const AttentionProblem& p = params.problem;
-  const int64_t b = item / p.hkv, h = item % p.hkv, group = group_size(p);
-  const QueryRows<compute_t<T>> rows(params, item * group * p.tq, group * p.tq);
+  const int64_t group = group_size(p), count = group * p.tq;
+  const QueryRows<compute_t<T>> rows(params, (b * p.hkv + h) * count, count);
   const auto for_query_blocks = [&](auto f) {
     for (int64_t head = h * group; head < (h + 1) * group; ++head) {
       for (int64_t n = 0; n < query_block_count(p); ++n) f(query_block(p, b, head, n));
@@ -378,7 +395,9 @@ void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
 
 void backward_heads(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) {
+      for_owned(p, i, [&](int64_t b, int64_t h) { whole_head<decltype(type)>(p, b, h); });
+    }
   });
 }
 

@@ -1,7 +1,8 @@
 // Few query rows against many keys (see attention.h): keys are split at fixed places, each work
 // item reads its K and V rows once, in memory order, for all query rows that share them, and leaves
 // one partial (O, m, l) per row; merge adds the partials in key order. K and V are read as they
-// are, not packed, through a table of their rows that is the same for pages.
+// are, through a table of their rows that is the same for pages; many rows of one kv head (MLA's
+// 128 heads on one latent) are worth packing them for register tiles.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -136,6 +137,7 @@ OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
 OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, int64_t size) {
   constexpr int64_t kAhead = 256 << 10;
   int64_t panel = kKeyPanel;
+  if (decodes_by_tiles(p)) return panel;
   while (panel > 16 && panel * heads * (p.d + p.dv) * size > kAhead) panel /= 2;
   return panel;
 }
@@ -208,14 +210,86 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   RowDropout<A>(p, score.b, score.h, score.q, score.key).apply(s, {0, keys});
 }
 
+// Some keys of one kv head, at most a panel, and the buffers of their products with its rows.
+template <class T>
+struct KeyTile {
+  using A = compute_t<T>;
+  const T *k, *v;  // of key n: at_k[n], at_v[n] elements behind
+  const int64_t *at_k, *at_v;
+  int64_t count;
+  const A* q;         // (rows, d), padded
+  A* s;               // (rows, kKeyPanel)
+  A *wide, *columns;  // for tiles: k or v as padded rows, and K^T
+  A* o;               // (rows, dv) of the partials, in rows of ldo
+  int64_t ldo;
+};
+
+// s = Q K^T. All rows take their turn at a few keys while these are in L1; then fetch(n) for what
+// comes behind.
+template <class T, class F>
+void dot_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x, const F& fetch) {
+  const int64_t ldq = padded_row(p.d);
+  for (int64_t n = 0; n < x.count; n += kKeys) {
+    fetch(n);
+    for_row_tiles(rows, [&](int64_t r, auto tile) {
+      dot_tile<T, decltype(tile)::value>(x.q + r * ldq, ldq, x.k, x.at_k + n, x.count - n, p.d,
+                                         x.s + r * kKeyPanel + n);
+    });
+  }
+}
+
+// o += P V, a few columns of V at a time for the same reason.
+template <class T>
+void weigh_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
+  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
+  const auto weigh = [&](int64_t c, auto vectors) {
+    for_row_tiles(rows, [&](int64_t r, auto tile) {
+      weigh_tile<T, decltype(tile)::value, decltype(vectors)::value>(
+          x.s + r * kKeyPanel, x.v + c, x.at_v, x.count, p.dv - c, x.o + r * x.ldo + c, x.ldo);
+    });
+  };
+  int64_t c = 0;
+  for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) weigh(c, Count<4>{});
+  for (; c < p.dv; c += kWidth) weigh(c, Count<1>{});
+}
+
+template <class T>
+void copy_rows(const T* from, const int64_t* at, int64_t count, int64_t cols, compute_t<T>* to) {
+  for (int64_t n = 0; n < count; ++n, to += padded_row(cols)) {
+    pack_rows<T>(from + at[n], 0, 1, cols, compute_t<T>(1), to);
+  }
+}
+
+// The same products by register tiles.
+template <class T>
+void dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
+  using A = compute_t<T>;
+  constexpr int64_t kDepth = 96;  // whose panel stays in L1
+  const int64_t ldq = padded_row(p.d);
+  copy_rows(x.k, x.at_k, x.count, p.d, x.wide);
+  pack_keys_as_columns(x.wide, ldq, p.d, x.count, kKeyPanel, x.columns);
+  const Panels<A> columns = packed_panels(x.columns, p.d);
+  for (int64_t c = 0; c == 0 || c < p.d; c += kDepth) {
+    const Range part = block(c / kDepth, kDepth, p.d);
+    gemm_tile<A>(x.q + c, ldq, columns.at(c, 0), x.s, kKeyPanel, rows, x.count,
+                 part.end - part.begin, c > 0);
+  }
+}
+template <class T>
+void weigh_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
+  copy_rows(x.v, x.at_v, x.count, p.dv, x.wide);
+  gemm_tile<compute_t<T>>(x.s, kKeyPanel, row_panels(x.wide, padded_row(p.dv)), x.o, x.ldo, rows,
+                          round_up(p.dv, 16), x.count, true);
+}
+
 // Keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
 template <class T>
 void decode_keys(const AttentionForwardParams& params, const Rows& rows, const KeyRows& at,
-                 int64_t split, Range keys, int64_t panel, const compute_t<T>* q, compute_t<T>* s) {
+                 int64_t split, Range keys, int64_t panel, const compute_t<T>* q,
+                 compute_t<T>* scratch) {
   using A = compute_t<T>;
-  constexpr int64_t kWidth = Vec<A>::kWidth;
   const AttentionProblem& p = params.problem;
-  const int64_t count = keys.end - keys.begin, ldq = padded_row(p.d);
+  const int64_t count = keys.end - keys.begin;
   bool skip = true, masked = false;
   for (int64_t r = 0; r < rows.count; r += p.tq) {
     const TileClass seen = classify(p.mask, rows.b, rows.head(r), {0, p.tq}, keys);
@@ -223,39 +297,37 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
     masked = masked || seen != TileClass::full;
   }
   if (skip) return;
-  const int64_t ahead = (rows.kv_head - rows.heads.begin) * panel;
-  const T* const k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
-  const T* const v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
-  const int64_t* const at_k = at.k + (keys.begin - at.first);
-  const int64_t* const at_v = at.v + (keys.begin - at.first);
-  // All rows take their turn at a few keys, or columns of V below, while these are in L1.
-  for (int64_t n = 0; n < count; n += kKeys) {
-    fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n);
-    for_row_tiles(rows.count, [&](int64_t r, auto tile) {
-      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at_k + n, count - n, p.d,
-                                         s + r * kKeyPanel + n);
-    });
+  Carver<A> carve{scratch};
+  KeyTile<T> x;
+  x.k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
+  x.v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
+  x.at_k = at.k + (keys.begin - at.first);
+  x.at_v = at.v + (keys.begin - at.first);
+  x.count = count;
+  x.q = q;
+  x.s = carve.take(rows.count * kKeyPanel);
+  x.columns = carve.take(kKeyPanel * p.d);
+  x.wide = carve.next;
+  // The partials of one kv head lie one behind the other, as its rows do.
+  x.o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
+  x.ldo = partial_elements(p);
+  const bool tiles = decodes_by_tiles(p);
+  if (tiles) {
+    dot_tiles(p, rows.count, x);
+  } else {
+    const int64_t ahead = (rows.kv_head - rows.heads.begin) * panel;
+    dot_rows(p, rows.count, x,
+             [&](int64_t n) { fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n); });
   }
   for (int64_t r = 0; r < rows.count; ++r) {
     uint64_t visible[kMaskWords] = {};
     if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
     const RowScore<A> score{
         p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr};
-    softmax_partial(p, score, count, s + r * kKeyPanel,
+    softmax_partial(p, score, count, x.s + r * kKeyPanel,
                     partial_of<A>(params, rows.b, split, rows.head(r), rows.query(r)));
   }
-  // The partials of one kv head lie one behind the other, as its rows do.
-  A* const o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
-  const int64_t ldo = partial_elements(p);
-  const auto weigh = [&](int64_t c, auto vectors) {
-    for_row_tiles(rows.count, [&](int64_t r, auto tile) {
-      weigh_tile<T, decltype(tile)::value, decltype(vectors)::value>(
-          s + r * kKeyPanel, v + c, at_v, count, p.dv - c, o + r * ldo + c, ldo);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) weigh(c, Count<4>{});
-  for (; c < p.dv; c += kWidth) weigh(c, Count<1>{});
+  tiles ? weigh_tiles(p, rows.count, x) : weigh_rows(p, rows.count, x);
 }
 
 template <class T>
@@ -268,7 +340,6 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   const int64_t group = group_size(p), ldq = padded_row(p.d), head_rows = group * p.tq;
 
   Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const s = carve.take(head_rows * kKeyPanel);
   A* const q = carve.take((heads.end - heads.begin) * head_rows * ldq);
   for (int64_t h = heads.begin * group; h < heads.end * group; ++h) {
     pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, query_factor<A>(p, h),
@@ -291,7 +362,7 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const Rows rows{b, h, head_rows, h * group, p.tq, heads};
       decode_keys<T>(params, rows, at, split, keys, panel, q + (h - heads.begin) * head_rows * ldq,
-                     s);
+                     carve.next);
     }
   }
 }

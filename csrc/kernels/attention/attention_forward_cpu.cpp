@@ -76,9 +76,11 @@ OMNIATTN_INLINE void exponentiate(const SoftmaxRow<A>& row, Range columns) {
 // Weights of one row that are not normalised.
 template <class A>
 OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
-  for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) {
-    store(s + n, PointwiseWeight<A>(normaliser, load(s + n)).weight);
-  }
+  with_pointwise(normaliser, [&](auto constant) {
+    for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) {
+      store(s + n, PointwiseWeight<A>(decltype(constant)::value, load(s + n)).weight);
+    }
+  });
 }
 
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
@@ -89,6 +91,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
                   A* m, A* l) {
   using V = Vec<A>;
   const int64_t width = padded_row(p.dv), key = plan.keys.begin;
+  const bool normalised = p.score.normaliser == Normaliser::softmax;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
@@ -100,11 +103,11 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         const RowScore<A> score{
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
         score.to_logits(x, columns);
-        top[r - first] = row_maximum(x, columns);
+        if (normalised) top[r - first] = row_maximum(x, columns);
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
         const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
-        if (p.score.normaliser == Normaliser::softmax) {
+        if (normalised) {
           raise_maximum(row, top[r - first]);
           exponentiate(row, columns);
         } else {

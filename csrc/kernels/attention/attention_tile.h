@@ -124,6 +124,20 @@ struct PointwiseWeight {
   }
 };
 
+// f(the pointwise normaliser as a constant): loops inside hold no branch.
+template <Normaliser kNormaliser>
+struct PointwiseNormaliser {
+  static constexpr Normaliser value = kNormaliser;
+};
+template <class F>
+OMNIATTN_INLINE void with_pointwise(Normaliser normaliser, const F& f) {
+  if (normaliser == Normaliser::sigmoid) {
+    f(PointwiseNormaliser<Normaliser::sigmoid>{});
+  } else {
+    f(PointwiseNormaliser<Normaliser::relu2>{});
+  }
+}
+
 // f(n) for each vector of a range of columns.
 template <class A, class F>
 OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
