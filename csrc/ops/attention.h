@@ -458,7 +458,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     const Tensor& parameter = side_tensor(op, aux, index);
     const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
     void* const data = grad.mutable_data_ptr();
-    bool adds = true;
+    bool adds = true;  // to zeros
     if (index == call.bias) {
       const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
       // Some element belongs to many pairs, or to one that no tile may visit.
@@ -467,7 +467,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
       b.grad_bias_stride_b = s.b;
       b.grad_bias_stride_h = s.h;
       b.grad_bias_stride_q = s.q;
-      b.adds_to_bias = adds;
+      b.bias_write = adds ? BiasWrite::add
+                     : grad.numel() * size_of(accumulator(p.dtype)) >= kLargeBytes
+                         ? BiasWrite::stream
+                         : BiasWrite::store;
     } else if (index == call.table) {
       b.grad_table = data;
     } else if (index == call.sinks) {

@@ -115,16 +115,17 @@ OMNIATTN_FN int64_t padded_row(int64_t width) {
   return padded % 64 == 0 ? padded + 16 : padded;
 }
 
-constexpr int64_t kKeyPanel = 64;      // keys side by side in packed K^T
-constexpr int64_t kKeyBlock = 128;     // keys of one tile
-constexpr int64_t kQueryBlock = 96;    // queries of one tile
-constexpr int64_t kSplitKeys = 256;    // keys of one decode work item
-constexpr int64_t kDecodeRows = 16;    // most query rows of one kv head that take the decode path
-constexpr int64_t kDecodeQueries = 4;  // or on the CPU, however many heads, most queries
-constexpr int64_t kDecodeTileRows = 32;
-constexpr int64_t kBackwardItems = 8;   // work items the backward splits keys for, and
-constexpr int64_t kBackwardSplits = 8;  // the most dQ buffers it pays for that
-constexpr int64_t kTablePlanes = 16;    // of each head that collect the gradient of a shared table
+constexpr int64_t kKeyPanel = 64;        // keys side by side in packed K^T
+constexpr int64_t kKeyBlock = 128;       // keys of one tile
+constexpr int64_t kQueryBlock = 96;      // queries of one tile
+constexpr int64_t kSplitKeys = 256;      // keys of one decode work item
+constexpr int64_t kTileSplitKeys = 512;  // the same where it multiplies by register tiles
+constexpr int64_t kDecodeRows = 16;      // most query rows of one kv head that take the decode path
+constexpr int64_t kDecodeQueries = 4;    // or on the CPU, however many heads, most queries
+constexpr int64_t kDecodeTileRows = 32;  // from so many rows on, which pay for packing keys
+constexpr int64_t kBackwardItems = 8;    // work items the backward splits keys for, and
+constexpr int64_t kBackwardSplits = 8;   // the most dQ buffers it pays for that
+constexpr int64_t kTablePlanes = 16;     // of each head that collect the gradient of a shared table
 
 struct AttentionForwardParams {
   AttentionProblem problem;
@@ -134,6 +135,10 @@ struct AttentionForwardParams {
   void* scratch;        // of the calling thread, *_scratch_elements
 };
 
+// How pairs reach the gradient of a bias: added where many share an element; else each writes its
+// own, past the caches if these cannot hold them.
+enum class BiasWrite : int32_t { add, store, stream };
+
 struct AttentionBackwardParams {
   AttentionProblem problem;
   HeadView out;          // (B, Tq, Hq, Dv)
@@ -142,10 +147,10 @@ struct AttentionBackwardParams {
   const void* grad_lse;  // the same, or null
   MutableHeadView grad_q, grad_k, grad_v;
   // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
-  // broadcast; zero on entry where pairs are added to it. Null: not wanted.
+  // broadcast; zero on entry where pairs are added. Null: not wanted.
   void* grad_bias;
   int64_t grad_bias_stride_b, grad_bias_stride_h, grad_bias_stride_q;
-  bool adds_to_bias;  // false: every element is that of one pair, which stores it
+  BiasWrite bias_write;
   // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
   void *grad_table, *grad_sinks, *grad_head_scale;
   // Their parts, which the op adds up: the relative view's planes (splits, table_parts, Hq, plane),
@@ -214,7 +219,16 @@ OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
 OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
   return takes_decode_path(p) || (p.tq <= kDecodeQueries && p.tk > 0);
 }
-OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplitKeys); }
+OMNIATTN_FN bool decodes_by_tiles(const AttentionProblem& p) {
+  return group_size(p) * p.tq >= kDecodeTileRows;
+}
+// Many rows fill L2 with their queries and results, which each split moves once.
+OMNIATTN_FN int64_t split_keys(const AttentionProblem& p) {
+  return decodes_by_tiles(p) ? kTileSplitKeys : kSplitKeys;
+}
+OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) {
+  return ceil_div(p.tk, split_keys(p));
+}
 // Kv heads are work items of their own only where batch and splits give few.
 OMNIATTN_FN int64_t decode_head_items(const AttentionProblem& p) {
   return p.batch * decode_splits(p) >= kBackwardItems ? 1 : p.hkv;
@@ -227,10 +241,6 @@ OMNIATTN_FN int64_t merge_items(const AttentionProblem& p) { return p.batch * p.
 OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_row(p.dv) + 16; }
 OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * p.hq * p.tq * partial_elements(p);
-}
-// Rows of a kv head from which packing its keys for register tiles pays.
-OMNIATTN_FN bool decodes_by_tiles(const AttentionProblem& p) {
-  return group_size(p) * p.tq >= kDecodeTileRows;
 }
 // The query rows of all heads of an item, the logits of one kv head for 64 keys, and where tiles
 // are used these keys as rows, or their values, and as columns.

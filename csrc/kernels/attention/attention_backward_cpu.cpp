@@ -147,11 +147,23 @@ OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* 
   });
 }
 
+// The same where `to` holds no other sum. Rows of whole lines may go past the caches.
+template <class A>
+OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool past_caches,
+                               A* to) {
+  const bool lines = reinterpret_cast<uintptr_t>(to) % 64 == 0 && columns.end <= count;
+  if (past_caches && lines) {
+    for_columns<A>(columns, [&](int64_t n) { stream(to + n, load(from + n)); });
+  } else {
+    for_columns<A>(columns, [&](int64_t n) { store_n(to + n, load(from + n), count - n); });
+  }
+}
+
 // From pre * q.k in p and dP in ds: the weights, after dropout, and dS, which goes to the gradients
 // of bias and table term, null where there are none.
 template <class A>
 void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift, A delta,
-                  A* grad_bias, bool adds_to_bias, A* grad_relative) {
+                  A* grad_bias, BiasWrite bias_write, A* grad_relative) {
   const AttentionProblem& x = score.p;
   A t[kKeyBlock];
   score.to_logits(p, columns, t);
@@ -168,10 +180,11 @@ void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift,
   score.hide(ds, columns, A(0));  // a hidden key may hold anything, 0 * NaN included
   if (grad_bias != nullptr) {
     const int64_t count = x.tk - score.key;
-    adds_to_bias ? add_to_row(ds, columns, count, grad_bias)
-                 : for_columns<A>(columns, [&](int64_t n) {
-                     store_n(grad_bias + n, load(ds + n), count - n);
-                   });
+    if (bias_write == BiasWrite::add) {
+      add_to_row(ds, columns, count, grad_bias);
+    } else {
+      write_row(ds, columns, count, bias_write == BiasWrite::stream, grad_bias);
+    }
   }
   if (grad_relative != nullptr) add_to_row(ds, columns, kKeyBlock, grad_relative);
   drop(p);
@@ -208,7 +221,7 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
           problem, b, h, q, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
       gradient_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row),
                    grad_bias == nullptr ? nullptr : grad_bias + r * params.grad_bias_stride_q,
-                   params.adds_to_bias,
+                   params.bias_write,
                    relative == nullptr ? nullptr : relative + r * problem.relative.stride_q);
     }
   }
@@ -246,15 +259,17 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
   const A* const grad_out = rows.grad_out(row);
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   A* grad_bias = nullptr;
-  fetch_bias(p, b, h, plan);
-  multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p);
+  TileRows bias = bias_rows(p, b, h, plan), old_bias_gradient{};
   if (params.grad_bias != nullptr) {
     grad_bias = static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
                 h * params.grad_bias_stride_h + plan.queries.begin * params.grad_bias_stride_q +
                 plan.keys.begin;
-    fetch_tile<true>(plan, grad_bias, params.grad_bias_stride_q * int64_t{sizeof(A)}, sizeof(A));
+    if (params.bias_write == BiasWrite::add) {
+      old_bias_gradient = tile_rows_of(grad_bias, params.grad_bias_stride_q, sizeof(A));
+    }
   }
-  multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds);
+  multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p, bias);
+  multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds, old_bias_gradient);
   gradient_rows(params, rows, split, b, h, plan, side.p, side.ds, grad_bias);
   accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
   accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
@@ -381,6 +396,7 @@ void backward(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(p, i);
   });
+  if (p.bias_write == BiasWrite::stream) stream_fence();
 }
 
 void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
@@ -399,6 +415,7 @@ void backward_heads(const AttentionBackwardParams& p, int64_t begin, int64_t end
       for_owned(p, i, [&](int64_t b, int64_t h) { whole_head<decltype(type)>(p, b, h); });
     }
   });
+  if (p.bias_write == BiasWrite::stream) stream_fence();
 }
 
 }  // namespace

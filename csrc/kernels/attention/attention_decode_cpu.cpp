@@ -25,15 +25,15 @@ struct Rows {
 
 // Where the rows of a split's keys lie: elements from the data of k and v to head 0.
 struct KeyRows {
-  int64_t first;                      // key
-  int64_t k[kSplitKeys + kKeyPanel];  // and those of the panel behind, which are fetched ahead
-  int64_t v[kSplitKeys + kKeyPanel];
+  int64_t first;                          // key
+  int64_t k[kTileSplitKeys + kKeyPanel];  // and those of the panel behind, which are fetched ahead
+  int64_t v[kTileSplitKeys + kKeyPanel];
 };
 
 inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, KeyRows& rows) {
   rows.first = first;
   const bool paged = p.pages.table != nullptr;
-  const Range keys = intersect({first, first + kSplitKeys + kKeyPanel}, {0, p.tk});
+  const Range keys = intersect({first, first + split_keys(p) + kKeyPanel}, {0, p.tk});
   for (int64_t t = keys.begin; t < keys.end;) {
     const int64_t page = paged ? p.pages.table[b * p.pages.stride_b + t / p.pages.size] : b;
     const int64_t begin = paged ? t / p.pages.size * p.pages.size : 0;
@@ -253,11 +253,27 @@ void weigh_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
   for (; c < p.dv; c += kWidth) weigh(c, Count<1>{});
 }
 
+template <class A>
+struct WideRows {
+  const A* data;
+  int64_t stride;
+};
+
+// Rows in the compute type at one distance: where they are if they fit, else copied to `memory`.
 template <class T>
-void copy_rows(const T* from, const int64_t* at, int64_t count, int64_t cols, compute_t<T>* to) {
-  for (int64_t n = 0; n < count; ++n, to += padded_row(cols)) {
-    pack_rows<T>(from + at[n], 0, 1, cols, compute_t<T>(1), to);
+WideRows<compute_t<T>> wide_rows(const T* from, const int64_t* at, int64_t count, int64_t cols,
+                                 compute_t<T>* memory) {
+  if constexpr (sizeof(T) == sizeof(compute_t<T>)) {
+    const int64_t stride = count > 1 ? at[1] - at[0] : cols;
+    bool fits = stride % 256 != 0;  // such rows would share a few sets of L1
+    for (int64_t n = 1; fits && n < count; ++n) fits = at[n] - at[n - 1] == stride;
+    if (fits) return {from + at[0], stride};
   }
+  const int64_t stride = padded_row(cols);
+  for (int64_t n = 0; n < count; ++n) {
+    pack_rows<T>(from + at[n], 0, 1, cols, compute_t<T>(1), memory + n * stride);
+  }
+  return {memory, stride};
 }
 
 // The same products by register tiles.
@@ -266,8 +282,8 @@ void dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
   using A = compute_t<T>;
   constexpr int64_t kDepth = 96;  // whose panel stays in L1
   const int64_t ldq = padded_row(p.d);
-  copy_rows(x.k, x.at_k, x.count, p.d, x.wide);
-  pack_keys_as_columns(x.wide, ldq, p.d, x.count, kKeyPanel, x.columns);
+  const WideRows<A> k = wide_rows(x.k, x.at_k, x.count, p.d, x.wide);
+  pack_keys_as_columns(k.data, k.stride, p.d, x.count, kKeyPanel, x.columns);
   const Panels<A> columns = packed_panels(x.columns, p.d);
   for (int64_t c = 0; c == 0 || c < p.d; c += kDepth) {
     const Range part = block(c / kDepth, kDepth, p.d);
@@ -277,9 +293,9 @@ void dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
 }
 template <class T>
 void weigh_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
-  copy_rows(x.v, x.at_v, x.count, p.dv, x.wide);
-  gemm_tile<compute_t<T>>(x.s, kKeyPanel, row_panels(x.wide, padded_row(p.dv)), x.o, x.ldo, rows,
-                          round_up(p.dv, 16), x.count, true);
+  const WideRows<compute_t<T>> v = wide_rows(x.v, x.at_v, x.count, p.dv, x.wide);
+  gemm_tile<compute_t<T>>(x.s, kKeyPanel, row_panels(v.data, v.stride), x.o, x.ldo, rows, p.dv,
+                          x.count, true);
 }
 
 // Keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
@@ -351,11 +367,11 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
       row.l() = A(0);
     }
   }
-  Range seen = intersect(visible_keys(p.mask, b, {0, p.tq}), block(split, kSplitKeys, p.tk));
+  Range seen = intersect(visible_keys(p.mask, b, {0, p.tq}), block(split, split_keys(p), p.tk));
   seen.begin = seen.begin / 4 * 4;  // dropout bits come in groups of four keys
   if (is_empty(seen)) return;
   KeyRows at;
-  locate_keys(p, b, split * kSplitKeys, at);
+  locate_keys(p, b, split * split_keys(p), at);
   const int64_t panel = decode_panel(p, heads.end - heads.begin, sizeof(T));
   for (int64_t key = seen.begin / panel * panel; key < seen.end; key += panel) {
     const Range keys = intersect(seen, {key, key + panel});

@@ -152,8 +152,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
     const Range keys = block(kb, kKeyBlock, p.tk);
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
-    fetch_bias(p, b, h, plan);
-    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * p.d, s);
+    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * p.d, s, bias_rows(p, b, h, plan));
     softmax_tile(p, b, h, plan, s, o, m, l);
     accumulate_keys(plan, s, packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }

@@ -53,8 +53,7 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
-    fetch_bias(p, b, h, plan);
-    multiply_by_keys(plan, q, ldq, p.d, kt, s);
+    multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t g = r / kRowGroup;
       if (is_empty(plan.columns[g])) continue;

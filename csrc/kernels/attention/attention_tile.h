@@ -272,46 +272,75 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
   return any;
 }
 
-// Fetches what a tile needs of a (Tq, Tk) array, `data` being that of its first query and key,
-// while its products are computed: its rows are too short for the hardware to run ahead.
-template <bool kWrite = false>
-OMNIATTN_INLINE void fetch_tile(const TilePlan& plan, const void* data, int64_t stride_bytes,
-                                int64_t element_bytes) {
-  const auto* row = static_cast<const char*>(data);
-  for (int64_t r = 0; r < plan.rows(); ++r, row += stride_bytes) {
-    const Range seen = plan.seen[r / kRowGroup];
-    for (int64_t c = seen.begin * element_bytes; c < seen.end * element_bytes; c += 64) {
-      __builtin_prefetch(row + c, kWrite, 2);
+// The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to run ahead,
+// so they are fetched while products are computed, a few between any two register tiles: all at
+// once they would wait for each other.
+struct TileRows {
+  const char* data;  // of the first query and key; null: none
+  int64_t stride, element, next;
+
+  OMNIATTN_INLINE void fetch(const TilePlan& plan, int64_t count) {
+    for (; next < plan.rows() && count > 0; ++next, --count) {
+      const Range seen = plan.seen[next / kRowGroup];
+      for (int64_t c = seen.begin * element; c < seen.end * element; c += 64) {
+        __builtin_prefetch(data + next * stride + c, 0, 2);
+      }
+    }
+  }
+};
+OMNIATTN_INLINE TileRows tile_rows_of(const void* data, int64_t stride, int64_t element) {
+  return {static_cast<const char*>(data), stride * element, element, 0};
+}
+
+OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t h,
+                                   const TilePlan& plan) {
+  const ScoreView& s = p.bias;
+  if (s.data == nullptr || s.stride_q == 0) return {};
+  const int64_t size = size_of(s.dtype);
+  const int64_t offset = b * s.stride_b + h * s.stride_h + plan.queries.begin * s.stride_q;
+  return tile_rows_of(static_cast<const char*>(s.data) + (offset + plan.keys.begin) * size,
+                      s.stride_q, size);
+}
+
+// gemm_tile, with fetch() before each register tile.
+template <class A, class F>
+void gemm_tile_fetching(const A* a, int64_t lda, Panels<A> b, A* c, int64_t ldc, int64_t m,
+                        int64_t n, int64_t k, bool accumulate, const F& fetch) {
+  constexpr int64_t kRows = tile_rows(kTileVecs), kCols = kPanelCols<A>;
+  for (int64_t col = 0; col < n; col += kCols) {
+    for (int64_t r = 0; r < m; r += kRows) {
+      fetch();
+      gemm_tile<A>(a + r * lda, lda, b.at(0, col), c + r * ldc + col, ldc,
+                   m - r < kRows ? m - r : kRows, n - col < kCols ? n - col : kCols, k, accumulate);
     }
   }
 }
 
-OMNIATTN_INLINE void fetch_bias(const AttentionProblem& p, int64_t b, int64_t h,
-                                const TilePlan& plan) {
-  const ScoreView& s = p.bias;
-  if (s.data == nullptr || s.stride_q == 0) return;
-  const int64_t size = size_of(s.dtype);
-  const int64_t offset = b * s.stride_b + h * s.stride_h + plan.queries.begin * s.stride_q;
-  fetch_tile(plan, static_cast<const char*>(s.data) + (offset + plan.keys.begin) * size,
-             s.stride_q * size, size);
-}
-
 // x = A B^T for the rows of a plan's groups: rows [rows x k] in rows of lda, packed keys as column
-// panels.
+// panels. What comes next is fetched meanwhile.
 template <class A>
 void multiply_by_keys(const TilePlan& plan, const A* rows, int64_t lda, int64_t k, const A* packed,
-                      A* x) {
+                      A* x, TileRows next = {}) {
+  constexpr int64_t kFetchRows = 3;  // of 96, between 32 register tiles of AVX-512
   for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<A>) {
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<A>});
       if (is_empty(columns)) continue;
       const Range r = plan.group_rows(g);
       // Panels are computed from their first column; the clipped end is what saves work.
-      gemm_tile<A>(rows + r.begin * lda, lda, packed_panels(packed + panel * k, k),
-                   x + r.begin * kKeyBlock + panel, kKeyBlock, r.end - r.begin, columns.end - panel,
-                   k, false);
+      const A* const a = rows + r.begin * lda;
+      const Panels<A> b = packed_panels(packed + panel * k, k);
+      A* const c = x + r.begin * kKeyBlock + panel;
+      const int64_t m = r.end - r.begin, n = columns.end - panel;
+      if (next.data == nullptr) {
+        gemm_tile<A>(a, lda, b, c, kKeyBlock, m, n, k, false);
+      } else {
+        gemm_tile_fetching<A>(a, lda, b, c, kKeyBlock, m, n, k, false,
+                              [&] { next.fetch(plan, kFetchRows); });
+      }
     }
   }
+  if (next.data != nullptr) next.fetch(plan, plan.rows());
 }
 
 // sum += X Y for the rows of a plan's groups: X (queries x keys of the tile), Y rows of keys.

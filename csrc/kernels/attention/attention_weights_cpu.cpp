@@ -52,8 +52,7 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
     pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
                  query_factor<A>(p, h), q);
-    fetch_bias(p, b, h, plan);
-    multiply_by_keys(plan, q, ldq, p.d, kt, s);
+    multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));
     const A* const lse = static_cast<const A*>(params.lse) + head * p.tq + queries.begin;
     for (int64_t r = 0; r < plan.rows(); ++r) {
       const int64_t g = r / kRowGroup;
