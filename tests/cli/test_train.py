@@ -219,6 +219,11 @@ def test_a_device_that_is_not_there(tmp_path, text, capsys):
     assert "--device cuda" in message
 
 
+def test_a_backend_of_another_device(tmp_path, text, capsys):
+    message = fails(capsys, tmp_path / "o", "--data", text, "--backend", "cuda")
+    assert "--backend cuda with --device cpu" in message
+
+
 def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
     monkeypatch.setattr("omniattn.cli.errors.importlib.util.find_spec", lambda name: None)
     message = fails(capsys, tmp_path / "o", "--data", text)

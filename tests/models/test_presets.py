@@ -221,3 +221,13 @@ def test_prefill_and_steps_equal_the_full_forward(name):
     cache = model.new_cache(2, 20)
     parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 13), (13, 14), (14, 20))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert"])
+def test_shapes_without_weights(name):
+    """On the meta device, which has no autocast, every op says what it would give."""
+    model = SMALL[name].build(device="meta")
+    tokens = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    loss = model(*[tokens] * (1 + (name == "t5"))).square().mean()
+    loss.backward()
+    assert loss.is_meta and all(p.grad.shape == p.shape for p in model.parameters())

@@ -230,10 +230,14 @@ def test_parameters_without_a_meaning(make, message):
 
 
 WRONG_SHAPES = [
-    (masks.PrefixLM(torch.ones(3)), r"lengths must have shape \(2,\)"),
-    (masks.Documents(torch.ones(2, 99), IDS_K), r"documents of queries must have shape \(2, 100\)"),
+    (masks.PrefixLM(torch.arange(3)), r"lengths must have shape \(2,\)"),
+    (masks.Documents(IDS_Q[:, 1:], IDS_K), r"documents of queries must have shape \(2, 100\)"),
     (masks.Documents(IDS_Q), r"documents of keys must have shape \(2, 129\)"),
     (masks.from_predicate(lambda b, h, q, k: k <= q, 100, 300), "mask codes must be broadcastable"),
+    (
+        masks.from_predicate(lambda b, h, q, k: k <= q, 99, 129),
+        r"mask must be made for \(Tq, Tk\)=\(100, 129\), got size=\(99, 129\)",
+    ),
     (
         masks.Blocks(torch.zeros(1, 1, 2, 3, dtype=torch.int32), torch.zeros(1, 63)),
         "bits must have shape",
@@ -245,6 +249,22 @@ WRONG_SHAPES = [
 def test_shapes_that_do_not_fit_the_call(mask, message):
     with pytest.raises(ValueError, match="attention: .*" + message):
         functional.attention(*qkv(), mask=mask)
+
+
+WRONG_TYPES = [
+    (lambda: masks.KeyPadding(torch.ones(2, 129)), r"KeyPadding: real must be bool, .*float32"),
+    (lambda: masks.BoolMask([[True]]), r"BoolMask: mask must be a torch.Tensor, got mask=\[\[True"),
+    (lambda: masks.KeyLengths(torch.ones(2)), "KeyLengths: lengths must be integers, .*float32"),
+    (lambda: masks.PrefixLM([1, 2]), r"PrefixLM: lengths must be a torch.Tensor, .*\[1, 2\]"),
+    (lambda: masks.Documents(IDS_Q, IDS_K > 0), "Documents: keys must be integers, .*bool"),
+    (lambda: masks.Causal() & torch.ones(2, 2, dtype=torch.bool), "All: masks must be masks"),
+]
+
+
+@pytest.mark.parametrize("make,message", WRONG_TYPES)
+def test_tensors_of_another_type(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_a_predicate_must_return_a_bool_tensor():

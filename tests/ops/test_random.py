@@ -112,3 +112,18 @@ def test_reference_draws_its_own_seed():
     y = reference.dropout(torch.ones(100))
     torch.manual_seed(1)
     assert torch.equal(y, F.dropout(torch.ones(100)))
+
+
+def test_a_seed_without_values():
+    seed, x = torch.tensor([1, 0], device="meta"), torch.ones(5)
+    for draw in (F.dropout, F.uniform_like, F.normal_like):
+        with pytest.raises(ValueError, match=r"seed must have values, got seed\.device=meta"):
+            draw(x, seed=seed)
+    with torch.device("meta"):
+        assert F.dropout(x).is_cpu
+
+
+def test_nested_tensors_are_named():
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"dropout: x must not be nested .*layout=torch.jagged"):
+        F.dropout(nested)

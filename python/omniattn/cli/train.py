@@ -180,6 +180,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         trainer = Trainer(config, task, device=args.device, backend=args.backend)
     except (RuntimeError, AssertionError) as error:  # torch's own words for a device it lacks
         raise CommandError(f"cannot use --device {args.device}: {error}") from error
+    if args.backend not in (None, "reference", torch.device(trainer.device).type):
+        raise CommandError(f"cannot use --backend {args.backend} with --device {args.device}")
     if args.resume:
         try:
             trainer.load(checkpoint)

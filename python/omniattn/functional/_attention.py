@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_like, require_shape
+from omniattn.functional._checks import autocast_dtype, require_float, require_like, require_shape
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias, ScoreRule
 from omniattn.reference.attention import (
@@ -23,8 +23,8 @@ from omniattn.reference.scores import ScoreKind
 
 def autocast(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     require_float(op, "q", q)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
         q, k, v = (
             t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
             for t in (q, k, v)
@@ -120,13 +120,18 @@ def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> 
     elif mask is not None:
         raise TypeError(f"{op}: mask must be a Tensor or a Mask, got mask={mask!r}")
     return [
-        (kind, a, b, _side_tensors(op, kind, side, q, full))
+        (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full))
         for kind, a, b, side in All(tuple(found)).rules()
     ]
 
 
 def _side_tensors(
-    op: str, kind: int, side: tuple[Tensor, ...], q: Tensor, full: tuple[int, ...]
+    op: str,
+    kind: int,
+    size: tuple[int, int],
+    side: tuple[Tensor, ...],
+    q: Tensor,
+    full: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
     batch, heads, tq, tk = full
     for t in side:
@@ -155,6 +160,8 @@ def _side_tensors(
                 f"and keys, got codes.shape={tuple(codes.shape)}"
             )
         require_shape(op, "bits", bits, (bits.shape[0], BLOCK))
+        if size not in ((0, 0), (tq, tk)):
+            raise ValueError(f"{op}: mask must be made for (Tq, Tk)={(tq, tk)}, got size={size}")
     return side
 
 

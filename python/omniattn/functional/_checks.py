@@ -43,6 +43,11 @@ def require_float(op: str, name: str, x: Tensor) -> None:
             f"{op}: {name} must be float64, float32, bfloat16 or float16, "
             f"got {name}.dtype={x.dtype}"
         )
+    if x.is_nested:
+        raise TypeError(
+            f"{op}: {name} must not be nested (its values() are packed rows, and its offsets() "
+            f"the cu_seqlens of attention_varlen), got {name}.layout={x.layout}"
+        )
 
 
 def require_integers(op: str, name: str, x: Tensor) -> None:
@@ -68,12 +73,14 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
         )
 
 
-def require_seed(op: str, seed: Tensor | None) -> Tensor:
-    """[seed, offset] of random draws; None draws one from torch's generator."""
+def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
+    """[seed, offset] of random draws for `x`; None draws one from torch's generator."""
     if seed is None:
         return new_seed()
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
         raise ValueError(f"{op}: seed must be an int64 tensor [seed, offset], got seed={seed!r}")
+    if seed.is_meta and not x.is_meta:
+        raise ValueError(f"{op}: seed must have values, got seed.device=meta, x.device={x.device}")
     return seed
 
 
@@ -84,13 +91,21 @@ def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None
         )
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts to on the device of x, None where it is off; meta has no autocast."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def autocast_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+    if dtype is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
         return t if t.dtype == torch.float64 else t.to(dtype)

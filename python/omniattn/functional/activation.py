@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.functional._checks import (
+    autocast_dtype,
+    require_float,
+    require_like,
+    require_shape,
+    use_reference,
+)
 from omniattn.ops import activation as ops
 
 __all__ = ["bilinear", "geglu", "glu", "reglu", "swiglu"]
@@ -204,7 +209,7 @@ def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:
                 f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
             )
         return None
-    if torch.is_autocast_enabled(gate.device.type) and isinstance(up, Tensor):
+    if autocast_dtype(gate) is not None and isinstance(up, Tensor):
         up = up.to(gate.dtype)
     require_like(op, "up", up, gate, "gate")
     require_shape(op, "up", up, gate.shape)

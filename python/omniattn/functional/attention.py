@@ -328,7 +328,7 @@ def _run(
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
     aux, mask, score, params = encode(op, q, full, options, layout)
-    seed = require_seed(op, options.weights.seed) if dropout_p > 0 else None
+    seed = require_seed(op, options.weights.seed, q) if dropout_p > 0 else None
     run = ops.formula if use_reference(op, backend, q) else ops.attention
     out, lse = run(q, k, v, aux, seed, mask, score, params)
     return (out, lse) if return_lse else out

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._checks import (
+    autocast_dtype,
     require_float,
     require_like,
     require_seed,
@@ -161,9 +162,9 @@ def mlp(
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The dtypes torch's linear layers would have under autocast, which leaves fp64 alone."""
     x = tensors[0]
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+    if dtype is None:
         return tensors  # type: ignore[return-value]
-    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.dtype != torch.float64 else t  # type: ignore[misc]
         for t in tensors
@@ -226,7 +227,7 @@ def _run(
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
-    seed = require_seed(op, seed) if dropout_p > 0 else None
+    seed = require_seed(op, seed, tensors[0]) if dropout_p > 0 else None
     native = native_is_faster(tensors[0]) if backend is None else backend == "cpu"
     y: Tensor = op_glu_mlp(*tensors, seed, dropout_p, ACTIVATIONS[activation], recompute, native)
     return y

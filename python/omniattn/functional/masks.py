@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from omniattn.functional._checks import require_integers
 from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 
 __all__ = [
@@ -118,6 +119,13 @@ class All(Mask):
 
     masks: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        for mask in self.masks:
+            if not isinstance(mask, Mask):
+                raise TypeError(
+                    f"All: masks must be masks (BoolMask makes one of a tensor), got {mask!r}"
+                )
+
     def rules(self) -> list[Rule]:
         return [rule for mask in self.masks for rule in mask.rules()]
 
@@ -158,6 +166,9 @@ class KeyLengths(Mask):
 
     lengths: Tensor
 
+    def __post_init__(self) -> None:
+        require_integers("KeyLengths", "lengths", self.lengths)
+
     def rules(self) -> list[Rule]:
         return [(MaskKind.KEY_LENGTHS, 0, 0, (self.lengths.to(torch.int64),))]
 
@@ -168,6 +179,13 @@ class KeyPadding(Mask):
 
     real: Tensor
 
+    def __post_init__(self) -> None:
+        _require_bool("KeyPadding", "real", self.real)
+        if self.real.dim() != 2:
+            raise ValueError(
+                f"KeyPadding: real must have shape (B, Tk), got real.shape={tuple(self.real.shape)}"
+            )
+
     def rules(self) -> list[Rule]:
         return [(MaskKind.TENSOR, 0, 0, (self.real[:, None, None, :],))]
 
@@ -177,6 +195,9 @@ class BoolMask(Mask):
     """Pairs whose entry in `mask`, broadcastable to (B, Hq, Tq, Tk), is True."""
 
     mask: Tensor
+
+    def __post_init__(self) -> None:
+        _require_bool("BoolMask", "mask", self.mask)
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.TENSOR, 0, 0, (self.mask,))]
@@ -190,6 +211,9 @@ class PrefixLM(Mask):
     """
 
     lengths: Tensor
+
+    def __post_init__(self) -> None:
+        require_integers("PrefixLM", "lengths", self.lengths)
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.PREFIX, 0, 0, (self.lengths.to(torch.int64),))]
@@ -221,6 +245,11 @@ class Documents(Mask):
 
     queries: Tensor
     keys: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        require_integers("Documents", "queries", self.queries)
+        if self.keys is not None:
+            require_integers("Documents", "keys", self.keys)
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:
@@ -338,13 +367,16 @@ class Blocks(Mask):
         codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
             partial, by bits[n].
         bits: int64 (N, 64): bit k of word q of block n.
+        size: (Tq, Tk) that it was made for, None for any in these blocks.
     """
 
     codes: Tensor
     bits: Tensor
+    size: tuple[int, int] | None = None
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.BLOCKS, 0, 0, (self.codes, self.bits))]
+        tq, tk = (0, 0) if self.size is None else self.size
+        return [(MaskKind.BLOCKS, tq, tk, (self.codes, self.bits))]
 
     @classmethod
     def from_block_mask(cls, block_mask: Tensor) -> Blocks:
@@ -395,7 +427,7 @@ def from_predicate(
         partials += count
     if not codes:
         return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), _no_bits(device))
-    return Blocks(torch.stack(codes, 2), torch.cat(found))
+    return Blocks(torch.stack(codes, 2), torch.cat(found), (tq, tk))
 
 
 def sliding_window(
@@ -432,6 +464,13 @@ def _no_bits(device: torch.device | str) -> Tensor:
 
 def _causal(causal: bool) -> list[Rule]:
     return Causal().rules() if causal else []
+
+
+def _require_bool(op: str, name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={t!r}")
+    if t.dtype != torch.bool:
+        raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
 
 
 def _require(condition: bool, message: str, mask: Mask) -> None:

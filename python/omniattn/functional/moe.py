@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.functional._checks import (
+    autocast_dtype,
+    require_float,
+    require_like,
+    require_shape,
+    use_reference,
+)
 from omniattn.ops import moe as ops
 
 __all__ = ["moe_experts"]
@@ -88,8 +94,8 @@ def moe_experts(
         tensor([[3.5232, 3.5232]])
     """
     op = "moe_experts"
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+    if dtype is not None:
         x, up, down = (_cast(t, dtype) for t in (x, up, down))
         up_bias, down_bias = (None if b is None else _cast(b, dtype) for b in (up_bias, down_bias))
     require_float(op, "x", x)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_like, require_shape, use_reference
+from omniattn.functional._checks import (
+    autocast_dtype,
+    require_float,
+    require_like,
+    require_shape,
+    use_reference,
+)
 from omniattn.ops import norm as ops
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES, gated_norm
@@ -257,7 +263,7 @@ def rms_norm_gated(
             f'{op}: activation must be "silu" or "sigmoid", got activation={activation!r}'
         )
     cast_first = _casts_first(op, casting)
-    if isinstance(gate, Tensor) and gate.dtype != x.dtype and _autocasts(x):
+    if isinstance(gate, Tensor) and gate.dtype != x.dtype and autocast_dtype(x) is not None:
         gate = gate.to(x.dtype)
     require_like(op, "gate", gate, x)
     require_shape(op, "gate", gate, x.shape)
@@ -298,14 +304,10 @@ def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast a half precision branch joins an fp32 stream, as in x + residual."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
-    if x.dtype == residual.dtype or not _autocasts(x):
+    if x.dtype == residual.dtype or autocast_dtype(x) is None:
         return x, residual
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return x.to(dtype), residual.to(dtype)
-
-
-def _autocasts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def _check(op: str, x: Tensor, eps: float) -> None:
@@ -320,7 +322,7 @@ def _vector(op: str, name: str, v: Tensor | None, x: Tensor) -> Tensor | None:
     """Checks one value per column, which autocast brings to x's dtype."""
     if v is None:
         return None
-    if isinstance(v, Tensor) and v.dtype != x.dtype and _autocasts(x):
+    if isinstance(v, Tensor) and v.dtype != x.dtype and autocast_dtype(x) is not None:
         v = v.to(x.dtype)
     require_like(op, name, v, x)
     if v.ndim != 1 or v.numel() != x.shape[-1]:

@@ -70,7 +70,7 @@ def dropout(
         raise ValueError(f"{op}: p must be in [0, 1], got p={p}")
     if not training or p == 0.0:
         return x
-    seed = require_seed(op, seed)
+    seed = require_seed(op, seed, x)
     if use_reference(op, backend, x):
         return reference.dropout(x, p, seed=seed)
     y: Tensor = ops.dropout(x, seed, p)
@@ -103,7 +103,7 @@ def uniform_like(x: Tensor, *, seed: Tensor | None = None, backend: str | None =
     op = "uniform_like"
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: x must be a torch.Tensor, got x={x!r}")
-    seed = require_seed(op, seed)
+    seed = require_seed(op, seed, x)
     if use_reference(op, backend, x):
         return reference.uniform_like(x, seed=seed)
     u: Tensor = ops.uniform_like(x.detach(), seed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     FLOATS,
+    autocast_dtype,
     require_float,
     require_integers,
     require_like,
@@ -396,7 +397,7 @@ def qk_norm_rotary(
 def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor | None:
     if weight is None:
         return None
-    if isinstance(weight, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(weight, Tensor) and autocast_dtype(q) is not None:
         weight = weight.to(q.dtype)
     require_like(op, name, weight, q, "q")
     require_shape(op, name, weight, q.shape[3:])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import autocast_dtype
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
@@ -434,8 +435,11 @@ class Router(nn.Module):
     def _product(x: Tensor, weight: Tensor) -> Tensor:
         """In fp32 (fp64 for fp64), under autocast too."""
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x, weight = x.to(compute), weight.to(compute)
+        if autocast_dtype(x) is None:
+            return nn.functional.linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x.to(compute), weight.to(compute))
+            return nn.functional.linear(x, weight)
 
 
 class Experts(nn.Module):

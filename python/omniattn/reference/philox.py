@@ -20,7 +20,8 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def new_seed() -> torch.Tensor:
     """A fresh [seed, offset] (2,) int64 on the CPU, drawn from torch's default generator."""
-    return torch.stack([torch.randint(2**63 - 1, ()), torch.zeros((), dtype=torch.int64)])
+    drawn = torch.randint(2**63 - 1, (), device="cpu")
+    return torch.stack([drawn, torch.zeros_like(drawn)])
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
