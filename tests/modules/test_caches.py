@@ -107,6 +107,8 @@ def test_rolling_cache_keeps_the_window_and_no_more():
     with pytest.raises(ValueError, match="overwritten"):
         cache.crop(8)
     cache.crop(9)
+    with pytest.raises(ValueError, match="page_size=0"):
+        PagePool(4, 0, 2, 8)
     with pytest.raises(ValueError, match="window=0"):
         RollingCache(1, 0, 1, 1)
     with pytest.raises(ValueError, match="last min"):

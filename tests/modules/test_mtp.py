@@ -56,5 +56,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="concat must be"):
         MTP.Config(8, concat="both")
     predictor, embedding, head, tokens, trunk = setup()
+    with pytest.raises(ValueError, match="tokens must have shape"):
+        predictor(trunk, tokens[:, 1:], embedding, head)
     with pytest.raises(ValueError, match="tokens must be longer"):
         predictor(trunk[:, :2], tokens[:, :2], embedding, head)

@@ -107,6 +107,11 @@ class MultiTokenPredictor(nn.Module):
     ) -> list[Tensor]:
         """Logits of each depth; `embedding` and `head` are the trunk's. `run(block, x)` applies a
         block that needs more than x (rotary tables); by default block(x)."""
+        if tokens.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"MultiTokenPredictor: tokens must have shape {tuple(hidden.shape[:2])}, "
+                f"got tokens.shape={tuple(tokens.shape)}"
+            )
         if tokens.shape[1] <= self.config.depths:
             raise ValueError(
                 "MultiTokenPredictor: tokens must be longer than the depths, "

@@ -40,6 +40,8 @@ class PagePool:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if page_size < 1:
+            raise ValueError(f"PagePool: page_size must be positive, got page_size={page_size}")
         shape = (num_pages, num_kv_heads, page_size)
         v_dim = head_dim if v_head_dim is None else v_head_dim
         self.k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
