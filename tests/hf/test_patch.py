@@ -107,6 +107,8 @@ def test_unpatch_restores_the_model():
     classes = [type(module) for module in model.modules()]
     omniattn.hf.patch(model)
     inner = copy.deepcopy(model)
+    with pytest.raises(TypeError, match="must be a PreTrainedModel, got Linear"):
+        omniattn.hf.patch(model.lm_head)
     with pytest.raises(ValueError, match="patched already"):
         omniattn.hf.patch(model)
     for each in (model, inner):

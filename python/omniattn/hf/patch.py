@@ -52,6 +52,7 @@ def patch(
         What was swapped, and how often: {"linear": 15, "norm": 5, ...}.
 
     Raises:
+        TypeError: another class of model.
         ValueError: the model is patched already, or on the meta device.
 
     Example:
@@ -62,6 +63,10 @@ def patch(
         [('attention', 1), ('linear', 8), ('loss', 1), ('mlp', 1), ('norm', 3), ('rope', 1)]
         >>> unpatch(model)
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"omniattn.hf.patch: model must be a PreTrainedModel, got {type(model).__name__}"
+        )
     if any(_is_patched(module) for module in model.modules()):
         raise ValueError("omniattn.hf.patch: model must not be patched already")
     if any(p.is_meta for p in model.parameters()):
