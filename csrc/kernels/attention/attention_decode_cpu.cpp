@@ -45,6 +45,27 @@ inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, Key
   }
 }
 
+// Sums of neighbouring lanes: those of a, then those of b.
+template <class A>
+OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
+  const VecPair<Vec<A>> lanes = deinterleave(a, b);
+  return lanes.first + lanes.second;
+}
+// p[i] = the sum of the lanes of x[i]: half the instructions of four reduce_add, which were a
+// quarter of dot_tile's time.
+template <class A>
+OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
+  constexpr int kWidth = Vec<A>::kWidth;
+  if constexpr (kWidth < 4) {
+    for (int i = 0; i < 4; ++i) p[i] = reduce_add(x[i]);
+  } else {
+    Vec<A> sums = fold(fold(x[0], x[1]), fold(x[2], x[3]));
+#pragma GCC unroll 4
+    for (int lanes = kWidth / 4; lanes > 1; lanes /= 2) sums = fold(sums, sums);
+    store_n(p, sums, 4);
+  }
+}
+
 // s[r][n] = q_r . k_n for up to kKeys keys, `at` elements behind k; q rows are padded with zeros.
 template <class T, int kCount>
 OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
@@ -72,10 +93,7 @@ OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, co
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-    for (int n = 0; n < kKeys; ++n) s[r * kKeyPanel + n] = reduce_add(acc[r][n]);
-  }
+  for (int r = 0; r < kCount; ++r) store_sums(s + r * kKeyPanel, acc[r]);
 }
 
 // o[r][0 .. cols) += sum_n s[r][n] v_n, v_n at[n] elements behind v; kCount rows, kVecs vectors of
