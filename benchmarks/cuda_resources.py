@@ -23,6 +23,10 @@ LONGEST_COMPILATION = 60.0
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+SPILLED = re.compile(r"[1-9]\d* bytes spill (?:stores|loads)")
+#: What a launcher may call of the CUDA runtime: nothing that waits or allocates, so that graphs can
+#: capture it.
+LAUNCHING = {"LaunchKernel", "FuncSetAttribute", "GetLastError", "GetErrorString"}
 
 
 def release() -> str:
@@ -35,8 +39,10 @@ def release() -> str:
 def heading() -> str:
     return f"""# Registers and shared memory of the CUDA kernels
 
-Registers per thread / bytes of shared memory per block. No kernel spills: the build fails where one
-does. Written by `python benchmarks/cuda_resources.py` with nvcc {release()}.
+Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
+whose size is a struct beside each kernel and at most the 163 KiB of sm_80. No kernel spills: the
+script and the development build fail where one does. Written by
+`python benchmarks/cuda_resources.py` with nvcc {release()}.
 
 | kernel | {" | ".join(ARCHS)} |
 |---|{"---|" * len(ARCHS)}
@@ -55,11 +61,18 @@ def compile_for(source: Path, arch: str) -> str:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         text = report.read_text()
+        undefined = subprocess.run(
+            ["nm", "-u", f"{folder}/kernel.o"], capture_output=True, text=True
+        ).stdout
     if process.returncode != 0:
         sys.exit(text)
     # Of the processor, not of the clock: a busy machine is no reason.
     if (seconds := usage.ru_utime + usage.ru_stime) > LONGEST_COMPILATION:
         sys.exit(f"{source.name}: {seconds:.0f} s for {arch}; split its instantiations")
+    if spilled := SPILLED.search(text):
+        sys.exit(f"{source.name}: {spilled.group()} for {arch}")
+    if calls := set(re.findall(r"\bcuda(\w+)", undefined)) - LAUNCHING:
+        sys.exit(f"{source.name}: launchers may not call {', '.join(f'cuda{c}' for c in calls)}")
     return text
 
 

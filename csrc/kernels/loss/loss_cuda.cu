@@ -14,6 +14,9 @@ using gpu::Width;
 // 4 packs per thread are in flight before a row gets more threads, up to 512.
 constexpr unsigned kThreads = 512;
 constexpr int kPacksInFlight = 4;
+// f64 has more values in flight than a third of the registers holds.
+template <class T>
+constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1 : 3;
 
 // ex2.approx errs by 2^-22, less than the rounding of lse does.
 __device__ __forceinline__ float softmax_exp(float x) { return gpu::exp2_approx(x * 1.442695041f); }
@@ -44,7 +47,7 @@ struct OnlineSoftmax {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
     cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
   using C = compute_t<T>;
   constexpr int W = gpu::kVectorWidth<T>;
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Gradients in U; the logits may be overwritten with them.
 template <class T, class U>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardParams p) {
   using C = compute_t<T>;
   constexpr int W = gpu::kVectorWidth<U>;
