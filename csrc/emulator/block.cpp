@@ -241,7 +241,7 @@ void launch(dim3 grid, dim3 size, size_t dynamic_bytes, const std::function<void
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const size_t threads = size_t{size.x} * size.y * size.z;
   const size_t blocks = size_t{grid.x} * grid.y * grid.z;
-  constexpr size_t kMaxShared = 227 << 10;
+  constexpr size_t kMaxShared = 163 << 10;  // of a block on sm_80
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0) {
     throw Error(text("emulator: a block must have full warps and at most ", kMaxThreads,
                      " threads, got ", threads));

@@ -17,7 +17,8 @@ constexpr int64_t kMaxHead = 512;  // queries of that size fit into shared memor
 
 // Rows of one kv head: queries of the heads of its group.
 OMNIATTN_FN int64_t head_rows(const AttentionProblem& p) { return group_size(p) * p.tq; }
-OMNIATTN_FN int64_t items(const AttentionProblem& p) { return p.batch * p.hkv * decode_splits(p); }
+OMNIATTN_FN int64_t key_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplit); }
+OMNIATTN_FN int64_t items(const AttentionProblem& p) { return p.batch * p.hkv * key_splits(p); }
 OMNIATTN_FN int64_t partial_width(const AttentionProblem& p) { return p.dv + 2; }
 
 // Shared memory: q (rows, d), logits (rows, kSplit) and the parts of O (kThreads, kRows, W), rows
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const DecodeShared<A> shared = shared_of<A>(p);
-  const int64_t splits = decode_splits(p), rows = head_rows(p);
+  const int64_t splits = key_splits(p), rows = head_rows(p);
   for (int64_t item = blockIdx.x; item < items(p); item += gridDim.x) {
     const int64_t split = item % splits, kv = item / splits % p.hkv, b = item / splits / p.hkv;
     const Sequence s = sequence_of(p, b);
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
     if (q >= s.tq) continue;
     const int64_t kv = h / group_size(p), r = h % group_size(p) * p.tq + q;
     const A* const first = static_cast<const A*>(params.workspace) +
-                           (b * p.hkv + kv) * decode_splits(p) * step + r * partial_width(p);
+                           (b * p.hkv + kv) * key_splits(p) * step + r * partial_width(p);
     const int64_t splits = ceil_div(s.tk, kSplit);
     const A before = initial_maximum<A>(p, h);
     A m = before;

@@ -108,18 +108,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The formulas are in gated_norm_cpu.cpp. blockIdx.y is the group; shard s has the rows s, s +
-// shards, ...
+// The formulas are in gated_norm_cpu.cpp. blockIdx.x is the group (of which there may be more than
+// gridDim.y allows); shard s has the rows s, s + shards, ...
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     gated_norm_backward_kernel(const __grid_constant__ GatedNormBackwardParams p,
                                compute_t<T>* dweight, compute_t<T>* dbias, int64_t partial_stride) {
   using C = compute_t<T>;
   constexpr int kKept = kColumnsKept<W>;
-  const int64_t n = p.cols, group = blockIdx.y, first = group * n;
+  const int64_t n = p.cols, group = blockIdx.x, first = group * n;
   const C inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
-  const int64_t shard = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int64_t shards = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  const int64_t shard = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  const int64_t shards = static_cast<int64_t>(gridDim.y) * blockDim.y;
   const auto sums_of = [&](C* partial) {
     return gpu::ColumnSums<C, W, kKept>{
         partial != nullptr ? partial + shard * partial_stride + first : nullptr};
@@ -246,7 +246,7 @@ Status launch_gated_norm_backward(const GatedNormBackwardParams& p,
     C* const db = weights.dbias != nullptr ? partial + (both ? width : 0) : nullptr;
     const dim3 block = group_block<W>(p.cols);
     if (shards > 0) {
-      const dim3 grid(static_cast<unsigned>(shards / block.y), static_cast<unsigned>(p.groups));
+      const dim3 grid(static_cast<unsigned>(p.groups), static_cast<unsigned>(shards / block.y));
       GPU_LAUNCH((gated_norm_backward_kernel<T, W>), grid, block, 0, stream, p, dw, db, stride);
     }
     launch_sum_shards(p.dtype, dw, shards, stride, width, weights.dweight, stream);
