@@ -24,28 +24,33 @@ NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 # Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
 OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in ("attention", "moe"))
 ATTENTION = ("-attention-",)
-#: Cases that only repeat others in the backward: masks of attention's `PATTERNS` beyond two, for
-#: which all kernels ask the same functions, and long ones.
-MASKS = "prefix or chunked or packed or documents or dilated or fixed or everykth"
+#: Long cases, and those that only repeat others in the backward.
 SEQUENCES = "prefix or strided or short or decode or self or chunk or oddpages"
 VARIED = (
-    f"-attention- and not ({MASKS} or attention-decode)",
+    "-attention- and not attention-decode",
     f"-attention_varlen- and not ({SEQUENCES})",
     f"-attention_cached- and not ({SEQUENCES})",
 )
 LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
 FEW = (
-    *(f"-attention-{case}-" for case in ("tiny", "offtile", "biaskey", "dropout", "terms")),
+    *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
 )
-EDGES = ("tiny", "notokens", "noslots", "nofeatures", "nodim")
+#: Sizes of 1, of a tile and of one more.
+TILES = tuple(f"-attention-{case}-" for case in ("one", "oneof8", "plain", "tile+1"))
+EDGES = ("tiny", "tile", "notokens", "noslots", "nofeatures", "nodim")
 EXPERTS = tuple(
     f"-moe_experts-{case}-"
     for case in (*EDGES, "mixtral", "gptoss", "recompute", "interleaved", "oneexpert")
 )
 #: Tensor cores with both layouts of the weights; FMA in f32.
 FEW_EXPERTS = tuple(f"-moe_experts-{case}-" for case in ("mixtral", "gptoss"))
+#: Every kernel of 16 bits: both passes, decoding, packed and paged rows, experts.
+PLACED = (
+    *(*FEW, *FEW_EXPERTS),
+    *("-attention-decode-", "-attention_varlen-self-", "-attention_cached-pages-"),
+)
 
 VALUES = ("forward", "backward")
 PLACES = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
@@ -59,7 +64,8 @@ RUNS = [
     ("sanitized", "shuffled", OPS, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
     ("value", "ascending", VARIED, ("backward",), ("bf16",)),
-    ("value", "descending shuffled", FEW, VALUES + PLACES, ("f64", "f32", "f16")),
+    ("value", "shuffled", PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
+    ("value", "descending shuffled", FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),

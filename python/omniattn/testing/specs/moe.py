@@ -73,6 +73,11 @@ MOE_EXPERTS = OpSpec(
         _experts("tiny", 3, 2, 2, 3, 2, ("biases",)),
         _experts("mixtral", 100, 4, 2, 40, 72),
         _experts("gptoss", 60, 4, 2, 40, 136, ("transposed", "biases", "dropped"), **GPT_OSS),
+        # Around the tiles of 128 rows and columns and 64 deep of the CUDA kernels.
+        *(
+            _experts("tile", m, 1, 1, k, n, activation="relu")
+            for m, k, n in [(127, 56, 120), (128, 64, 128), (129, 72, 136)]
+        ),
         _experts("many", 150, 33, 6, 24, 20, activation="geglu"),
         _experts("recompute", 90, 2, 2, 65, 130, ("biases",), recompute=True),
         _experts("one", 1, 5, 1, 300, 129, activation="gelu"),

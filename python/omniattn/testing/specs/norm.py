@@ -109,10 +109,7 @@ RMS_NORM_GATED = OpSpec(
     rivals=rivals.RMS_NORM_GATED,
     cases=(
         rows("tiny", 3, 6, ("gate", "weight"), num_groups=2, norm_before_gate=False),
-        *(
-            rows("after", m, n, ("gate", "weight"))
-            for m, n in [(5, 63), (4, 64), (33, 100), (64, 1024), (3, 4097), (0, 8), (3, 0)]
-        ),
+        *(rows("after", m, n, ("gate", "weight")) for m, n in [*SIZES[1:-1], (3, 1), *EMPTIES]),
         rows("before", 33, 130, ("gate", "weight"), norm_before_gate=False),
         rows("beforegroups", 33, 256, ("gate",), norm_before_gate=False, num_groups=4),
         rows("sigmoid", 17, 96, ("gate", "weight"), activation="sigmoid", num_groups=3),

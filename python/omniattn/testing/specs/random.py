@@ -30,7 +30,7 @@ DROPOUT = OpSpec(
     rivals=rivals.DROPOUT,
     cases=(
         rows("tiny", 2, 3, p=0.3),
-        *(rows("half", m, n) for m, n in [(1, 1), (5, 63), (4, 64), (33, 1000), (0, 4)]),
+        *(rows("half", m, n) for m, n in [(1, 1), (5, 63), (4, 64), (7, 65), (33, 1000), (0, 4)]),
         rows("rare", 40, 100, p=0.01),
         rows("all", 3, 5, p=1.0),
     ),

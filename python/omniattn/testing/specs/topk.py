@@ -40,6 +40,8 @@ TOP_K = OpSpec(
     cases=(
         _scores("tiny", 2, 5, 3),
         _scores("experts", 33, 64, 6),
+        _scores("one", 1, 1, 1),
+        *(_scores("edge", 3, n, 4) for n in (63, 65, 1024, 1025)),
         _scores("ties", 20, 100, 40, ("ties",)),
         _scores("mask", 20, 65, 20, ("ties", "mask")),
         _scores("long", 3, 3000, 9),
