@@ -77,7 +77,19 @@ def benchmarks() -> dict[str, list[Benchmark]]:
         "layer_norm": [
             Benchmark(case("plain", "weight", "bias", M=16384, N=8192), (BF16,), EACH),
         ],
+        "group_norm": [
+            Benchmark(case("heads", "weight", "bias", M=16384, N=8192, num_groups=8), (BF16,), EACH)
+        ],
+        "rms_norm_gated": [
+            Benchmark(case("after", "gate", "weight", M=16384, N=8192), (BF16,), EACH)
+        ],
+        "dropout": [Benchmark(case("tenth", M=16384, N=8192, p=0.1), (BF16,), EACH)],
         "apply_rotary": [Benchmark(case("half", B=8, T=4096, **heads), (BF16,), ("forward",))],
+        "qk_norm_rotary": [Benchmark(case("half", "weights", B=8, T=4096, **heads), (BF16,), EACH)],
+        "top_k": [Benchmark(case("experts", M=65536, N=64, k=6), (F32,), ("forward",))],
+        "moe_experts": [
+            Benchmark(case("mixtral", M=8192, E=8, S=2, K=2048, N=8192), (BF16,), EACH, "compute")
+        ],
         "swiglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
         "geglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
         "linear": [Benchmark(case("square", M=8192, N=8192, K=8192), (BF16,), EACH, "compute")],

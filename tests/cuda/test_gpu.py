@@ -4,6 +4,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_forward_and_backward_are_captured_in_a_graph(spec, dtype):
 
 
 @needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_ops_run_on_the_gpu_of_their_inputs(spec):
+    """While another one is current."""
+    with on_device("cuda"):
+        here, there = (
+            spec.call(spec.cases[1], torch.float32, device=torch.device("cuda", index))
+            for index in (torch.cuda.current_device(), torch.cuda.device_count() - 1)
+        )
+        expected, actual = (
+            (*call.run(spec.function), *call.gradients(spec.function)) for call in (here, there)
+        )
+    for a, e in zip(actual, expected, strict=True):
+        assert a.device != e.device
+        assert torch.equal(a.cpu(), e.cpu())
+
+
+@needs_gpu
 def test_a_replay_reads_the_seed_of_dropout_again():
     q = torch.randn(1, 64, 2, 32, device="cuda")
     seed = torch.tensor([1, 0], device="cuda")
@@ -157,6 +176,14 @@ def test_matrix_wrappers_multiply(kind):
     torch.cuda.synchronize()
     assert fixtures().run_matmul(kind.encode(), *pointers) == b""
     assert torch.equal(c, a.float() @ b.float())
+
+
+def test_the_docs_say_of_every_op_whether_a_gpu_has_run_it():
+    text = (ROOT / "docs/cuda.md").read_text().split("## State")[1].split("## Build")[0]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    states = {name: row[3] for row in rows for name in re.findall(r"\w+", row[1])}
+    for spec in SPECS:
+        assert ("awaiting a GPU run" in states[spec.name]) == (spec.cuda == "emulated")
 
 
 def test_the_script_for_a_gpu_runs_dry(tmp_path):
