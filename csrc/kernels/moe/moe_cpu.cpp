@@ -13,6 +13,8 @@ constexpr int64_t kBlockK = 256;
 constexpr int64_t kBlockN = 2 * kMoeFeatures;
 // Up to this many rows, columns of B that lie along k are dotted as they are, without packing.
 constexpr int64_t kMaxDotRows = 32;
+// Up to this many rows, one tile, rows of B that lie along n are read where they are: each once.
+constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -90,6 +92,12 @@ void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix
   const bool along_k = matrix.k_stride == 1;
   if (along_k && rows <= kMaxDotRows) {
     return dot(a, lda, rows, b, matrix.n_stride, k, cols, c, ldc, accumulate);
+  }
+  if constexpr (TypeTraits<T>::kDType == TypeTraits<S>::kDType && Operand<T>::kStep == 1) {
+    if (!along_k && rows <= kMaxRowsInPlace) {
+      return gemm_tile<T>(a, lda, row_panels<T>(b, matrix.k_stride), c, ldc, rows, cols, k,
+                          accumulate);
+    }
   }
   for (int64_t first = 0; first < k; first += kBlockK) {
     const int64_t depth = smaller(kBlockK, k - first);
