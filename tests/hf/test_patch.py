@@ -1,6 +1,9 @@
 """Patched models train along the same curve as unpatched ones, and can be restored."""
 
 import copy
+import importlib
+import io
+import pickle
 
 import pytest
 import torch
@@ -9,6 +12,9 @@ from torch import nn
 
 import omniattn.hf
 from omniattn.hf.patch import causal_lm_loss
+
+#: The file, whose name `omniattn.hf.patch` is that of the function.
+patch_module = importlib.import_module("omniattn.hf.patch")
 
 SIZES = {
     "vocab_size": 97,
@@ -124,6 +130,29 @@ def test_unpatch_restores_the_model():
         "norm": 5,
         "mlp": 2,
     }
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_patched_model_survives_pickle(name, monkeypatch):
+    model = MODELS[name][0]().eval()
+    classes = [type(module) for module in model.modules()]
+    x = torch.randint(3, 97, (1, 9))
+    original = model(x).logits
+    omniattn.hf.patch(model)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    # As in a process that has not patched yet.
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, "omniattn")
+    patch_module._subclass.cache_clear()
+    patch_module._rotary_forward.cache_clear()
+    loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=False)
+    for each in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        patched = [hasattr(type(module), "omniattn_original") for module in each.modules()]
+        assert patched == [hasattr(type(module), "omniattn_original") for module in model.modules()]
+        assert torch.equal(each(x).logits, model(x).logits)
+        omniattn.hf.unpatch(each)
+        assert [type(module) for module in each.modules()] == classes
+        assert torch.equal(each(x).logits, original)
 
 
 def test_layers_that_compute_something_else_are_left_alone():

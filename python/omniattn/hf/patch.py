@@ -39,6 +39,9 @@ def patch(
     checkpoints and hooks are not touched. Norms, gated MLPs and rotary functions are recognised by
     what they compute: each is run on a probe, and swapped if ours gives the same.
 
+    A patched model can be pickled: by torch.save as a whole, or to a process that is spawned. Where
+    `attention` alone was patched, that process has to call :func:`register` first.
+
     Args:
         model: of transformers, weights loaded.
         attention: set its attention implementation, if it asks for one.
@@ -153,8 +156,27 @@ def _pretrained_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 @functools.cache
 def _subclass(original: Any, forward: Forward) -> Any:
     """`original` with another forward. No state on the instance: copies stay right."""
-    body = {"forward": forward, "omniattn_original": original, "__module__": original.__module__}
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # A rotary forward is made anew from the class; all others are functions of this file.
+        named = None if forward is _rotary_forward(original) else forward
+        state = original.__reduce_ex__(self, max(protocol, 2))[2]
+        return _patched_instance, (original, named), state
+
+    body = {
+        "forward": forward,
+        "omniattn_original": original,
+        "__module__": original.__module__,
+        "__reduce_ex__": reduce,
+    }
     return type(original.__name__, (original,), body)
+
+
+def _patched_instance(original: Any, forward: Forward | None) -> Any:
+    """An empty module of the subclass, for pickle; the process may not have patched anything."""
+    register()
+    kind = _subclass(original, _rotary_forward(original) if forward is None else forward)
+    return kind.__new__(kind)
 
 
 def _find_linear(module: nn.Module) -> Forward | None:
@@ -173,7 +195,8 @@ def _eps(module: Any) -> float:
     return math.nan
 
 
-def _norm_forward(norm: Callable[[Any, Tensor], Any]) -> Forward:
+def _norm_forward(norm: Forward) -> Forward:
+    @functools.wraps(norm)
     def forward(self: Any, x: Tensor) -> Any:
         # Models that keep a stream in fp32 beside half weights mix dtypes, which our norms do not.
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -183,14 +206,27 @@ def _norm_forward(norm: Callable[[Any, Tensor], Any]) -> Forward:
     return forward
 
 
-_NORMS = (
-    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m))),
-    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m), casting="llama")),
-    _norm_forward(lambda m, x: functional.rms_norm(x, m.weight, eps=_eps(m), offset=1.0)),
-    _norm_forward(
-        lambda m, x: functional.layer_norm(x, m.weight, getattr(m, "bias", None), eps=_eps(m))
-    ),
-)
+@_norm_forward
+def _rms_norm(self: Any, x: Tensor) -> Any:
+    return functional.rms_norm(x, self.weight, eps=_eps(self))
+
+
+@_norm_forward
+def _rms_norm_llama(self: Any, x: Tensor) -> Any:
+    return functional.rms_norm(x, self.weight, eps=_eps(self), casting="llama")
+
+
+@_norm_forward
+def _rms_norm_gemma(self: Any, x: Tensor) -> Any:
+    return functional.rms_norm(x, self.weight, eps=_eps(self), offset=1.0)
+
+
+@_norm_forward
+def _layer_norm(self: Any, x: Tensor) -> Any:
+    return functional.layer_norm(x, self.weight, getattr(self, "bias", None), eps=_eps(self))
+
+
+_NORMS = (_rms_norm, _rms_norm_llama, _rms_norm_gemma, _layer_norm)
 
 
 def _find_norm(module: nn.Module) -> Forward | None:
@@ -203,19 +239,24 @@ def _find_norm(module: nn.Module) -> Forward | None:
     return _same(module, _NORMS, weight.shape[0], weight)
 
 
-def _mlp_forward(glu: Callable[[Tensor, Tensor], Tensor]) -> Forward:
-    def forward(self: Any, x: Tensor) -> Any:
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
-
-    return forward
+def _swiglu_mlp(self: Any, x: Tensor) -> Any:
+    return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-_MLPS = (
-    _mlp_forward(functional.swiglu),
-    _mlp_forward(functools.partial(functional.geglu, approximate="tanh")),
-    _mlp_forward(functional.geglu),
-    _mlp_forward(functional.reglu),
-)
+def _geglu_tanh_mlp(self: Any, x: Tensor) -> Any:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(functional.geglu(gate, up, approximate="tanh"))
+
+
+def _geglu_mlp(self: Any, x: Tensor) -> Any:
+    return self.down_proj(functional.geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _reglu_mlp(self: Any, x: Tensor) -> Any:
+    return self.down_proj(functional.reglu(self.gate_proj(x), self.up_proj(x)))
+
+
+_MLPS = (_swiglu_mlp, _geglu_tanh_mlp, _geglu_mlp, _reglu_mlp)
 
 
 def _find_mlp(module: nn.Module) -> Forward | None:
