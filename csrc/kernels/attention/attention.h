@@ -258,8 +258,11 @@ OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
   const bool shares_table = p.grad_table != nullptr && p.problem.table.stride_b == 0;
   return shares_table ? ceil_div(p.problem.batch, kTablePlanes) : 1;
 }
+// An item of many windows takes all heads of each, which lie side by side in memory.
 OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
-  return p.grad_bias != nullptr && p.grad_bias_stride_h == 0 ? p.problem.hkv : 1;
+  const bool shares_bias = p.grad_bias != nullptr && p.grad_bias_stride_h == 0;
+  const int64_t batches = batches_per_item(p);
+  return shares_bias || (batches > 1 && batches < p.problem.batch) ? p.problem.hkv : 1;
 }
 OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_item(p)) * (p.problem.hkv / heads_per_item(p));
