@@ -359,7 +359,12 @@ BAD_CALLS = [
     ({}, {"window_size": (-2, 0)}, ValueError, "window_size must be"),
     ({}, {"mask": torch.zeros(3, 5)}, TypeError, "mask must be bool"),
     ({}, {"mask": torch.ones(3, 4) > 0}, ValueError, r"got mask.shape=\(3, 4\)"),
-    ({}, {"mask": masks.KeyLengths(torch.ones(3))}, ValueError, r"got lengths.shape=\(3,\)"),
+    (
+        {},
+        {"mask": masks.KeyLengths(torch.tensor([1, 1, 1]))},
+        ValueError,
+        r"got lengths.shape=\(3,\)",
+    ),
     ({}, {"bias": torch.zeros(5, 3, 5)}, ValueError, r"got bias.shape=\(5, 3, 5\)"),
     ({}, {"bias": torch.zeros(3, 5, dtype=F64)}, TypeError, "bias must not be float64"),
     ({}, {"backend": "cuda"}, ValueError, "backend must match"),
