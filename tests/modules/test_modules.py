@@ -1,5 +1,9 @@
 """Linear, norms, rotary tables, gated MLP and decoder block."""
 
+import copy
+import pickle
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +16,7 @@ from omniattn.modules import (
     GatedMLP,
     LayerNorm,
     Linear,
+    MultiheadAttention,
     RMSNorm,
     RotaryEmbedding,
 )
@@ -88,6 +93,31 @@ def test_mlp_equals_torch_and_drops_in_training_only():
 def test_gated_mlp_names_an_unknown_activation():
     with pytest.raises(ValueError, match="activation='swish'"):
         GatedMLP.Config(6, 10, "swish")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RMSNorm(32), "got 32; write RMSNorm(RMSNorm.Config(32))"),
+        (lambda: RMSNorm(dim=32), "got dim=32; write RMSNorm(RMSNorm.Config(dim=32))"),
+        (
+            lambda: MultiheadAttention(32, 4),
+            "config must be a MultiheadAttention.Config, got 32, 4; "
+            "write MultiheadAttention(MultiheadAttention.Config(32, 4))",
+        ),
+        (lambda: GatedMLP(MLP.Config(6, 10)), "GatedMLP: config must be a GatedMLP.Config"),
+    ],
+)
+def test_a_module_without_its_config_says_what_to_write(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_modules_survive_copies_and_pickle():
+    layer = RMSNorm(RMSNorm.Config(3), dtype=torch.float64)
+    for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert same.config == layer.config
+        assert torch.equal(same.weight, layer.weight)
 
 
 def block_config() -> DecoderBlock.Config:

@@ -13,12 +13,13 @@ from omniattn import functional
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s; s is x or a source.
 
     Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query

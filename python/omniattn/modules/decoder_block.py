@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.attention import Attention
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.kv_cache import Cache
+from omniattn.modules.layer import Layer
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Layer):
     """h = h + Attention(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
 
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the

@@ -13,11 +13,12 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
 
-class DifferentialAttention(nn.Module):
+class DifferentialAttention(Layer):
     """``o_h = (1 - l0) norm((P_h1 - lambda P_h2) v_h)`` with two softmax maps P a head.
 
     ``P_hc = softmax(scale q_hc k_hc^T)``; ``lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + l0`` is

@@ -13,10 +13,11 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 
 
-class GatedAttentionUnit(nn.Module):
+class GatedAttentionUnit(Layer):
     """``y = (u * (A v)) W_o``; u, v = silu(x W_u), silu(x W_v); z = silu(x W_z).
 
     ``q = z g_q + b_q`` and ``k = z g_k + b_k`` share one projection. A is ``relu(q k^T / n + b)^2``

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """y = x W^T + b.
 
     Args:

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(Layer):
     """Attention whose cache holds a latent and one rotary key for all heads.
 
     ``[c | k_r] = x W_dkv``, c normed; ``[k_n | v] = c W_ukv`` for each head; queries

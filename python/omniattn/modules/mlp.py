@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.ops.activation import ACTIVATIONS
 
@@ -22,7 +22,7 @@ GATED_ACTIVATIONS = {
 }
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """y = dropout(act(x W_up + b_up)) W_down + b_down.
 
     Args:
@@ -95,7 +95,7 @@ class MLP(nn.Module):
         )
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional._checks import autocast_dtype
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
 from omniattn.ops.moe import ACTIVATIONS
@@ -40,7 +41,7 @@ class RouterState(NamedTuple):
     z_loss: Tensor
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """y = sum of the chosen experts, weighted by the router, + shared experts.
 
     Args:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
 __all__ = ["MultiTokenPredictor"]
 
 
-class MultiTokenPredictor(nn.Module):
+class MultiTokenPredictor(Layer):
     """Predicts further tokens, one more per depth, keeping the causal chain.
 
     ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``;

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.reference.masks import visible
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Layer):
     """torch.nn.MultiheadAttention on this package's kernels; `load_state_dict` takes its weights.
 
     Masks follow torch: bool masks are True where a key is NOT seen, float masks are added.

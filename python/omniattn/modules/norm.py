@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
@@ -73,7 +74,7 @@ class RMSNorm(nn.Module):
         return f"{self.config.dim}, eps={self.config.eps}"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     """y = (x - mean) w / sqrt(var + eps) + b over the last dimension.
 
     Args:
@@ -132,7 +133,7 @@ class LayerNorm(nn.Module):
         return f"{self.config.dim}, eps={self.config.eps}"
 
 
-class GroupNorm(nn.Module):
+class GroupNorm(Layer):
     """Every head of the last dimension normalised alone, then a weight and a bias per channel.
 
     Args:
@@ -209,7 +210,7 @@ class GroupNorm(nn.Module):
         return f"{self.config.dim}, num_groups={self.config.num_groups}, eps={self.config.eps}"
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(Layer):
     """y = RMSNorm(x) w act(gate), or RMSNorm(x act(gate)) w, over groups of the last dimension.
 
     Args:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 
 
 def _token_positions(x: Tensor, positions: Tensor | int) -> Tensor:
@@ -17,7 +18,7 @@ def _token_positions(x: Tensor, positions: Tensor | int) -> Tensor:
     return torch.arange(positions, positions + x.shape[-2], device=x.device)
 
 
-class SinusoidalPositional(nn.Module):
+class SinusoidalPositional(Layer):
     """y = x * sqrt(dim) + PE[p] (the factor if `scale_input`), PE as `functional.sinusoidal`.
 
     Args:
@@ -61,7 +62,7 @@ class SinusoidalPositional(nn.Module):
         return f"{self.config.dim}, layout={self.config.layout}"
 
 
-class SinCosPositional2d(nn.Module):
+class SinCosPositional2d(Layer):
     """y = x + the 2-D sin-cos table of a patch grid, `functional.sincos_2d`.
 
     Args:
@@ -109,7 +110,7 @@ class SinCosPositional2d(nn.Module):
         return f"{self.config.dim}, prefix={self.config.prefix}"
 
 
-class LearnedPositional(nn.Module):
+class LearnedPositional(Layer):
     """y = x + weight[p], with a table (max_positions, dim) that can be resized.
 
     Args:
@@ -201,7 +202,7 @@ class LearnedPositional(nn.Module):
         return f"{self.config.max_positions}, {self.config.dim}"
 
 
-class ALiBi(nn.Module):
+class ALiBi(Layer):
     """The bias -m_h |i - j| of attention, slopes m as `functional.alibi_slopes`.
 
     Args:

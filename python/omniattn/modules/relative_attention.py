@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 
 
-class T5RelativeBias(nn.Module):
+class T5RelativeBias(Layer):
     """T5's table of learned biases, one a bucket of distances and head.
 
     A stack has one in its first layer and gives its value to the `relative` argument of every
@@ -64,7 +65,7 @@ class T5RelativeBias(nn.Module):
         return T5Bias(self.weight, c.bidirectional, c.max_distance)
 
 
-class TransformerXLAttention(nn.Module):
+class TransformerXLAttention(Layer):
     """Causal attention to a segment and its memory, by content and by distance.
 
     ``s_ij = ((q_i + u) . k_j + (q_i + v) . r_{i + M - j}) / sqrt(D)`` with ``r = W_r sinusoid``;
@@ -193,7 +194,7 @@ def _shift(x: Tensor) -> Tensor:
     return padded.unflatten(-1, (tokens, keys))
 
 
-class DisentangledAttention(nn.Module):
+class DisentangledAttention(Layer):
     """Attention by content, content to position and position to content.
 
     ``s_ij = (q_i . k_j + q_i . kr_d + k_j . qr_d) / sqrt(f D)``, f the number of terms, with

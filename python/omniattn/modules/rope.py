@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 from omniattn.reference import RopeScaling
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """cos and sin of p * theta_i, theta_i = base^(-2i / rotary_dim), possibly scaled.
 
     The tables are computed from the positions in fp64 at each call. There is no buffer of them, so

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 
 
-class SpatialReductionAttention(nn.Module):
+class SpatialReductionAttention(Layer):
     """Attention whose keys and values come from x reduced by a strided convolution and LayerNorm.
 
     ``y = W_o softmax(scale q k^T) v``, q from x, k and v from ``LN(conv(x))``; the convolution is

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
+from omniattn.modules.layer import Layer
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(Layer):
     """Multi-head attention within windows of M x M tokens, with a learned relative position bias.
 
     Images whose sides are no multiples of M are padded with zeros, which are attended to. With a
@@ -137,7 +138,7 @@ def _regions(x: Tensor, size: int, shift: int) -> Tensor:
     return _windows(labels.expand(len(x), -1, -1)[..., None], size)[..., 0]
 
 
-class SwinBlock(nn.Module):
+class SwinBlock(Layer):
     """x = x + WindowAttention(LN(x)); x = x + MLP(LN(x)), both branches dropped whole at times.
 
     Args:
@@ -201,7 +202,7 @@ class SwinBlock(nn.Module):
         return x + self._branch(self.mlp["fc2"](hidden))
 
 
-class PatchMerging(nn.Module):
+class PatchMerging(Layer):
     """Halves an image: four neighbours are joined, normed and mapped to twice the width.
 
     Args:
