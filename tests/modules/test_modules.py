@@ -8,16 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omniattn import reference
+from omniattn import modules, reference
 from omniattn.modules import (
     MLP,
     Attention,
     DecoderBlock,
     GatedMLP,
+    KVCache,
     LayerNorm,
     Linear,
+    MoE,
     MultiheadAttention,
+    PagePool,
     RMSNorm,
+    RollingCache,
     RotaryEmbedding,
 )
 
@@ -111,6 +115,46 @@ def test_gated_mlp_names_an_unknown_activation():
 def test_a_module_without_its_config_says_what_to_write(call, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RMSNorm.Config(0), "RMSNorm: dim must be an integer >= 1, got dim=0"),
+        (lambda: Linear.Config(4, 2.0), "out_features must be an integer >= 1"),
+        (lambda: MLP.Config(6, -1), "MLP: hidden_dim must be an integer >= 1"),
+        (lambda: MoE.Config(6, 4, 2, 1, shared_hidden_dim=-1), "shared_hidden_dim must be an int"),
+        (lambda: MultiheadAttention.Config(8, 0), "num_heads must be an integer >= 1"),
+        (lambda: Attention.Config(8, 2, num_kv_heads=-1), "num_kv_heads must be an integer >= 1"),
+        (lambda: RMSNorm.Config(4, casting="half"), "casting must be one of ('fp32', 'llama')"),
+        (lambda: LayerNorm.Config(4, eps=float("nan")), "eps must be finite and >= 0, got eps=nan"),
+        (
+            lambda: Attention.Config(8, 2, qk_norm_eps=-1.0),
+            "qk_norm_eps must be finite and >= 0, got qk_norm_eps=-1.0",
+        ),
+        (
+            lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
+            "Attention: x must have shape (B, T, dim), got x.shape=(5, 8)",
+        ),
+    ],
+)
+def test_sizes_and_options_are_checked_where_they_are_given(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_every_config_checks_its_fields():
+    for name in modules.__all__:
+        config = getattr(getattr(modules, name), "Config", modules.layer.LayerConfig)
+        assert issubclass(config, modules.layer.LayerConfig), name
+
+
+@pytest.mark.parametrize("cache", [KVCache, RollingCache, PagePool])
+def test_caches_hold_floating_point(cache):
+    with pytest.raises(
+        TypeError, match=f"{cache.__name__}: dtype must be .* got dtype=torch.int64"
+    ):
+        cache(1, 4, 1, 2, dtype=torch.int64)
 
 
 def test_modules_survive_copies_and_pickle():

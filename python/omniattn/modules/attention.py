@@ -13,7 +13,7 @@ from omniattn import functional
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache
@@ -52,7 +52,7 @@ class Attention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -106,6 +106,7 @@ class Attention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
                 raise ValueError(
                     "Attention: num_heads must be a multiple of num_kv_heads, "
@@ -262,6 +263,10 @@ class Attention(Layer):
             relative, alibi_slopes: terms of the distance, see functional.attention.
         """
         c = self.config
+        if x.dim() != 3:
+            raise ValueError(
+                f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
+            )
         attend: Callable[..., object] = functional.attention
         boundaries = None
         if x.is_nested:

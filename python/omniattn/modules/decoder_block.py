@@ -9,7 +9,7 @@ from omniattn.modules.attention import Attention
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.kv_cache import Cache
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 
 
 class DecoderBlock(Layer):
@@ -39,7 +39,7 @@ class DecoderBlock(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Configs of the layers.
 
         Args:

@@ -13,7 +13,7 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -44,7 +44,7 @@ class DifferentialAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -77,6 +77,7 @@ class DifferentialAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             for name, value, known in (
                 ("form", self.form, ("published", "simple", "hf")),
                 ("gqa_map", self.gqa_map, ("flash", "naive")),

@@ -13,7 +13,7 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 
 
@@ -41,7 +41,7 @@ class GatedAttentionUnit(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -70,6 +70,7 @@ class GatedAttentionUnit(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             for name, value, known in (
                 ("attention", self.attention, ("relu2", "softmax")),
                 ("relative", self.relative, (None, "t5", "toeplitz")),

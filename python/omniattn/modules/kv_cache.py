@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional._checks import FLOATS
 from omniattn.functional.masks import Mask
 
 
@@ -73,6 +74,7 @@ class KVCache(Cache):
         device, dtype: of the storage.
 
     Raises:
+        TypeError: a dtype that is not floating point.
         ValueError: if a shape does not fit or the storage is full.
         RuntimeError: if something with a gradient is appended.
 
@@ -95,9 +97,8 @@ class KVCache(Cache):
         dtype: torch.dtype | None = None,
     ) -> None:
         shape = (batch, num_kv_heads, max_length)
-        v_dim = head_dim if v_head_dim is None else v_head_dim
-        self._k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
-        self._v = torch.zeros(*shape, v_dim, device=device, dtype=dtype)
+        sizes = (head_dim, v_head_dim)
+        self._k, self._v = new_storage(type(self).__name__, shape, sizes, device, dtype)
         self.length = 0
 
     @property
@@ -164,6 +165,7 @@ class RollingCache(Cache):
         device, dtype: of the storage.
 
     Raises:
+        TypeError: a dtype that is not floating point.
         ValueError: if a shape does not fit, or tokens are cropped that have been overwritten.
         RuntimeError: if something with a gradient is appended.
 
@@ -193,9 +195,8 @@ class RollingCache(Cache):
         if window < 1:
             raise ValueError(f"RollingCache: window must be positive, got window={window}")
         shape = (batch, num_kv_heads, window)
-        v_dim = head_dim if v_head_dim is None else v_head_dim
-        self._k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
-        self._v = torch.zeros(*shape, v_dim, device=device, dtype=dtype)
+        sizes = (head_dim, v_head_dim)
+        self._k, self._v = new_storage("RollingCache", shape, sizes, device, dtype)
         self._sort = sort
         self.length = 0
 
@@ -378,6 +379,23 @@ class CrossCache(Cache):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kv = None
         self.append(state["k"], state["v"])
+
+
+def new_storage(
+    name: str,
+    shape: tuple[int, int, int],
+    sizes: tuple[int, int | None],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Zeros (*shape, D) for keys and (*shape, Dv) for values; `sizes` is D and Dv, None for D."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: dtype must be float64, float32, bfloat16 or float16, got dtype={dtype}"
+        )
+    k_dim, v_dim = sizes
+    k = torch.zeros(*shape, k_dim, device=device, dtype=dtype)
+    return k, k.new_zeros(*shape, k_dim if v_dim is None else v_dim)
 
 
 def check_new(name: str, k: Tensor, v: Tensor, batch: int, keys: Tensor, values: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 
 
 class Linear(Layer):
@@ -26,7 +26,7 @@ class Linear(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes; `init_std` of the normal weights (a bias starts at 0); `backend` of the op."""
 
         in_features: int

@@ -12,7 +12,7 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -45,7 +45,7 @@ class MultiHeadLatentAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -88,6 +88,7 @@ class MultiHeadLatentAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.q_rope_from not in ("latent", "x"):
                 raise ValueError(
                     "MultiHeadLatentAttention: q_rope_from must be 'latent' or 'x', "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.ops.activation import ACTIVATIONS
 
@@ -43,7 +43,7 @@ class MLP(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options of the layer."""
 
         activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
@@ -59,6 +59,7 @@ class MLP(Layer):
         recompute: bool = False
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.activation not in self.activations:
                 raise ValueError(
                     f"{type(self).__qualname__.removesuffix('.Config')}: activation must be one of "

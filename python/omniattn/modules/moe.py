@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional._checks import autocast_dtype
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
 from omniattn.ops.moe import ACTIVATIONS
@@ -71,7 +71,7 @@ class MoE(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options of the layer.
 
         `router`: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
@@ -114,6 +114,7 @@ class MoE(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             for name, allowed in (
                 ("activation", tuple(ACTIVATIONS)),
                 ("router", ROUTERS),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -44,7 +44,7 @@ class MultiTokenPredictor(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options: `concat` is the order in front of proj, "hidden_first" (paper) or
         "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
         output to the next (and so expects the trunk's behind its final norm)."""
@@ -58,6 +58,7 @@ class MultiTokenPredictor(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.depths < 1:
                 raise ValueError(
                     f"MultiTokenPredictor: depths must be >= 1, got depths={self.depths}"

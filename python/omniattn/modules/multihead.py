@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.reference.masks import visible
 
@@ -41,7 +41,7 @@ class MultiheadAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """The arguments of torch.nn.MultiheadAttention, and `backend` of the ops."""
 
         embed_dim: int
@@ -56,6 +56,7 @@ class MultiheadAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.embed_dim % self.num_heads:
                 raise ValueError(
                     "MultiheadAttention: embed_dim must be a multiple of num_heads, "

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +31,7 @@ class RMSNorm(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Size and options of the norm."""
 
         dim: int
@@ -93,7 +93,7 @@ class LayerNorm(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Size and options of the norm."""
 
         dim: int
@@ -153,7 +153,7 @@ class GroupNorm(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Size and options; without `center` the heads are RMS-normalised (RetNet)."""
 
         dim: int
@@ -164,6 +164,7 @@ class GroupNorm(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             _check_groups("GroupNorm", self.dim, self.num_groups)
 
     def __init__(
@@ -231,7 +232,7 @@ class RMSNormGated(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Size and options, as in functional.rms_norm_gated."""
 
         dim: int
@@ -243,6 +244,7 @@ class RMSNormGated(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             _check_groups("RMSNormGated", self.dim, self.num_groups)
 
     def __init__(

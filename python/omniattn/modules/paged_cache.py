@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional.masks import KeyPadding, Mask
-from omniattn.modules.kv_cache import Cache, check_new
+from omniattn.modules.kv_cache import Cache, check_new, new_storage
 
 
 class PagePool:
@@ -43,9 +43,8 @@ class PagePool:
         if page_size < 1:
             raise ValueError(f"PagePool: page_size must be positive, got page_size={page_size}")
         shape = (num_pages, num_kv_heads, page_size)
-        v_dim = head_dim if v_head_dim is None else v_head_dim
-        self.k = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
-        self.v = torch.zeros(*shape, v_dim, device=device, dtype=dtype)
+        sizes = (head_dim, v_head_dim)
+        self.k, self.v = new_storage("PagePool", shape, sizes, device, dtype)
         self._owners = [0] * num_pages
         self._free = list(range(num_pages))[::-1]
 

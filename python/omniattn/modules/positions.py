@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 
 
 def _token_positions(x: Tensor, positions: Tensor | int) -> Tensor:
@@ -36,7 +36,7 @@ class SinusoidalPositional(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Width and form of the table."""
 
         dim: int
@@ -80,7 +80,7 @@ class SinCosPositional2d(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Width, prefix tokens and order of the halves."""
 
         dim: int
@@ -135,7 +135,7 @@ class LearnedPositional(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Size and initialisation of the table."""
 
         max_positions: int
@@ -221,7 +221,7 @@ class ALiBi(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Heads and options; `form` as in functional.alibi_bias."""
 
         num_heads: int

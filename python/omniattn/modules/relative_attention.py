@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 
 
@@ -38,7 +38,7 @@ class T5RelativeBias(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes; `bidirectional` for encoders; `init_std` of the table (T5: dim^-1/2)."""
 
         num_heads: int
@@ -93,7 +93,7 @@ class TransformerXLAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -222,7 +222,7 @@ class DisentangledAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options.
 
         Args:
@@ -249,6 +249,7 @@ class DisentangledAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.dim % self.num_heads:
                 raise ValueError(
                     "DisentangledAttention: dim must be a multiple of num_heads, "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.modules.build import NormConfig, build
 from omniattn.modules.dropout import Dropout
+from omniattn.modules.layer import LayerConfig
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 
@@ -84,7 +85,7 @@ class Residual(nn.Module):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Norm, placement and dropout of the branch."""
 
         norm: NormConfig
@@ -93,6 +94,7 @@ class Residual(nn.Module):
         drop_path_p: float = 0.0
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.placement not in PLACEMENTS:
                 raise ValueError(
                     f"Residual: placement must be one of {', '.join(PLACEMENTS)}, "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.reference import RopeScaling
 
 
@@ -40,7 +40,7 @@ class RotaryEmbedding(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Frequencies of the rotation.
 
         Args:
@@ -63,6 +63,7 @@ class RotaryEmbedding(Layer):
         num_axes: int = 1
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.rotary_dim <= 0 or self.rotary_dim % (2 * self.num_axes):
                 raise ValueError(
                     "RotaryEmbedding: rotary_dim must be a positive multiple of 2 * num_axes, "

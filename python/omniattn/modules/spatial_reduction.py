@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 
@@ -38,7 +38,7 @@ class SpatialReductionAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes: `sr_ratio` is R, 1 for none; `bias` of q, k and v."""
 
         dim: int
@@ -51,6 +51,7 @@ class SpatialReductionAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.dim % self.num_heads or self.sr_ratio < 1:
                 raise ValueError(
                     "SpatialReductionAttention: dim must be a multiple of num_heads, sr_ratio >= 1,"

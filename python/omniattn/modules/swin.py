@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
-from omniattn.modules.layer import Layer
+from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 
@@ -41,7 +41,7 @@ class WindowAttention(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes: `window` is M, `shift` less than M and 0 for none; `bias` of all projections."""
 
         dim: int
@@ -54,6 +54,7 @@ class WindowAttention(Layer):
         backend: str | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.dim % self.num_heads:
                 raise ValueError(
                     "WindowAttention: dim must be a multiple of num_heads, "
@@ -155,7 +156,7 @@ class SwinBlock(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """The attention and what surrounds it."""
 
         attention: WindowAttention.Config
@@ -219,7 +220,7 @@ class PatchMerging(Layer):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(LayerConfig):
         """Sizes and options."""
 
         dim: int
