@@ -8,6 +8,8 @@ import torch
 import omniattn.functional as F
 
 F64 = torch.float64
+#: Two tokens, one of four experts each.
+ROUTING = F.softmax_top_k(torch.ones(2, 4), 1)
 
 
 def logits(n=12, experts=8, seed=0, dtype=F64):
@@ -332,6 +334,92 @@ def test_uniform_values():
             lambda: F.drop_second_at_random(F.softmax_top_k(torch.ones(2, 4), 1), torch.zeros(2)),
             ValueError,
             "routing must have k = 2",
+        ),
+        (
+            lambda: F.default_vector_gradient(torch.ones(2, 3), ROUTING, torch.ones(4, 3).long()),
+            TypeError,
+            r"vectors must be float64, .* got vectors.dtype=torch.int64",
+        ),
+        (
+            lambda: F.default_vector_gradient(
+                torch.ones(2, 3), ROUTING, torch.ones(4, 3, device="meta")
+            ),
+            ValueError,
+            "vectors must be on the device of y, got vectors.device=meta, y.device=cpu",
+        ),
+        (
+            lambda: F.update_default_vectors(
+                torch.ones(4, 3), torch.ones(2, 1, 3), torch.zeros(2, 1)
+            ),
+            TypeError,
+            r"index must be integers, got index.dtype=torch.float32",
+        ),
+        (
+            lambda: F.update_default_vectors(
+                torch.ones(4), torch.ones(2, 1, 3), torch.zeros(2, 1).long()
+            ),
+            ValueError,
+            r"vectors must have shape \(E, d\), got vectors.shape=\(4,\)",
+        ),
+        (
+            lambda: F.update_default_vectors(
+                torch.ones(4, 3), torch.ones(2, 1, 3), torch.zeros(2, 1).long(), decay=math.nan
+            ),
+            ValueError,
+            "got decay=nan",
+        ),
+        (
+            lambda: F.update_router_bias(torch.zeros(4).long(), torch.ones(4).long()),
+            TypeError,
+            "bias must be float64",
+        ),
+        (
+            lambda: F.update_router_bias(torch.zeros(4), torch.ones(4)),
+            TypeError,
+            r"counts must be integers, got counts.dtype=torch.float32",
+        ),
+        (
+            lambda: F.update_router_bias(torch.zeros(4), torch.ones(4, device="meta").long()),
+            ValueError,
+            "counts must be on the device of bias, got counts.device=meta",
+        ),
+        (
+            lambda: F.update_router_bias(torch.zeros(4), torch.ones(4).long(), math.inf),
+            ValueError,
+            "rate must be finite, got rate=inf",
+        ),
+        (lambda: F.expert_counts(torch.ones(4), 3), TypeError, "index must be integers"),
+        (
+            lambda: F.expert_counts(torch.ones(4).long(), -1),
+            ValueError,
+            "experts must be >= 0, got experts=-1",
+        ),
+        (
+            lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(2, 1)),
+            TypeError,
+            "index must be integers",
+        ),
+        (
+            lambda: F.load_balance_loss(
+                torch.ones(2, 4), torch.zeros(2, 1).long(), token_mask=torch.ones(2)
+            ),
+            TypeError,
+            "token_mask must be a bool tensor, got torch.float32",
+        ),
+        (
+            lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(2, 1, device="meta").long()),
+            ValueError,
+            "index must be on the device of scores",
+        ),
+        (
+            lambda: F.noisy_top_k(torch.ones(2, 4), torch.ones(2, 4).double(), 1),
+            TypeError,
+            "noise_logits must have the dtype of logits",
+        ),
+        (
+            lambda: F.noisy_top_k(torch.ones(2, 4), torch.ones(2, 4), 1, noise_eps=math.nan),
+            ValueError,
+            "noise_eps must be finite and >= 0, got noise_eps=nan",
         ),
     ],
 )

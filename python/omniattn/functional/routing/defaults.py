@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_shape
+from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional.routing._checks import require_float_beside, require_integers_beside
 from omniattn.functional.routing.routers import Routing, expert_counts
 
 
@@ -24,7 +25,8 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
         y, bit for bit, of its shape and dtype.
 
     Raises:
-        ValueError: vectors of another shape.
+        TypeError: y or vectors that are not floating point.
+        ValueError: vectors of another shape, or on another device.
 
     Note:
         The chosen experts' scores learn by the weights, straight through a renormalisation. The
@@ -42,8 +44,12 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
         >>> torch.autograd.grad(y.sum(), routing.scores)[0]
         tensor([[0., 3.]])
     """
-    scores = routing.scores
-    require_shape("default_vector_gradient", "vectors", vectors, (scores.shape[-1], y.shape[-1]))
+    op, scores = "default_vector_gradient", routing.scores
+    require_float(op, "y", y)
+    require_float_beside(op, "routing.scores", scores, y, "y")
+    require_integers_beside(op, "routing.experts", routing.experts, y, "y")
+    require_float_beside(op, "vectors", vectors, y, "y")
+    require_shape(op, "vectors", vectors, (scores.shape[-1], y.shape[-1]))
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     there = routing.experts >= 0
     # One more column takes the slots without an expert.
@@ -71,7 +77,8 @@ def update_default_vectors(
         decay: in [0, 1].
 
     Raises:
-        ValueError: a decay out of range, a shape that does not fit.
+        TypeError: vectors or outputs that are not floating point, an index that is not integers.
+        ValueError: a decay out of range, a shape or device that does not fit.
 
     Reference:
         Panda et al., 2025, arXiv:2504.12463.
@@ -87,9 +94,16 @@ def update_default_vectors(
     op = "update_default_vectors"
     if not 0 <= decay <= 1:
         raise ValueError(f"{op}: decay must be in [0, 1], got decay={decay}")
+    require_float(op, "vectors", vectors)
+    require_float_beside(op, "outputs", outputs, vectors, "vectors")
+    require_integers_beside(op, "index", index, vectors, "vectors")
+    if vectors.dim() != 2:
+        raise ValueError(
+            f"{op}: vectors must have shape (E, d), got vectors.shape={tuple(vectors.shape)}"
+        )
     experts, dim = vectors.shape
     require_shape(op, "outputs", outputs, (*index.shape, dim))
-    flat = index.flatten()
+    flat = index.flatten().long()
     there = flat >= 0
     sums = vectors.new_zeros(experts, dim)
     sums.index_add_(0, flat[there], outputs.reshape(-1, dim)[there].to(vectors.dtype))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional.routing._checks import (
+    require_device,
+    require_integers_beside,
+)
 from omniattn.functional.routing.routers import check_groups, expert_counts, widen
 
 BALANCE_LOSSES = (
@@ -57,8 +63,9 @@ def load_balance_loss(
         () in the dtype of the scores. The gradient goes through P alone. 0 for no tokens.
 
     Raises:
-        TypeError: scores that are not floating point.
-        ValueError: a kind, grouping or shape that does not fit.
+        TypeError: scores that are not floating point, an index that is not integers, a token_mask
+            that is not bool.
+        ValueError: a kind, grouping, shape or device that does not fit.
 
     Reference:
         Fedus et al., 2021, arXiv:2101.03961; Lepikhin et al., 2020, arXiv:2006.16668; DeepSeek-AI,
@@ -72,6 +79,7 @@ def load_balance_loss(
     """
     op = "load_balance_loss"
     require_float(op, "scores", scores)
+    require_integers_beside(op, "index", index, scores, "scores")
     if kind not in BALANCE_LOSSES:
         raise ValueError(
             f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={kind!r}"
@@ -83,7 +91,8 @@ def load_balance_loss(
         )
     if token_mask is None:
         token_mask = torch.ones_like(index[..., 0], dtype=torch.bool)
-    require_shape(op, "token_mask", token_mask, scores.shape[:-1])
+    _require_mask(op, token_mask, scores, "scores")
+    index = index.long()
     experts, k = scores.shape[-1], index.shape[-1]
     check_groups(op, experts, groups, top_groups)
     if kind == "deepseek_v3":
@@ -125,8 +134,8 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
         () in the compute dtype, before its coefficient (1e-3).
 
     Raises:
-        TypeError: logits that are not floating point.
-        ValueError: a token_mask of another shape.
+        TypeError: logits that are not floating point, a token_mask that is not bool.
+        ValueError: a token_mask of another shape or device.
 
     Reference:
         Zoph et al., ST-MoE, 2022, arXiv:2202.08906.
@@ -139,7 +148,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
     square = widen(logits).logsumexp(-1).square()
     if token_mask is None:
         return square.mean()
-    require_shape("router_z_loss", "token_mask", token_mask, square.shape)
+    _require_mask("router_z_loss", token_mask, logits, "logits")
     return (square * token_mask).sum() / token_mask.sum().clamp(min=1)
 
 
@@ -169,7 +178,8 @@ def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None
         rate: 1e-3; 0 at the end of training.
 
     Raises:
-        ValueError: counts of another shape.
+        TypeError: a bias that is not floating point, counts that are not integers.
+        ValueError: counts of another shape or device, a rate that is not finite.
 
     Reference:
         Wang et al., Auxiliary-Loss-Free Load Balancing Strategy, 2024, arXiv:2408.15664.
@@ -180,6 +190,20 @@ def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None
         >>> bias
         tensor([-0.0010,  0.0010,  0.0010])
     """
-    require_shape("update_router_bias", "counts", counts, bias.shape)
+    op = "update_router_bias"
+    require_float(op, "bias", bias)
+    require_integers_beside(op, "counts", counts, bias, "bias")
+    require_shape(op, "counts", counts, bias.shape)
+    if not math.isfinite(rate):
+        raise ValueError(f"{op}: rate must be finite, got rate={rate}")
     counts = counts.double()
     bias.add_(rate * (counts.mean() - counts).sign().to(bias.dtype))
+
+
+def _require_mask(op: str, token_mask: Tensor, x: Tensor, x_name: str) -> None:
+    """A bool for each row of x."""
+    if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool:
+        got = getattr(token_mask, "dtype", type(token_mask).__name__)
+        raise TypeError(f"{op}: token_mask must be a bool tensor, got {got}")
+    require_device(op, "token_mask", token_mask, x, x_name)
+    require_shape(op, "token_mask", token_mask, x.shape[:-1])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional._checks import (
+    require_float,
+    require_integers,
+    require_like,
+    require_shape,
+)
 from omniattn.functional.random import normal_like, uniform_like
 from omniattn.functional.topk import top_k
 
@@ -31,11 +37,18 @@ class Routing(NamedTuple):
 def expert_counts(index: Tensor, experts: int) -> Tensor:
     """Assignments of each expert, (E,) int64; index -1 counts for none.
 
+    Raises:
+        TypeError: an index that is not integers.
+        ValueError: negative experts.
+
     Example:
         >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), 3)
         tensor([1, 0, 2])
     """
-    flat = index.flatten()
+    require_integers("expert_counts", "index", index)
+    if experts < 0:
+        raise ValueError(f"expert_counts: experts must be >= 0, got experts={experts}")
+    flat = index.flatten().long()
     counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
     return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).long())
 
@@ -236,7 +249,8 @@ def noisy_top_k(
         alone is drawn again. Without noise, or for k = E, the number of tokens it has.
 
     Raises:
-        TypeError, ValueError: see :func:`softmax_top_k`.
+        TypeError, ValueError: see :func:`softmax_top_k`; noise_logits of another shape, dtype or
+            device, a noise_eps that is negative or not finite.
 
     Reference:
         Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
@@ -247,7 +261,10 @@ def noisy_top_k(
     """
     op = "noisy_top_k"
     clean = _compute(op, logits, k)
+    require_like(op, "noise_logits", noise_logits, logits, "logits")
     require_shape(op, "noise_logits", noise_logits, logits.shape)
+    if not 0 <= noise_eps < math.inf:
+        raise ValueError(f"{op}: noise_eps must be finite and >= 0, got noise_eps={noise_eps}")
     experts = clean.shape[-1]
     if seed is None:
         routing = top_k_softmax(clean, k)
