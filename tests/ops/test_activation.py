@@ -66,5 +66,5 @@ def test_bad_input(name, arguments, error, message):
 
 
 def test_bad_approximation():
-    with pytest.raises(ValueError, match='approximate must be "none" or "tanh"'):
+    with pytest.raises(ValueError, match='approximate must be one of "none", "tanh"'):
         F.geglu(torch.ones(2), approximate="erf")

@@ -107,7 +107,7 @@ W = torch.ones(4, 3)
         (dict(gate_bias=torch.ones(3)), ValueError, r"gate_bias must have shape \(4,\)"),
         (dict(down_bias=torch.ones(4)), ValueError, r"down_bias must have shape \(2,\)"),
         (dict(activation="mish"), ValueError, "activation must be one of"),
-        (dict(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\)"),
+        (dict(dropout_p=1.0), ValueError, "dropout_p must be a finite number >= 0 and < 1"),
         (dict(backend="tpu"), ValueError, "backend must be one of"),
     ],
 )

@@ -93,8 +93,8 @@ def test_module_follows_the_generator_and_the_mode():
     ("arguments", "error", "message"),
     [
         (dict(x=torch.ones(3).int()), TypeError, "x must be float64"),
-        (dict(p=-0.1), ValueError, r"p must be in \[0, 1\], got p=-0.1"),
-        (dict(p=math.nan), ValueError, r"p must be in \[0, 1\]"),
+        (dict(p=-0.1), ValueError, "p must be a finite number >= 0 and <= 1, got p=-0.1"),
+        (dict(p=math.nan), ValueError, "p must be a finite number"),
         (dict(seed=torch.zeros(2)), ValueError, "seed must be an int64 tensor"),
         (dict(seed=torch.zeros(3).long()), ValueError, "seed must be an int64 tensor"),
         (dict(backend="tpu"), ValueError, "backend must be one of"),

@@ -132,7 +132,7 @@ def test_bad_input(arguments, error, message):
     [
         (dict(rotary_dim=5), ValueError, "rotary_dim must be even"),
         (dict(rotary_dim=-2), ValueError, "rotary_dim must be even"),
-        (dict(base=0.0), ValueError, "base must be finite"),
+        (dict(base=0.0), ValueError, "base must be a finite number > 0"),
         (dict(scaling="linear"), TypeError, "scaling must be"),
     ],
 )
@@ -161,7 +161,7 @@ def test_qk_norm_rotary_says_what_does_not_fit():
     q, k = qk()
     with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\)"):
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], q_weight=torch.ones(7))
-    with pytest.raises(ValueError, match="eps must be finite"):
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0"):
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], eps=-1.0)
     with pytest.raises(RuntimeError, match=r"positions must be in \[0, [9P]\)"):
         F.qk_norm_rotary(q, k, COS, SIN, positions=torch.arange(5, 10))

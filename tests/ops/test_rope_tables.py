@@ -259,7 +259,7 @@ def test_axial_scores_depend_on_the_offset_in_the_image_only(interleaved):
             r"no parameters \['beta'\]",
         ),
         (lambda: F.axial_frequencies(6), "multiple of 2 \\* num_axes"),
-        (lambda: F.mrope_axes((1, -2, 3)), "sections must be >= 0"),
+        (lambda: F.mrope_axes((1, -2, 3)), "sections must be an int >= 0"),
         (lambda: F.mrope_axes((1, 2, 1), interleaved=True), "must not exceed the first"),
         (
             lambda: F.rotary_tables(torch.ones(2), torch.zeros(3, 4).int(), axes=(0, 3)),

@@ -312,9 +312,9 @@ def test_uniform_values():
         (
             lambda: F.drop_over_capacity(F.softmax_top_k(torch.ones(2, 4), 1), -1),
             ValueError,
-            "capacity must be >= 0",
+            "capacity must be an int >= 0",
         ),
-        (lambda: F.expert_capacity(4, 0, 1, 1.0), ValueError, "experts and k >= 1"),
+        (lambda: F.expert_capacity(4, 0, 1, 1.0), ValueError, "experts must be an int >= 1"),
         (
             lambda: F.router_jitter(torch.ones(2), 1.0, torch.zeros(2).long()),
             ValueError,

@@ -7,7 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import autocast_dtype, require_float, require_like, require_shape
+from omniattn.functional._checks import (
+    autocast_dtype,
+    require_choice,
+    require_float,
+    require_like,
+    require_number,
+    require_pair,
+    require_shape,
+)
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias, ScoreRule
 from omniattn.reference.attention import (
@@ -21,16 +29,23 @@ from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.scores import ScoreKind
 
 
-def autocast(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    require_float(op, "q", q)
+def autocast(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in one dtype, checked; `names` as the caller knows them."""
+    q_name, k_name, v_name = names
+    require_float(op, q_name, q)
     dtype = autocast_dtype(q)
     if dtype is not None:
-        q, k, v = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (q, k, v)
-        )
-    require_like(op, "k", k, q, "q")
-    require_like(op, "v", v, q, "q")
+        require_float(op, k_name, k)
+        require_float(op, v_name, v)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    require_like(op, k_name, k, q, q_name)
+    require_like(op, v_name, v, q, q_name)
     return q, k, v
 
 
@@ -73,8 +88,11 @@ def encode(
 ) -> tuple[list[Tensor], list[int], list[int], list[float]]:
     """(aux, mask, score, params) of the op's schema, checked."""
     scale, dropout_p = options.logits.scale, options.weights.dropout_p
+    if scale is not None:
+        require_number(op, "scale", scale)
+    require_number(op, "softcap", options.logits.softcap, 0)
+    require_number(op, "dropout_p", dropout_p, 0, 1)
     params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
-    _check_numbers(op, params[0], options.logits.softcap, dropout_p)
     rules = _mask(op, options.visibility, q, full)
     aux: list[Tensor] = []
     mask: list[int] = []
@@ -89,22 +107,10 @@ def encode(
     return aux, mask, score, params
 
 
-def _check_numbers(op: str, scale: float, softcap: float, dropout_p: float) -> None:
-    if not math.isfinite(scale):
-        raise ValueError(f"{op}: scale must be finite, got scale={scale}")
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be finite and >= 0, got softcap={softcap}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"{op}: dropout_p must be in [0, 1], got dropout_p={dropout_p}")
-
-
 def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     """All rules of a call, checked."""
+    require_pair(op, "window_size", visibility.window_size, -1)
     (left, right), mask = visibility.window_size, visibility.mask
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"{op}: window_size must be (left, right) >= -1, got window_size={(left, right)}"
-        )
     found: list[Mask] = []
     if visibility.causal or left >= 0 or right >= 0:
         found.append(SlidingWindow(left, 0 if visibility.causal else right))
@@ -141,7 +147,8 @@ def _side_tensors(
                 f"q.device={q.device}"
             )
     if kind == MaskKind.TENSOR:
-        return (_broadcastable(op, "mask", side[0], q, full),)
+        require_broadcastable(op, "mask", side[0], q, full)
+        return (_four_dims(side[0], full),)
     if kind in (MaskKind.KEY_LENGTHS, MaskKind.PREFIX):
         require_shape(op, "lengths", side[0], (batch,))
     elif kind == MaskKind.DOCUMENTS:
@@ -165,38 +172,43 @@ def _side_tensors(
     return side
 
 
-def _broadcastable(op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
-    """`t` with 4 dimensions; all but the last stay broadcast."""
+def require_broadcastable(
+    op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...], q_name: str = "q"
+) -> None:
     if t.device != q.device:
         raise ValueError(
-            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
-            f"q.device={q.device}"
+            f"{op}: {name} must be on the device of {q_name}, got {name}.device={t.device}, "
+            f"{q_name}.device={q.device}"
         )
-    fits = t.dim() <= 4 and all(
+    fits = t.dim() <= len(full) and all(
         n in (1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
     )
     if not fits:
         raise ValueError(
-            f"{op}: {name} must be broadcastable to (B, Hq, Tq, Tk)={full}, "
+            f"{op}: {name} must be broadcastable to (..., Hq, Tq, Tk)={full}, "
             f"got {name}.shape={tuple(t.shape)}"
         )
+
+
+def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
+    """All dimensions but the last stay broadcast."""
     t = t[(None,) * (4 - t.dim())]
     return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
 
 
-def _bias(op: str, bias: Tensor, q: Tensor, full: tuple[int, ...]) -> Tensor:
-    require_float(op, "bias", bias)
+def require_bias(op: str, name: str, bias: Tensor, q: Tensor, q_name: str = "q") -> None:
+    require_float(op, name, bias)
     widest = torch.float64 if q.dtype == torch.float64 else torch.float32
     if bias.dtype != q.dtype and bias.dtype != torch.float32 and widest != torch.float32:
         raise TypeError(
-            f"{op}: bias must be float64 or float32 for float64 inputs, got bias.dtype={bias.dtype}"
+            f"{op}: {name} must be float64 or float32 for float64 inputs, "
+            f"got {name}.dtype={bias.dtype}"
         )
     if bias.dtype == torch.float64 and widest != torch.float64:
         raise TypeError(
-            f"{op}: bias must not be float64 unless q is, got bias.dtype={bias.dtype}, "
-            f"q.dtype={q.dtype}"
+            f"{op}: {name} must not be float64 unless {q_name} is, got {name}.dtype={bias.dtype}, "
+            f"{q_name}.dtype={q.dtype}"
         )
-    return _broadcastable(op, "bias", bias, q, full)
 
 
 def _scores(
@@ -210,7 +222,9 @@ def _scores(
     if logits.softcap > 0:
         rules.append((ScoreKind.SOFTCAP, None, (logits.softcap,)))
     if logits.bias is not None:
-        rules.append((ScoreKind.BIAS, _bias(op, logits.bias, q, full), ()))
+        require_bias(op, "bias", logits.bias, q)
+        require_broadcastable(op, "bias", logits.bias, q, full)
+        rules.append((ScoreKind.BIAS, _four_dims(logits.bias, full), ()))
     for kind, name, t in (
         (ScoreKind.SINKS, "sinks", sinks),
         (ScoreKind.HEAD_SCALE, "head_scale", logits.head_scale),
@@ -236,11 +250,7 @@ def _scores(
                 f"window={parameters}"
             )
         rules.append(rule)
-    if normaliser not in ("softmax", "sigmoid", "relu2"):
-        raise ValueError(
-            f'{op}: normaliser must be "softmax", "sigmoid" or "relu2", '
-            f"got normaliser={normaliser!r}"
-        )
+    require_choice(op, "normaliser", normaliser, ("softmax", "sigmoid", "relu2"))
     if normaliser != "softmax":
         if sinks is not None:
             raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +15,8 @@ from omniattn.reference.philox import new_seed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = (None, "cpu", "cuda", "reference")
+_INTS = (int, torch.SymInt)
+_NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 
 
 def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
@@ -71,6 +78,66 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
             f"{op}: {name} must be on the device of {x_name}, got {name}.device={t.device}, "
             f"{x_name}.device={x.device}"
         )
+
+
+def require_int(
+    op: str, name: str, value: Any, least: int | None = None, most: int | None = None
+) -> None:
+    """`value` must be an int within [least, most]; integers of numpy and 0-d tensors are."""
+    error: type[Exception] = ValueError
+    if not isinstance(value, _INTS):
+        try:
+            operator.index(value)
+        except TypeError:
+            error = TypeError
+    if (
+        error is TypeError
+        or (least is not None and value < least)
+        or (most is not None and value > most)
+    ):
+        raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={value!r}")
+
+
+def require_pair(op: str, name: str, value: Any, least: int) -> None:
+    """`value` must be two ints, each at least `least`."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{op}: {name} must be two ints >= {least}, got {name}={value!r}")
+    require_int(op, name, value[0])
+    require_int(op, name, value[1])
+    if value[0] < least or value[1] < least:
+        raise ValueError(f"{op}: {name} must be two ints >= {least}, got {name}={value!r}")
+
+
+def require_number(
+    op: str,
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    """`value` must be finite and within [least, most] and (above, below); 0-d tensors may be."""
+    known = isinstance(value, _NUMBERS) or getattr(value, "ndim", None) == 0
+    if not known or not (least <= value <= most and above < value < below):
+        error = ValueError if known else TypeError
+        limits = _limits(least, most, above, below)
+        raise error(f"{op}: {name} must be a finite number{limits}, got {name}={value!r}")
+
+
+def _limits(
+    least: float | None, most: float | None, above: float | None = None, below: float | None = None
+) -> str:
+    signs = ((">=", least), (">", above), ("<=", most), ("<", below))
+    limits = [f"{sign} {n}" for sign, n in signs if n is not None and math.isfinite(n)]
+    return " " + " and ".join(limits) if limits else ""
+
+
+def require_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        wanted = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={value!r}")
 
 
 def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_choice,
     require_float,
     require_like,
     require_shape,
@@ -92,10 +93,7 @@ def geglu(
         >>> geglu(torch.tensor([0.0, 1.0, 5.0, 2.0]))
         tensor([0.0000, 1.6827])
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(
-            f'geglu: approximate must be "none" or "tanh", got approximate={approximate!r}'
-        )
+    require_choice("geglu", "approximate", approximate, ("none", "tanh"))
     up = _prepare("geglu", gate, up)
     if use_reference("geglu", backend, gate):
         return reference.geglu(gate, up, approximate=approximate)

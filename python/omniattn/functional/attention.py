@@ -14,10 +14,18 @@ from omniattn.functional._attention import (
     check_shapes,
     encode,
     full_shape,
+    require_bias,
+    require_broadcastable,
     require_int32_or_int64,
     require_parameter,
 )
-from omniattn.functional._checks import require_float, require_seed, require_shape, use_reference
+from omniattn.functional._checks import (
+    require_float,
+    require_int,
+    require_seed,
+    require_shape,
+    use_reference,
+)
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias
 from omniattn.ops import attention as ops
@@ -215,10 +223,8 @@ def attention_varlen(
             )
     longest_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
     longest_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
-    if longest_q < 0 or longest_k < 0:
-        raise ValueError(
-            f"{op}: max_seqlen must be >= 0, got max_seqlen_q={longest_q}, max_seqlen_k={longest_k}"
-        )
+    require_int(op, "max_seqlen_q", longest_q, 0)
+    require_int(op, "max_seqlen_k", longest_k, 0)
     layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
     options = AttentionOptions(
         Visibility(causal, window_size, mask),
@@ -325,9 +331,9 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Encodes the options of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
     normaliser, dropout_p = options.weights.normaliser, options.weights.dropout_p
+    aux, mask, score, params = encode(op, q, full, options, layout)
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
-    aux, mask, score, params = encode(op, q, full, options, layout)
     seed = require_seed(op, options.weights.seed, q) if dropout_p > 0 else None
     run = ops.formula if use_reference(op, backend, q) else ops.attention
     out, lse = run(q, k, v, aux, seed, mask, score, params)
@@ -437,9 +443,18 @@ def merge_attention(
         4.0
     """
     op = "merge_attention"
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list)):
+            raise TypeError(f"{op}: {name} must be a list of tensors, got {name}={parts!r}")
+        for part in parts:
+            require_float(op, f"each of {name}", part)
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(
             f"{op}: outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
+        )
+    if outs[0].dim() != 4:
+        raise ValueError(
+            f"{op}: outs must have shape (B, Tq, Hq, Dv), got outs[0].shape={tuple(outs[0].shape)}"
         )
     b, t, h = outs[0].shape[:3]
     for out, lse in zip(outs, lses, strict=True):
@@ -495,46 +510,57 @@ def scaled_dot_product_attention(
         tensor([1., 1.])
     """
     op = "scaled_dot_product_attention"
+    query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
     for name, t in (("query", query), ("key", key), ("value", value)):
-        require_float(op, name, t)
         if t.dim() < 3 or t.dim() != query.dim():
             raise ValueError(
                 f"{op}: {name} must have at least 3 dimensions and as many as query, "
                 f"got {name}.shape={tuple(t.shape)}"
             )
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+    if key.shape[:-3] != query.shape[:-3] or key.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"{op}: heads must agree without enable_gqa, got Hq={query.shape[-3]}, "
-            f"Hkv={key.shape[-3]}"
+            f"{op}: query and key must have the same leading sizes and D, "
+            f"got query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        )
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"{op}: key and value must have the same sizes but the last, "
+            f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+        )
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    if heads != kv_heads and (not enable_gqa or kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(
+            f"{op}: Hq must be Hkv, or with enable_gqa a multiple of it, "
+            f"got Hq={heads}, Hkv={kv_heads}"
         )
     mask: Mask | None = None
     bias: Tensor | None = None
     if attn_mask is not None:
         if is_causal:
             raise ValueError(f"{op}: attn_mask must be None with is_causal=True")
-        full = torch.Size((*query.shape[:-1], key.shape[-2]))
-        attn_mask = _as_four_dims(op, attn_mask, full)
+        if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+            require_bias(op, "attn_mask", attn_mask, query, "query")
+        full = (*query.shape[:-1], key.shape[-2])
+        require_broadcastable(op, "attn_mask", attn_mask, query, full, "query")
         if attn_mask.dtype == torch.bool:
-            mask = BoolMask(attn_mask)
+            mask = BoolMask(_as_four_dims(attn_mask, full))
         else:
-            bias = attn_mask
+            bias = _as_four_dims(attn_mask, full)
     elif is_causal:
         mask = SlidingWindow(-1, 0, top_left=True)
     q, k, v = (_merge_batch(t).transpose(1, 2) for t in (query, key, value))
-    out = attention(
-        q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, backend=backend
+    options = AttentionOptions(
+        Visibility(False, (-1, -1), mask),
+        Logits(scale, None, 0.0, bias, None, None),
+        Weights("softmax", None, dropout_p, None),
     )
+    out = _run(op, q, k, v, full_shape(q, k), options, False, backend)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _as_four_dims(op: str, mask: Tensor, full: torch.Size) -> Tensor:
+def _as_four_dims(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
-    if mask.dim() > len(full):
-        raise ValueError(
-            f"{op}: attn_mask must be broadcastable to {tuple(full)}, "
-            f"got attn_mask.shape={tuple(mask.shape)}"
-        )
     mask = mask[(None,) * (len(full) - mask.dim())]
     return mask if len(full) == 4 else _merge_batch(mask.expand(*full[:-3], *mask.shape[-3:]))
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_choice,
     require_float,
     require_like,
+    require_number,
     require_seed,
     require_shape,
     use_reference,
@@ -187,13 +189,8 @@ def _check(
 ) -> None:
     """`names` of the first weight and bias, as the caller knows them."""
     require_float(op, "x", x)
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, "
-            f"got activation={activation!r}"
-        )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"{op}: dropout_p must be in [0, 1), got dropout_p={dropout_p}")
+    require_choice(op, "activation", activation, ACTIVATIONS)
+    require_number(op, "dropout_p", dropout_p, 0, below=1)
     require_like(op, names[0], gate_weight, x)
     require_like(op, "down_weight", down_weight, x)
     if x.dim() == 0 or gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:

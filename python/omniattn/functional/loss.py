@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_linear,
+    require_choice,
     require_float,
+    require_int,
     require_like,
+    require_number,
     require_shape,
     use_reference,
 )
@@ -72,7 +73,7 @@ def cross_entropy(
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
     target = _check_target(op, target, logits)
-    number = _check_options(op, label_smoothing, z_loss, reduction)
+    number = _check_options(op, ignore_index, label_smoothing, z_loss, reduction)
     if use_reference(op, backend, logits):
         return reference.cross_entropy(
             logits,
@@ -141,7 +142,7 @@ def linear_cross_entropy(
         require_like(op, "bias", bias, x)
         require_shape(op, "bias", bias, weight.shape[:1])
     target = _check_target(op, target, x)
-    number = _check_options(op, label_smoothing, z_loss, reduction)
+    number = _check_options(op, ignore_index, label_smoothing, z_loss, reduction)
     if use_reference(op, backend, x):
         return reference.linear_cross_entropy(
             x,
@@ -175,15 +176,11 @@ def _check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
     return target.long()
 
 
-def _check_options(op: str, label_smoothing: float, z_loss: float, reduction: str) -> int:
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(
-            f"{op}: label_smoothing must be in [0, 1], got label_smoothing={label_smoothing}"
-        )
-    if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"{op}: z_loss must be finite and >= 0, got z_loss={z_loss}")
-    if reduction not in ops.REDUCTIONS:
-        raise ValueError(
-            f"{op}: reduction must be one of {tuple(ops.REDUCTIONS)}, got reduction={reduction!r}"
-        )
+def _check_options(
+    op: str, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+) -> int:
+    require_int(op, "ignore_index", ignore_index)
+    require_number(op, "label_smoothing", label_smoothing, 0, 1)
+    require_number(op, "z_loss", z_loss, 0)
+    require_choice(op, "reduction", reduction, ops.REDUCTIONS)
     return ops.REDUCTIONS[reduction]

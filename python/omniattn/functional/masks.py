@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_integers
+from omniattn.functional._checks import require_choice, require_int, require_integers, require_pair
 from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 
 __all__ = [
@@ -120,6 +120,8 @@ class All(Mask):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.masks, (tuple, list)):
+            raise TypeError(f"All: masks must be a tuple of masks, got masks={self.masks!r}")
         for mask in self.masks:
             if not isinstance(mask, Mask):
                 raise TypeError(
@@ -143,7 +145,8 @@ class SlidingWindow(Mask):
     top_left: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.left >= -1 and self.right >= -1, "window (left, right) must be >= -1", self)
+        require_int("SlidingWindow", "left", self.left, -1)
+        require_int("SlidingWindow", "right", self.right, -1)
 
     def rules(self) -> list[Rule]:
         kind = MaskKind.WINDOW_TOP_LEFT if self.top_left else MaskKind.WINDOW
@@ -230,7 +233,7 @@ class Chunked(Mask):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.size >= 1, "chunk size must be >= 1", self)
+        require_int("Chunked", "size", self.size, 1)
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.CHUNK, self.size, 0, ()), *_causal(self.causal)]
@@ -254,11 +257,13 @@ class Documents(Mask):
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:
         """Hugging Face's packed sequences (B, T): a document starts wherever the position is 0."""
+        require_integers("Documents", "position_ids", position_ids)
         return cls((position_ids == 0).cumsum(-1))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
         """One row of documents [cu_seqlens[n], cu_seqlens[n + 1])."""
+        require_integers("Documents", "cu_seqlens", cu_seqlens)
         lengths = cu_seqlens.diff()
         return cls(torch.arange(len(lengths)).to(lengths.device).repeat_interleave(lengths)[None])
 
@@ -280,7 +285,8 @@ class Dilated(Mask):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.dilation >= 1 and self.steps >= 0, "dilation must be >= 1, steps >= 0", self)
+        require_int("Dilated", "dilation", self.dilation, 1)
+        require_int("Dilated", "steps", self.steps, 0)
 
     def rules(self) -> list[Rule]:
         reach = self.dilation * self.steps
@@ -300,8 +306,10 @@ class Neighbourhood(Mask):
     dilation: int = 1
 
     def __post_init__(self) -> None:
-        fits = self.size >= 1 and self.size % 2 == 1 and self.dilation >= 1
-        _require(fits, "neighbourhood size must be odd, dilation >= 1", self)
+        require_int("Neighbourhood", "size", self.size, 1)
+        require_int("Neighbourhood", "dilation", self.dilation, 1)
+        if self.size % 2 == 0:
+            raise ValueError(f"Neighbourhood: size must be odd, got size={self.size}")
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.NEIGHBOURS, self.size, self.dilation, ())]
@@ -320,7 +328,8 @@ class Strided(Mask):
     split_heads: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.stride >= 1 and self.local >= 0, "stride must be >= 1, local >= 0", self)
+        require_int("Strided", "stride", self.stride, 1)
+        require_int("Strided", "local", self.local, 0)
 
     def rules(self) -> list[Rule]:
         kind = MaskKind.STRIDED_HEADS if self.split_heads else MaskKind.STRIDED
@@ -338,8 +347,8 @@ class Fixed(Mask):
     columns: int
 
     def __post_init__(self) -> None:
-        fits = self.stride >= 1 and 0 <= self.columns <= self.stride
-        _require(fits, "stride must be >= 1, columns in [0, stride]", self)
+        require_int("Fixed", "stride", self.stride, 1)
+        require_int("Fixed", "columns", self.columns, 0, self.stride)
 
     def rules(self) -> list[Rule]:
         return [*_causal(True), (MaskKind.FIXED, self.stride, self.columns, ())]
@@ -353,7 +362,7 @@ class EveryKth(Mask):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.k >= 1, "k must be >= 1", self)
+        require_int("EveryKth", "k", self.k, 1)
 
     def rules(self) -> list[Rule]:
         return [*_causal(self.causal), (MaskKind.EVERY, self.k, 0, ())]
@@ -374,6 +383,12 @@ class Blocks(Mask):
     bits: Tensor
     size: tuple[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        require_integers("Blocks", "codes", self.codes)
+        require_integers("Blocks", "bits", self.bits)
+        if self.size is not None:
+            require_pair("Blocks", "size", self.size, 0)
+
     def rules(self) -> list[Rule]:
         tq, tk = (0, 0) if self.size is None else self.size
         return [(MaskKind.BLOCKS, tq, tk, (self.codes, self.bits))]
@@ -381,6 +396,7 @@ class Blocks(Mask):
     @classmethod
     def from_block_mask(cls, block_mask: Tensor) -> Blocks:
         """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks."""
+        _require_bool("Blocks", "block_mask", block_mask)
         return cls(block_mask.to(torch.int32), _no_bits(block_mask.device))
 
 
@@ -403,6 +419,8 @@ def from_predicate(
     Raises:
         TypeError: the predicate does not return a bool tensor.
     """
+    for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
+        require_int("from_predicate", name, n, 0)
     b, h = (torch.arange(n, device=device) for n in (batch, heads))
     k = torch.arange(tk, device=device)
     place = torch.arange(BLOCK, device=device)
@@ -446,13 +464,15 @@ def sliding_window(
     torch        the same, of `torch.nn.attention.varlen.varlen_attn`
     ===========  ================================================================================
     """
-    pair = convention in ("flash_attn", "torch")
-    if isinstance(size, int) == pair or (not pair and size < 1):  # type: ignore[operator]
-        wanted = "(left, right)" if pair else "an int >= 1"
-        raise ValueError(f"sliding_window: size of {convention} must be {wanted}, got size={size}")
-    if isinstance(size, tuple):
-        left, right = size
+    op = "sliding_window"
+    conventions = ("huggingface", "fla", "mistral", "flash_attn", "torch")
+    require_choice(op, "convention", convention, conventions)
+    if convention in ("flash_attn", "torch"):
+        require_pair(op, "size", size, -1)
+        left, right = size  # type: ignore[misc]
     else:
+        require_int(op, "size", size, 1)
+        assert isinstance(size, int)
         own = convention == "fla" or (convention == "huggingface" and causal)
         left = right = size - own
     return SlidingWindow(left, 0 if causal else right)
@@ -471,8 +491,3 @@ def _require_bool(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={t!r}")
     if t.dtype != torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
-
-
-def _require(condition: bool, message: str, mask: Mask) -> None:
-    if not condition:
-        raise ValueError(f"masks: {message}, got {mask!r}")

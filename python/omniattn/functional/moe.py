@@ -10,8 +10,10 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_choice,
     require_float,
     require_like,
+    require_number,
     require_shape,
     use_reference,
 )
@@ -104,10 +106,8 @@ def moe_experts(
             require_like(op, name, t, x)  # type: ignore[arg-type]
     _check_shapes(op, x, up, down, up_bias, down_bias, activation)
     _check_routing(op, x, index, weights)
-    if not (0 < alpha < math.inf and 0 < limit < math.inf):
-        raise ValueError(
-            f"{op}: alpha and limit must be finite and > 0, got alpha={alpha}, limit={limit}"
-        )
+    require_number(op, "alpha", alpha, above=0)
+    require_number(op, "limit", limit, above=0)
     if use_reference(op, backend, x):
         return reference.moe_experts(
             x,
@@ -174,11 +174,7 @@ def _check_shapes(
     down_bias: Tensor | None,
     activation: str,
 ) -> None:
-    if activation not in ops.ACTIVATIONS:
-        raise ValueError(
-            f"{op}: activation must be one of {', '.join(ops.ACTIVATIONS)}, "
-            f"got activation={activation!r}"
-        )
+    require_choice(op, "activation", activation, ops.ACTIVATIONS)
     gated = ops.ACTIVATIONS[activation][1]
     fits = x.dim() >= 1 and up.dim() == 3 and down.dim() == 3
     fits = fits and up.shape == (down.shape[0], (1 + gated) * down.shape[2], x.shape[-1])

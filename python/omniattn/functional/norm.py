@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,8 +10,11 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_choice,
     require_float,
+    require_int,
     require_like,
+    require_number,
     require_shape,
     use_reference,
 )
@@ -79,6 +81,7 @@ def rms_norm(
     if residual is not None:
         x, residual = _promote("rms_norm", x, residual)
     _check("rms_norm", x, eps)
+    require_number("rms_norm", "offset", offset)
     cast_first = _casts_first("rms_norm", casting)
     weight = _vector("rms_norm", "weight", weight, x)
     if use_reference("rms_norm", backend, x):
@@ -258,10 +261,7 @@ def rms_norm_gated(
     op = "rms_norm_gated"
     _check(op, x, eps)
     _check_groups(op, x, num_groups)
-    if activation not in ("silu", "sigmoid"):
-        raise ValueError(
-            f'{op}: activation must be "silu" or "sigmoid", got activation={activation!r}'
-        )
+    require_choice(op, "activation", activation, ("silu", "sigmoid"))
     cast_first = _casts_first(op, casting)
     if isinstance(gate, Tensor) and gate.dtype != x.dtype and autocast_dtype(x) is not None:
         gate = gate.to(x.dtype)
@@ -287,13 +287,13 @@ def rms_norm_gated(
 
 
 def _casts_first(op: str, casting: str) -> bool:
-    if casting not in CASTINGS:
-        raise ValueError(f"{op}: casting must be one of {CASTINGS}, got casting={casting!r}")
+    require_choice(op, "casting", casting, CASTINGS)
     return casting == "llama"
 
 
 def _check_groups(op: str, x: Tensor, num_groups: int) -> None:
-    if num_groups <= 0 or x.shape[-1] % num_groups:
+    require_int(op, "num_groups", num_groups, 1)
+    if x.shape[-1] % num_groups:
         raise ValueError(
             f"{op}: num_groups must divide the last dimension of x, "
             f"got num_groups={num_groups}, x.shape={tuple(x.shape)}"
@@ -314,8 +314,7 @@ def _check(op: str, x: Tensor, eps: float) -> None:
     require_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least 1 dimension, got x.shape=()")
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
+    require_number(op, "eps", eps, 0)
 
 
 def _vector(op: str, name: str, v: Tensor | None, x: Tensor) -> Tensor | None:

@@ -6,13 +6,19 @@ or to the scores as the `bias` of :func:`omniattn.functional.attention`. All wor
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import FLOATS, require_float, require_integers
+from omniattn.functional._checks import (
+    FLOATS,
+    require_choice,
+    require_float,
+    require_int,
+    require_integers,
+    require_number,
+    require_pair,
+)
 
 __all__ = [
     "alibi_bias",
@@ -66,9 +72,10 @@ def sinusoidal(
     """
     op = "sinusoidal"
     require_integers(op, "positions", positions)
-    _require_choice(op, "layout", layout, ("interleaved", "concat"))
-    _require_choice(op, "freqs", freqs, ("transformer", "fairseq"))
-    _require_positive(op, dim=dim, base=base)
+    require_choice(op, "layout", layout, ("interleaved", "concat"))
+    require_choice(op, "freqs", freqs, ("transformer", "fairseq"))
+    require_int(op, "dim", dim, 1)
+    require_number(op, "base", base, above=0)
     _require_float_dtype(op, dtype)
     if freqs == "fairseq" and (dim % 2 or dim == 2):
         raise ValueError(f"{op}: dim must be even and > 2 for freqs='fairseq', got dim={dim}")
@@ -114,9 +121,10 @@ def sincos_2d(
                 [0.8415, 0.5403, 0.0000, 1.0000]])
     """
     op = "sincos_2d"
-    _require_positive(op, dim=dim, base=base)
+    require_int(op, "dim", dim, 1)
+    require_number(op, "base", base, above=0)
     _require_sizes(op, height=height, width=width, prefix=prefix)
-    _require_choice(op, "order", order, ("wh", "hw"))
+    require_choice(op, "order", order, ("wh", "hw"))
     _require_float_dtype(op, dtype)
     if dim % 4:
         raise ValueError(f"{op}: dim must be a multiple of 4, got dim={dim}")
@@ -170,6 +178,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
         tensor([0, 1, 0, 1, 2])
     """
     op = "packed_positions"
+    require_int(op, "total", total, 0)
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(
@@ -225,7 +234,7 @@ def interpolate_positions(table: Tensor, length: int) -> Tensor:
     """
     op = "interpolate_positions"
     _require_table(op, table)
-    _require_positive(op, length=length)
+    require_int(op, "length", length, 1)
     return reference.interpolate_positions(table, length)
 
 
@@ -265,17 +274,15 @@ def interpolate_grid(
     """
     op = "interpolate_grid"
     _require_table(op, table)
-    _require_sizes(op, prefix=prefix)
-    for name, grid in (("old", old), ("new", new)):
-        if len(grid) != 2 or min(grid) <= 0:
-            raise ValueError(f"{op}: {name} must be two sizes > 0, got {name}={grid}")
+    require_int(op, "prefix", prefix, 0)
+    require_pair(op, "old", old, 1)
+    require_pair(op, "new", new, 1)
     if table.shape[0] != prefix + old[0] * old[1]:
         raise ValueError(
             f"{op}: table must have prefix + h * w = {prefix} + {old[0] * old[1]} rows, "
             f"got table.shape={tuple(table.shape)}"
         )
-    if not 0.0 <= offset < 1.0:
-        raise ValueError(f"{op}: offset must be in [0, 1), got offset={offset}")
+    require_number(op, "offset", offset, 0, below=1)
     return reference.interpolate_grid(
         table, old, new, prefix=prefix, offset=offset, antialias=antialias
     )
@@ -308,7 +315,8 @@ def alibi_slopes(
         >>> alibi_slopes(3)
         tensor([0.0625, 0.0039, 0.2500])
     """
-    _require_positive("alibi_slopes", num_heads=num_heads, max_exponent=max_exponent)
+    require_int("alibi_slopes", "num_heads", num_heads, 1)
+    require_number("alibi_slopes", "max_exponent", max_exponent, above=0)
     return reference.alibi_slopes(num_heads, max_exponent=max_exponent, device=device)
 
 
@@ -341,25 +349,13 @@ def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance"
     if slopes.dim() != 1:
         raise ValueError(f"{op}: slopes must have shape (H,), got {tuple(slopes.shape)}")
     _require_sizes(op, q_len=q_len, k_len=k_len)
-    _require_choice(op, "form", form, ("distance", "bloom"))
+    require_choice(op, "form", form, ("distance", "bloom"))
     return reference.alibi_bias(slopes, q_len, k_len, form=form)
-
-
-def _require_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")
-
-
-def _require_positive(op: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{op}: {name} must be finite and > 0, got {name}={value}")
 
 
 def _require_sizes(op: str, **values: int) -> None:
     for name, value in values.items():
-        if value < 0:
-            raise ValueError(f"{op}: {name} must be >= 0, got {name}={value}")
+        require_int(op, name, value, 0)
 
 
 def _require_float_dtype(op: str, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_seed, use_reference
+from omniattn.functional._checks import require_float, require_number, require_seed, use_reference
 from omniattn.ops import random as ops
 
 __all__ = ["dropout", "normal_like", "uniform_like"]
@@ -66,8 +66,7 @@ def dropout(
     """
     op = "dropout"
     require_float(op, "x", x)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: p must be in [0, 1], got p={p}")
+    require_number(op, "p", p, 0, 1)
     if not training or p == 0.0:
         return x
     seed = require_seed(op, seed, x)
@@ -101,8 +100,7 @@ def uniform_like(x: Tensor, *, seed: Tensor | None = None, backend: str | None =
         True
     """
     op = "uniform_like"
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a torch.Tensor, got x={x!r}")
+    _require_tensor(op, x)
     seed = require_seed(op, seed, x)
     if use_reference(op, backend, x):
         return reference.uniform_like(x, seed=seed)
@@ -132,6 +130,13 @@ def normal_like(x: Tensor, *, seed: Tensor | None = None) -> Tensor:
         >>> normal_like(torch.empty(2, 3), seed=torch.tensor([1, 0])).shape
         torch.Size([2, 3])
     """
+    _require_tensor("normal_like", x)
+    seed = require_seed("normal_like", seed, x)
     pairs = x.new_empty((*x.shape, 2))
     radius, angle = uniform_like(pairs, seed=seed).unbind(-1)
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)
+
+
+def _require_tensor(op: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: x must be a torch.Tensor, got x={x!r}")

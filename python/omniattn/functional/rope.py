@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +12,10 @@ from omniattn.functional._checks import (
     FLOATS,
     autocast_dtype,
     require_float,
+    require_int,
     require_integers,
     require_like,
+    require_number,
     require_shape,
     use_reference,
 )
@@ -72,12 +73,17 @@ def rope_frequencies(
         tensor([1.0000, 0.0100], dtype=torch.float64)
     """
     op = "rope_frequencies"
+    require_int(op, "rotary_dim", rotary_dim)
     if rotary_dim < 0 or rotary_dim % 2 != 0:
         raise ValueError(f"{op}: rotary_dim must be even and >= 0, got rotary_dim={rotary_dim}")
-    if not 0.0 < base < math.inf:
-        raise ValueError(f"{op}: base must be finite and > 0, got base={base}")
+    require_number(op, "base", base, above=0)
     if scaling is not None and not isinstance(scaling, RopeScaling):
         raise TypeError(f"{op}: scaling must be None or a RopeScaling, got scaling={scaling!r}")
+    if seq_len is not None:
+        if not isinstance(seq_len, Tensor):
+            require_int(op, "seq_len", seq_len, 0)
+        elif seq_len.dim() != 0:
+            raise ValueError(f"{op}: seq_len must be 0-d, got seq_len.shape={tuple(seq_len.shape)}")
     return reference.rope_frequencies(
         rotary_dim, base=base, scaling=scaling, seq_len=seq_len, device=device
     )
@@ -115,13 +121,14 @@ def axial_frequencies(
         (tensor([1.0000, 0.0100, 1.0000, 0.0100], dtype=torch.float64), (0, 0, 1, 1))
     """
     op = "axial_frequencies"
-    if num_axes <= 0 or rotary_dim < 0 or rotary_dim % (2 * num_axes):
+    require_int(op, "num_axes", num_axes, 1)
+    require_int(op, "rotary_dim", rotary_dim, 0)
+    if rotary_dim % (2 * num_axes):
         raise ValueError(
             f"{op}: rotary_dim must be a multiple of 2 * num_axes, "
             f"got rotary_dim={rotary_dim}, num_axes={num_axes}"
         )
-    if not 0.0 < base < math.inf:
-        raise ValueError(f"{op}: base must be finite and > 0, got base={base}")
+    require_number(op, "base", base, above=0)
     return reference.axial_frequencies(rotary_dim, num_axes=num_axes, base=base, device=device)
 
 
@@ -148,8 +155,10 @@ def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[i
         ((0, 1, 1, 2), (0, 1, 2, 0))
     """
     op = "mrope_axes"
-    if any(size < 0 for size in sections):
-        raise ValueError(f"{op}: sections must be >= 0, got sections={tuple(sections)}")
+    if not isinstance(sections, Sequence):
+        raise TypeError(f"{op}: sections must be a sequence of ints, got sections={sections!r}")
+    for size in sections:
+        require_int(op, "each of sections", size, 0)
     if interleaved and any(size > sections[0] for size in sections):
         raise ValueError(
             f"{op}: sections must not exceed the first one where they are interleaved, "
@@ -198,8 +207,13 @@ def rotary_tables(
         raise ValueError(f"{op}: theta must have 1 dimension, got theta.shape={tuple(theta.shape)}")
     require_integers(op, "positions", positions)
     if dtype not in FLOATS:
-        raise TypeError(f"{op}: dtype must be a floating-point dtype, got dtype={dtype}")
+        raise TypeError(f"{op}: dtype must be a floating-point dtype, got dtype={dtype!r}")
+    require_number(op, "magnitude", magnitude)
     if axes is not None:
+        if not isinstance(axes, Sequence):
+            raise TypeError(f"{op}: axes must be a sequence of ints, got axes={axes!r}")
+        for axis in axes:
+            require_int(op, "each of axes", axis)
         count = positions.shape[0] if positions.dim() else 0
         if len(axes) != theta.numel() or not all(0 <= a < count for a in axes):
             raise ValueError(
@@ -355,8 +369,8 @@ def qk_norm_rotary(
     """
     op = "qk_norm_rotary"
     _check(op, q, k, cos, sin, positions, rotary_start)
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"{op}: eps must be finite and >= 0, got eps={eps}")
+    require_number(op, "eps", eps, 0)
+    require_number(op, "offset", offset)
     q_weight = _head_weight(op, "q_weight", q_weight, q)
     k_weight = _head_weight(op, "k_weight", k_weight, q)
     if use_reference(op, backend, q):
@@ -447,6 +461,7 @@ def _check(
         raise ValueError(
             f"{op}: cos must have at most D / 2 columns, got cos.shape={tuple(shape)}, D={dim}"
         )
+    require_int(op, "rotary_start", rotary_start)
     if not 0 <= rotary_start <= dim - 2 * half:
         raise ValueError(
             f"{op}: rotary_start must be in [0, D - Dr] = [0, {dim - 2 * half}], "

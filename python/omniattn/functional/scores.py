@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from omniattn.functional._checks import require_float, require_int, require_pair
 from omniattn.reference.scores import ScoreKind
 
 __all__ = ["DistanceBias", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
@@ -38,6 +39,8 @@ class T5Bias(RelativeBias):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        require_float("T5Bias", "table", self.table)
+        require_int("T5Bias", "max_distance", self.max_distance, 1)
         if self.table.dim() != 2:
             raise ValueError(
                 f"T5Bias: table must have shape (num_buckets, Hq), "
@@ -64,10 +67,12 @@ class DistanceBias(RelativeBias):
     zero: int
 
     def __post_init__(self) -> None:
-        if self.table.dim() != 2 or self.table.shape[0] < 1 or self.zero < 0:
+        require_float("DistanceBias", "table", self.table)
+        require_int("DistanceBias", "zero", self.zero, 0)
+        if self.table.dim() != 2 or self.table.shape[0] < 1:
             raise ValueError(
-                f"DistanceBias: table must have shape (rows >= 1, Hq) and zero be >= 0, "
-                f"got table.shape={tuple(self.table.shape)}, zero={self.zero}"
+                f"DistanceBias: table must have shape (rows >= 1, Hq), "
+                f"got table.shape={tuple(self.table.shape)}"
             )
 
     def rule(self) -> ScoreRule:
@@ -86,9 +91,11 @@ class WindowBias(RelativeBias):
     window: tuple[int, int]
 
     def __post_init__(self) -> None:
+        require_float("WindowBias", "table", self.table)
+        require_pair("WindowBias", "window", self.window, 1)
         height, width = self.window
         rows = (2 * height - 1) * (2 * width - 1)
-        if height < 1 or width < 1 or self.table.dim() != 2 or self.table.shape[0] != rows:
+        if self.table.dim() != 2 or self.table.shape[0] != rows:
             raise ValueError(
                 f"WindowBias: table must have shape ((2h - 1)(2w - 1), Hq) for window (h, w), "
                 f"got table.shape={tuple(self.table.shape)}, window={self.window}"

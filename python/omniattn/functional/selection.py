@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes, encode, full_shape
-from omniattn.functional._checks import use_reference
+from omniattn.functional._checks import require_choice, require_number, use_reference
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.ops import attention as ops
@@ -82,12 +82,12 @@ def select_attention(
     op = "select_attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    if energy not in ("l2", "dot"):
-        raise ValueError(f'{op}: energy must be "l2" or "dot", got energy={energy!r}')
-    if not 0 < tau < math.inf or math.isnan(theta):
-        raise ValueError(
-            f"{op}: tau must be positive and theta a number, got tau={tau}, theta={theta}"
-        )
+    require_choice(op, "energy", energy, ("l2", "dot"))
+    require_number(op, "tau", tau, above=0)
+    if not (isinstance(theta, float) and math.isinf(theta)):
+        require_number(op, "theta", theta)
+    if scale is not None:
+        require_number(op, "scale", scale)
     if use_reference(op, backend, q):
         return reference.select_attention(
             q,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_shape, use_reference
+from omniattn.functional._checks import require_float, require_int, require_shape, use_reference
 from omniattn.ops import topk as ops
 
 __all__ = ["top_k"]
@@ -45,6 +45,7 @@ def top_k(
     """
     op = "top_k"
     require_float(op, "scores", scores)
+    require_int(op, "k", k)
     if scores.dim() == 0 or not 0 <= k <= scores.shape[-1]:
         raise ValueError(
             f"{op}: scores must have shape (..., n) with 0 <= k <= n, "

@@ -7,9 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_shape
+from omniattn.functional._checks import (
+    require_float,
+    require_int,
+    require_number,
+    require_seed,
+    require_shape,
+)
 from omniattn.functional.random import uniform_like
-from omniattn.functional.routing.routers import Routing
+from omniattn.functional.routing.routers import Routing, require_routing
 
 
 def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int = 1) -> int:
@@ -19,11 +25,12 @@ def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int
         >>> expert_capacity(100, 8, 2, 1.25)
         32
     """
-    if tokens < 0 or experts < 1 or k < 1 or least < 0 or not 0 <= factor < math.inf:
-        raise ValueError(
-            "expert_capacity: tokens, factor and least must be >= 0, experts and k >= 1, "
-            f"got tokens={tokens}, experts={experts}, k={k}, factor={factor}, least={least}"
-        )
+    op = "expert_capacity"
+    require_int(op, "tokens", tokens, 0)
+    require_int(op, "experts", experts, 1)
+    require_int(op, "k", k, 1)
+    require_number(op, "factor", factor, 0)
+    require_int(op, "least", least, 0)
     return min(tokens, max(least, math.ceil(factor * k * tokens / experts)))
 
 
@@ -56,8 +63,8 @@ def drop_over_capacity(
         tensor([ 0, -1,  1])
     """
     op = "drop_over_capacity"
-    if capacity < 0:
-        raise ValueError(f"{op}: capacity must be >= 0, got capacity={capacity}")
+    require_routing(op, routing)
+    require_int(op, "capacity", capacity, 0)
     *leading, n, k = routing.experts.shape
     experts = routing.scores.shape[-1]
     groups = math.prod(leading)
@@ -65,6 +72,7 @@ def drop_over_capacity(
     if priority is None:
         order = torch.arange(n, device=index.device).expand(groups, n)
     else:
+        require_float(op, "priority", priority)
         require_shape(op, "priority", priority, (*leading, n))
         order = priority.reshape(groups, n).argsort(dim=-1, descending=True, stable=True)
     # In order of priority; a stable sort by expert then gives each assignment its rank.
@@ -107,11 +115,12 @@ def drop_second_at_random(routing: Routing, seed: Tensor) -> Routing:
         >>> drop_second_at_random(routing, torch.tensor([1, 0])).experts
         tensor([[0, 1]])
     """
+    op = "drop_second_at_random"
+    require_routing(op, routing)
     if routing.experts.shape[-1] != 2:
-        raise ValueError(
-            f"drop_second_at_random: routing must have k = 2, got k={routing.experts.shape[-1]}"
-        )
+        raise ValueError(f"{op}: routing must have k = 2, got k={routing.experts.shape[-1]}")
     second = routing.weights[..., 1]
+    seed = require_seed(op, seed, second)
     u = uniform_like(second, seed=seed)
     dropped = torch.stack([torch.zeros_like(u, dtype=torch.bool), u >= 2 * second.detach()], -1)
     return routing._replace(

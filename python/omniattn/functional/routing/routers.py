@@ -10,8 +10,11 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     require_float,
+    require_int,
     require_integers,
     require_like,
+    require_number,
+    require_seed,
     require_shape,
 )
 from omniattn.functional.random import normal_like, uniform_like
@@ -32,6 +35,11 @@ class Routing(NamedTuple):
     experts: Tensor
     weights: Tensor
     scores: Tensor
+
+
+def require_routing(op: str, routing: Routing) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"{op}: routing must be a Routing, got routing={routing!r}")
 
 
 def expert_counts(index: Tensor, experts: int) -> Tensor:
@@ -270,7 +278,7 @@ def noisy_top_k(
         routing = top_k_softmax(clean, k)
         return routing, expert_counts(routing.experts, experts).to(clean.dtype)
     deviation = torch.nn.functional.softplus(noise_logits.to(clean.dtype)) + noise_eps
-    noise = normal_like(clean, seed=seed).to(clean.dtype)
+    noise = normal_like(clean, seed=require_seed(op, seed, clean)).to(clean.dtype)
     h = clean + noise * deviation
     routing = top_k_softmax(h, k)
     if k == experts:
@@ -314,6 +322,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Routing:
     """
     op = "expert_choice"
     require_float(op, "logits", logits)
+    require_int(op, "capacity", capacity)
     if logits.dim() < 2 or not 0 <= capacity <= logits.shape[-2]:
         raise ValueError(
             f"{op}: logits must have shape (..., n, E) with 0 <= capacity <= n, "
@@ -347,9 +356,10 @@ def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
         >>> bool((router_jitter(torch.ones(99), 0.1, torch.tensor([1, 0])) - 1).abs().max() <= 0.1)
         True
     """
-    if not 0 <= eps < 1:
-        raise ValueError(f"router_jitter: eps must be in [0, 1), got eps={eps}")
-    noise = uniform_like(x, seed=seed)
+    op = "router_jitter"
+    require_float(op, "x", x)
+    require_number(op, "eps", eps, 0, below=1)
+    noise = uniform_like(x, seed=require_seed(op, seed, x))
     return (widen(x) * (1 + eps * (2 * noise - 1))).to(x.dtype)
 
 
@@ -358,6 +368,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def check_groups(op: str, experts: int, groups: int, top_groups: int) -> None:
+    require_int(op, "groups", groups)
+    require_int(op, "top_groups", top_groups)
     if groups < 1 or experts % groups != 0 or not 1 <= top_groups <= groups:
         raise ValueError(
             f"{op}: groups must divide E, with 1 <= top_groups <= groups, "
@@ -367,6 +379,7 @@ def check_groups(op: str, experts: int, groups: int, top_groups: int) -> None:
 
 def _compute(op: str, logits: Tensor, k: int) -> Tensor:
     require_float(op, "logits", logits)
+    require_int(op, "k", k)
     if logits.dim() == 0 or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
             f"{op}: logits must have shape (..., E) with 1 <= k <= E, "

@@ -1,0 +1,120 @@
+"""What no function takes is refused in its own words: function, argument and value."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from omniattn import functional as F
+from omniattn.functional import masks, scores
+
+X = torch.ones(2, 4)
+Q = torch.ones(1, 3, 2, 4)
+CU = torch.tensor([0, 3])
+ROUTING = F.softmax_top_k(X, 2)
+TARGET = torch.tensor([1, 2])
+ARRAY = np.ones(2)
+SDPA = "scaled_dot_product_attention"
+
+
+def varlen(**options):
+    return F.attention_varlen(Q[0], Q[0], Q[0], CU, CU, **options)
+
+
+CASES = [
+    (
+        lambda: F.attention(Q, Q, Q, softcap="bad"),
+        "attention: softcap must be .* got softcap='bad'",
+    ),
+    (lambda: F.attention(Q, Q, Q, softcap=math.nan), "attention: softcap .* >= 0, got softcap=nan"),
+    (lambda: F.attention(Q, Q, Q, scale=ARRAY), "attention: scale must be a finite number, got"),
+    (lambda: F.attention(Q, Q, Q, dropout_p=1.5), "attention: dropout_p .* >= 0 and <= 1, got"),
+    (lambda: F.attention(Q, Q, Q, window_size=4), "attention: window_size .* got window_size=4"),
+    (
+        lambda: F.attention(Q, Q, Q, window_size=(-2, 0)),
+        "attention: window_size must be two ints >= -1",
+    ),
+    (
+        lambda: F.attention(Q, Q, Q, normaliser=ARRAY),
+        'attention: normaliser must be one of "softmax"',
+    ),
+    (lambda: F.attention_cached(Q, Q, Q, CU[1:], scale=math.inf), "attention_cached: scale must"),
+    (lambda: varlen(max_seqlen_q=2.5), "attention_varlen: max_seqlen_q must be an int >= 0, got"),
+    (lambda: varlen(softcap=-1.0), "attention_varlen: softcap must .* got softcap=-1.0"),
+    (
+        lambda: F.merge_attention(Q, [Q]),
+        "merge_attention: outs must be a list of tensors, got outs=",
+    ),
+    (lambda: F.select_attention(Q, Q, Q, tau=0), "select_attention: tau .* number > 0, got tau=0"),
+    (lambda: F.select_attention(Q, Q, Q, theta=math.nan), "select_attention: theta must be"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q.double(), Q),
+        f"{SDPA}: key must have .* of query",
+    ),
+    (lambda: F.scaled_dot_product_attention(Q, Q[..., 1:], Q), f"{SDPA}: query and key must have"),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q[:, 1:]), f"{SDPA}: key and value must have"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, 1),
+        f"{SDPA}: attn_mask must be a torch.Tensor",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, X),
+        f"{SDPA}: attn_mask must be broadcastable",
+    ),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q, scale="bad"), f"{SDPA}: scale must be"),
+    (lambda: masks.Chunked(2.5), "Chunked: size must be an int >= 1, got size=2.5"),
+    (lambda: masks.Fixed(2, 3), "Fixed: columns must be an int >= 0 and <= 2, got columns=3"),
+    (lambda: masks.SlidingWindow(None), "SlidingWindow: left must be an int >= -1, got left=None"),
+    (lambda: masks.Neighbourhood(2), "Neighbourhood: size must be odd, got size=2"),
+    (lambda: masks.sliding_window(2, "torch"), "sliding_window: size must be two ints"),
+    (lambda: masks.All(3), "All: masks must be a tuple of masks, got masks=3"),
+    (lambda: scores.T5Bias(ARRAY), "T5Bias: table must be a torch.Tensor"),
+    (lambda: scores.WindowBias(X, 3), "WindowBias: window must be two ints >= 1, got window=3"),
+    (lambda: F.rms_norm(X, eps="bad"), "rms_norm: eps must be .* >= 0, got eps='bad'"),
+    (lambda: F.rms_norm(X, offset=math.nan), "rms_norm: offset must be a finite number, got"),
+    (
+        lambda: F.group_norm(X, 2.0),
+        "group_norm: num_groups must be an int >= 1, got num_groups=2.0",
+    ),
+    (lambda: F.geglu(X, approximate=ARRAY), 'geglu: approximate must be one of "none", "tanh"'),
+    (lambda: F.mlp(X, X, X.T, activation=[1]), r"mlp: activation must .* got activation=\[1\]"),
+    (lambda: F.mlp(X, X, X.T, dropout_p=1), "mlp: dropout_p must .* < 1, got dropout_p=1"),
+    (lambda: F.cross_entropy(X, TARGET, ignore_index=None), "cross_entropy: ignore_index must"),
+    (
+        lambda: F.cross_entropy(X, TARGET, reduction=[]),
+        r"cross_entropy: reduction .*reduction=\[\]",
+    ),
+    (lambda: F.rope_frequencies(4, base=None), "rope_frequencies: base .* > 0, got base=None"),
+    (lambda: F.rope_frequencies(4, seq_len="bad"), "rope_frequencies: seq_len must be an int >= 0"),
+    (lambda: F.axial_frequencies(8, num_axes=ARRAY), "axial_frequencies: num_axes must be an int"),
+    (lambda: F.mrope_axes(3), "mrope_axes: sections must be a sequence of ints, got sections=3"),
+    (lambda: F.sinusoidal(CU, 4.5), "sinusoidal: dim must be an int >= 1, got dim=4.5"),
+    (lambda: F.interpolate_grid(X, 2, (1, 1)), "interpolate_grid: old must be two ints >= 1, got"),
+    (lambda: F.alibi_slopes(2.5), "alibi_slopes: num_heads must be an int >= 1, got num_heads=2.5"),
+    (lambda: F.dropout(X, None), "dropout: p must be .* got p=None"),
+    (lambda: F.normal_like(X, seed=1), "normal_like: seed must be .* got seed=1"),
+    (lambda: F.top_k(X, 1.0), "top_k: k must be an int, got k=1.0"),
+    (lambda: F.softmax_top_k(X, "2"), "softmax_top_k: k must be an int, got k='2'"),
+    (lambda: F.router_jitter(X, 0.1, seed=1), "router_jitter: seed must be .* got seed=1"),
+    (lambda: F.drop_second_at_random(ROUTING, 1), "drop_second_at_random: seed must be"),
+    (lambda: F.drop_over_capacity(X, 1), "drop_over_capacity: routing must be a Routing"),
+    (lambda: F.drop_over_capacity(ROUTING, 1.5), "drop_over_capacity: capacity must be an int"),
+    (lambda: F.expert_capacity(7, 4, 2, ARRAY), "expert_capacity: factor must be a finite number"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=range(len(CASES)))
+def test_names_function_argument_and_value(call, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert re.match(message, str(caught.value))
+
+
+def test_takes_numbers_of_numpy_and_tensors():
+    torch.testing.assert_close(
+        F.attention(Q, Q, Q, scale=np.float32(0.5), window_size=(np.int64(1), 0)),
+        F.attention(Q, Q, Q, scale=torch.tensor(0.5), window_size=[1, 0]),
+    )
+    assert torch.equal(varlen(max_seqlen_q=CU[1], max_seqlen_k=np.int64(3)), varlen())
