@@ -213,10 +213,10 @@ def test_plot_draws_one_head():
 
 
 WRONG = [
-    (lambda: masks.SlidingWindow(-2, 0), r"window .* >= -1, got SlidingWindow\(left=-2"),
+    (lambda: masks.SlidingWindow(-2, 0), "SlidingWindow: left must be an int >= -1, got left=-2"),
     (lambda: masks.Chunked(0), "Chunked: size must be an int >= 1, got size=0"),
     (lambda: masks.Dilated(0, 1), "dilation must be an int >= 1"),
-    (lambda: masks.Strided(3, -1), "local >= 0"),
+    (lambda: masks.Strided(3, -1), "local must be an int >= 0"),
     (lambda: masks.Fixed(3, 4), "columns must be an int >= 0 and <= 3"),
     (lambda: masks.EveryKth(0), "k must be an int >= 1"),
     (lambda: masks.Neighbourhood(4), "size must be odd, got size=4"),
@@ -225,7 +225,7 @@ WRONG = [
 
 @pytest.mark.parametrize("make,message", WRONG)
 def test_parameters_without_a_meaning(make, message):
-    with pytest.raises(ValueError, match="masks: .*" + message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

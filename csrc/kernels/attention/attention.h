@@ -250,13 +250,19 @@ OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
          kKeyPanel * (group_size(p) * p.tq + (decodes_by_tiles(p) ? wide + p.d : 0));
 }
 
+// Batch entries whose table gradients go to one plane, so that a shared table has at most
+// kTablePlanes for each head. (One for each of 512 windows took twice the time.)
+OMNIATTN_FN int64_t batches_per_plane(const AttentionBackwardParams& p) {
+  return p.problem.table.stride_b == 0 ? ceil_div(p.problem.batch, kTablePlanes) : 1;
+}
+OMNIATTN_FN int64_t table_parts(const AttentionBackwardParams& p) {
+  return ceil_div(p.problem.batch, batches_per_plane(p));
+}
 // Items of the backward own everything they add to, and walk the batch entries and kv heads that do
-// so in order: all that share the gradient of a bias, and of those that share a table as many as
-// leave kTablePlanes planes per head. (One plane for each of 512 windows took twice the time.)
+// so in order: all that share the gradient of a bias, and those that share a table's plane.
 OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
   if (p.grad_bias != nullptr && p.grad_bias_stride_b == 0) return p.problem.batch;
-  const bool shares_table = p.grad_table != nullptr && p.problem.table.stride_b == 0;
-  return shares_table ? ceil_div(p.problem.batch, kTablePlanes) : 1;
+  return p.grad_table != nullptr ? batches_per_plane(p) : 1;
 }
 // An item of many windows takes all heads of each, which lie side by side in memory.
 OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
@@ -266,12 +272,6 @@ OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
 }
 OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_item(p)) * (p.problem.hkv / heads_per_item(p));
-}
-OMNIATTN_FN int64_t batches_per_plane(const AttentionBackwardParams& p) {
-  return p.problem.table.stride_b == 0 ? batches_per_item(p) : 1;
-}
-OMNIATTN_FN int64_t table_parts(const AttentionBackwardParams& p) {
-  return ceil_div(p.problem.batch, batches_per_plane(p));
 }
 // `owners` of all problems of the call.
 OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p, int64_t owners) {

@@ -75,7 +75,7 @@ MOE_EXPERTS = OpSpec(
         _experts("gptoss", 60, 4, 2, 40, 136, ("transposed", "biases", "dropped"), **GPT_OSS),
         # Around the tiles of 128 rows and columns and 64 deep of the CUDA kernels.
         *(
-            _experts("tile", m, 1, 1, k, n, activation="relu")
+            _experts("tile", m, 1, 1, k, n, activation="silu")
             for m, k, n in [(127, 56, 120), (128, 64, 128), (129, 72, 136)]
         ),
         _experts("many", 150, 33, 6, 24, 20, activation="geglu"),
