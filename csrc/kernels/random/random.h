@@ -1,8 +1,7 @@
 // Elementwise draws, functions of the element's index alone (semantics/element_stream.h):
 //
-//   dropout       y = x / (1 - p) where the element's word >= floor(p 2^32), else 0. The gradient
-//   is
-//                 the same map of dy, so that the backward is the forward and no mask is kept.
+//   dropout       y = x / (1 - p) where the element's word >= floor(p 2^32), else 0. The same map
+//                 of dy is the gradient: the backward is the forward, and no mask is kept.
 //   uniform_like  y = the word's upper 24 bits / 2^24
 //
 // Tensors are contiguous. A work item is a block of kRandomBlock elements.

@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn.functional._checks import (
     autocast_dtype,
     require_choice,
+    require_device,
     require_float,
     require_like,
     require_number,
@@ -175,11 +176,7 @@ def _side_tensors(
 def require_broadcastable(
     op: str, name: str, t: Tensor, q: Tensor, full: tuple[int, ...], q_name: str = "q"
 ) -> None:
-    if t.device != q.device:
-        raise ValueError(
-            f"{op}: {name} must be on the device of {q_name}, got {name}.device={t.device}, "
-            f"{q_name}.device={q.device}"
-        )
+    require_device(op, name, t, q, q_name)
     fits = t.dim() <= len(full) and all(
         n in (1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
     )
@@ -274,8 +271,4 @@ def require_parameter(
 def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={t!r}")
-    if t.device != q.device:
-        raise ValueError(
-            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
-            f"q.device={q.device}"
-        )
+    require_device(op, name, t, q, "q")

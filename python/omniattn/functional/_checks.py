@@ -73,7 +73,12 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
             f"{op}: {name} must have the dtype of {x_name}, got {name}.dtype={t.dtype}, "
             f"{x_name}.dtype={x.dtype}"
         )
-    if not (t.is_cpu and x.is_cpu) and t.device != x.device:
+    if not (t.is_cpu and x.is_cpu):
+        require_device(op, name, t, x, x_name)
+
+
+def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
+    if t.device != x.device:
         raise ValueError(
             f"{op}: {name} must be on the device of {x_name}, got {name}.device={t.device}, "
             f"{x_name}.device={x.device}"

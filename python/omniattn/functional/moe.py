@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
     require_choice,
+    require_device,
     require_float,
     require_like,
     require_number,
@@ -108,23 +110,20 @@ def moe_experts(
     _check_routing(op, x, index, weights)
     require_number(op, "alpha", alpha, above=0)
     require_number(op, "limit", limit, above=0)
+    options: dict[str, Any] = {
+        "up_bias": up_bias,
+        "down_bias": down_bias,
+        "activation": activation,
+        "interleaved": interleaved,
+        "alpha": alpha,
+        "limit": limit,
+    }
     if use_reference(op, backend, x):
         return reference.moe_experts(
-            x,
-            index,
-            weights,
-            up,
-            down,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            activation=activation,
-            interleaved=interleaved,
-            alpha=alpha,
-            limit=limit,
-            weigh_inputs=weigh_inputs,
+            x, index, weights, up, down, weigh_inputs=weigh_inputs, **options
         )
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     if weigh_inputs:
-        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         weights = weights.to(compute).masked_fill(index < 0, 0.0)[..., None]
         slots = moe_experts(
             (x.to(compute)[..., None, :] * weights).to(x.dtype),
@@ -132,20 +131,14 @@ def moe_experts(
             torch.ones_like(weights),
             up,
             down,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            activation=activation,
-            interleaved=interleaved,
-            alpha=alpha,
-            limit=limit,
             recompute=recompute,
             backend=backend,
+            **options,
         )
         return slots.sum(-2)
     tensors = (x, weights, up, up_bias, down, down_bias)
     keep = not recompute and torch.is_grad_enabled()
     keep = keep and any(t is not None and t.requires_grad for t in tensors)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     tokens = math.prod(x.shape[:-1])
     y: Tensor = ops.moe(
         x.reshape(tokens, x.shape[-1]),
@@ -196,11 +189,7 @@ def _check_routing(op: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
         raise TypeError(f"{op}: index must be an int64 or int32 tensor, got {got}")
     require_float(op, "weights", weights)
     for name, t in (("index", index), ("weights", weights)):
-        if t.device != x.device:
-            raise ValueError(
-                f"{op}: {name} must be on the device of x, got {name}.device={t.device}, "
-                f"x.device={x.device}"
-            )
+        require_device(op, name, t, x)
     if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"{op}: index must have shape (..., k) with the leading sizes of x, "

@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.functional._checks import (
     FLOATS,
     autocast_dtype,
+    require_device,
     require_float,
     require_int,
     require_integers,
@@ -440,11 +441,7 @@ def _check(
             )
     require_float(op, "cos", cos)
     require_like(op, "sin", sin, cos, "cos")
-    if cos.device != q.device:
-        raise ValueError(
-            f"{op}: cos must be on the device of q, got cos.device={cos.device}, "
-            f"q.device={q.device}"
-        )
+    require_device(op, "cos", cos, q, "q")
     shape = cos.shape
     if sin.shape != shape:
         raise ValueError(
@@ -485,11 +482,7 @@ def _check(
 
 def _check_positions(op: str, positions: Tensor, q: Tensor, cos: Tensor) -> None:
     require_integers(op, "positions", positions)
-    if positions.device != q.device:
-        raise ValueError(
-            f"{op}: positions must be on the device of q, got "
-            f"positions.device={positions.device}, q.device={q.device}"
-        )
+    require_device(op, "positions", positions, q, "q")
     batch, tokens = q.shape[:2]
     if positions.shape not in ((tokens,), (1, tokens), (batch, tokens)):
         raise ValueError(

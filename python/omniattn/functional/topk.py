@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_int, require_shape, use_reference
+from omniattn.functional._checks import (
+    require_device,
+    require_float,
+    require_int,
+    require_shape,
+    use_reference,
+)
 from omniattn.ops import topk as ops
 
 __all__ = ["top_k"]
@@ -56,11 +62,7 @@ def top_k(
             got = getattr(mask, "dtype", type(mask).__name__)
             raise TypeError(f"{op}: mask must be a bool tensor, got {got}")
         require_shape(op, "mask", mask, scores.shape)
-        if mask.device != scores.device:
-            raise ValueError(
-                f"{op}: mask must be on the device of scores, got mask.device={mask.device}, "
-                f"scores.device={scores.device}"
-            )
+        require_device(op, "mask", mask, scores, "scores")
     if use_reference(op, backend, scores):
         return reference.top_k(scores, k, mask=mask)
     index = ops.top_k(scores.detach(), k, mask)

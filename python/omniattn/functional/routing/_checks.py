@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_integers
-
-
-def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
-    if t.device != x.device:
-        raise ValueError(
-            f"{op}: {name} must be on the device of {x_name}, got {name}.device={t.device}, "
-            f"{x_name}.device={x.device}"
-        )
+from omniattn.functional._checks import require_device, require_float, require_integers
 
 
 def require_float_beside(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:

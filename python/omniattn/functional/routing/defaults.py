@@ -50,11 +50,11 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
     require_integers_beside(op, "routing.experts", routing.experts, y, "y")
     require_float_beside(op, "vectors", vectors, y, "y")
     require_shape(op, "vectors", vectors, (scores.shape[-1], y.shape[-1]))
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    experts = scores.shape[-1]
     there = routing.experts >= 0
     # One more column takes the slots without an expert.
-    chosen = torch.nn.functional.pad(chosen, (0, 1))
-    chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, scores.shape[-1]), True)
+    chosen = scores.new_zeros((*scores.shape[:-1], experts + 1), dtype=torch.bool)
+    chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, experts), True)
     missing = ~chosen[..., :-1] & there.any(-1, keepdim=True)
     straight = (scores - scores.detach()).masked_fill(~missing, 0.0)
     kept = vectors.detach().to(scores.dtype, copy=True)  # they move before the backward

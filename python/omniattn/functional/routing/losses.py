@@ -7,11 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_shape
-from omniattn.functional.routing._checks import (
-    require_device,
-    require_integers_beside,
-)
+from omniattn.functional._checks import require_device, require_float, require_shape
+from omniattn.functional.routing._checks import require_integers_beside
 from omniattn.functional.routing.routers import check_groups, expert_counts, widen
 
 BALANCE_LOSSES = (
