@@ -4,6 +4,7 @@
 #include "kernels/norm/norm.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "ops/parallel.h"
 #include "ops/tensor.h"
@@ -26,10 +27,10 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t groups, int64_t cols, void
   const int64_t dw_cols = dweight ? groups * cols : 0, db_cols = dbias ? groups * cols : 0;
   const int64_t width = dw_cols + db_cols;
   const int64_t partial_sizes[] = {shards, width};
-  Tensor partial = empty_tensor({partial_sizes, 2}, acc);
-  torch::stable::zero_(partial);
+  const Tensor partial = empty_tensor({partial_sizes, 2}, acc);
   char* const sums = static_cast<char*>(partial.mutable_data_ptr());
   const int64_t size = size_of(acc);
+  std::memset(sums, 0, static_cast<size_t>(shards * width * size));
   parallel_shards(rows, shards, [&](int64_t s, int64_t a, int64_t b) {
     char* const mine = sums + s * width * size;
     backward(dweight ? mine : nullptr, dbias ? mine + dw_cols * size : nullptr, a, b);

@@ -57,8 +57,15 @@ inline DType dtype_of(const char* op, const char* name, ScalarType type) {
            static_cast<int>(type));
   }
 }
+// The dtype in the shim's numbers, which are those of ScalarType: Tensor::scalar_type() calls one
+// function of the shim for each dtype that it tries.
+inline ScalarType scalar_type(const Tensor& t) {
+  int32_t type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &type));
+  return static_cast<ScalarType>(type);
+}
 inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
-  return dtype_of(op, name, t.scalar_type());
+  return dtype_of(op, name, scalar_type(t));
 }
 
 // dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
@@ -94,8 +101,8 @@ struct DeviceScope {
 // Requires `t` to be a tensor of this dtype on the device of this file.
 inline void require_tensor(const char* op, const char* name, const Tensor& t, DType dtype) {
   require(is_here(t), op, name, " must be on ", kDeviceName);
-  require(t.scalar_type() == scalar_type(dtype), op, name, " must have scalar type ",
-          static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(t.scalar_type()));
+  require(scalar_type(t) == scalar_type(dtype), op, name, " must have scalar type ",
+          static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(scalar_type(t)));
 }
 
 // Requires `t` to have exactly these sizes.

@@ -12,6 +12,7 @@ from omniattn.functional import masks, scores
 
 X = torch.ones(2, 4)
 Q = torch.ones(1, 3, 2, 4)
+COS = torch.ones(3, 2)
 CU = torch.tensor([0, 3])
 ROUTING = F.softmax_top_k(X, 2)
 TARGET = torch.tensor([1, 2])
@@ -78,9 +79,16 @@ CASES = [
         lambda: F.group_norm(X, 2.0),
         "group_norm: num_groups must be an int >= 1, got num_groups=2.0",
     ),
+    (
+        lambda: F.group_norm(X, 2, center="no"),
+        "group_norm: center must be True or False, got center",
+    ),
+    (lambda: F.apply_rotary(Q, Q, COS, COS, interleaved=[1]), "apply_rotary: interleaved must be"),
+    (lambda: F.apply_rotary(Q, Q, COS, COS, inverse=1), "apply_rotary: inverse .* got inverse=1"),
     (lambda: F.geglu(X, approximate=ARRAY), 'geglu: approximate must be one of "none", "tanh"'),
     (lambda: F.mlp(X, X, X.T, activation=[1]), r"mlp: activation must .* got activation=\[1\]"),
     (lambda: F.mlp(X, X, X.T, dropout_p=1), "mlp: dropout_p must .* < 1, got dropout_p=1"),
+    (lambda: F.mlp(X, X, X.T, recompute="no"), "mlp: recompute must be True or False, got"),
     (lambda: F.cross_entropy(X, TARGET, ignore_index=None), "cross_entropy: ignore_index must"),
     (
         lambda: F.cross_entropy(X, TARGET, reduction=[]),
@@ -97,6 +105,24 @@ CASES = [
     (lambda: F.normal_like(X, seed=1), "normal_like: seed must be .* got seed=1"),
     (lambda: F.top_k(X, 1.0), "top_k: k must be an int, got k=1.0"),
     (lambda: F.softmax_top_k(X, "2"), "softmax_top_k: k must be an int, got k='2'"),
+    (lambda: F.softmax_top_k(X, 2, scale=math.nan), "softmax_top_k: scale must .* got scale=nan"),
+    (
+        lambda: F.softmax_top_k(X, 2, router_grad=None),
+        'softmax_top_k: router_grad must be one of "',
+    ),
+    (lambda: F.sigmoid_top_k(X, 2, scale="1"), "sigmoid_top_k: scale must .* got scale='1'"),
+    (lambda: F.sigmoid_top_k(X, 2, bias=1.0), "sigmoid_top_k: bias must .* got bias=1.0"),
+    (lambda: F.noisy_top_k(X, X, 1, noise_eps=None), "noisy_top_k: noise_eps must be a finite"),
+    (lambda: F.expert_counts(TARGET, 2.5), "expert_counts: experts must be an int >= 0, got"),
+    (
+        lambda: F.update_router_bias(X[0, :2], TARGET, "1"),
+        "update_router_bias: rate must be a finite",
+    ),
+    (
+        lambda: F.update_default_vectors(X, X, TARGET, decay=[]),
+        "update_default_vectors: decay must",
+    ),
+    (lambda: F.default_vector_gradient(X, X, X), "default_vector_gradient: routing must be a"),
     (lambda: F.router_jitter(X, 0.1, seed=1), "router_jitter: seed must be .* got seed=1"),
     (lambda: F.drop_second_at_random(ROUTING, 1), "drop_second_at_random: seed must be"),
     (lambda: F.drop_over_capacity(X, 1), "drop_over_capacity: routing must be a Routing"),

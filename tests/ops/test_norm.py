@@ -154,3 +154,13 @@ def test_bad_input(op, arguments, error, message):
 def test_bad_casting():
     with pytest.raises(ValueError, match=r"rms_norm: casting must be one of .*got casting='bf16'"):
         F.rms_norm(torch.ones(2, 4), casting="bf16")
+
+
+def test_tensor_subclasses_keep_their_class():
+    class Tagged(torch.Tensor):
+        pass
+
+    x = torch.randn(2, 4).as_subclass(Tagged)
+    y = F.rms_norm(x.requires_grad_())
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert type(F.rms_norm(x.detach())) is type(y) is type(grad) is Tagged

@@ -77,6 +77,16 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
         require_device(op, name, t, x, x_name)
 
 
+def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Tensor:
+    """`t`, which must be like `x` but for a dtype that autocast converts."""
+    if isinstance(t, Tensor) and t.dtype == x.dtype and t.is_cpu and x.is_cpu:
+        return t
+    if isinstance(t, Tensor) and t.dtype != x.dtype and autocast_dtype(x) is not None:
+        t = t.to(x.dtype)
+    require_like(op, name, t, x, x_name)
+    return t
+
+
 def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     if t.device != x.device:
         raise ValueError(
@@ -143,6 +153,11 @@ def require_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> No
     if not isinstance(value, str) or value not in choices:
         wanted = ", ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={value!r}")
+
+
+def require_bool(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {name}={value!r}")
 
 
 def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._checks import (
-    autocast_dtype,
+    cast_like,
     require_choice,
     require_float,
-    require_like,
     require_shape,
     use_reference,
 )
@@ -207,8 +206,6 @@ def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:
                 f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
             )
         return None
-    if autocast_dtype(gate) is not None and isinstance(up, Tensor):
-        up = up.to(gate.dtype)
-    require_like(op, "up", up, gate, "gate")
+    up = cast_like(op, "up", up, gate, "gate")
     require_shape(op, "up", up, gate.shape)
     return up

@@ -8,6 +8,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_bool,
     require_choice,
     require_float,
     require_like,
@@ -224,6 +225,7 @@ def _run(
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
+    require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, tensors[0]) if dropout_p > 0 else None
     native = native_is_faster(tensors[0]) if backend is None else backend == "cpu"
     y: Tensor = op_glu_mlp(*tensors, seed, dropout_p, ACTIVATIONS[activation], recompute, native)

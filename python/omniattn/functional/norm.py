@@ -10,6 +10,8 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    cast_like,
+    require_bool,
     require_choice,
     require_float,
     require_int,
@@ -80,10 +82,10 @@ def rms_norm(
     """
     if residual is not None:
         x, residual = _promote("rms_norm", x, residual)
-    _check("rms_norm", x, eps)
+    cols = _check("rms_norm", x, eps)
     require_number("rms_norm", "offset", offset)
     cast_first = _casts_first("rms_norm", casting)
-    weight = _vector("rms_norm", "weight", weight, x)
+    weight = _vector("rms_norm", "weight", weight, x, cols)
     if use_reference("rms_norm", backend, x):
         return reference.rms_norm(
             x, weight, eps=eps, offset=offset, casting=casting, residual=residual
@@ -135,9 +137,9 @@ def layer_norm(
     """
     if residual is not None:
         x, residual = _promote("layer_norm", x, residual)
-    _check("layer_norm", x, eps)
-    weight = _vector("layer_norm", "weight", weight, x)
-    bias = _vector("layer_norm", "bias", bias, x)
+    cols = _check("layer_norm", x, eps)
+    weight = _vector("layer_norm", "weight", weight, x, cols)
+    bias = _vector("layer_norm", "bias", bias, x, cols)
     if use_reference("layer_norm", backend, x):
         return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
     if residual is None:
@@ -189,10 +191,11 @@ def group_norm(
         tensor([-1.,  1., -1.,  1.])
     """
     op = "group_norm"
-    _check(op, x, eps)
-    _check_groups(op, x, num_groups)
-    weight = _vector(op, "weight", weight, x)
-    bias = _vector(op, "bias", bias, x)
+    cols = _check(op, x, eps)
+    _check_groups(op, x, cols, num_groups)
+    require_bool(op, "center", center)
+    weight = _vector(op, "weight", weight, x, cols)
+    bias = _vector(op, "bias", bias, x, cols)
     if use_reference(op, backend, x):
         return reference.group_norm(x, num_groups, weight, bias, eps=eps, center=center)
     y: Tensor = gated_norm(
@@ -259,15 +262,13 @@ def rms_norm_gated(
         tensor([0.4243, 0.5657])
     """
     op = "rms_norm_gated"
-    _check(op, x, eps)
-    _check_groups(op, x, num_groups)
+    cols = _check(op, x, eps)
+    _check_groups(op, x, cols, num_groups)
     require_choice(op, "activation", activation, ("silu", "sigmoid"))
     cast_first = _casts_first(op, casting)
-    if isinstance(gate, Tensor) and gate.dtype != x.dtype and autocast_dtype(x) is not None:
-        gate = gate.to(x.dtype)
-    require_like(op, "gate", gate, x)
+    gate = cast_like(op, "gate", gate, x)
     require_shape(op, "gate", gate, x.shape)
-    weight = _vector(op, "weight", weight, x)
+    weight = _vector(op, "weight", weight, x, cols)
     if use_reference(op, backend, x):
         return reference.rms_norm_gated(
             x,
@@ -287,13 +288,15 @@ def rms_norm_gated(
 
 
 def _casts_first(op: str, casting: str) -> bool:
+    if casting == "fp32":
+        return False
     require_choice(op, "casting", casting, CASTINGS)
-    return casting == "llama"
+    return True
 
 
-def _check_groups(op: str, x: Tensor, num_groups: int) -> None:
+def _check_groups(op: str, x: Tensor, cols: int, num_groups: int) -> None:
     require_int(op, "num_groups", num_groups, 1)
-    if x.shape[-1] % num_groups:
+    if cols % num_groups:
         raise ValueError(
             f"{op}: num_groups must divide the last dimension of x, "
             f"got num_groups={num_groups}, x.shape={tuple(x.shape)}"
@@ -310,22 +313,23 @@ def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), residual.to(dtype)
 
 
-def _check(op: str, x: Tensor, eps: float) -> None:
+def _check(op: str, x: Tensor, eps: float) -> int:
+    """Size of the last dimension of x."""
     require_float(op, "x", x)
-    if x.ndim == 0:
+    shape = x.shape
+    if not shape:
         raise ValueError(f"{op}: x must have at least 1 dimension, got x.shape=()")
     require_number(op, "eps", eps, 0)
+    return shape[-1]
 
 
-def _vector(op: str, name: str, v: Tensor | None, x: Tensor) -> Tensor | None:
+def _vector(op: str, name: str, v: Tensor | None, x: Tensor, cols: int) -> Tensor | None:
     """Checks one value per column, which autocast brings to x's dtype."""
     if v is None:
         return None
-    if isinstance(v, Tensor) and v.dtype != x.dtype and autocast_dtype(x) is not None:
-        v = v.to(x.dtype)
-    require_like(op, name, v, x)
-    if v.ndim != 1 or v.numel() != x.shape[-1]:
-        require_shape(op, name, v, x.shape[-1:])
+    v = cast_like(op, name, v, x)
+    if v.ndim != 1 or v.numel() != cols:
+        require_shape(op, name, v, (cols,))
     return v
 
 

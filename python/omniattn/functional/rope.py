@@ -10,7 +10,8 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     FLOATS,
-    autocast_dtype,
+    cast_like,
+    require_bool,
     require_device,
     require_float,
     require_int,
@@ -285,7 +286,8 @@ def apply_rotary(
         tensor([ 1.0000,  1.0000, -0.3012,  1.3818])
     """
     op = "apply_rotary"
-    _check(op, q, k, cos, sin, positions, rotary_start)
+    _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
+    require_bool(op, "inverse", inverse)
     if use_reference(op, backend, q):
         return reference.apply_rotary(
             q,
@@ -369,7 +371,7 @@ def qk_norm_rotary(
         tensor([[[[0.8485, 1.1314]]]])
     """
     op = "qk_norm_rotary"
-    _check(op, q, k, cos, sin, positions, rotary_start)
+    _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_number(op, "eps", eps, 0)
     require_number(op, "offset", offset)
     q_weight = _head_weight(op, "q_weight", q_weight, q)
@@ -412,9 +414,7 @@ def qk_norm_rotary(
 def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor | None:
     if weight is None:
         return None
-    if isinstance(weight, Tensor) and autocast_dtype(q) is not None:
-        weight = weight.to(q.dtype)
-    require_like(op, name, weight, q, "q")
+    weight = cast_like(op, name, weight, q, "q")
     require_shape(op, name, weight, q.shape[3:])
     return weight
 
@@ -427,7 +427,9 @@ def _check(
     sin: Tensor,
     positions: Tensor | int | None,
     rotary_start: int,
+    interleaved: bool,
 ) -> None:
+    require_bool(op, "interleaved", interleaved)
     require_float(op, "q", q)
     if q.dim() != 4:
         raise ValueError(f"{op}: q must have shape (B, T, H, D), got q.shape={tuple(q.shape)}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["ACTIVATIONS", "glu"]
 
@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
-_backward_op = torch.ops.omniattn.glu_backward.default
+_backward_op = private_op("glu_backward")
 
 
 def _fake(gate: Tensor, up: Tensor | None, act: int) -> Tensor:

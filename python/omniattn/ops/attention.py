@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.reference.attention import Rules
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
 
 __all__ = ["attention", "attention_select", "attention_weights", "formula", "weights_formula"]
 
-_backward_op = torch.ops.omniattn.attention_backward.default
+_backward_op = private_op("attention_backward")
 
 # Encodings, as decoded by csrc/ops/attention.h.
 _MASK_INTS = 4  # kind, a, b, index of the first side tensor in aux

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.reference.precision import widen
 
 __all__ = ["glu_mlp"]
 
 _NAMES = {number: name for name, number in ACTIVATIONS.items()}
-_linear_op = torch.ops.omniattn.linear_raw.default
-_linear_backward_op = torch.ops.omniattn.linear_backward.default
-_glu_op = torch.ops.omniattn.glu_raw.default
-_glu_backward_op = torch.ops.omniattn.glu_backward.default
-_dropout_op = torch.ops.omniattn.dropout_raw.default
+_linear_op = private_op("linear_raw")
+_linear_backward_op = private_op("linear_backward")
+_glu_op = private_op("glu_raw")
+_glu_backward_op = private_op("glu_backward")
+_dropout_op = private_op("dropout_raw")
 
 
 def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS
 
 __all__ = ["GATE_PLACES", "gated_norm"]
@@ -19,7 +19,7 @@ __all__ = ["GATE_PLACES", "gated_norm"]
 GATE_PLACES = {"none": 0, "before": 1, "after": 2}
 
 _ACTIVATION_NAMES = {number: name for name, number in ACTIVATIONS.items()}
-_backward_op = torch.ops.omniattn.gated_norm_backward.default
+_backward_op = private_op("gated_norm_backward")
 
 
 def _fake(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["linear"]
 
-_backward_op = torch.ops.omniattn.linear_backward.default
+_backward_op = private_op("linear_backward")
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

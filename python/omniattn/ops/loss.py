@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["REDUCTIONS", "cross_entropy", "linear_cross_entropy"]
 
 #: Name of a reduction -> its number in csrc/ops/loss.h.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
-_forward_op = torch.ops.omniattn.cross_entropy_raw.default
-_backward_op = torch.ops.omniattn.cross_entropy_backward.default
-_linear_backward_op = torch.ops.omniattn.linear_cross_entropy_backward.default
+_forward_op = private_op("cross_entropy_raw")
+_backward_op = private_op("cross_entropy_backward")
+_linear_backward_op = private_op("linear_cross_entropy_backward")
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

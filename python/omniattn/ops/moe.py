@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS as _ACT
 
 __all__ = ["ACTIVATIONS", "CLAMPED", "moe"]
@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "relu": (_ACT["relu"], False),
 }
 
-_backward_op = torch.ops.omniattn.moe_backward.default
+_backward_op = private_op("moe_backward")
 
 
 def encode(activation: str, interleaved: bool, alpha: float, limit: float) -> tuple[Any, ...]:

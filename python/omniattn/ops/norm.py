@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.reference.precision import widen
 
 __all__ = ["add_norm", "norm"]
 
-_backward_op = torch.ops.omniattn.norm_backward.default
+_backward_op = private_op("norm_backward")
 
 
 def _stats(x: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["norm_rope"]
 
-_backward_op = torch.ops.omniattn.norm_rope_backward.default
+_backward_op = private_op("norm_rope_backward")
 
 
 def _sums(x: Tensor) -> torch.dtype:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_shape
+from omniattn.functional._checks import require_float, require_number, require_shape
 from omniattn.functional.routing._checks import require_float_beside, require_integers_beside
-from omniattn.functional.routing.routers import Routing, expert_counts
+from omniattn.functional.routing.routers import Routing, expert_counts, require_routing
 
 
 def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Tensor:
@@ -44,8 +44,10 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
         >>> torch.autograd.grad(y.sum(), routing.scores)[0]
         tensor([[0., 3.]])
     """
-    op, scores = "default_vector_gradient", routing.scores
+    op = "default_vector_gradient"
     require_float(op, "y", y)
+    require_routing(op, routing)
+    scores = routing.scores
     require_float_beside(op, "routing.scores", scores, y, "y")
     require_integers_beside(op, "routing.experts", routing.experts, y, "y")
     require_float_beside(op, "vectors", vectors, y, "y")
@@ -92,8 +94,7 @@ def update_default_vectors(
                 [0.3000]])
     """
     op = "update_default_vectors"
-    if not 0 <= decay <= 1:
-        raise ValueError(f"{op}: decay must be in [0, 1], got decay={decay}")
+    require_number(op, "decay", decay, 0, 1)
     require_float(op, "vectors", vectors)
     require_float_beside(op, "outputs", outputs, vectors, "vectors")
     require_integers_beside(op, "index", index, vectors, "vectors")

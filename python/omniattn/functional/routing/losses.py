@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_device, require_float, require_shape
+from omniattn.functional._checks import (
+    require_device,
+    require_float,
+    require_number,
+    require_shape,
+)
 from omniattn.functional.routing._checks import require_integers_beside
 from omniattn.functional.routing.routers import check_groups, expert_counts, widen
 
@@ -191,8 +194,7 @@ def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None
     require_float(op, "bias", bias)
     require_integers_beside(op, "counts", counts, bias, "bias")
     require_shape(op, "counts", counts, bias.shape)
-    if not math.isfinite(rate):
-        raise ValueError(f"{op}: rate must be finite, got rate={rate}")
+    require_number(op, "rate", rate)
     counts = counts.double()
     bias.add_(rate * (counts.mean() - counts).sign().to(bias.dtype))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    require_choice,
     require_float,
     require_int,
     require_integers,
@@ -18,6 +18,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.random import normal_like, uniform_like
+from omniattn.functional.routing._checks import require_float_beside
 from omniattn.functional.topk import top_k
 
 ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
@@ -54,8 +55,7 @@ def expert_counts(index: Tensor, experts: int) -> Tensor:
         tensor([1, 0, 2])
     """
     require_integers("expert_counts", "index", index)
-    if experts < 0:
-        raise ValueError(f"expert_counts: experts must be >= 0, got experts={experts}")
+    require_int("expert_counts", "experts", experts, 0)
     flat = index.flatten().long()
     counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
     return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).long())
@@ -106,15 +106,12 @@ def softmax_top_k(
     """
     op = "softmax_top_k"
     g = _compute(op, logits, k)
+    require_number(op, "scale", scale)
+    require_choice(op, "router_grad", router_grad, ROUTER_GRADS)
     p = g.softmax(-1)
     allowed = _best_groups(op, p, groups, top_groups, k, members=1)
     chosen, index = top_k(p, k, mask=allowed)
     weights = scale * (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
-    if router_grad not in ROUTER_GRADS:
-        raise ValueError(
-            f"{op}: router_grad must be one of {', '.join(ROUTER_GRADS)}, "
-            f"got router_grad={router_grad!r}"
-        )
     if router_grad == "exact":
         return Routing(index, weights, p)
     if router_grad in ("ste", "default_vector"):
@@ -219,8 +216,10 @@ def sigmoid_top_k(
     """
     op = "sigmoid_top_k"
     s = _compute(op, logits, k).sigmoid()
+    require_number(op, "scale", scale)
     steered = s.detach()
     if bias is not None:
+        require_float_beside(op, "bias", bias, logits, "logits")
         require_shape(op, "bias", bias, s.shape[-1:])
         steered = steered + bias.detach()
     allowed = _best_groups(op, steered, groups, top_groups, k, members=2)
@@ -271,8 +270,7 @@ def noisy_top_k(
     clean = _compute(op, logits, k)
     require_like(op, "noise_logits", noise_logits, logits, "logits")
     require_shape(op, "noise_logits", noise_logits, logits.shape)
-    if not 0 <= noise_eps < math.inf:
-        raise ValueError(f"{op}: noise_eps must be finite and >= 0, got noise_eps={noise_eps}")
+    require_number(op, "noise_eps", noise_eps, 0)
     experts = clean.shape[-1]
     if seed is None:
         routing = top_k_softmax(clean, k)
