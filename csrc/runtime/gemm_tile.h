@@ -151,6 +151,11 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
     for (int v = 0; v < kVecs; ++v) acc[r][v] = zero<compute_t<T>>();
   }
 
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) __builtin_prefetch(args.c + r * args.ldc + v * Acc::kWidth, 1, 3);
+  }
   const T* a = args.a;
   const T* b = args.b;
   const int64_t lda = args.lda;
@@ -164,15 +169,18 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
     tile_step<T, kLayout, kPartial, true>(acc, a, lda, b, last);
   }
 
+  compute_t<T>* c_row = args.c;
+  const int64_t ldc = args.ldc;
+  const bool accumulate = args.accumulate;
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; ++r, c_row += ldc) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      compute_t<T>* c = args.c + r * args.ldc + v * Acc::kWidth;
+      compute_t<T>* const c = c_row + v * Acc::kWidth;
       if (kPartial && v == kVecs - 1) {
-        store_n(c, args.accumulate ? acc[r][v] + load_n(c, last) : acc[r][v], last);
+        store_n(c, accumulate ? acc[r][v] + load_n(c, last) : acc[r][v], last);
       } else {
-        store(c, args.accumulate ? acc[r][v] + load(c) : acc[r][v]);
+        store(c, accumulate ? acc[r][v] + load(c) : acc[r][v]);
       }
     }
   }
