@@ -14,7 +14,8 @@
 //
 // A tile keeps kTileRows x kTileVecs accumulators in registers: 6 x 4 of the 32 AVX-512 or NEON
 // registers, 6 x 2 of 16 elsewhere; narrower remainders of n use taller tiles, so that at least 8
-// accumulators hide the latency of the multiply-add. Rows are split evenly over tiles.
+// accumulators hide the latency of the multiply-add. Rows are split evenly over tiles. They are
+// compiled once per ISA, in gemm_tile_cpu.cpp.
 #pragma once
 
 #include "runtime/vec.h"
@@ -83,6 +84,8 @@ OMNIATTN_INLINE int64_t k_steps(int64_t k) {
   return (k + Operand<T>::kStep - 1) / Operand<T>::kStep;
 }
 
+}  // namespace
+
 // B as panels of kPanelCols columns. Strides count columns (pairs of bf16).
 template <class T>
 struct Panels {
@@ -107,139 +110,12 @@ OMNIATTN_INLINE Panels<T> row_panels(const T* rows, int64_t ldb) {
 
 enum class ALayout { kRows, kTransposed };
 
-template <class T>
-struct TileArgs {
-  const T* a;
-  int64_t lda;
-  const T* b;
-  int64_t ldb;
-  compute_t<T>* c;
-  int64_t ldc;
-  int64_t k;
-  int64_t last;  // columns of the last vector of a partial panel
-  bool accumulate;
-};
-
-// acc += (one step of k of A's rows) * (one row of a panel).
-template <class T, ALayout kLayout, bool kPartial, bool kOdd, int kRows, int kVecs>
-OMNIATTN_INLINE void tile_step(Vec<compute_t<T>> (&acc)[kRows][kVecs], const T* a, int64_t lda,
-                               const T* b, int64_t last) {
-  using Op = Operand<T>;
-  typename Op::B b_row[kVecs];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVecs; ++v) {
-    const T* p = b + v * Vec<compute_t<T>>::kWidth * Op::kStep;
-    b_row[v] = kPartial && v == kVecs - 1 ? Op::load_b_n(p, last) : Op::load_b(p);
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    const T* p = kLayout == ALayout::kRows ? a + r * lda : a + r * Op::kStep;
-    const typename Op::B a_value = kOdd ? Op::broadcast_odd(p) : Op::broadcast(p);
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = Op::multiply_add(a_value, b_row[v], acc[r][v]);
-  }
-}
-
-template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
-[[gnu::noinline]] void micro_tile(const TileArgs<T>& args) {
-  using Op = Operand<T>;
-  using Acc = Vec<compute_t<T>>;
-  Acc acc[kRows][kVecs];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = zero<compute_t<T>>();
-  }
-
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) __builtin_prefetch(args.c + r * args.ldc + v * Acc::kWidth, 1, 3);
-  }
-  const T* a = args.a;
-  const T* b = args.b;
-  const int64_t lda = args.lda;
-  const int64_t last = args.last;
-  const int64_t a_step = kLayout == ALayout::kRows ? Op::kStep : lda * Op::kStep;
-  const int64_t b_step = args.ldb * Op::kStep;
-  for (int64_t k = args.k / Op::kStep; k > 0; --k, a += a_step, b += b_step) {
-    tile_step<T, kLayout, kPartial, false>(acc, a, lda, b, last);
-  }
-  if (Op::kStep == 2 && args.k % 2 != 0) {
-    tile_step<T, kLayout, kPartial, true>(acc, a, lda, b, last);
-  }
-
-  compute_t<T>* c_row = args.c;
-  const int64_t ldc = args.ldc;
-  const bool accumulate = args.accumulate;
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r, c_row += ldc) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      compute_t<T>* const c = c_row + v * Acc::kWidth;
-      if (kPartial && v == kVecs - 1) {
-        store_n(c, accumulate ? acc[r][v] + load_n(c, last) : acc[r][v], last);
-      } else {
-        store(c, accumulate ? acc[r][v] + load(c) : acc[r][v]);
-      }
-    }
-  }
-}
-
-template <class T, ALayout kLayout, bool kPartial, int kVecs, int kRows = tile_rows(kVecs)>
-OMNIATTN_INLINE void micro_tile_rows(int64_t rows, const TileArgs<T>& args) {
-  if constexpr (kRows == 1) {
-    micro_tile<T, kLayout, kPartial, 1, kVecs>(args);
-  } else if (rows == kRows) {
-    micro_tile<T, kLayout, kPartial, kRows, kVecs>(args);
-  } else {
-    micro_tile_rows<T, kLayout, kPartial, kVecs, kRows - 1>(rows, args);
-  }
-}
-
-// All rows of one panel, in tiles whose heights differ by at most one.
-template <class T, ALayout kLayout, bool kPartial, int kVecs>
-void panel_tiles(int64_t m, TileArgs<T> args) {
-  const int64_t tiles = (m + tile_rows(kVecs) - 1) / tile_rows(kVecs);
-  const int64_t height = m / tiles;
-  const int64_t taller = m % tiles;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t rows = height + (tile < taller ? 1 : 0);
-    micro_tile_rows<T, kLayout, kPartial, kVecs>(rows, args);
-    args.a += kLayout == ALayout::kRows ? rows * args.lda : rows * Operand<T>::kStep;
-    args.c += rows * args.ldc;
-  }
-}
-
-template <class T, ALayout kLayout, int kVecs = kTileVecs>
-OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, const TileArgs<T>& args) {
-  if constexpr (kVecs == 1) {
-    panel_tiles<T, kLayout, true, 1>(m, args);
-  } else if (vecs == kVecs) {
-    panel_tiles<T, kLayout, true, kVecs>(m, args);
-  } else {
-    partial_panel_tiles<T, kLayout, kVecs - 1>(m, vecs, args);
-  }
-}
-
 // lda counts elements for row-major A, columns (pairs of bf16) for transposed A.
 template <class T, ALayout kLayout = ALayout::kRows>
 void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
-               int64_t n, int64_t k, bool accumulate) {
-  if (m <= 0) return;
-  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
-  TileArgs<T> args{a, lda, b.data, b.row_stride, c, ldc, k, kWidth, accumulate};
-  for (; n >= kPanelCols<T>; n -= kPanelCols<T>) {
-    panel_tiles<T, kLayout, false, kTileVecs>(m, args);
-    args.b += b.panel_stride * Operand<T>::kStep;
-    args.c += kPanelCols<T>;
-  }
-  if (n > 0) {
-    const int64_t vecs = (n + kWidth - 1) / kWidth;
-    args.last = n - (vecs - 1) * kWidth;
-    partial_panel_tiles<T, kLayout>(m, vecs, args);
-  }
-}
+               int64_t n, int64_t k, bool accumulate);
+
+namespace {
 
 // ---- packing ------------------------------------------------------------------------------------
 // From storage type S to operand type T. Both helpers fill ceil(n / kPanelCols) panels, with zeros
