@@ -1,5 +1,6 @@
 """python -m omniattn train as a user meets it: results, interruption, every kind of bad input."""
 
+import json
 import os
 import re
 import resource
@@ -14,6 +15,7 @@ import torch
 from omniattn.cli import main
 from omniattn.models import load_model
 from omniattn.models.checkpoint import read_checkpoint
+from omniattn.models.training import TrainConfig, learning_rate, saved_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--model", "llama-tiny", "--batch", "2", "--length", "32"]
@@ -65,12 +67,13 @@ def test_writes_checkpoint_plot_and_sample(tmp_path, text, capsys):
     assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png", "sample.txt"}
 
 
-def test_a_model_with_experts_shows_its_load(tmp_path, text, capsys):
+def test_a_model_with_experts_shows_its_load_and_losses(tmp_path, text, capsys):
     out = tmp_path / "run"
-    options = ("--model", "switch", "--data", text, "--steps", 2, "--compare", 0)
+    options = ("--model", "deepseek-moe-mtp", "--data", text, "--steps", 2, "--compare", 0)
     assert train(out, *options) == 0
     assert re.search(
-        r"step 2/2: .*, busiest expert \d\.\d\dx, dropped \d+\.\d%, aux 0\.\d+, [\d,]+ tokens/s",
+        r"step 2/2: .*, mtp \d\.\d{3}, busiest expert \d\.\d\dx, dropped \d+\.\d%, aux 0\.\d+, "
+        r"[\d,]+ tokens/s",
         capsys.readouterr().out,
     )
     assert (out / "load.png").read_bytes().startswith(b"\x89PNG")
@@ -120,6 +123,19 @@ def test_interrupted_and_resumed_equals_straight(tmp_path, text):
     )
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_finished_run_goes_on_at_its_final_learning_rate(tmp_path, text, capsys):
+    options = ("--data", text, "--compare", 0)
+    assert train(tmp_path / "o", *options, "--steps", 25) == 0
+    assert train(tmp_path / "o", *options, "--steps", 27, "--resume") == 0
+    path = tmp_path / "o" / "checkpoint.safetensors"
+    config = saved_config(path)
+    assert learning_rate(24, config) == learning_rate(24, TrainConfig(steps=25)) > config.min_lr
+    assert learning_rate(25, config) == learning_rate(26, config) == config.min_lr
+    assert len(json.loads(read_checkpoint(path)[1]["run"])["losses"]) == 27
+    message = fails(capsys, tmp_path / "o", *options, "--steps", 26, "--resume")
+    assert "--steps must be at least that of the run to resume, got 26, the run has 27" in message
 
 
 def test_killed_and_resumed_equals_straight(tmp_path, text):

@@ -145,6 +145,7 @@ def test_further_tokens_reach_the_gradient_and_not_the_reported_loss():
     free.model.config = replace(free.model.config, mtp_weight=0.0)
     run.train_step()
     free.train_step()
-    assert run.losses == free.losses
+    assert run.losses == free.losses and run.further == free.further
+    assert run.further["mtp"] == [pytest.approx(run.model.auxiliary_loss().item() / 0.3)]
     gradients = [r.model.embed_tokens.weight.grad for r in (run, free)]
     assert not torch.allclose(*gradients, rtol=1e-2, atol=0)

@@ -223,6 +223,26 @@ def test_prefill_and_steps_equal_the_full_forward(name):
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_model_is_built_within_a_device(name):
+    with torch.device("meta"):
+        model = TRAINED[name].build()
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_configs_check_their_fields():
+    for field, value in (
+        ("dim", -1),
+        ("num_layers", 0),
+        ("num_heads", "2"),
+        ("norm_eps", math.nan),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"ViTConfig: {field} must be .*={value!r}"
+        ):
+            replace(SMALL["vit"], **{field: value})
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert"])
 def test_shapes_without_weights(name):
     """On the meta device, which has no autocast, every op says what it would give."""

@@ -1,6 +1,7 @@
 """Linear, norms, rotary tables, gated MLP and decoder block."""
 
 import copy
+import math
 import pickle
 import re
 
@@ -24,6 +25,7 @@ from omniattn.modules import (
     RollingCache,
     RotaryEmbedding,
 )
+from omniattn.modules.build import build
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +134,11 @@ def test_a_module_without_its_config_says_what_to_write(call, message):
             lambda: Attention.Config(8, 2, qk_norm_eps=-1.0),
             "qk_norm_eps must be finite and >= 0, got qk_norm_eps=-1.0",
         ),
+        (lambda: RMSNorm.Config(None), "RMSNorm: dim must be int, got dim=None"),
+        (lambda: RMSNorm.Config(4, eps="1"), "RMSNorm: eps must be float, got eps='1'"),
+        (lambda: MoE.Config(6, 4, 2, [1]), "MoE: top_k must be int, got top_k=[1]"),
+        (lambda: MLP.Config(6, 4, dropout_p=math.inf), "MLP: dropout_p must be finite, got"),
+        (lambda: build(Linear.Config(4, 4)), "build: config must be one of Attention.Config, Dif"),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
             "Attention: x must have shape (B, T, dim), got x.shape=(5, 8)",
@@ -139,7 +146,7 @@ def test_a_module_without_its_config_says_what_to_write(call, message):
     ],
 )
 def test_sizes_and_options_are_checked_where_they_are_given(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
 

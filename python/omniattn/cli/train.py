@@ -2,8 +2,9 @@
 
 Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
 loss.png, sample.txt if it writes text, load.png if it has experts. Ctrl-C saves and stops; --resume
-continues bit for bit. The first steps are repeated with the plain-torch reference of every op, to
-show the difference in loss and in speed.
+continues bit for bit, and with more --steps beyond the end, at the final learning rate. The first
+steps are repeated with the plain-torch reference of every op, to show the difference in loss and in
+speed.
 """
 
 from __future__ import annotations
@@ -139,13 +140,21 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
     if saved is None:
         config = TrainConfig(model=given.get("model", TrainConfig.model))
         return replace(config, **PRESETS[config.model].recipe | given)
+    steps = given.pop("steps", saved.steps)
+    if steps < saved.steps:
+        raise CommandError(
+            f"--steps must be at least that of the run to resume, got {steps}, "
+            f"the run has {saved.steps}"
+        )
     for name, value in given.items():
         if value != getattr(saved, name):
             raise CommandError(
                 f"--{name} must be that of the run to resume, "
                 f"got {value}, the run has {getattr(saved, name)}"
             )
-    return saved
+    # The steps that are done were on the way to the old end: it stays that of the learning rate.
+    end = saved.steps if saved.decay_steps is None else saved.decay_steps
+    return saved if steps == saved.steps else replace(saved, steps=steps, decay_steps=end)
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
@@ -248,6 +257,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
                 f"loss {loss:.3f}",
                 f"held out {trainer.held_out[-1]['loss']:.3f}",
                 *_metrics(trainer),
+                *(f"{name} {values[-1]:.3f}" for name, values in trainer.further.items()),
                 trainer.routers.status(),
                 f"{trainer.items_per_second:,.0f} {trainer.task.items}/s",
             )

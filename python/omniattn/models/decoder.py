@@ -149,7 +149,12 @@ class Decoder(Model):
 
     def auxiliary_loss(self) -> torch.Tensor | float:
         """That of the tokens behind the next one, where the model predicts them in training."""
-        return self._predictor_loss
+        return self.config.predictor_weight * self._predictor_loss
+
+    def further_losses(self) -> dict[str, float]:
+        if self.predictor is None:
+            return {}
+        return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
     def new_cache(
         self, batch: int, max_length: int, dtype: torch.dtype | None = None
@@ -231,7 +236,7 @@ class Decoder(Model):
         positions: torch.Tensor | None,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The weighted mean over depths d of the loss of token i + d + 1 at position i."""
+        """The mean over depths d of the loss of token i + d + 1 at position i."""
         assert self.predictor is not None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -250,4 +255,4 @@ class Decoder(Model):
             )
             for d, state in enumerate(states, 1)
         ]
-        return self.config.predictor_weight * torch.stack(losses).mean()
+        return torch.stack(losses).mean()

@@ -11,6 +11,7 @@ from torch import nn
 
 from omniattn.models.hf import Counterpart, copy_weights
 from omniattn.models.tasks import Task
+from omniattn.modules.layer import check_fields
 from omniattn.reference import RopeScaling
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class Model(nn.Module):
     def auxiliary_loss(self) -> torch.Tensor | float:
         """What training adds to the loss of the last forward, beside that of the routers."""
         return 0.0
+
+    def further_losses(self) -> dict[str, float]:
+        """By name, the parts of the auxiliary loss before their weights, to be shown."""
+        return {}
 
     @classmethod
     def from_hf(cls, model: PreTrainedModel, *, backend: str | None = None) -> Self:
@@ -92,6 +97,9 @@ class ModelConfig(ABC):
     hf: ClassVar[Counterpart | None] = None
 
     backend: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @abstractmethod
     def build(

@@ -35,6 +35,7 @@ class TrainConfig:
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
         seed: of the weights and of the batches.
         lr, min_lr, warmup: peak and final learning rate; steps of linear warm-up.
+        decay_steps: when the final learning rate is reached; None: at the end.
         betas, eps, weight_decay: of AdamW.
         clip: bound of the gradient's norm.
     """
@@ -48,6 +49,7 @@ class TrainConfig:
     lr: float = 2e-3
     min_lr: float = 2e-4
     warmup: int = 20
+    decay_steps: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -55,11 +57,12 @@ class TrainConfig:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear from 0 to lr during the warm-up, then half a cosine down to min_lr."""
+    """Linear from 0 to lr during the warm-up, then half a cosine down to min_lr, which stays."""
     c = config
     if step < c.warmup:
         return c.lr * step / c.warmup
-    done = min(1.0, (step - c.warmup) / max(1, c.steps - c.warmup))
+    end = c.steps if c.decay_steps is None else c.decay_steps
+    done = min(1.0, (step - c.warmup) / max(1, end - c.warmup))
     return c.min_lr + 0.5 * (c.lr - c.min_lr) * (1 + math.cos(math.pi * done))
 
 
@@ -118,6 +121,7 @@ class Trainer:
         )
         self.step = 0
         self.losses: list[float] = []
+        self.further: dict[str, list[float]] = {}
         self.seconds: list[float] = []
         self.held_out: list[dict[str, float]] = []
 
@@ -151,6 +155,8 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         self.step += 1
         self.losses.append(value)
+        for name, further in self.model.further_losses().items():
+            self.further.setdefault(name, []).append(further)
         self.seconds.append(time.perf_counter() - start)
         return value
 
@@ -188,6 +194,7 @@ class Trainer:
             "data": self.task.digest,
             "step": self.step,
             "losses": self.losses,
+            "further": self.further,
             "seconds": self.seconds,
             "held_out": self.held_out,
         }
@@ -220,7 +227,7 @@ class Trainer:
         self.routers.restore(routers)
         torch.set_rng_state(tensors["rng/cpu"])
         self.step, self.losses, self.seconds = run["step"], run["losses"], run["seconds"]
-        self.held_out = run["held_out"]
+        self.held_out, self.further = run["held_out"], run.get("further", {})
 
 
 def _run_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:

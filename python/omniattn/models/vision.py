@@ -291,7 +291,8 @@ class Swin(Classifier):
         super().__init__(config, config.dim, last, device=device, dtype=dtype)
         self.config = c = config
         self.embed_norm = LayerNorm(c.layer_norm(c.dim), device=device, dtype=dtype)
-        drop = iter(torch.linspace(0, c.drop_path_p, sum(c.depths)).tolist())
+        blocks = sum(c.depths)
+        drop = iter([c.drop_path_p * i / max(1, blocks - 1) for i in range(blocks)])
 
         def block(width: int, heads: int, index: int) -> SwinBlock:
             shift = c.window // 2 if index % 2 else 0

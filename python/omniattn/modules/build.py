@@ -32,4 +32,7 @@ _LAYERS: dict[type, Any] = {
 
 def build(config: AttentionConfig | FeedForwardConfig | NormConfig, **factory: Any) -> Any:
     """The module of this config; `factory` is its device and dtype."""
+    if type(config) not in _LAYERS:
+        known = ", ".join(kind.__qualname__ for kind in _LAYERS)
+        raise TypeError(f"build: config must be one of {known}, got config={config!r}")
     return _LAYERS[type(config)](config, **factory)

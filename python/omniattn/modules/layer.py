@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any, ClassVar
 
 from torch import nn
 
+from omniattn.functional._checks import BACKENDS
 from omniattn.functional.norm import CASTINGS
 
 #: Ends of the names of sizes.
-_SIZES = ("dim", "heads", "features", "rank")
-#: Sizes of parts that a layer may lack.
-_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "shared_hidden_dim")
+_SIZES = (
+    *("dim", "heads", "features", "rank", "layers", "experts"),
+    *("vocab_size", "positions", "classes", "channels"),
+)
+#: Sizes of parts that a layer or model may lack.
+_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "shared_hidden_dim", "dense_layers")
+#: What the annotation of a field of plain values allows, by its parts.
+_TYPES: dict[str, type] = {
+    "int": Integral,
+    "float": Real,
+    "bool": bool,
+    "str": str,
+    "None": NoneType,
+}
+
+
+def check_fields(config: Any) -> None:
+    """Checks the fields of a config by their annotations, and by name what means the same in all.
+
+    Raises:
+        TypeError: a value of another type than annotated.
+        ValueError: a size that is no positive integer, a number that is not finite, ...
+    """
+    op = type(config).__qualname__.removesuffix(".Config")
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name.endswith(_SIZES) and isinstance(value, Real):
+            least = 0 if name in _OPTIONAL else 1
+            if not isinstance(value, Integral) or int(value) < least:
+                raise ValueError(
+                    f"{op}: {name} must be an integer >= {least}, got {name}={value!r}"
+                )
+        annotation = field.type
+        if not isinstance(annotation, str):
+            annotation = inspect.formatannotation(annotation)
+        kinds = annotation.split(" | ")
+        allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
+        if len(allowed) == len(kinds) and not isinstance(value, allowed):
+            raise TypeError(f"{op}: {name} must be {annotation}, got {name}={value!r}")
+        if name.endswith("eps") and not 0 <= value < math.inf:
+            raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
+        for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
+            if name == option and value not in choices:
+                raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What a layer is built from. Checks the fields that mean the same in all layers by name."""
+    """What a layer is built from."""
 
     def __post_init__(self) -> None:
-        op = type(self).__qualname__.removesuffix(".Config")
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if value is None:
-                continue
-            least = 0 if name in _OPTIONAL else 1
-            if name.endswith(_SIZES) and not (isinstance(value, Integral) and int(value) >= least):
-                raise ValueError(
-                    f"{op}: {name} must be an integer >= {least}, got {name}={value!r}"
-                )
-            if name.endswith("eps") and not 0 <= value < math.inf:
-                raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
-            if name == "casting" and value not in CASTINGS:
-                raise ValueError(f"{op}: casting must be one of {CASTINGS}, got casting={value!r}")
+        check_fields(self)
 
 
 class Layer(nn.Module):
