@@ -249,12 +249,11 @@ class SwinConfig(VisionConfig):
         ),
     )
 
-    patch: int = 1
     norm_eps: float = 1e-5
     dim: int = 32
     depths: tuple[int, ...] = (2, 2)
     heads: tuple[int, ...] = (2, 4)
-    window: int = 4
+    window: int = 2
     drop_path_p: float = 0.0
 
     def build(
@@ -268,6 +267,9 @@ class SwinConfig(VisionConfig):
 
 class Swin(Classifier):
     """Stages of window attention with merging in between; the head reads the mean of the tokens.
+
+    Patches are normed as soon as they are embedded: one number alone (`patch=1` of one channel)
+    would keep little but its sign.
 
     Args:
         config: sizes and options.
