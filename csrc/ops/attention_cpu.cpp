@@ -152,7 +152,7 @@ void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor&
           "pages must hold tokens, and those of a sequence less than 2^40, got page size ", size,
           " and N=", width);
   p.tk = width * size;
-  const Ints found = read_rows(op, "lengths", lengths, p.batch, p.tk);
+  const Ints found = read_rows(op, "cache_seqlens", lengths, p.batch, p.tk);
   const int64_t longest = found.empty() ? 0 : *std::max_element(found.begin(), found.end());
   p.pages = {nullptr, ceil_div(longest, size), size};
   call.block_table.resize(static_cast<size_t>(p.batch * p.pages.stride_b));
@@ -169,15 +169,17 @@ void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor&
   p.pages.table = call.block_table.data();
 }
 
-void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
-                   const Tensors& aux) {
+// Errors name the public function: what is wrong are values that only this code reads.
+void decode_layout(const char*, Call& call, MaskKind kind, const Ints& code, const Tensors& aux) {
+  const char* const op = kind == MaskKind::packed ? "attention_varlen" : "attention_cached";
   AttentionProblem& p = call.p;
   if (kind == MaskKind::paged) {
     const Tensor& table = side_tensor(op, aux, code[3]);
     return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
   }
   if (kind == MaskKind::cached) {
-    const Ints lengths = read_rows(op, "lengths", side_tensor(op, aux, code[3]), p.batch, p.tk);
+    const Ints lengths =
+        read_rows(op, "cache_seqlens", side_tensor(op, aux, code[3]), p.batch, p.tk);
     for (int64_t b = 0; b < p.batch; ++b) {
       call.sequences.push_back({b, b, 0, p.tq, 0, lengths[static_cast<size_t>(b)]});
     }

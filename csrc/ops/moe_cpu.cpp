@@ -168,7 +168,7 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
 }
 
 void run_forward(const Problem& p, void* y, void* pre) {
-  const Routing routing("moe", p);
+  const Routing routing("moe_experts", p);
   const DType operand = moe_kernels().operand(p.dtype);
   const int64_t features = p.hidden.features;
   const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));

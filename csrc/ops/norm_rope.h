@@ -18,7 +18,7 @@ OptTensor head_weight(const char* op, const OptTensor& weight, const RopeParams&
 std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, const Tensor& cos,
                                      const Tensor& sin, const OptTensor& positions, int64_t start,
                                      bool interleaved, double eps, double offset) {
-  constexpr const char* op = "norm_rope";
+  constexpr const char* op = "qk_norm_rotary";
   const DeviceScope scope(x);
   std::array<Tensor, 2> tables;
   NormRopeParams p{};

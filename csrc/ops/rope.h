@@ -99,7 +99,7 @@ void add_tensor(RopeParams& p, const Tensor& in, const Tensor& out) {
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tensor& cos,
                                 const Tensor& sin, const OptTensor& positions, int64_t start,
                                 bool interleaved, bool inverse) {
-  constexpr const char* op = "rope";
+  constexpr const char* op = "apply_rotary";
   const DeviceScope scope(q);
   std::array<Tensor, 2> tables;
   RopeParams p = common(op, q, cos, sin, positions, start, interleaved, inverse, tables);
@@ -131,7 +131,7 @@ void check_writable(const char* op, const char* name, const Tensor& x) {
 
 void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
                   const OptTensor& positions, int64_t start, bool interleaved, bool inverse) {
-  constexpr const char* op = "rope_";
+  constexpr const char* op = "apply_rotary";
   const DeviceScope scope(q);
   std::array<Tensor, 2> tables;
   RopeParams p = common(op, q, cos, sin, positions, start, interleaved, inverse, tables);

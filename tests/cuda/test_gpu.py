@@ -45,7 +45,7 @@ OUT_OF_RANGE = {
         q = torch.ones(1, 4, 1, 8, device="cuda")
         F.attention_cached(q, q, q, torch.tensor([5], device="cuda"))
     """,
-    "moe: index must be in": """
+    "moe_experts: index must be in": """
         x, up = torch.ones(1, 2, device="cuda"), torch.ones(3, 4, 2, device="cuda")
         index, weights = torch.tensor([[3]], device="cuda"), torch.ones(1, 1, device="cuda")
         F.moe_experts(x, index, weights, up, torch.ones(3, 2, 2, device="cuda"))

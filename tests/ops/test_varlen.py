@@ -187,7 +187,7 @@ def test_pages_give_the_bits_of_contiguous_keys(dtype, size, tq):
 
 
 WRONG_TABLES = [
-    ([[0, 1], [2, 3]], [8, 9], r"lengths must lie in \[0, 8\], got 9"),
+    ([[0, 1], [2, 3]], [8, 9], r"cache_seqlens must lie in \[0, 8\], got 9"),
     ([[0, 1], [2, 4]], [8, 8], r"block_table must name pages in \[0, 4\), got 4 in row 1"),
     ([[0, -1], [2, 3]], [5, 8], r"block_table must name pages in \[0, 4\), got -1 in row 0"),
     ([[0, 1], [2, 2**40]], [8, 5], "block_table must name .* got 1099511627776 in row 1"),
@@ -199,10 +199,10 @@ def test_tables_that_name_no_page(table, lengths, message):
     """The raw op too raises before it reads anything."""
     q, k = torch.zeros(2, 1, H, D), torch.zeros(4, 4, 2, D)
     table, lengths = torch.tensor(table), torch.tensor(lengths)
-    with pytest.raises(RuntimeError, match="attention: " + message):
+    with pytest.raises(RuntimeError, match="attention_cached: " + message):
         attention_cached(q, k, k, lengths, block_table=table)
     code = [15, 0, 0, 0]
-    with pytest.raises(RuntimeError, match="attention: " + message):
+    with pytest.raises(RuntimeError, match="attention_cached: " + message):
         torch.ops.omniattn.attention_raw(q, k, k, [table, lengths], None, code, [], [1.0, 0.0])
 
 
@@ -235,19 +235,23 @@ WRONG = [
 def test_boundaries_that_leave_their_tensor(cu_q, cu_k, message):
     q, k = torch.zeros(5, H, D), torch.zeros(7, 2, D)
     longest = {"max_seqlen_q": 5, "max_seqlen_k": 7}
-    with pytest.raises(RuntimeError, match="attention: " + message):
+    with pytest.raises(RuntimeError, match="attention(_varlen)?: " + message):
         attention_varlen(q, k, k, torch.tensor(cu_q), torch.tensor(cu_k), **longest)
 
 
 def test_lengths_beyond_what_was_promised():
     q, cu = torch.zeros(5, H, D), torch.tensor([0, 1, 5])
-    with pytest.raises(RuntimeError, match="cu_seqlens_q must grow by 0 to 3, got 1 then 5"):
+    with pytest.raises(
+        RuntimeError, match="attention_varlen: cu_seqlens_q must grow by 0 to 3, got 1 then 5"
+    ):
         attention_varlen(q, q, q, cu, cu, max_seqlen_q=3)
     with pytest.raises(ValueError, match="cu_seqlens must both have shape"):
         attention_varlen(q, q, q, cu, cu[:2])
     with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 or int64 tensor"):
         attention_varlen(q, q, q, cu.float(), cu)
-    with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 5\], got 6"):
+    with pytest.raises(
+        RuntimeError, match=r"attention_cached: cache_seqlens must lie in \[0, 5\], got 6"
+    ):
         attention_cached(q[None], q[None], q[None], torch.tensor([6]))
     with pytest.raises(ValueError, match=r"cache_seqlens must have shape \(1,\)"):
         attention_cached(q[None], q[None], q[None], torch.tensor([5, 5]))

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) moe_count_kernel(const __grid_consta
   for (int64_t chunk = blockIdx.x; chunk < r.chunks(); chunk += gridDim.x) {
     load_chunk(r, chunk, experts);
     GPU_REQUIRE(experts[thread()] >= -1 && experts[thread()] < r.experts,
-                "moe: index must be in [0, E) or -1 for none");
+                "moe_experts: index must be in [0, E) or -1 for none");
     for (int64_t e = thread(); e < r.experts; e += kThreads) {
       int64_t count = 0;
       for (int i = 0; i < kMoeRouteChunk; ++i) count += experts[i] == e;
