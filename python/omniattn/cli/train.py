@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="output folder (default: the next runs/train-N)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out (default: the latest)"
+        "--resume",
+        action="store_true",
+        help="continue the run in --out (default: the latest), beyond its end with more --steps",
     )
     parser.add_argument(
         "--compare",
