@@ -20,7 +20,11 @@ Isa detect() {
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
     return Isa::avx2;
   }
+#if defined(OMNIATTN_EMULATE_BF16_DOT)
+  return Isa::avx512_bf16;
+#else
   return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+#endif
 #else
   return Isa::baseline;
 #endif

@@ -210,7 +210,7 @@ OMNIATTN_INLINE VecF log(VecF x) {
   const Mask<float> tiny = x < VecF(0x1p-126f);
   const VecF scaled = select(tiny, x * 0x1p23f, x);
   constexpr int32_t kSqrtHalf = 0x3f3504f3;
-  const VecF::Bits offset = scaled.bits() - kSqrtHalf;
+  const VecF::Bits offset = abs(scaled).bits() - kSqrtHalf;  // of -0 it would overflow
   const VecF exponent(__builtin_convertvector(offset >> 23, VecF::Raw));
   const VecF e = exponent - select(tiny, VecF(23.0f), VecF(0.0f));
   const VecF f = VecF::from_bits((offset & 0x7fffff) + kSqrtHalf) - 1.0f;

@@ -340,7 +340,7 @@ struct AttentionSelectKernels {
   void (*select)(const AttentionSelectParams&, int64_t begin, int64_t end);  // forward_items
 };
 
-OMNIATTN_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
+OMNIATTN_DOT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)

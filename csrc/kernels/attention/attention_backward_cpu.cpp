@@ -273,7 +273,8 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
   gradient_rows(params, rows, split, b, h, plan, side.p, side.ds, grad_bias);
   accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
   accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
-  accumulate_keys(plan, side.ds, side.k, rows.ldq, width_k, rows.grad_q(split, row), rows.ldq);
+  accumulate_keys(plan, side.ds, kKeyBlock, side.k, rows.ldq, width_k, rows.grad_q(split, row),
+                  rows.ldq);
 }
 
 // All queries of one kv head against one key block.

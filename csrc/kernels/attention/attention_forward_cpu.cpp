@@ -9,24 +9,39 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head, see packed_head_elements.
-template <class A>
+// Products read operands M: T itself where the ISA has a dot product of bf16, else A =
+// compute_t<T>.
+
+// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements), of
+// bf16 with pairs of d and of keys innermost.
+template <class T>
 struct PackedHead {
-  A *k, *v;
-  PackedHead(const AttentionProblem& p, void* memory, int64_t head)
-      : k(static_cast<A*>(memory) + head * packed_head_elements(p)), v(k + packed_keys(p) * p.d) {}
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *k, *v;
+  PackedHead(const AttentionProblem& p, void* memory, int64_t head) {
+    A* const first = static_cast<A*>(memory) + head * packed_head_elements(p);
+    k = reinterpret_cast<M*>(first);
+    v = reinterpret_cast<M*>(first + packed_keys(p) * p.d);
+  }
 };
 
 // Packs panel `n` of 64 keys.
 template <class T>
 void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
-                const PackedHead<compute_t<T>>& packed) {
+                const PackedHead<T>& packed) {
+  using M = operand_t<T>;
   const Range keys = block(n, kKeyPanel, p.tk);
-  const int64_t count = keys.end - keys.begin;
+  const int64_t count = keys.end - keys.begin, width = padded_row(p.dv);
   pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, h), p.k.stride_t, p.d, count, kKeyPanel,
-                       packed.k + keys.begin * p.d);
-  pack_rows<T>(row_of<T>(p.v, b, keys.begin, h), p.v.stride_t, count, p.dv, compute_t<T>(1),
-               packed.v + keys.begin * padded_row(p.dv));
+                       packed.k + keys.begin * packed_depth<M>(p.d));
+  const T* const v = row_of<T>(p.v, b, keys.begin, h);
+  M* const v_rows = packed.v + keys.begin * width;
+  if constexpr (Operand<M>::kStep == 1) {
+    pack_rows<T>(v, p.v.stride_t, count, p.dv, compute_t<T>(1), v_rows);
+  } else {
+    pack_rows(v, p.v.stride_t, count, p.dv, v_rows, width, width);
+  }
 }
 
 template <class A>
@@ -85,10 +100,19 @@ OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
 
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
 
-// Logits, softmax and dropout of the rows of a tile.
-template <class A>
-void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePlan& plan, A* s, A* o,
-                  A* m, A* l) {
+// Probabilities of one row as operands, in the first half of their own memory.
+template <class M, class A>
+OMNIATTN_INLINE void narrow_row(A* s, Range columns) {
+  if constexpr (sizeof(M) < sizeof(A)) {
+    M* const narrow = reinterpret_cast<M*>(s);
+    for_columns<A>(columns, [&](int64_t n) { store(narrow + n, load(s + n)); });
+  }
+}
+
+// Logits, softmax and dropout of the rows of a tile; s holds factor^-1 q.k and then operands M.
+template <class M, class A>
+void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePlan& plan, A factor,
+                  A* s, A* o, A* m, A* l) {
   using V = Vec<A>;
   const int64_t width = padded_row(p.dv), key = plan.keys.begin;
   const bool normalised = p.score.normaliser == Normaliser::softmax;
@@ -102,6 +126,9 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         A* const x = s + r * kKeyBlock;
         const RowScore<A> score{
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
+        if (factor != A(1)) {
+          for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) * V(factor)); });
+        }
         score.to_logits(x, columns);
         if (normalised) top[r - first] = row_maximum(x, columns);
       }
@@ -113,8 +140,10 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         } else {
           weigh(p.score.normaliser, row.s, columns);
         }
-        if (p.dropout.threshold == 0) continue;
-        RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
+        if (p.dropout.threshold != 0) {
+          RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
+        }
+        narrow_row<M>(row.s, columns);
       }
     }
   }
@@ -123,8 +152,9 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
 // One block of queries of one head.
 template <class T>
 void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, int64_t n,
-                   const PackedHead<compute_t<T>>& packed) {
+                   const PackedHead<T>& packed) {
   using A = compute_t<T>;
+  using M = operand_t<T>;
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
   const Range queries = block(n, kQueryBlock, p.tq);
@@ -132,13 +162,16 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const int64_t dq = padded_row(p.d), width = padded_row(p.dv);
 
   Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const q = carve.take(kQueryBlock * dq);
+  M* const q = reinterpret_cast<M*>(carve.take(kQueryBlock * dq));
   A* const s = carve.take(kQueryBlock * kKeyBlock);
   A* const o = carve.take(kQueryBlock * width);
   A* const m = carve.take(kQueryBlock);
   A* const l = carve.take(kQueryBlock * V::kWidth);
-  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
-               q);
+  // Scaled queries would round once more as bf16: their logits are scaled instead.
+  constexpr bool kScalesLogits = sizeof(M) < sizeof(A);
+  const A factor = query_factor<A>(p, h);
+  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
+               kScalesLogits ? A(1) : factor, q);
   fill_zero(o, rows * width);
   fill_zero(l, rows * V::kWidth);
   const A first = initial_maximum<A>(p, h);
@@ -152,9 +185,11 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
     const Range keys = block(kb, kKeyBlock, p.tk);
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
-    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * p.d, s, bias_rows(p, b, h, plan));
-    softmax_tile(p, b, h, plan, s, o, m, l);
-    accumulate_keys(plan, s, packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
+    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
+                     bias_rows(p, b, h, plan));
+    softmax_tile<M>(p, b, h, plan, kScalesLogits ? factor : A(1), s, o, m, l);
+    accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
+                    packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }
 
   A* const lse = static_cast<A*>(params.lse) + (b * p.hq + h) * p.lse_stride + queries.begin;
@@ -171,7 +206,7 @@ void pack_item(const AttentionForwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
   const int64_t panels = ceil_div(p.tk, kKeyPanel), head = item / panels;
   pack_panel<T>(p, head / p.hkv, head % p.hkv, item % panels,
-                PackedHead<compute_t<T>>(p, params.workspace, head));
+                PackedHead<T>(p, params.workspace, head));
 }
 
 template <class T>
@@ -181,14 +216,14 @@ void block_item(const AttentionForwardParams& params, int64_t item) {
   const int64_t heads = p.batch * p.hq, n = query_block_count(p) - 1 - item / heads;
   const int64_t b = item % heads / p.hq, h = item % p.hq;
   const int64_t head = b * p.hkv + kv_head(h, p.hq, p.hkv);
-  forward_block<T>(params, b, h, n, PackedHead<compute_t<T>>(p, params.workspace, head));
+  forward_block<T>(params, b, h, n, PackedHead<T>(p, params.workspace, head));
 }
 
 template <class T>
 void head_item(const AttentionForwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
   const int64_t b = item / p.hkv, h = item % p.hkv;
-  const PackedHead<compute_t<T>> packed(p, params.workspace, 0);
+  const PackedHead<T> packed(p, params.workspace, 0);
   for (int64_t n = 0; n < ceil_div(p.tk, kKeyPanel); ++n) pack_panel<T>(p, b, h, n, packed);
   for (int64_t n = 0; n < query_block_count(p); ++n) {
     for (int64_t g = 0; g < group_size(p); ++g) {

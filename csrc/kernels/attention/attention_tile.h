@@ -32,9 +32,9 @@ struct Carver {
 };
 
 // to[r][c] = factor * from[r][c] for c < cols, 0 behind, in rows of padded_row(cols).
-template <class T>
+template <class T, class M>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
-               compute_t<T>* to) {
+               M* to) {
   using V = Vec<compute_t<T>>;
   const int64_t width = padded_row(cols);
   for (int64_t r = 0; r < rows; ++r, from += stride, to += width) {
@@ -46,17 +46,22 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, comput
 
 template <class A>
 OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = A(0);
+  for (int64_t i = 0; i < count; ++i) to[i] = A{};
+}
+
+// Elements of one packed column.
+template <class M>
+OMNIATTN_INLINE int64_t packed_depth(int64_t d) {
+  return k_steps<M>(d) * Operand<M>::kStep;
 }
 
 // Key rows (count, d) as column panels, zero up to column `capacity`.
-template <class T>
+template <class T, class M>
 void pack_keys_as_columns(const T* from, int64_t stride, int64_t d, int64_t count, int64_t capacity,
-                          compute_t<T>* to) {
-  using A = compute_t<T>;
+                          M* to) {
   pack_bt(from, stride, d, count, to);
-  const int64_t packed = round_up(count, kPanelCols<A>);
-  fill_zero(to + packed * d, (capacity - packed) * d);
+  const int64_t packed = round_up(count, kPanelCols<M>), depth = packed_depth<M>(d);
+  fill_zero(to + packed * depth, (capacity - packed) * depth);
 }
 
 // to[c] = factor * from[c], narrowed to T.
@@ -303,14 +308,14 @@ OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t
 }
 
 // gemm_tile, with fetch() before each register tile.
-template <class A, class F>
-void gemm_tile_fetching(const A* a, int64_t lda, Panels<A> b, A* c, int64_t ldc, int64_t m,
-                        int64_t n, int64_t k, bool accumulate, const F& fetch) {
-  constexpr int64_t kRows = tile_rows(kTileVecs), kCols = kPanelCols<A>;
+template <class M, class F>
+void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, int64_t ldc,
+                        int64_t m, int64_t n, int64_t k, bool accumulate, const F& fetch) {
+  constexpr int64_t kRows = tile_rows(kTileVecs), kCols = kPanelCols<M>;
   for (int64_t col = 0; col < n; col += kCols) {
     for (int64_t r = 0; r < m; r += kRows) {
       fetch();
-      gemm_tile<A>(a + r * lda, lda, b.at(0, col), c + r * ldc + col, ldc,
+      gemm_tile<M>(a + r * lda, lda, b.at(0, col), c + r * ldc + col, ldc,
                    m - r < kRows ? m - r : kRows, n - col < kCols ? n - col : kCols, k, accumulate);
     }
   }
@@ -318,24 +323,24 @@ void gemm_tile_fetching(const A* a, int64_t lda, Panels<A> b, A* c, int64_t ldc,
 
 // x = A B^T for the rows of a plan's groups: rows [rows x k] in rows of lda, packed keys as column
 // panels. What comes next is fetched meanwhile.
-template <class A>
-void multiply_by_keys(const TilePlan& plan, const A* rows, int64_t lda, int64_t k, const A* packed,
-                      A* x, TileRows next = {}) {
+template <class M>
+void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t k, const M* packed,
+                      compute_t<M>* x, TileRows next = {}) {
   constexpr int64_t kFetchRows = 3;  // of 96, between 32 register tiles of AVX-512
-  for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<A>) {
+  for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<M>) {
     for (int64_t g = 0; g < plan.groups(); ++g) {
-      const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<A>});
+      const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<M>});
       if (is_empty(columns)) continue;
       const Range r = plan.group_rows(g);
       // Panels are computed from their first column; the clipped end is what saves work.
-      const A* const a = rows + r.begin * lda;
-      const Panels<A> b = packed_panels(packed + panel * k, k);
-      A* const c = x + r.begin * kKeyBlock + panel;
+      const M* const a = rows + r.begin * lda;
+      const Panels<M> b = packed_panels(packed + panel * packed_depth<M>(k), k);
+      compute_t<M>* const c = x + r.begin * kKeyBlock + panel;
       const int64_t m = r.end - r.begin, n = columns.end - panel;
       if (next.data == nullptr) {
-        gemm_tile<A>(a, lda, b, c, kKeyBlock, m, n, k, false);
+        gemm_tile<M>(a, lda, b, c, kKeyBlock, m, n, k, false);
       } else {
-        gemm_tile_fetching<A>(a, lda, b, c, kKeyBlock, m, n, k, false,
+        gemm_tile_fetching<M>(a, lda, b, c, kKeyBlock, m, n, k, false,
                               [&] { next.fetch(plan, kFetchRows); });
       }
     }
@@ -343,18 +348,40 @@ void multiply_by_keys(const TilePlan& plan, const A* rows, int64_t lda, int64_t 
   if (next.data != nullptr) next.fetch(plan, plan.rows());
 }
 
-// sum += X Y for the rows of a plan's groups: X (queries x keys of the tile), Y rows of keys.
-template <class A>
-void accumulate_keys(const TilePlan& plan, const A* x, const A* y, int64_t ldy, int64_t width,
-                     A* sum, int64_t ld) {
-  for (int64_t panel = 0; panel < width; panel += kPanelCols<A>) {
-    const int64_t cols = width - panel < kPanelCols<A> ? width - panel : kPanelCols<A>;
+// sum += X Y for the rows of a plan's groups: X (queries x keys of the tile) in rows of ldx, Y rows
+// of keys in rows of ldy, of bf16 pairs of rows.
+template <class M>
+void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, int64_t ldy,
+                     int64_t width, compute_t<M>* sum, int64_t ld) {
+  for (int64_t panel = 0; panel < width; panel += kPanelCols<M>) {
+    const int64_t cols = width - panel < kPanelCols<M> ? width - panel : kPanelCols<M>;
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range seen = plan.seen[g], r = plan.group_rows(g);
       if (is_empty(seen)) continue;
-      gemm_tile<A>(x + r.begin * kKeyBlock + seen.begin, kKeyBlock,
-                   row_panels(y + seen.begin * ldy + panel, ldy), sum + r.begin * ld + panel, ld,
-                   r.end - r.begin, cols, seen.end - seen.begin, true);
+      const auto multiply = [&](int64_t key, int64_t keys, Panels<M> b) {
+        gemm_tile<M>(x + r.begin * ldx + key, ldx, b, sum + r.begin * ld + panel, ld,
+                     r.end - r.begin, cols, keys, true);
+      };
+      const auto rows_from = [&](int64_t key) {
+        return row_panels(y + key * ldy + panel * Operand<M>::kStep, ldy);
+      };
+      if constexpr (Operand<M>::kStep == 1) {
+        multiply(seen.begin, seen.end - seen.begin, rows_from(seen.begin));
+      } else {
+        // Not even 0 may multiply an unseen key of a pair: it could be NaN.
+        const auto multiply_half = [&](int64_t key) {
+          M pairs[2 * kPanelCols<M>] = {};
+          const M* const from = rows_from(key / 2 * 2).data + key % 2;
+          for (int64_t c = 0; c < cols; ++c) pairs[2 * c + key % 2] = from[2 * c];
+          multiply(key / 2 * 2, 2, packed_panels(static_cast<const M*>(pairs), 2));
+        };
+        const Range whole = {round_up(seen.begin, 2), seen.end / 2 * 2};
+        if (whole.begin > seen.begin) multiply_half(seen.begin);
+        if (whole.begin < whole.end) {
+          multiply(whole.begin, whole.end - whole.begin, rows_from(whole.begin));
+        }
+        if (whole.end < seen.end && whole.end >= seen.begin) multiply_half(whole.end);
+      }
     }
   }
 }
