@@ -1,12 +1,18 @@
 """Fixtures that several folders use, and the share of threads of each process of a run."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from omniattn.ops import _library
 from omniattn.testing import threads
+
+ROOT = Path(__file__).parents[1]
 
 # Of `pytest -n`: workers that each took all cores would wait for one another.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
@@ -20,3 +26,21 @@ def one_thread() -> Iterator[None]:
     """Tiny models only lose by a second thread, on a busy machine a factor of ten."""
     with threads(1):
         yield
+
+
+@pytest.fixture
+def run_with_library() -> Callable[..., None]:
+    """Runs files of tests/ops, those tests that `selection` (-k) names, with another CPU library of
+    the development build, in a process of their own."""
+
+    def run(library: str, selection: str, *files: str, options: tuple = (), **env: str) -> None:
+        assert _library.find(library) is not None, (
+            "the development build has the emulated libraries"
+        )
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection]
+        command += [*options, *(str(ROOT / f"tests/ops/{f}.py") for f in files)]
+        env = os.environ | {"OMNIATTN_CPU_LIBRARY": library} | env
+        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+
+    return run

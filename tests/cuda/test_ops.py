@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from omniattn.ops import _library
 from omniattn.testing import registry
 
 pytestmark = pytest.mark.skipif(
@@ -85,41 +84,42 @@ def preloaded():
     return " ".join(path.strip() for path in found)
 
 
+@pytest.fixture
+def run_emulated(run_with_library):
+    def run(variant, schedules, selection, *files):
+        env = {
+            "OMNIATTN_TEST_SCHEDULES": schedules,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/cuda"), *filter(None, sys.path)]),
+        }
+        if variant == "sanitized":
+            env |= {
+                "LD_PRELOAD": preloaded(),
+                "ASAN_OPTIONS": "detect_leaks=0",
+                "UBSAN_OPTIONS": "halt_on_error=1",
+            }
+        library = f"libomniattn_emulated_{variant}.so"
+        run_with_library(library, selection, *files, options=("-p", "schedules"), **env)
+
+    return run
+
+
 @pytest.mark.parametrize(("variant", "schedules", "ops", "properties", "dtypes"), RUNS)
-def test_kernels_pass_the_specs_under_emulation(variant, schedules, ops, properties, dtypes):
+def test_kernels_pass_the_specs_under_emulation(
+    run_emulated, variant, schedules, ops, properties, dtypes
+):
     pairs = [property + op for property in properties for op in ops]
     selection = f"({' or '.join(pairs)}) and ({' or '.join(dtypes)})"
     run_emulated(variant, schedules, selection, "test_specs")
 
 
-def test_kernels_pass_the_tests_of_their_families():
+def test_kernels_pass_the_tests_of_their_families(run_emulated):
     """Bad input, extreme values, options; tests that compile or take large inputs say nothing new
     about a kernel."""
     families = [f"test_{name}" for name in ("activation", "loss", "norm", "random", "rope")]
     run_emulated("value", "shuffled", "not (compiled or many_chunks or large_results)", *families)
 
 
-def test_attention_passes_the_tests_of_tables_sinks_and_sequences():
+def test_attention_passes_the_tests_of_tables_sinks_and_sequences(run_emulated):
     tables = "tables_match and 100-130 and bfloat16"
     rest = "sink or tables_are_shared or rows_of_no or dropout_depends or cache_is_read or grow"
     run_emulated("value", "shuffled", f"({tables}) or {rest}", "test_scores", "test_varlen")
-
-
-def run_emulated(variant, schedules, selection, *files):
-    name = f"libomniattn_emulated_{variant}.so"
-    assert _library.find(name) is not None, "the development build has the emulated libraries"
-    env = os.environ | {
-        "OMNIATTN_CPU_LIBRARY": name,
-        "OMNIATTN_TEST_SCHEDULES": schedules,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/cuda"), *filter(None, sys.path)]),
-    }
-    if variant == "sanitized":
-        env |= {
-            "LD_PRELOAD": preloaded(),
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "UBSAN_OPTIONS": "halt_on_error=1",
-        }
-    command = [sys.executable, "-m", "pytest", "-p", "schedules", "-k", selection]
-    command += ["-p", "no:cacheprovider", *(str(ROOT / f"tests/ops/{f}.py") for f in files)]
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
