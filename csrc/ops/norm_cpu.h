@@ -30,7 +30,7 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t groups, int64_t cols, void
   const Tensor partial = empty_tensor({partial_sizes, 2}, acc);
   char* const sums = static_cast<char*>(partial.mutable_data_ptr());
   const int64_t size = size_of(acc);
-  std::memset(sums, 0, static_cast<size_t>(shards * width * size));
+  if (width > 0) std::memset(sums, 0, static_cast<size_t>(shards * width * size));
   parallel_shards(rows, shards, [&](int64_t s, int64_t a, int64_t b) {
     char* const mine = sums + s * width * size;
     backward(dweight ? mine : nullptr, dbias ? mine + dw_cols * size : nullptr, a, b);

@@ -257,6 +257,7 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
     const Range q = {queries.begin + rows.begin, queries.begin + rows.end};
     const Range seen = visible_keys_in(p.mask, b, h, q, tile);
     plan.seen[g] = plan.columns[g] = {0, 0};
+    plan.masked[g] = false;
     if (is_empty(seen)) continue;
     plan.seen[g] = {seen.begin - keys.begin, seen.end - keys.begin};
     plan.columns[g] = {plan.seen[g].begin / 16 * 16, round_up(plan.seen[g].end, 16)};
