@@ -10,7 +10,9 @@
 //             plane are private to an item, dQ goes to one buffer per key split, which finish adds
 //             up in order
 //
-// What is stored as 16-bit floats is widened when it is packed; all arithmetic is in compute_t<T>.
+// What is stored as 16-bit floats is widened when it is packed, and all arithmetic is in
+// compute_t<T>. Only where the ISA has a dot product of bf16, the forward multiplies bf16 by it,
+// with P rounded.
 // Every number depends on shapes and values only, not on the number of threads or on the order of
 // items.
 #pragma once
