@@ -1,11 +1,11 @@
-"""Times attention's variants against what they have to keep up with, and says which goals are met.
+"""Times variants against what they have to keep up with, and says which goals are met.
 
-    python benchmarks/attention_goals.py [--group masks scores ...] [--threads 2] [--force]
+    python benchmarks/goals.py [--group masks scores ...] [--threads 2] [--force]
 
 A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
 share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
 The goal is the most that the call may take of the yardstick's time. Results are merged by name into
-benchmarks/results/attention_goals.csv.
+benchmarks/results/goals.csv.
 """
 
 from __future__ import annotations
@@ -336,6 +336,31 @@ def cache_rows() -> Iterator[Row]:
     )
 
 
+def expert_rows() -> Iterator[Row]:
+    """More experts, as many for each token: the time per token is flat."""
+    tokens, top_k, dim, hidden, few = 16384, 2, 256, 512, 8
+
+    def experts(count: int) -> dict[str, torch.Tensor]:
+        shapes = [(tokens, dim), (tokens, count), (count, 2 * hidden, dim), (count, dim, hidden)]
+        x, logits, up, down = tensors(*shapes)
+        weights, index = logits.softmax(-1).topk(top_k)
+        names = ("x", "index", "weights", "up", "down")
+        return dict(zip(names, (x, index, weights, 0.05 * up, 0.05 * down), strict=True))
+
+    for pass_ in PASSES:
+        base = provider(pass_, experts(few), functional.moe_experts)
+        for count in (16, 32, 64, 128):
+            yield Row(
+                f"moe_experts E{count} k{top_k} d{dim} f{hidden} T{tokens}",
+                pass_,
+                provider(pass_, experts(count), functional.moe_experts),
+                base,
+                f"the same with {few} experts",
+                1.1,
+                flops=2.0 * tokens * top_k * 3 * dim * hidden * (1 if pass_ == "forward" else 3),
+            )
+
+
 def llama_rows(dtype: torch.dtype, compiled: bool, batch: int, length: int) -> Iterator[Row]:
     """One training step of a patched Hugging Face Llama against the same model on sdpa."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -408,6 +433,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "normalisers": normaliser_rows,
     "mla": mla_rows,
     "caches": cache_rows,
+    "experts": expert_rows,
     **llama_groups(),
 }
 
@@ -439,7 +465,7 @@ def result(row: Row, ceilings: harness.Ceilings, speed: Callable[[], float]) -> 
 
 def save(rows: list[report.Row]) -> None:
     """Merges rows into the record."""
-    path = report.RESULTS / "attention_goals.csv"
+    path = report.RESULTS / "goals.csv"
 
     def key(row: report.Row) -> tuple[str, ...]:
         return row["row"], row["dtype"], row["pass"], row["against"]
