@@ -47,9 +47,9 @@ def private_op(name: str) -> Callable[..., Any]:
     `__torch_function__` (1.7 of 4.5 us for small norms), and there past the autograd key, whose
     fallback looks at every argument (0.2 us).
     """
-    overload = getattr(torch.ops.omniattn, name).default
     _implementations.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    return partial(torch._C._dispatch_call_boxed, overload._handle)
+    handle = torch._C._dispatch_find_schema_or_throw(f"omniattn::{name}", "")
+    return partial(torch._C._dispatch_call_boxed, handle)
 
 
 class DifferentiableOp:
