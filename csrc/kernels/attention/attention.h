@@ -11,8 +11,8 @@
 //             up in order
 //
 // What is stored as 16-bit floats is widened when it is packed, and all arithmetic is in
-// compute_t<T>. Only where the ISA has a dot product of bf16, the forward multiplies bf16 by it,
-// with P rounded.
+// compute_t<T>. Only where the ISA has a dot product of bf16, forward and backward multiply bf16 by
+// it, with P and dS rounded.
 // Every number depends on shapes and values only, not on the number of threads or on the order of
 // items.
 #pragma once
@@ -344,7 +344,7 @@ struct AttentionSelectKernels {
 
 OMNIATTN_DOT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
-OMNIATTN_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
+OMNIATTN_DOT_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
 

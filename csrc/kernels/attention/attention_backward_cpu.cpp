@@ -4,6 +4,8 @@
 //   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
 //
 // with dx = dS * slope of the softcap. dK and dV of the block stay in L2 and are written once.
+// Products read operands M, see attention_forward_cpu.cpp; x_q of bf16 is q, and dx of dK is
+// scaled.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -14,10 +16,13 @@ namespace {
 
 // Workspace: x_q = pre * q, dO, dQ once per split, Delta and shift, for rows [first, first + count)
 // of all (b, h, q).
-template <class A>
+template <class T>
 struct QueryRows {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
   int64_t first, count, ldq, ldo;
-  A *q_, *grad_out_, *grad_q_, *delta_, *shift_;
+  M *q_, *grad_out_;
+  A *grad_q_, *delta_, *shift_;
 
   QueryRows(const AttentionBackwardParams& params, int64_t first_row, int64_t rows)
       : first(first_row),
@@ -25,23 +30,23 @@ struct QueryRows {
         ldq(padded_row(params.problem.d)),
         ldo(padded_row(params.problem.dv)) {
     Carver<A> carve{static_cast<A*>(params.workspace)};
-    q_ = carve.take(count * ldq);
-    grad_out_ = carve.take(count * ldo);
+    q_ = reinterpret_cast<M*>(carve.take(count * ldq));
+    grad_out_ = reinterpret_cast<M*>(carve.take(count * ldo));
     grad_q_ = carve.take(count * ldq * params.splits);
     delta_ = carve.take(count);
     shift_ = carve.take(count);
   }
-  OMNIATTN_INLINE A* q(int64_t row) const { return q_ + (row - first) * ldq; }
-  OMNIATTN_INLINE A* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
+  OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
+  OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
   OMNIATTN_INLINE A* grad_q(int64_t split, int64_t row) const {
     return grad_q_ + (split * count + row - first) * ldq;
   }
   OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
 };
-template <class A>
-QueryRows<A> all_rows(const AttentionBackwardParams& params) {
-  return QueryRows<A>(params, 0, query_rows(params.problem));
+template <class T>
+QueryRows<T> all_rows(const AttentionBackwardParams& params) {
+  return QueryRows<T>(params, 0, query_rows(params.problem));
 }
 
 // One block of queries of one head.
@@ -65,14 +70,14 @@ inline int64_t part_of(const AttentionProblem& p, const QueryBlock& x) {
 }
 
 template <class T>
-void prepare_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                    const QueryBlock& x) {
   using A = compute_t<T>;
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
   const int64_t count = x.queries.end - x.queries.begin;
   pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
-               query_factor<A>(p, x.h), rows.q(x.row));
+               kKeepsQueries<T> ? A(1) : query_factor<A>(p, x.h), rows.q(x.row));
   pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin, x.h), params.grad_out.stride_t,
                count, p.dv, A(1), rows.grad_out(x.row));
   const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // place in lse
@@ -81,7 +86,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = x.row + r;
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
-    const A* const grad = rows.grad_out(row);
+    const auto* const grad = rows.grad_out(row);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
@@ -102,15 +107,18 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<comput
 }
 
 // Tiles and key-side operands of one work item.
-template <class A>
+template <class T>
 struct KeySide {
-  A *kt, *vt, *k, *grad_k, *grad_v, *p, *ds;
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *kt, *vt, *k;
+  A *grad_k, *grad_v, *p, *ds;
 
   KeySide(const AttentionProblem& x, void* scratch) {
     Carver<A> carve{static_cast<A*>(scratch)};
-    kt = carve.take(kKeyBlock * x.d);
-    vt = carve.take(kKeyBlock * x.dv);
-    k = carve.take(kKeyBlock * padded_row(x.d));
+    kt = reinterpret_cast<M*>(carve.take(kKeyBlock * x.d));
+    vt = reinterpret_cast<M*>(carve.take(kKeyBlock * x.dv));
+    k = reinterpret_cast<M*>(carve.take(kKeyBlock * padded_row(x.d)));
     grad_k = carve.take(kKeyBlock * padded_row(x.d));
     grad_v = carve.take(kKeyBlock * padded_row(x.dv));
     p = carve.take(kQueryBlock * kKeyBlock);
@@ -195,10 +203,11 @@ void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift,
 }
 
 // `grad_bias` is that of the tile's first query and key.
-template <class A>
-void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& rows, int64_t split,
+template <class T, class A>
+void gradient_rows(const AttentionBackwardParams& params, const QueryRows<T>& rows, int64_t split,
                    int64_t b, int64_t h, const TilePlan& plan, A* p, A* ds, A* grad_bias) {
   const AttentionProblem& problem = params.problem;
+  const A factor = kKeepsQueries<T> ? query_factor<A>(problem, h) : A(1);
   A* relative = nullptr;  // of the first query and key
   if (params.part_relative != nullptr) {
     const int64_t part = split * table_parts(params) + b / batches_per_plane(params);
@@ -219,6 +228,7 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
       const int64_t q = plan.queries.begin + r, row = (b * problem.hq + h) * problem.tq + q;
       const RowScore<A> score{
           problem, b, h, q, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+      scale_row(p_row, columns, factor);
       gradient_row(score, p_row, ds_row, columns, rows.shift(row), rows.delta(row),
                    grad_bias == nullptr ? nullptr : grad_bias + r * params.grad_bias_stride_q,
                    params.bias_write,
@@ -227,36 +237,94 @@ void gradient_rows(const AttentionBackwardParams& params, const QueryRows<A>& ro
   }
 }
 
-// sum += X^T Y: X (queries x keys of the tile), Y rows of queries. Where the mask cuts the tile, a
-// few keys at a time take only the groups that see them.
-template <class A>
-void accumulate_queries(const TilePlan& plan, const A* x, const A* y, int64_t ld, int64_t width,
-                        A* sum) {
-  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
-  for (int64_t key = 0; key < kKeyBlock; key += step) {
-    const Range keys = intersect({key, key + step}, {0, kKeyBlock});
-    Range rows = {kQueryBlock, 0};
-    for (int64_t g = 0; g < plan.groups(); ++g) {
-      if (is_empty(intersect(plan.columns[g], keys))) continue;
-      const Range group = plan.group_rows(g);
-      rows = {group.begin < rows.begin ? group.begin : rows.begin, group.end};
+// What products read of a tile: P and dx of dK down their columns, dx of dQ along its rows.
+template <class M>
+struct TileOperands {
+  const M *p, *dk, *dq;
+};
+
+template <class T, class A>
+TileOperands<operand_t<T>> tile_operands(const AttentionProblem& problem, int64_t h,
+                                         const TilePlan& plan, A* p, A* ds) {
+  using M = operand_t<T>;
+  if constexpr (!kKeepsQueries<T>) {
+    return {p, ds, ds};
+  } else {
+    // In their own memory: pairs of rows in the first half of each tile, the rows of dq in the
+    // other half of p, which is free when p is done.
+    constexpr int64_t kHalf = kQueryBlock * kKeyBlock;
+    M* const p_pairs = reinterpret_cast<M*>(p);
+    M* const ds_pairs = reinterpret_cast<M*>(ds);
+    M* const ds_rows = p_pairs + kHalf;
+    const int64_t rows = plan.rows();
+    const A factor = query_factor<A>(problem, h);
+    if (rows % 2 != 0) {
+      fill_zero(p + rows * kKeyBlock, kKeyBlock);
+      fill_zero(ds + rows * kKeyBlock, kKeyBlock);
     }
-    if (is_empty(rows)) continue;
-    gemm_tile<A, ALayout::kTransposed>(x + rows.begin * kKeyBlock + key, kKeyBlock,
-                                       row_panels(y + rows.begin * ld, ld), sum + key * ld, ld,
-                                       keys.end - keys.begin, width, rows.end - rows.begin, true);
+    const auto pair_rows = [](const A* x, int64_t r, int64_t n, A scale, M* pairs) {
+      const Vec<A> first = load(x + r * kKeyBlock + n), second = load(x + (r + 1) * kKeyBlock + n);
+      store_pairs(pairs + r * kKeyBlock + 2 * n,
+                  narrow_to_pairs(first * Vec<A>(scale), second * Vec<A>(scale)));
+    };
+    for (int64_t r = 0; r < rows; r += 2) {
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) { pair_rows(p, r, n, A(1), p_pairs); });
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
+        store(ds_rows + r * kKeyBlock + n, load(ds + r * kKeyBlock + n));
+      });
+    }
+    for (int64_t r = 0; r < rows; r += 2) {
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) { pair_rows(ds, r, n, factor, ds_pairs); });
+    }
+    return {p_pairs, ds_pairs, ds_rows};
+  }
+}
+
+// sum += X^T Y: X (queries x keys of the tile), of bf16 in pairs of queries, Y rows of queries.
+// Where the mask cuts the tile, a few keys at a time take only the groups that see them.
+template <class M>
+void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld, int64_t width,
+                        compute_t<M>* sum) {
+  constexpr int64_t kPair = Operand<M>::kStep;
+  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
+  const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
+    for (int64_t key = 0; key < kKeyBlock; key += step) {
+      const Range keys = intersect({key, key + step}, {0, kKeyBlock});
+      Range rows = {kQueryBlock, 0};
+      for (int64_t g = 0; g < plan.groups(); ++g) {
+        if (is_empty(intersect(plan.columns[g], keys))) continue;
+        const Range group = plan.group_rows(g);
+        rows = {group.begin < rows.begin ? group.begin : rows.begin, group.end};
+      }
+      if (is_empty(rows)) continue;
+      gemm_tile<M, ALayout::kTransposed>(
+          x + rows.begin * kKeyBlock + key * kPair, kKeyBlock, b.at(rows.begin, 0),
+          sum + key * ld + column, ld, keys.end - keys.begin, columns, rows.end - rows.begin, true);
+    }
+  };
+  if constexpr (kPair == 1) {
+    multiply(row_panels(y, ld), 0, width);
+  } else {
+    M pairs[kQueryBlock * kPanelCols<M>];
+    for (int64_t column = 0; column < width; column += kPanelCols<M>) {
+      const int64_t columns = width - column < kPanelCols<M> ? width - column : kPanelCols<M>;
+      pack_rows(y + column, ld, plan.rows(), columns, pairs, kPanelCols<M>, columns);
+      multiply(packed_panels(static_cast<const M*>(pairs), kQueryBlock), column, columns);
+    }
   }
 }
 
 template <class T>
-void gradient_tile(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
-                   const KeySide<compute_t<T>>& side, int64_t split, int64_t b, int64_t h,
+void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& rows,
+                   const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
                    const TilePlan& plan) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t row = (b * p.hq + h) * p.tq + plan.queries.begin;
-  const A* const q = rows.q(row);
-  const A* const grad_out = rows.grad_out(row);
+  const auto* const q = rows.q(row);
+  const auto* const grad_out = rows.grad_out(row);
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   A* grad_bias = nullptr;
   TileRows bias = bias_rows(p, b, h, plan), old_bias_gradient{};
@@ -270,26 +338,27 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<comput
   }
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, side.p, bias);
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, side.ds, old_bias_gradient);
-  gradient_rows(params, rows, split, b, h, plan, side.p, side.ds, grad_bias);
-  accumulate_queries(plan, side.p, grad_out, rows.ldo, width_v, side.grad_v);
-  accumulate_queries(plan, side.ds, q, rows.ldq, width_k, side.grad_k);
-  accumulate_keys(plan, side.ds, kKeyBlock, side.k, rows.ldq, width_k, rows.grad_q(split, row),
+  gradient_rows<T>(params, rows, split, b, h, plan, side.p, side.ds, grad_bias);
+  const auto x = tile_operands<T>(p, h, plan, side.p, side.ds);
+  accumulate_queries(plan, x.p, grad_out, rows.ldo, width_v, side.grad_v);
+  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k);
+  accumulate_keys(plan, x.dq, kKeyBlock, side.k, rows.ldq, width_k, rows.grad_q(split, row),
                   rows.ldq);
 }
 
 // All queries of one kv head against one key block.
 template <class T>
-void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                         int64_t split, int64_t b, int64_t h, Range keys) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const KeySide<A> side(p, params.scratch);
+  const KeySide<T> side(p, params.scratch);
   const int64_t count = keys.end - keys.begin;
   const T* const k = row_of<T>(p.k, b, keys.begin, h);
   const T* const v = row_of<T>(p.v, b, keys.begin, h);
   pack_keys_as_columns(k, p.k.stride_t, p.d, count, kKeyBlock, side.kt);
   pack_keys_as_columns(v, p.v.stride_t, p.dv, count, kKeyBlock, side.vt);
-  pack_rows<T>(k, p.k.stride_t, count, p.d, A(1), side.k);
+  pack_operand_rows(k, p.k.stride_t, count, p.d, side.k);
   fill_zero(side.grad_k, kKeyBlock * rows.ldq);
   fill_zero(side.grad_v, kKeyBlock * rows.ldo);
 
@@ -311,7 +380,7 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<c
 
 // dQ of one block of queries: the sum over splits, in order, times the scale.
 template <class T>
-void finish_block(const AttentionBackwardParams& params, const QueryRows<compute_t<T>>& rows,
+void finish_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                   const QueryBlock& x) {
   using A = compute_t<T>;
   using V = Vec<A>;
@@ -356,7 +425,7 @@ void for_owned(const AttentionBackwardParams& params, int64_t owner, const F& f)
 template <class T>
 void backward_item(const AttentionBackwardParams& params, int64_t item) {
   const AttentionProblem& p = params.problem;
-  const auto rows = all_rows<compute_t<T>>(params);
+  const auto rows = all_rows<T>(params);
   const int64_t owner = item % backward_owners(params), split = item / backward_owners(params);
   for_owned(params, owner, [&](int64_t b, int64_t h) {
     for (int64_t n = split; n < key_block_count(p); n += params.splits) {
@@ -370,7 +439,7 @@ template <class T>
 void whole_head(const AttentionBackwardParams& params, int64_t b, int64_t h) {
   const AttentionProblem& p = params.problem;
   const int64_t group = group_size(p), count = group * p.tq;
-  const QueryRows<compute_t<T>> rows(params, (b * p.hkv + h) * count, count);
+  const QueryRows<T> rows(params, (b * p.hkv + h) * count, count);
   const auto for_query_blocks = [&](auto f) {
     for (int64_t head = h * group; head < (h + 1) * group; ++head) {
       for (int64_t n = 0; n < query_block_count(p); ++n) f(query_block(p, b, head, n));
@@ -386,7 +455,7 @@ void whole_head(const AttentionBackwardParams& params, int64_t b, int64_t h) {
 void prepare(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto rows = all_rows<compute_t<T>>(p);
+    const auto rows = all_rows<T>(p);
     for (int64_t i = begin; i < end; ++i) {
       prepare_block<T>(p, rows, query_block_item(p.problem, i));
     }
@@ -403,7 +472,7 @@ void backward(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
 void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto rows = all_rows<compute_t<T>>(p);
+    const auto rows = all_rows<T>(p);
     for (int64_t i = begin; i < end; ++i) {
       finish_block<T>(p, rows, query_block_item(p.problem, i));
     }

@@ -32,16 +32,11 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
                 const PackedHead<T>& packed) {
   using M = operand_t<T>;
   const Range keys = block(n, kKeyPanel, p.tk);
-  const int64_t count = keys.end - keys.begin, width = padded_row(p.dv);
+  const int64_t count = keys.end - keys.begin;
   pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, h), p.k.stride_t, p.d, count, kKeyPanel,
                        packed.k + keys.begin * packed_depth<M>(p.d));
-  const T* const v = row_of<T>(p.v, b, keys.begin, h);
-  M* const v_rows = packed.v + keys.begin * width;
-  if constexpr (Operand<M>::kStep == 1) {
-    pack_rows<T>(v, p.v.stride_t, count, p.dv, compute_t<T>(1), v_rows);
-  } else {
-    pack_rows(v, p.v.stride_t, count, p.dv, v_rows, width, width);
-  }
+  pack_operand_rows(row_of<T>(p.v, b, keys.begin, h), p.v.stride_t, count, p.dv,
+                    packed.v + keys.begin * padded_row(p.dv));
 }
 
 template <class A>
@@ -126,9 +121,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         A* const x = s + r * kKeyBlock;
         const RowScore<A> score{
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
-        if (factor != A(1)) {
-          for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) * V(factor)); });
-        }
+        scale_row(x, columns, factor);
         score.to_logits(x, columns);
         if (normalised) top[r - first] = row_maximum(x, columns);
       }
@@ -167,11 +160,9 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const o = carve.take(kQueryBlock * width);
   A* const m = carve.take(kQueryBlock);
   A* const l = carve.take(kQueryBlock * V::kWidth);
-  // Scaled queries would round once more as bf16: their logits are scaled instead.
-  constexpr bool kScalesLogits = sizeof(M) < sizeof(A);
   const A factor = query_factor<A>(p, h);
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
-               kScalesLogits ? A(1) : factor, q);
+               kKeepsQueries<T> ? A(1) : factor, q);
   fill_zero(o, rows * width);
   fill_zero(l, rows * V::kWidth);
   const A first = initial_maximum<A>(p, h);
@@ -187,7 +178,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
     if (!plan_tile(p, b, h, queries, keys, plan)) continue;
     multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
-    softmax_tile<M>(p, b, h, plan, kScalesLogits ? factor : A(1), s, o, m, l);
+    softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l);
     accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
                     packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }

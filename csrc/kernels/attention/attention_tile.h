@@ -49,6 +49,21 @@ OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = A{};
 }
 
+// Rows that products read as B, in rows of padded_row(cols): of bf16 operands in pairs of rows.
+template <class T, class M>
+void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, M* to) {
+  if constexpr (Operand<M>::kStep == 1) {
+    pack_rows<T>(from, stride, rows, cols, compute_t<T>(1), to);
+  } else {
+    pack_rows(from, stride, rows, cols, to, padded_row(cols), padded_row(cols));
+  }
+}
+
+// Whether T is multiplied as it is stored. Scaled queries would round once more: logits and dS are
+// scaled instead.
+template <class T>
+constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
+
 // Elements of one packed column.
 template <class M>
 OMNIATTN_INLINE int64_t packed_depth(int64_t d) {
@@ -147,6 +162,12 @@ OMNIATTN_INLINE void with_pointwise(Normaliser normaliser, const F& f) {
 template <class A, class F>
 OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
   for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) f(n);
+}
+
+template <class A>
+OMNIATTN_INLINE void scale_row(A* x, Range columns, A factor) {
+  if (factor == A(1)) return;
+  for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) * Vec<A>(factor)); });
 }
 
 // One query row against keys [key, key + 128): everything that is not q.k. Each term is a pass of
