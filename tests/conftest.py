@@ -21,6 +21,12 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     os.environ["OMP_NUM_THREADS"] = str(share)  # of what the tests start
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `pytest -n auto`: more would not fit into the memory of most machines."""
+    return min(8, os.cpu_count() or 1)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tiny models only lose by a second thread, on a busy machine a factor of ten."""
