@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,20 +37,31 @@ def symbols(path, *options):
     return [(m.group(1), m.group(2)) for m in pairs if m]
 
 
-pytestmark = [
-    pytest.mark.timeout(1500),  # the first test builds everything for all targets
-    pytest.mark.xdist_group("wheel"),  # once
-]
+pytestmark = pytest.mark.timeout(1500)  # the first test builds everything for all targets
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel of this tree, with both libraries; its objects are left in build/wheel. With the
     warnings and the GPU architecture of the editable build, so that ccache has its objects."""
-    folder = tmp_path_factory.mktemp("wheel")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
     defines = ["WERROR=ON", "CUDA_ARCHS=80-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
     options = [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", folder, ROOT)
+    with FileLock(f"{folder}.lock"):  # the processes of a run share one
+        if not folder.exists():
+            run(
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "-q",
+                "--no-deps",
+                *options,
+                "-w",
+                folder,
+                ROOT,
+            )
     (path,) = folder.glob("*.whl")
     return path
 
