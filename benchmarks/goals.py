@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -23,14 +22,12 @@ import torch
 from tqdm import tqdm
 
 from omniattn import functional
-from omniattn.config import CPU_ISAS
 from omniattn.functional import masks, scores
 from omniattn.modules import DifferentialAttention, KVCache, RollingCache
 from omniattn.testing import prepare
 from omniattn.testing.spec import SHORT_DTYPE, Call, Function, Pass
 
 SECONDS = 1.0
-LARGEST_LOAD = 0.5
 F32, BF16 = torch.float32, torch.bfloat16
 PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
 #: Products of the head size per pair: two forward, five backward.
@@ -487,13 +484,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
-    if os.getloadavg()[0] > LARGEST_LOAD and not args.force:
-        sys.exit(
-            f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
-        )
-    torch.set_num_threads(args.threads)
-    isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
-    ceilings = harness.Ceilings.measure(args.threads, isa)
+    isa, ceilings = harness.start(args.threads, args.force)
     speed = harness.cpu_speed(ceilings, args.threads, isa)
     for group in args.group:
         for row in GROUPS[group]():

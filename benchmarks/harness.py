@@ -10,18 +10,24 @@ process had a core, and the ceiling of a task is what its own rounds found.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from omniattn import _kernels
+from omniattn.config import CPU_ISAS
 from omniattn.testing.timing import once
 
 SAMPLE_SECONDS = 5e-3
 LEAST_ROUNDS, MOST_ROUNDS = 4, 60
 PROBE_SECONDS = 5e-3
+LARGEST_LOAD = 0.5
 QUIET = 0.9
 MIB = 1 << 20
 
@@ -64,6 +70,17 @@ class Timing:
     speed: float
     kept: int
     rounds: int
+
+
+def start(threads: int, force: bool) -> tuple[str, Ceilings]:
+    """The ISA and the ceilings of this machine, which must be idle unless `force`."""
+    if os.getloadavg()[0] > LARGEST_LOAD and not force:
+        sys.exit(
+            f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
+        )
+    torch.set_num_threads(threads)
+    isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
+    return isa, Ceilings.measure(threads, isa)
 
 
 def cpu_speed(ceilings: Ceilings, threads: int, isa: str) -> Callable[[], float]:

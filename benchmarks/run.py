@@ -20,7 +20,6 @@ import report
 import torch
 from tqdm import tqdm
 
-from omniattn.config import CPU_ISAS
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.spec import SHORT_DTYPE, Function
 
@@ -29,7 +28,6 @@ RIVAL_BUDGETS = 64
 #: Longest sequence that is compared with fp64 at full length; the score matrix is held in memory.
 LONGEST_CHECK = {"Tq": 320, "Tk": 320}
 SECONDS, QUICK_SECONDS = 3.0, 1.0
-LARGEST_LOAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -205,14 +203,7 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="write the table of README.md")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
-    if os.getloadavg()[0] > LARGEST_LOAD and not args.force:
-        sys.exit(
-            f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
-        )
-
-    torch.set_num_threads(args.threads)
-    isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
-    ceilings = harness.Ceilings.measure(args.threads, isa)
+    isa, ceilings = harness.start(args.threads, args.force)
     commit = report.commit()
     record = {
         "machine": report.machine(args.threads, isa),
