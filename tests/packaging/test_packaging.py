@@ -47,21 +47,11 @@ def wheel(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
     defines = ["WERROR=ON", "CUDA_ARCHS=80-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
-    options = [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
+    command += [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
     with FileLock(f"{folder}.lock"):  # the processes of a run share one
         if not folder.exists():
-            run(
-                sys.executable,
-                "-m",
-                "pip",
-                "wheel",
-                "-q",
-                "--no-deps",
-                *options,
-                "-w",
-                folder,
-                ROOT,
-            )
+            run(*command)
     (path,) = folder.glob("*.whl")
     return path
 
