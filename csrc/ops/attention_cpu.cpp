@@ -434,7 +434,7 @@ void run_decode(std::vector<AttentionForwardParams> problems) {
 void run_tiled(std::vector<AttentionForwardParams> problems) {
   using Params = AttentionForwardParams;
   if (problems.empty()) return;
-  const auto& kernels = attention_forward_kernels();
+  const auto& kernels = attention_forward_kernels(problems[0].problem.dtype);
   const int64_t scratch =
       largest(problems, [](const Params& x) { return forward_scratch_elements(x.problem); });
   const auto kv_heads = [](const Params& x) { return kv_head_items(x.problem); };
@@ -467,7 +467,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
 // Problems that may run at the same time.
 void run_together(std::vector<AttentionBackwardParams> problems) {
   using Params = AttentionBackwardParams;
-  const auto& kernels = attention_backward_kernels();
+  const auto& kernels = attention_backward_kernels(problems[0].problem.dtype);
   const int64_t scratch =
       largest(problems, [](const Params& x) { return backward_scratch_elements(x); });
   const auto owners = [](const Params& x) { return backward_owners(x); };

@@ -8,7 +8,7 @@
 namespace omniattn::ops {
 
 inline void run_gemm(const GemmParams& p) {
-  const GemmKernels& kernels = gemm_kernels();
+  const GemmKernels& kernels = gemm_kernels(p.a_dtype);
   const int64_t items = kernels.items(p);
   const int64_t bytes = kernels.workspace_bytes(p);
   const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
@@ -53,7 +53,7 @@ inline void multiply(const Operand& a, const Operand& b, const void* bias, void*
 
 // out (cols) = sum over the rows of x.
 inline void sum_columns(const Rows& x, DType dtype, void* out) {
-  const auto sums = gemm_kernels().column_sums;
+  const auto sums = gemm_kernels(dtype).column_sums;
   // Whole cache lines of about 256 KiB per task.
   const int64_t grain = std::max<int64_t>(64, (65536 / std::max<int64_t>(1, x.rows) + 63) & ~63);
   const int64_t blocks = (x.cols + grain - 1) / grain;

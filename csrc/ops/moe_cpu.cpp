@@ -103,7 +103,7 @@ struct Buffer {
 class Products {
  public:
   explicit Products(DType dtype)
-      : bytes_(moe_kernels().workspace_bytes(dtype)),
+      : bytes_(moe_kernels(dtype).workspace_bytes(dtype)),
         threads_(torch::stable::get_num_threads()),
         memory_(bytes_ * threads_ / 4, 1, DType::f32) {}
 
@@ -126,7 +126,7 @@ void gather(const Problem& p, const Routing& routing, const Wave& wave, const Ro
   const MoeGatherParams g{p.dtype,  x.cols, x.stride, routing.token_of_row.data() + wave.row,
                           x.data(), out};
   parallel_ranges(wave.rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, x.cols)),
-                  [&](int64_t a, int64_t b) { moe_kernels().gather(g, a, b); });
+                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).gather(g, a, b); });
 }
 
 void up(const Problem& p, const Wave& wave, const Products& products, const void* x, void* pre,
@@ -141,7 +141,7 @@ void up(const Problem& p, const Wave& wave, const Products& products, const void
                       data_or_null(p.up_bias),
                       pre,
                       hidden};
-  products.run(u, feature_groups(p), moe_kernels().up);
+  products.run(u, feature_groups(p), moe_kernels(p.dtype).up);
 }
 
 void project(const Problem& p, const Wave& wave, const Products& products, const void* a, int64_t k,
@@ -155,7 +155,7 @@ void project(const Problem& p, const Wave& wave, const Products& products, const
                            b,
                            data_or_null(bias),
                            out};
-  products.run(q, divide_up(p.dim, 2 * kMoeFeatures), moe_kernels().project);
+  products.run(q, divide_up(p.dim, kMoeFeatures), moe_kernels(p.dtype).project);
 }
 
 void combine(const Problem& p, const Routing& routing, const Buffer& rows, const void* weight,
@@ -164,12 +164,12 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
                            weight,  y};
   const int64_t cost = std::max<int64_t>(1, p.dim * std::max<int64_t>(1, p.slots));
   parallel_ranges(p.tokens, std::max<int64_t>(1, 32768 / cost),
-                  [&](int64_t a, int64_t b) { moe_kernels().combine(c, a, b); });
+                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).combine(c, a, b); });
 }
 
 void run_forward(const Problem& p, void* y, void* pre) {
   const Routing routing("moe_experts", p);
-  const DType operand = moe_kernels().operand(p.dtype);
+  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
   const int64_t features = p.hidden.features;
   const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));
   const Buffer gathered(most_rows(all), p.dim, operand);
@@ -195,8 +195,8 @@ void run_forward(const Problem& p, void* y, void* pre) {
 // Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in).
 void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, const Experts& w,
                  const Buffer& grad, const Buffer& in, void* result) {
-  const GemmKernels& kernels = gemm_kernels();
-  const DType operand = moe_kernels().operand(p.dtype);
+  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
+  const GemmKernels& kernels = gemm_kernels(operand);
   std::vector<GemmParams> products;
   for (int64_t e = wave.first_expert; e < wave.first_expert + wave.experts; ++e) {
     const int64_t row = routing.offsets[e] - wave.row;
@@ -234,7 +234,8 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
   char* const out = static_cast<char*>(result);
   const MoeBiasGradParams g{p.dtype,  x.cols, offsets.data(),
                             x.row(0), weight, out + wave.first_expert * x.cols * size_of(p.dtype)};
-  parallel_ranges(wave.experts, 1, [&](int64_t a, int64_t b) { moe_kernels().bias_grad(g, a, b); });
+  parallel_ranges(wave.experts, 1,
+                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).bias_grad(g, a, b); });
 }
 
 template <class F>
@@ -249,7 +250,7 @@ void with_compute_type(DType dtype, const F& f) {
 void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                   const MoeGradients& grads) {
   const Routing routing("moe_backward", p);
-  const DType operand = moe_kernels().operand(p.dtype);
+  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
   const int64_t features = p.hidden.features, groups = feature_groups(p);
   const int64_t row_bytes = (2 * p.dim + p.columns + features) * size_of(operand);
   const std::vector<Wave> all = waves(routing, row_bytes);
@@ -290,7 +291,7 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                                 grad_pre.row(0),
                                 hidden.row(0),
                                 grad_weight.row(wave.row)};
-    products.run(u, groups, moe_kernels().up_backward);
+    products.run(u, groups, moe_kernels(p.dtype).up_backward);
     if (grads.x != nullptr) {
       project(p, wave, products, grad_pre.row(0), p.columns, p.up.backward(), {},
               dx_rows.row(wave.row));

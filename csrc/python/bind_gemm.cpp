@@ -16,11 +16,12 @@ extern const GemmKernels gemm_kernels_table;
 namespace python {
 namespace {
 
-const GemmKernels& kernels_of(const std::string& isa) {
+const GemmKernels& kernels_of(const std::string& isa, DType factors) {
 #if defined(__x86_64__)
-  if (isa == "avx512_bf16_emulated") return isa_avx512_bf16_emulated::gemm_kernels_table;
-  if (isa == "avx512_bf16") return isa_avx512_bf16::gemm_kernels_table;
-  if (isa == "avx512") return isa_avx512::gemm_kernels_table;
+  const bool is_bf16 = factors == DType::bf16;
+  if (isa == "avx512_bf16_emulated" && is_bf16) return isa_avx512_bf16_emulated::gemm_kernels_table;
+  if (isa == "avx512_bf16" && is_bf16) return isa_avx512_bf16::gemm_kernels_table;
+  if (isa.starts_with("avx512")) return isa_avx512::gemm_kernels_table;
   if (isa == "avx2") return isa_avx2::gemm_kernels_table;
 #endif
   return isa_baseline::gemm_kernels_table;
@@ -47,7 +48,7 @@ void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array
   p.a_transposed = a_transposed;
   p.b_transposed = b_transposed;
   p.accumulate = accumulate;
-  const GemmKernels& kernels = kernels_of(isa);
+  const GemmKernels& kernels = kernels_of(isa, p.a_dtype);
   std::vector<char> memory(static_cast<size_t>(kernels.workspace_bytes(p)) + 64, '\xff');
   const auto aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63};
   kernels.run(p, reinterpret_cast<void*>(aligned), 0, kernels.items(p));

@@ -34,25 +34,28 @@ const char* dtype_name(DType dtype) {
   return kNames[static_cast<int32_t>(dtype)];
 }
 
-const ProbeKernels* find_table(const std::string& name) {
+// The kernels that run a dtype on an ISA, null if this machine lacks it.
+const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
   const Isa best = detected_isa();
-  if (name == "avx2" && best >= Isa::avx2) return &isa_avx2::probe_kernels_table;
-  if (name == "avx512" && best >= Isa::avx512) return &isa_avx512::probe_kernels_table;
-  if (name == "avx512_bf16" && best >= Isa::avx512_bf16) {
-    return &isa_avx512_bf16::probe_kernels_table;
+  const bool is_bf16 = dtype == DType::bf16;
+  if (isa == "avx2" && best >= Isa::avx2) return &isa_avx2::probe_kernels_table;
+  if (isa == "avx512" && best >= Isa::avx512) return &isa_avx512::probe_kernels_table;
+  if (isa == "avx512_bf16" && best >= Isa::avx512_bf16) {
+    return is_bf16 ? &isa_avx512_bf16::probe_kernels_table : &isa_avx512::probe_kernels_table;
   }
-  if (name == "avx512_bf16_emulated" && best >= Isa::avx512) {
-    return &isa_avx512_bf16_emulated::probe_kernels_table;
+  if (isa == "avx512_bf16_emulated" && best >= Isa::avx512) {
+    return is_bf16 ? &isa_avx512_bf16_emulated::probe_kernels_table
+                   : &isa_avx512::probe_kernels_table;
   }
 #endif
-  return name == "baseline" ? &isa_baseline::probe_kernels_table : nullptr;
+  return isa == "baseline" ? &isa_baseline::probe_kernels_table : nullptr;
 }
 
 std::vector<std::string> probe_isas() {
   std::vector<std::string> found;
-  for (const char* name : {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated"}) {
-    if (find_table(name) != nullptr) found.emplace_back(name);
+  for (const char* isa : {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated"}) {
+    if (find_table(isa, DType::f32) != nullptr) found.emplace_back(isa);
   }
   return found;
 }
@@ -107,35 +110,40 @@ struct AlignedFloats {
 
 class Probe {
  public:
-  explicit Probe(const std::string& isa) : isa_(isa), table_(find_table(isa)) {
-    if (table_ == nullptr) throw py::value_error("this machine cannot run isa " + isa);
+  explicit Probe(const std::string& isa) : isa_(isa) {
+    if (find_table(isa, DType::f32) == nullptr) {
+      throw py::value_error("this machine cannot run isa " + isa);
+    }
   }
 
   const std::string& isa() const { return isa_; }
-  int64_t vec_bytes() const { return table_->vec_bytes; }
-  std::string operand(const std::string& dtype) const {
-    return dtype_name(table_->operand(parse_dtype(dtype)));
+  std::string operand(const std::string& name) const {
+    const DType dtype = parse_dtype(name);
+    return dtype_name(table(dtype).operand(dtype));
   }
 
   void map(const std::string& f, const std::string& dtype, py::array x, py::array y,
            int64_t n) const {
-    table_->map(parse_function(f), parse_dtype(dtype), x.data(), y.mutable_data(), n);
+    const DType type = parse_dtype(dtype);
+    table(type).map(parse_function(f), type, x.data(), y.mutable_data(), n);
   }
 
   std::pair<double, double> reduce(const std::string& dtype, py::array x) const {
     double sum = 0, maximum = 0;
-    table_->reduce(parse_dtype(dtype), x.data(), x.size(), &sum, &maximum);
+    const DType type = parse_dtype(dtype);
+    table(type).reduce(type, x.data(), x.size(), &sum, &maximum);
     return {sum, maximum};
   }
 
   py::bytes pack(const std::string& dtype, const std::string& layout, py::array b, int64_t ldb,
                  int64_t n, int64_t k) const {
     TileProbe p = params(dtype, layout, 0, n, k);
-    std::vector<char> packed(static_cast<size_t>(table_->packed_bytes(p.dtype, k, n)), '\xff');
+    std::vector<char> packed(static_cast<size_t>(table(p.dtype).packed_bytes(p.dtype, k, n)),
+                             '\xff');
     p.b = b.data();
     p.ldb = ldb;
     p.packed = packed.data();
-    table_->pack(p);
+    table(p.dtype).pack(p);
     return py::bytes(packed.data(), packed.size());
   }
 
@@ -143,7 +151,8 @@ class Probe {
             bool a_transposed, py::array b, int64_t ldb, py::array c, int64_t ldc, int64_t m,
             int64_t n, int64_t k, bool accumulate) const {
     TileProbe p = params(dtype, layout, m, n, k);
-    std::vector<char> packed(static_cast<size_t>(table_->packed_bytes(p.dtype, k, n)), '\xff');
+    std::vector<char> packed(static_cast<size_t>(table(p.dtype).packed_bytes(p.dtype, k, n)),
+                             '\xff');
     p.a = a.data();
     p.lda = lda;
     p.a_transposed = a_transposed;
@@ -153,8 +162,8 @@ class Probe {
     p.c = c.mutable_data();
     p.ldc = ldc;
     p.accumulate = accumulate;
-    table_->pack(p);
-    table_->tile(p, 1);
+    table(p.dtype).pack(p);
+    table(p.dtype).tile(p, 1);
   }
 
   // GFLOP/s of the product alone on one block that stays in the caches.
@@ -164,7 +173,7 @@ class Probe {
     const int64_t size = size_of(p.dtype) < 4 ? 4 : size_of(p.dtype);
     const AlignedFloats a(m * (k + 1) * size / 4), b(n * (k + 1) * size / 4);
     AlignedFloats c(m * n * size / 4);
-    AlignedFloats packed(table_->packed_bytes(p.dtype, k, n) / 4);
+    AlignedFloats packed(table(p.dtype).packed_bytes(p.dtype, k, n) / 4);
     p.a = a.data;
     p.lda = a_transposed ? m : k;
     p.a_transposed = a_transposed;
@@ -174,11 +183,11 @@ class Probe {
     p.c = c.data;
     p.ldc = n;
     p.accumulate = true;
-    table_->pack(p);
+    table(p.dtype).pack(p);
     const double flops = 2.0 * static_cast<double>(m * n * k);
     const auto repeats = static_cast<int64_t>(1e6 / flops) + 1;
     return 1e-9 * best_rate(seconds, 1, [&](int) {
-             table_->tile(p, repeats);
+             table(p.dtype).tile(p, repeats);
              return flops * static_cast<double>(repeats);
            });
   }
@@ -186,8 +195,8 @@ class Probe {
   // GFLOP/s of independent multiply-adds.
   double peak(const std::string& operand, int threads, double seconds) const {
     const DType dtype = parse_dtype(operand);
-    return 1e-9 *
-           best_rate(seconds, threads, [&](int) { return table_->multiply_adds(dtype, 10000); });
+    return 1e-9 * best_rate(seconds, threads,
+                            [&](int) { return table(dtype).multiply_adds(dtype, 10000); });
   }
 
   // GB/s of reading `bytes` per thread over and over.
@@ -195,7 +204,7 @@ class Probe {
     std::vector<AlignedFloats> data;
     for (int t = 0; t < threads; ++t) data.emplace_back(bytes / 4);
     return 1e-9 * best_rate(seconds, threads, [&](int t) {
-             sink_ = table_->read(data[static_cast<size_t>(t)].data, bytes / 4);
+             sink_ = table(DType::f32).read(data[static_cast<size_t>(t)].data, bytes / 4);
              return static_cast<double>(bytes);
            });
   }
@@ -206,8 +215,9 @@ class Probe {
     for (int t = 0; t < 3 * threads; ++t) data.emplace_back(bytes / 4);
     return 1e-9 * best_rate(seconds, threads, [&](int t) {
              const auto first = static_cast<size_t>(3 * t);
-             table_->triad(data[first].data, data[first + 1].data, data[first + 2].data, 0.5f,
-                           bytes / 4, stream);
+             table(DType::f32)
+                 .triad(data[first].data, data[first + 1].data, data[first + 2].data, 0.5f,
+                        bytes / 4, stream);
              return 3.0 * static_cast<double>(bytes);
            });
   }
@@ -226,8 +236,9 @@ class Probe {
     return p;
   }
 
+  const ProbeKernels& table(DType dtype) const { return *find_table(isa_, dtype); }
+
   std::string isa_;
-  const ProbeKernels* table_;
   mutable volatile float sink_ = 0;
 };
 
@@ -241,7 +252,6 @@ void bind_probe(py::module_& m) {
   py::class_<Probe>(m, "Probe")
       .def(py::init<const std::string&>(), py::arg("isa"))
       .def_property_readonly("isa", &Probe::isa)
-      .def_property_readonly("vec_bytes", &Probe::vec_bytes)
       .def("operand", &Probe::operand)
       .def("map", &Probe::map, py::arg("function"), py::arg("dtype"), py::arg("x"), py::arg("y"),
            py::arg("n"))

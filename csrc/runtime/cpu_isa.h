@@ -2,12 +2,15 @@
 //
 // Kernel sources are compiled once per ISA (cmake/isa.cmake). Each compilation of a family defines
 // one table of function pointers in its namespace; OMNIATTN_KERNEL_TABLE declares them all and a
-// selector. Only the families of OMNIATTN_DOT_KERNEL_TABLE are compiled for avx512_bf16, the others
-// run as avx512 there. The active ISA is the best of the machine, capped by OMNIATTN_CPU_ISA, and
-// can be lowered at run time by tests.
+// selector. For avx512_bf16 only the families of OMNIATTN_DOT_KERNEL_TABLE are compiled, and of
+// these only what multiplies bf16 (runtime/dispatch.h): all else runs as avx512 there. The active
+// ISA is the best of the machine, capped by OMNIATTN_CPU_ISA, and can be lowered at run time by
+// tests.
 #pragma once
 
 #include <cstdint>
+
+#include "runtime/dtype.h"
 
 namespace omniattn {
 
@@ -46,15 +49,16 @@ bool parse_isa(const char* name, Isa& isa);
 #define OMNIATTN_KERNEL_TABLE(Type, name) \
   OMNIATTN_TABLES(Type, name)             \
   inline const Type& name() { return name##_until_avx512(active_isa()); }
-// Of a family that multiplies in bf16, which avx512_bf16 changes.
-#define OMNIATTN_DOT_KERNEL_TABLE(Type, name)                                                  \
-  OMNIATTN_TABLES(Type, name)                                                                  \
-  namespace isa_avx512_bf16 {                                                                  \
-  extern const Type name##_table;                                                              \
-  }                                                                                            \
-  inline const Type& name() {                                                                  \
-    const Isa isa = active_isa();                                                              \
-    return isa == Isa::avx512_bf16 ? isa_avx512_bf16::name##_table : name##_until_avx512(isa); \
+// Of a family that has products of factors of one dtype.
+#define OMNIATTN_DOT_KERNEL_TABLE(Type, name)                                                \
+  OMNIATTN_TABLES(Type, name)                                                                \
+  namespace isa_avx512_bf16 {                                                                \
+  extern const Type name##_table;                                                            \
+  }                                                                                          \
+  inline const Type& name(DType factors) {                                                   \
+    const Isa isa = active_isa();                                                            \
+    return isa == Isa::avx512_bf16 && factors == DType::bf16 ? isa_avx512_bf16::name##_table \
+                                                             : name##_until_avx512(isa);     \
   }
 #else
 #define OMNIATTN_KERNEL_TABLE(Type, name) \
@@ -62,5 +66,9 @@ bool parse_isa(const char* name, Isa& isa);
   extern const Type name##_table;         \
   }                                       \
   inline const Type& name() { return isa_baseline::name##_table; }
-#define OMNIATTN_DOT_KERNEL_TABLE OMNIATTN_KERNEL_TABLE
+#define OMNIATTN_DOT_KERNEL_TABLE(Type, name) \
+  namespace isa_baseline {                    \
+  extern const Type name##_table;             \
+  }                                           \
+  inline const Type& name(DType) { return isa_baseline::name##_table; }
 #endif

@@ -5,9 +5,13 @@
 
 namespace omniattn {
 
-// f(T{}) with T = double, float, bf16 or f16.
+// f(T{}) with T = double, float, bf16 or f16. Objects for a dot product of bf16 know only bf16, see
+// runtime/cpu_isa.h.
 template <class F>
 [[gnu::always_inline]] inline void dispatch(DType dtype, const F& f) {
+#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
+  if (dtype == DType::bf16) f(bf16{});
+#else
   switch (dtype) {
     case DType::f64:
       return f(double{});
@@ -18,6 +22,7 @@ template <class F>
     case DType::f16:
       return f(f16{});
   }
+#endif
 }
 
 }  // namespace omniattn

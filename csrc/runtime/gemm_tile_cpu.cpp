@@ -62,6 +62,7 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
 
   const int64_t a_step = kLayout == ALayout::kRows ? Op::kStep : lda * Op::kStep;
   const int64_t b_step = args.ldb * Op::kStep;
+#pragma GCC unroll 2
   for (int64_t k = args.k / Op::kStep; k > 0; --k, a += a_step, b += b_step) {
     tile_step<T, kLayout, kPartial, false>(acc, a, lda, b, last);
   }
@@ -142,13 +143,14 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
 #define OMNIATTN_GEMM_TILE(T, layout)                                                      \
   template void gemm_tile<T, layout>(const T*, int64_t, Panels<T>, compute_t<T>*, int64_t, \
                                      int64_t, int64_t, int64_t, bool);
+#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
+OMNIATTN_GEMM_TILE(bf16, ALayout::kRows)
+OMNIATTN_GEMM_TILE(bf16, ALayout::kTransposed)
+#else
 OMNIATTN_GEMM_TILE(float, ALayout::kRows)
 OMNIATTN_GEMM_TILE(float, ALayout::kTransposed)
 OMNIATTN_GEMM_TILE(double, ALayout::kRows)
 OMNIATTN_GEMM_TILE(double, ALayout::kTransposed)
-#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-OMNIATTN_GEMM_TILE(bf16, ALayout::kRows)
-OMNIATTN_GEMM_TILE(bf16, ALayout::kTransposed)
 #endif
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -46,7 +46,6 @@ struct TileProbe {
 static_assert(std::is_trivially_copyable_v<TileProbe>);
 
 struct ProbeKernels {
-  int64_t vec_bytes;
   DType (*operand)(DType storage);
   int64_t (*packed_bytes)(DType storage, int64_t k, int64_t n);
 

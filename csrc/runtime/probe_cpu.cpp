@@ -146,18 +146,11 @@ double multiply_adds(int64_t rounds) {
 }
 
 double multiply_adds_any(DType operand, int64_t rounds) {
-  switch (operand) {
-    case DType::f64:
-      return multiply_adds<double>(rounds);
-    case DType::f32:
-      return multiply_adds<float>(rounds);
-    case DType::bf16:
-      if constexpr (kHasBf16Dot) return multiply_adds<operand_t<bf16>>(rounds);
-      break;
-    case DType::f16:
-      break;
-  }
-  return 0;
+  double flops = 0;
+  dispatch(operand, [&]<class S>(S) {
+    if constexpr (std::is_same_v<S, operand_t<S>>) flops = multiply_adds<S>(rounds);
+  });
+  return flops;
 }
 
 float read(const float* x, int64_t n) {
@@ -189,8 +182,8 @@ void triad(float* a, const float* b, const float* c, float s, int64_t n, bool no
 
 extern const ProbeKernels probe_kernels_table;
 const ProbeKernels probe_kernels_table{
-    kVecBytes, operand_of, packed_bytes,      map_any, reduce_any,
-    pack_any,  tile_any,   multiply_adds_any, read,    triad,
+    operand_of, packed_bytes,      map_any, reduce_any, pack_any,
+    tile_any,   multiply_adds_any, read,    triad,
 };
 
 }  // namespace omniattn::OMNIATTN_ISA

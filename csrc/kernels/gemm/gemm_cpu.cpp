@@ -7,10 +7,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Sizes of the blocks: B 256 KiB and A 96 KiB of fp32 share an L2 of 1 MiB or more. Rows of one
-// item: few enough to give every thread work, enough to make packing B cheap.
-constexpr int64_t kBlockK = 256;
-constexpr int64_t kBlockN = 256;
+// Sizes of the blocks: B 256 KiB and A 192 KiB of fp32 share an L2 of 1 MiB or more; a deep block
+// moves C, which they push out of L2, less often than a wide one. Rows of one item: few enough to
+// give every thread work, enough to make packing B cheap.
+constexpr int64_t kBlockK = 512;
+constexpr int64_t kBlockN = 128;
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
@@ -46,10 +47,10 @@ struct Grid {
 // The operand type T of a product, as a value to dispatch on.
 template <class F>
 OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
-  if (p.b_dtype == DType::f64) {
+  if constexpr (kHasBf16Dot) {
+    f(bf16{});
+  } else if (p.b_dtype == DType::f64) {
     f(double{});
-  } else if (kHasBf16Dot && p.a_dtype == DType::bf16 && p.b_dtype == DType::bf16) {
-    f(operand_t<bf16>{});
   } else {
     f(float{});
   }

@@ -24,7 +24,7 @@
 namespace omniattn {
 
 inline constexpr int64_t kMoeBlockRows = 512;
-// Features of h in one item.
+// Features of h, or columns of y, in one item.
 inline constexpr int64_t kMoeFeatures = 128;
 
 // Where `pre` (columns) holds the gate: nowhere, in its first half, in its even elements.
