@@ -115,6 +115,20 @@ def test_gradients_only_where_wanted():
     assert x.grad is None and weight.grad is not None
 
 
+def test_gradients_of_a_batch_and_no_forward_mode():
+    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    target = torch.tensor([0, 1, 4])
+
+    def loss(x):
+        return linear_cross_entropy(x, weight, target)
+
+    want = torch.autograd.grad(loss(x[0]) + loss(x[1]), (x, weight))
+    together = torch.func.vmap(loss)(x).sum()
+    torch.testing.assert_close(torch.autograd.grad(together, (x, weight)), want)
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy has no forward-mode"):
+        torch.func.jvp(loss, (x[0],), (x[1],))
+
+
 def test_large_results_are_streamed_past_the_caches():
     logits, target = logits_and_target(300, 30000)
     logits.requires_grad_()

@@ -63,6 +63,14 @@ def test_gradients_are_those_of_the_soft_choice_and_of_the_chosen_value():
     assert torch.autograd.grad(out, leaves, weight, allow_unused=True)[:2] == (None, None)
 
 
+def test_gradients_of_a_batch_are_those_of_each():
+    q, k, v = (torch.stack((t, -t)).requires_grad_() for t in qkv(5, 6))
+    each = torch.stack([select_attention(q[i], k[i], v[i]) for i in range(2)])
+    want = torch.autograd.grad(each.sum(), (q, k, v))
+    together = torch.func.vmap(select_attention)(q, k, v)
+    torch.testing.assert_close(torch.autograd.grad(together.sum(), (q, k, v)), want)
+
+
 def test_a_query_without_an_answer_gives_nothing():
     leaves = [t.requires_grad_() for t in qkv(5, 3)]
     out = select_attention(*leaves, causal=True)

@@ -17,6 +17,7 @@ from omniattn.functional._checks import (
     use_reference,
 )
 from omniattn.ops import loss as ops
+from omniattn.ops._autograd import may_need_gradient
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -155,7 +156,7 @@ def linear_cross_entropy(
             reduction=reduction,
         )
     now = reduction != "none" and torch.is_grad_enabled()
-    wanted = [now and t is not None and t.requires_grad for t in (x, weight, bias)]
+    wanted = [now and t is not None and may_need_gradient(t) for t in (x, weight, bias)]
     loss: Tensor = ops.linear_cross_entropy(
         x, weight, bias, target, ignore_index, label_smoothing, z_loss, number, *wanted
     )

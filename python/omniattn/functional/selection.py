@@ -14,6 +14,7 @@ from omniattn.functional._checks import require_choice, require_number, use_refe
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.ops import attention as ops
+from omniattn.ops._autograd import may_need_gradient
 from omniattn.reference.attention import (
     AttentionOptions,
     Logits,
@@ -117,7 +118,7 @@ def select_attention(
     index, top = ops.attention_select(q.detach(), k.detach(), *codes)
     least = -top if energy == "dot" else _squares(q, scale) - top
     out = _gather(v, index, group)
-    if ste and (q.requires_grad or k.requires_grad):
+    if ste and (may_need_gradient(q) or may_need_gradient(k)):
         # Wide: the gradients of q . k and of |k|^2 nearly cancel.
         soft = attention(
             widen(q),
@@ -144,7 +145,9 @@ def _gather(v: Tensor, index: Tensor, group: int) -> Tensor:
     """v (B, Tk, Hkv, Dv) at index (B, Hq, Tq) -> (B, Tq, Hq, Dv); any row of v, or 0, for -1."""
     if v.shape[1] == 0:
         v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-    wide = widen(v) if v.requires_grad else v  # the gradient adds up in the dtype it flows through
+    wide = (
+        widen(v) if may_need_gradient(v) else v
+    )  # the gradient adds up in the dtype it flows through
     rows = index.clamp(min=0).unflatten(1, (v.shape[2], group)).flatten(2)[..., None]
     found = wide.transpose(1, 2).gather(2, rows.expand(-1, -1, -1, v.shape[3]))
     return found.unflatten(2, (group, index.shape[2])).flatten(1, 2).transpose(1, 2).to(v.dtype)

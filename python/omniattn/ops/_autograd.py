@@ -277,6 +277,11 @@ class _TransformedOp(torch.autograd.Function):
             derive = _second_order_flat if ctx.levels > 1 else once_differentiable(_backward_flat)
         return (None, None, None, *derive(ctx, *grads))
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # Ops with a formula went there; this one has none, and says so.
+        return ctx.op._call_formula(())
+
 
 def _backward_flat(ctx: Any, *grads: Any) -> Any:
     needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
@@ -298,15 +303,20 @@ def loop_over_vmap(name: str) -> None:
             return [select(v, d, i) for v, d in zip(value, dim, strict=True)]
         return value if dim is None else value.select(dim, i)
 
+    def stack(results: Sequence[Any]) -> tuple[Any, Any]:
+        """One output, or a tuple or list of outputs, of all calls; and its batch dimensions."""
+        if isinstance(results[0], Tensor):
+            return torch.stack(tuple(results)), 0
+        pairs = [stack(each) for each in zip(*results, strict=True)]
+        kind = type(results[0])
+        return kind(output for output, _ in pairs), kind(dim for _, dim in pairs)
+
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         calls = [
             op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
-        if isinstance(calls[0], Tensor):
-            return torch.stack(calls), 0
-        outputs = tuple(torch.stack(each) for each in zip(*calls, strict=True))
-        return outputs, (0,) * len(outputs)
+        return stack(calls)
 
     torch.library.register_vmap(f"omniattn::{name}", rule)
 
@@ -352,6 +362,11 @@ def is_transformed(*args: Any) -> bool:
         or peek_interpreter_stack() is not None
         or (forward_ad._current_level >= 0 and _any_dual(args))
     )
+
+
+def may_need_gradient(t: Tensor) -> bool:
+    """Whether a gradient of `t` may be asked for; a batch of vmap does not tell."""
+    return t.requires_grad or peek_interpreter_stack() is not None
 
 
 def _transforms() -> list[Any]:
