@@ -218,6 +218,22 @@ def test_padding_goes_to_no_expert():
     x[~mask] = 1e3
     torch.testing.assert_close(layer(x, mask)[mask], y[mask])
     torch.testing.assert_close(layer.state.balance_loss, state.balance_loss)
+    torch.testing.assert_close(layer.state.entropy, state.entropy)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "noisy", "llama4", "expert_choice"])
+def test_no_tokens_and_none_but_padding(router):
+    balance = "deepseek_v3" if router == "sigmoid" else "switch"
+    config = MoE.Config(
+        12, 16, 6, 2, router=router, capacity_factor=2.0, balance=balance, balance_coefficient=0.1
+    )
+    layer = MoE(config)
+    for tokens in (0, 3):
+        x = torch.randn(2, tokens, 12, requires_grad=True)
+        y = layer(x, torch.zeros(2, tokens, dtype=torch.bool))
+        assert y.shape == x.shape and not y.any()
+        assert layer.state.entropy == 0 and layer.state.balance_loss == 0
+        (y.sum() + layer.state.balance_loss).backward()
 
 
 def test_bias_update_evens_out_the_load():

@@ -168,6 +168,16 @@ def test_expert_choice_fills_every_expert():
             assert set(tokens.tolist()) == set(p[:, e].topk(3).indices.tolist())
 
 
+def test_no_expert_chooses_padding():
+    g = logits(10, 5)
+    mask = torch.arange(10) < 4
+    for capacity in (3, 6):  # below and above the number of real tokens
+        hidden = F.expert_choice(g, capacity, token_mask=mask)
+        short = F.expert_choice(g[:4], min(capacity, 4))
+        assert torch.equal(hidden.experts[:4], short.experts)
+        assert (hidden.experts[4:] == -1).all() and (hidden.weights[4:] == 0).all()
+
+
 @pytest.mark.parametrize("by_priority", [False, True])
 def test_capacity_against_a_loop(by_priority):
     g = logits(40, 5).view(2, 20, 5)
@@ -259,6 +269,13 @@ def test_padding_is_in_no_statistic():
             F.load_balance_loss(short.scores, short.experts, kind=kind),
         )
     torch.testing.assert_close(F.router_z_loss(g, token_mask=mask), F.router_z_loss(g[:20]))
+
+
+@pytest.mark.parametrize("kind", F.routing.BALANCE_LOSSES)
+def test_no_tokens_give_no_loss(kind):
+    for shape in ((0, 8), (2, 0, 8), (0, 3, 8)):
+        routing = F.softmax_top_k(torch.zeros(shape), 2)
+        assert F.load_balance_loss(routing.scores, routing.experts, kind=kind) == 0
 
 
 def test_uniform_values():

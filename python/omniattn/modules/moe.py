@@ -28,7 +28,8 @@ class RouterState(NamedTuple):
         experts: (tokens, k) int64, as executed: -1 where an assignment was dropped or masked.
         counts: (E,) int64, assignments before any was dropped.
         dropped: () int64, assignments over capacity.
-        entropy: () of the mean scores in nats: log E where the load is even. Detached.
+        entropy: () of the mean scores of the real tokens in nats: log E where the load is even, 0
+            for no tokens. Detached.
         balance_loss: () with its coefficient and gradient, 0 without one.
         z_loss: () with its coefficient and gradient, 0 without one.
     """
@@ -296,7 +297,7 @@ class MoE(Layer):
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """The routing that forward executes, and its state."""
         c = self.config
-        logits, routing = self.gate(x)
+        logits, routing = self.gate(x, token_mask)
         experts = routing.experts
         if token_mask is not None:
             hidden = ~token_mask[..., None]
@@ -331,8 +332,9 @@ class MoE(Layer):
             capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
             kept, dropped = functional.drop_over_capacity(flat, capacity)
             routing = Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True)))
-        mean = routing.scores.detach().flatten(0, -2).mean(0)
-        share = mean / mean.sum()
+        seen = routing.scores.detach()
+        total = (seen if token_mask is None else seen * token_mask[..., None]).flatten(0, -2).sum(0)
+        share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
         entropy = torch.special.entr(share).sum()
         state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)
         return routing, state
@@ -391,8 +393,9 @@ class Router(nn.Module):
         else:
             nn.init.normal_(self.weight, std=self.config.init_std)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x (..., T, dim) -> logits (..., T, E) and the routing."""
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """x (..., T, dim) -> logits (..., T, E) and the routing; token_mask (..., T) hides tokens
+        from experts that choose theirs."""
         c = self.config
         if self.training and c.jitter:
             x = functional.router_jitter(x, c.jitter, new_seed())
@@ -422,7 +425,7 @@ class Router(nn.Module):
             assert c.capacity_factor is not None
             tokens = logits.shape[-2]
             capacity = functional.expert_capacity(tokens, c.experts, 1, c.capacity_factor)
-            return logits, functional.expert_choice(logits, capacity)
+            return logits, functional.expert_choice(logits, capacity, token_mask=token_mask)
         return logits, functional.softmax_top_k(
             logits,
             c.top_k,

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
-    require_device,
     require_float,
     require_number,
     require_shape,
 )
-from omniattn.functional.routing._checks import require_integers_beside
+from omniattn.functional.routing._checks import require_integers_beside, require_mask
 from omniattn.functional.routing.routers import check_groups, expert_counts, widen
 
 BALANCE_LOSSES = (
@@ -91,11 +90,13 @@ def load_balance_loss(
         )
     if token_mask is None:
         token_mask = torch.ones_like(index[..., 0], dtype=torch.bool)
-    _require_mask(op, token_mask, scores, "scores")
+    require_mask(op, token_mask, scores, "scores")
     index = index.long()
     experts, k = scores.shape[-1], index.shape[-1]
     check_groups(op, experts, groups, top_groups)
     if kind == "deepseek_v3":
+        if scores[..., 0].numel() == 0:
+            return scores.sum()
         length = scores.shape[-2] if scores.dim() > 1 else 1
         shares = scores / scores.sum(-1, keepdim=True)
         parts = (t.reshape(-1, length, t.shape[-1]) for t in (shares, index, token_mask[..., None]))
@@ -103,7 +104,7 @@ def load_balance_loss(
             load_balance_loss(s, i, kind="deepseek_v2", token_mask=m[..., 0])
             for s, i, m in zip(*parts, strict=True)
         ]
-        return torch.stack(losses).mean() if losses else scores.sum()
+        return torch.stack(losses).mean()
     n = token_mask.sum().clamp(min=1)
     mean = (scores * token_mask[..., None]).flatten(0, -2).sum(0) / n
     counted = index[..., :1] if kind == "gshard" else index
@@ -148,7 +149,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
     square = widen(logits).logsumexp(-1).square()
     if token_mask is None:
         return square.mean()
-    _require_mask("router_z_loss", token_mask, logits, "logits")
+    require_mask("router_z_loss", token_mask, logits, "logits")
     return (square * token_mask).sum() / token_mask.sum().clamp(min=1)
 
 
@@ -197,12 +198,3 @@ def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None
     require_number(op, "rate", rate)
     counts = counts.double()
     bias.add_(rate * (counts.mean() - counts).sign().to(bias.dtype))
-
-
-def _require_mask(op: str, token_mask: Tensor, x: Tensor, x_name: str) -> None:
-    """A bool for each row of x."""
-    if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool:
-        got = getattr(token_mask, "dtype", type(token_mask).__name__)
-        raise TypeError(f"{op}: token_mask must be a bool tensor, got {got}")
-    require_device(op, "token_mask", token_mask, x, x_name)
-    require_shape(op, "token_mask", token_mask, x.shape[:-1])

@@ -18,7 +18,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.random import normal_like, uniform_like
-from omniattn.functional.routing._checks import require_float_beside
+from omniattn.functional.routing._checks import require_float_beside, require_mask
 from omniattn.functional.topk import top_k
 
 ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
@@ -289,7 +289,7 @@ def noisy_top_k(
     return routing, stays.flatten(0, -2).sum(0)
 
 
-def expert_choice(logits: Tensor, capacity: int) -> Routing:
+def expert_choice(logits: Tensor, capacity: int, *, token_mask: Tensor | None = None) -> Routing:
     """Every expert chooses its `capacity` most probable tokens.
 
     ``p = softmax(logits)`` over experts; expert e takes the top tokens of ``p[:, e]``, weight p
@@ -297,14 +297,15 @@ def expert_choice(logits: Tensor, capacity: int) -> Routing:
     Args:
         logits: (..., n, E), floating point; tokens compete within each group of n.
         capacity: tokens of each expert, in [0, n]; the paper: ``n cf / E`` rounded up, cf = 2.
+        token_mask: (..., n) bool, False for tokens (padding) that no expert takes; or None.
 
     Returns:
         experts, weights (..., n, E): slot e of a token is expert e where that chose the token, so
         that a token may have none. scores = p.
 
     Raises:
-        TypeError: logits that are not floating point.
-        ValueError: a capacity out of range.
+        TypeError: logits that are not floating point, a token_mask that is not bool.
+        ValueError: a capacity out of range, a token_mask of another shape.
 
     Note:
         A token's experts depend on the other tokens, later ones included: not for causal decoding.
@@ -327,8 +328,15 @@ def expert_choice(logits: Tensor, capacity: int) -> Routing:
             f"got logits.shape={tuple(logits.shape)}, capacity={capacity}"
         )
     p = widen(logits).softmax(-1)
-    tokens = top_k(p.detach().mT.contiguous(), capacity)[1]
-    chosen = torch.zeros_like(p, dtype=torch.bool).mT.scatter(-1, tokens, True).mT
+    allowed = None
+    if token_mask is not None:
+        require_mask(op, token_mask, logits, "logits")
+        allowed = token_mask[..., None, :].expand(p.mT.shape)
+    tokens = top_k(p.detach().mT.contiguous(), capacity, mask=allowed)[1]
+    n = p.shape[-2]
+    # One more column takes the slots of experts that found too few tokens.
+    chosen = p.new_zeros((*p.mT.shape[:-1], n + 1), dtype=torch.bool)
+    chosen = chosen.scatter(-1, tokens.masked_fill(tokens < 0, n), True)[..., :n].mT
     every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
     return Routing(every.masked_fill(~chosen, -1), p.masked_fill(~chosen, 0.0), p)
 
