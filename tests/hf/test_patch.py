@@ -39,11 +39,17 @@ MODELS = {
         lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=12)),
         {"linear": 15, "norm": 9, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
     ),
-    "gpt_oss": (  # experts and router keep their own weights
+    "gpt_oss": (
         lambda: hf.GptOssForCausalLM(
             hf.GptOssConfig(**SIZES, head_dim=12, num_local_experts=2, num_experts_per_tok=1)
         ),
-        {"linear": 9, "norm": 5, "rope": 2, "loss": 1, "attention": 1},
+        {"linear": 9, "norm": 5, "rope": 2, "loss": 1, "attention": 1, "experts": 2},
+    ),
+    "mixtral": (
+        lambda: hf.MixtralForCausalLM(
+            hf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+        ),
+        {"linear": 9, "norm": 5, "rope": 2, "loss": 1, "attention": 1, "experts": 2},
     ),
     "deepseek_v3": (  # its rotary function reorders the dimensions and is left alone
         lambda: hf.DeepseekV3ForCausalLM(
@@ -130,6 +136,21 @@ def test_unpatch_restores_the_model():
         "norm": 5,
         "mlp": 2,
     }
+
+
+def test_experts_go_by_their_interface_and_back():
+    model = MODELS["mixtral"][0]()
+    before = model.config._experts_implementation
+    assert "experts" not in omniattn.hf.patch(model, experts=False)
+    assert model.config._experts_implementation == before
+    omniattn.hf.unpatch(model)
+    others = ("attention", "linear", "norm", "rope", "loss")
+    assert omniattn.hf.patch(model, **dict.fromkeys(others, False)) == {"experts": 2}
+    assert model.config._experts_implementation == "omniattn"
+    omniattn.hf.unpatch(model)
+    assert model.config._experts_implementation == before
+    model.model.layers[0].mlp.experts.act_fn = nn.Tanh()  # without a kernel here
+    assert "experts" not in omniattn.hf.patch(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

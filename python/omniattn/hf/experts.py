@@ -70,6 +70,15 @@ def experts_forward(
     )
 
 
+def is_supported(experts: Any) -> bool:
+    """Whether :func:`experts_forward` computes what the module does."""
+    try:
+        _activation(experts)
+    except NotImplementedError:
+        return False
+    return not experts.has_post_expert_norm
+
+
 def _activation(experts: Any) -> dict[str, Any]:
     own_gate = type(experts)._apply_gate is not _default_apply_gate
     if own_gate and _is_clamped(experts):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from omniattn import functional
+from omniattn.hf.experts import is_supported
 from omniattn.hf.register import register
 
 __all__ = ["patch", "unpatch"]
@@ -32,6 +33,7 @@ def patch(
     mlp: bool = True,
     rope: bool = True,
     loss: bool = True,
+    experts: bool = True,
 ) -> dict[str, int]:
     """Makes `model` compute with this package's kernels; parameters and their names stay.
 
@@ -40,7 +42,7 @@ def patch(
     what they compute: each is run on a probe, and swapped if ours gives the same.
 
     A patched model can be pickled: by torch.save as a whole, or to a process that is spawned. Where
-    `attention` alone was patched, that process has to call :func:`register` first.
+    `attention` or `experts` alone were patched, that process has to call :func:`register` first.
 
     Args:
         model: of transformers, weights loaded.
@@ -50,6 +52,7 @@ def patch(
         mlp: down_proj(act(gate_proj(x)) * up_proj(x)).
         rope: the half-split apply_rotary_pos_emb of attention layers.
         loss: the loss of causal language models.
+        experts: set its experts implementation, if this package has the activation of its experts.
 
     Returns:
         What was swapped, and how often: {"linear": 15, "norm": 5, ...}.
@@ -97,12 +100,21 @@ def patch(
     if loss and model.loss_function is ForCausalLMLoss:
         model.loss_function = causal_lm_loss
         count["loss"] = 1
-    if attention and type(model)._can_set_attn_implementation():
+    attention = attention and type(model)._can_set_attn_implementation()
+    mixtures = _find_experts(model) if experts else []
+    if attention or mixtures:
         register()
         for part in _pretrained_parts(model):
-            part.__dict__["_omniattn_before"] = part.config._attn_implementation
+            part.__dict__["_omniattn_before"] = {
+                name: getattr(part.config, name)
+                for name in ("_attn_implementation", "_experts_implementation")
+            }
+    if attention:
         model.set_attn_implementation("omniattn")
         count["attention"] = 1
+    if mixtures:
+        model.set_experts_implementation("omniattn")
+        count["experts"] = len(mixtures)
     return dict(count)
 
 
@@ -115,8 +127,8 @@ def unpatch(model: PreTrainedModel) -> None:
     if model.__dict__.get("_loss_function") is causal_lm_loss:
         del model._loss_function
     for part in _pretrained_parts(model):
-        if "_omniattn_before" in part.__dict__:
-            part.config._attn_implementation = part.__dict__.pop("_omniattn_before")
+        for name, before in part.__dict__.pop("_omniattn_before", {}).items():
+            setattr(part.config, name, before)
 
 
 def causal_lm_loss(
@@ -177,6 +189,14 @@ def _patched_instance(original: Any, forward: Forward | None) -> Any:
     register()
     kind = _subclass(original, _rotary_forward(original) if forward is None else forward)
     return kind.__new__(kind)
+
+
+def _find_experts(model: PreTrainedModel) -> list[nn.Module]:
+    """All modules of the experts interface; none where this package lacks a form of them."""
+    if not type(model)._can_set_experts_implementation():
+        return []
+    found = [module for module in model.modules() if hasattr(module, "has_post_expert_norm")]
+    return found if all(map(is_supported, found)) else []
 
 
 def _find_linear(module: nn.Module) -> Forward | None:
