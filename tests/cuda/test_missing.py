@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omniattn import functional as F
 from omniattn.ops import _library
@@ -46,6 +47,15 @@ def test_a_library_that_does_not_load_is_named(monkeypatch, tmp_path):
     assert "libomniattn_cuda.so did not load" in _library._load_cuda()
     monkeypatch.setattr(_library, "find", lambda name: None)
     assert _library._load_cuda() == "this build of omniattn has no CUDA library"
+
+
+@needs_no_gpu
+def test_python_refuses_no_op_that_has_a_cuda_kernel(monkeypatch):
+    monkeypatch.setitem(_library.loaded, "cuda", "pretended")
+    with FakeTensorMode():
+        q, tables = torch.empty(1, 3, 2, 8, device="cuda"), torch.empty(3, 4, device="cuda")
+        for f in (F.apply_rotary, F.qk_norm_rotary):
+            assert f(q, q, tables, tables)[1].device.type == "cuda"
 
 
 def test_backend_cuda_wants_tensors_on_cuda():

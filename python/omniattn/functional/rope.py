@@ -348,7 +348,7 @@ def qk_norm_rotary(
         eps: added to the mean square.
         offset: added to the weights: 1.0 for the Gemma form.
         positions, rotary_start, interleaved: see :func:`apply_rotary`.
-        backend: see :func:`apply_rotary`; CPU only.
+        backend: see :func:`apply_rotary`.
 
     Returns:
         q and k normed and turned, of their shapes and dtypes; None for a k of None.
@@ -393,10 +393,6 @@ def qk_norm_rotary(
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise NotImplementedError(
             f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
-        )
-    if q.device.type == "cuda":
-        raise NotImplementedError(
-            f"{op}: no fused kernel on CUDA; call rms_norm and apply_rotary instead"
         )
     if isinstance(positions, int):
         tokens = slice(positions, positions + q.shape[1])
