@@ -1,5 +1,7 @@
 """The drop-in for torch.nn.MultiheadAttention against torch's own."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,26 @@ def test_self_attention_unbatched_and_causal():
         actual, weights = ours(x, x, x, **call)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_serves_the_transformer_layers_of_torch(batch_first):
+    sizes = {"nhead": 2, "dim_feedforward": 12, "batch_first": batch_first}
+    layer = nn.TransformerEncoderLayer(8, **sizes)
+    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    ours = copy.deepcopy(theirs)
+    calls = []
+    for layer in ours.layers:
+        layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(3, 3, 8)
+    padding = torch.tensor([[False, False, True]]).expand(3, 3)
+    with torch.no_grad():  # where torch would take its own fused layer
+        expected = theirs(x, src_key_padding_mask=padding)
+        actual = ours(x, src_key_padding_mask=padding)
+    real = (slice(None), slice(2)) if batch_first else (slice(2),)
+    torch.testing.assert_close(actual[real], expected[real])
+    assert len(calls) == 2
 
 
 def test_a_query_without_keys_gives_the_bias_of_the_projection():

@@ -31,7 +31,8 @@ class MultiheadAttention(Layer):
 
     Notes:
         With need_weights the weights are computed by their definition, in T x S memory and without
-        dropout. A query that sees no key, where torch gives NaN, gives 0.
+        dropout. A query that sees no key, where torch gives NaN, gives 0. Serves as `self_attn` of
+        torch's Transformer layers; a torch.nn.TransformerEncoder needs enable_nested_tensor=False.
 
     Example:
         >>> layer = MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2))
@@ -99,6 +100,19 @@ class MultiheadAttention(Layer):
         self.bias_v = row() if c.add_bias_kv else None
         out = Linear.Config(dim, dim, c.bias, init_std=dim**-0.5, backend=c.backend)
         self.out_proj = Linear(out, device=device, dtype=dtype)
+
+    @property
+    def batch_first(self) -> bool:
+        """As in the config: torch's Transformer layers ask for it."""
+        return self.config.batch_first
+
+    @property
+    def num_heads(self) -> int:
+        """As in the config: torch's Transformer layers ask for it."""
+        return self.config.num_heads
+
+    #: Keeps torch's Transformer layers from taking the weights to fused kernels of their own.
+    _qkv_same_embed_dim = False
 
     @classmethod
     def from_torch(
