@@ -321,6 +321,10 @@ def test_function_transforms():
     got = torch.func.vmap(lambda *x: attention(*x, causal=True))(*stacked)
     each = [attention(*(t[i] for t in stacked), causal=True) for i in range(2)]
     torch.testing.assert_close(got, torch.stack(each))
+    grads = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*stacked)
+    leaves = [t.clone().requires_grad_() for t in stacked]
+    total = sum(loss(*(t[i] for t in leaves)) for i in range(2))
+    torch.testing.assert_close(grads, torch.autograd.grad(total, leaves))
 
 
 def test_autocast_casts_to_its_dtype():
@@ -345,6 +349,7 @@ EMPTY = [
 def test_empty_dimensions(sizes):
     assert_matches_fp64(qkv(*sizes))
     assert_matches_fp64(qkv(*sizes), causal=True)
+    assert_matches_fp64(qkv(*sizes), alibi_slopes=torch.ones(sizes[3]))
 
 
 BAD_CALLS = [

@@ -82,6 +82,13 @@ def test_interpolated_positions():
     assert F.interpolate_positions(table.bfloat16(), 12).dtype == torch.bfloat16
 
 
+def test_tables_in_fp64_are_interpolated_in_fp64():
+    ramp = torch.arange(6, dtype=torch.float64)[:, None] / 3
+    for resized in (F.interpolate_positions(ramp, 3), F.interpolate_grid(ramp, (6, 1), (3, 1))):
+        exact = torch.tensor([[1.0], [5.0], [9.0]], dtype=torch.float64) / 6
+        torch.testing.assert_close(resized[1:2], exact[1:2], rtol=1e-15, atol=0)
+
+
 def test_interpolated_grid_equals_hugging_face():
     from transformers import Dinov2Config
     from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings

@@ -233,7 +233,7 @@ def _scores(
         if relative is not None:
             raise ValueError(f"{op}: alibi_slopes must be None with relative={relative!r}")
         require_parameter(op, "alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
-        rules.append((ScoreKind.ALIBI, alibi_slopes.reshape(-1, 1, heads), (0.0, 0.0)))
+        rules.append((ScoreKind.ALIBI, torch.atleast_2d(alibi_slopes)[:, None], (0.0, 0.0)))
     if relative is not None:
         if not isinstance(relative, RelativeBias):
             raise TypeError(f"{op}: relative must be a RelativeBias, got relative={relative!r}")

@@ -14,6 +14,7 @@ from omniattn.functional.scores import WindowBias
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
+from omniattn.modules.residual import DropPath
 
 
 class WindowAttention(Layer):
@@ -187,20 +188,14 @@ class SwinBlock(Layer):
                 "fc2": Linear(narrow, device=device, dtype=dtype),
             }
         )
-
-    def _branch(self, x: Tensor) -> Tensor:
-        """Zero for a sample in drop_path_p of all cases, scaled up otherwise, while training."""
-        p = self.config.drop_path_p
-        if p == 0 or not self.training:
-            return x
-        keep = torch.rand(len(x), 1, 1, 1, device=x.device) >= p
-        return x * keep.to(x.dtype) / (1 - p)
+        self.drop_path = DropPath(config.drop_path_p)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim) -> the same."""
-        x = x + self._branch(self.attn(self.norm1(x)))
+        x = x + self.drop_path(self.attn(self.norm1(x)))
         hidden = nn.functional.gelu(self.mlp["fc1"](self.norm2(x)))
-        return x + self._branch(self.mlp["fc2"](hidden))
+        y: Tensor = x + self.drop_path(self.mlp["fc2"](hidden))
+        return y
 
 
 class PatchMerging(Layer):

@@ -271,7 +271,8 @@ def _logits(q: Tensor, k: Tensor, rules: list[masks.Rule], logits: Logits) -> Te
     if logits.bias is not None:
         s = s + widen(logits.bias).to(s.dtype)
     if logits.alibi_slopes is not None:
-        slopes = widen(logits.alibi_slopes).to(s.dtype).reshape(-1, 1, heads)
+        slopes = widen(logits.alibi_slopes).to(s.dtype)
+        slopes = slopes if slopes.dim() == 3 else torch.atleast_2d(slopes)[:, None]
         s = s + table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
     if logits.relative is not None:
         kind, table, (a, b) = logits.relative.rule()

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omniattn.reference.precision import widen
+
 
 def sinusoidal(
     positions: Tensor,
@@ -76,7 +78,7 @@ def masked_positions(mask: Tensor) -> Tensor:
 
 def interpolate_positions(table: Tensor, length: int) -> Tensor:
     """(P, d) -> (length, d) along P, linear, as align_corners=False."""
-    stretched = F.interpolate(table.float().T[None], length, mode="linear", align_corners=False)
+    stretched = F.interpolate(widen(table).T[None], length, mode="linear", align_corners=False)
     return stretched[0].T.to(table.dtype)
 
 
@@ -93,7 +95,7 @@ def interpolate_grid(
 
     With `offset` the source of row i is (i + 1/2) P / (P' + offset) - 1/2.
     """
-    image = table[prefix:].float().unflatten(0, old).permute(2, 0, 1)[None]
+    image = widen(table[prefix:]).unflatten(0, old).permute(2, 0, 1)[None]
     scale = [(n + offset) / o for n, o in zip(new, old, strict=True)] if offset else None
     image = F.interpolate(
         image,
