@@ -44,6 +44,18 @@ def test_learned_positions_never_clamp():
             layer(x, wrong)
 
 
+def test_ids_of_any_integer_dtype_and_no_other():
+    x = torch.zeros(1, 3, 4)
+    scaled = RotaryEmbedding(RotaryEmbedding.Config(4, scaling=reference.DynamicNTKScaling(2.0, 2)))
+    learned = LearnedPositional(LearnedPositional.Config(4, 4))
+    for dtype in (torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        ids = torch.tensor([2, 0, 1]).to(dtype)
+        assert torch.equal(learned(x, ids)[0], learned.weight[[2, 0, 1]])
+        assert torch.equal(scaled(ids)[0], scaled(ids.long())[0])
+    with pytest.raises(TypeError, match="LearnedPositional: positions must be integers"):
+        learned(x, torch.tensor([0.5, 1.0, 2.0]))
+
+
 def test_learned_positions_are_resized():
     layer = LearnedPositional(LearnedPositional.Config(5, 3, init_std=0.5))
     longer = layer.interpolate(9)

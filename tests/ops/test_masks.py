@@ -269,6 +269,11 @@ def test_tensors_of_another_type(make, message):
         make()
 
 
+def test_a_predicate_must_return_a_value_for_each_pair():
+    with pytest.raises(ValueError, match=r"queries, keys\)=\(1, 1, 4, 5\), got shape=\(3,\)"):
+        masks.from_predicate(lambda b, h, q, k: torch.ones(3, dtype=torch.bool), 4, 5)
+
+
 def test_a_predicate_must_return_a_bool_tensor():
     for predicate in (lambda b, h, q, k: q - k, lambda b, h, q, k: True):
         with pytest.raises(TypeError, match="predicate must return a bool tensor"):

@@ -418,6 +418,7 @@ def from_predicate(
 
     Raises:
         TypeError: the predicate does not return a bool tensor.
+        ValueError: it returns one of another shape.
     """
     for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
         require_int("from_predicate", name, n, 0)
@@ -430,7 +431,14 @@ def from_predicate(
         seen = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             raise TypeError(f"from_predicate: predicate must return a bool tensor, got {seen!r}")
-        seen = seen.expand(batch, heads, len(q), tk)
+        shape = (batch, heads, len(q), tk)
+        try:
+            seen = seen.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                "from_predicate: predicate must return a tensor broadcastable to (batch, heads, "
+                f"queries, keys)={shape}, got shape={tuple(seen.shape)}"
+            ) from None
         pad = (0, -tk % BLOCK, 0, BLOCK - len(q))
         blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).transpose(2, 3)
         whole = torch.nn.functional.pad(seen, pad, value=True)

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_integers
 from omniattn.modules.layer import Layer, LayerConfig
 
 
-def _token_positions(x: Tensor, positions: Tensor | int) -> Tensor:
+def _token_positions(layer: Layer, x: Tensor, positions: Tensor | int) -> Tensor:
     """The positions of x (B, T, dim), given as ids or as the first one."""
     if isinstance(positions, Tensor):
-        return positions
+        require_integers(type(layer).__name__, "positions", positions)
+        return positions.long()
     return torch.arange(positions, positions + x.shape[-2], device=x.device)
 
 
@@ -53,7 +55,7 @@ class SinusoidalPositional(Layer):
         """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
         c = self.config
         table = functional.sinusoidal(
-            _token_positions(x, positions), c.dim, layout=c.layout, freqs=c.freqs, base=c.base
+            _token_positions(self, x, positions), c.dim, layout=c.layout, freqs=c.freqs, base=c.base
         )
         return (x * c.dim**0.5 if c.scale_input else x) + table.to(x.dtype)
 
@@ -161,7 +163,7 @@ class LearnedPositional(Layer):
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
         """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
-        p = _token_positions(x, positions)
+        p = _token_positions(self, x, positions)
         if p.is_cpu and p.numel() and not torch.compiler.is_compiling():
             low, high = int(p.min()), int(p.max())
             if low < 0 or high >= self.config.max_positions:
@@ -169,7 +171,7 @@ class LearnedPositional(Layer):
                     f"LearnedPositional: positions must be in [0, {self.config.max_positions}), "
                     f"got positions from {low} to {high}"
                 )
-        return x + nn.functional.embedding(p.long(), self.weight)
+        return x + nn.functional.embedding(p, self.weight)
 
     def interpolate(self, length: int) -> LearnedPositional:
         """A new table of `length` rows, linearly interpolated."""

@@ -124,7 +124,7 @@ class RotaryEmbedding(Layer):
     def _length(self, positions: Tensor, seq_len: int | None) -> int | Tensor | None:
         if seq_len is None and positions.numel() == 0:
             return None
-        length = positions.max() + 1 if seq_len is None else seq_len
+        length = positions.long().max() + 1 if seq_len is None else seq_len
         if not self.config.sticky:
             return length
         now = torch.as_tensor(length, device=self.longest.device)
