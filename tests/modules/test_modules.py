@@ -164,6 +164,52 @@ def test_caches_hold_floating_point(cache):
         cache(1, 4, 1, 2, dtype=torch.int64)
 
 
+EVERY_PARAMETER = (
+    modules.ALiBi.Config(4),
+    modules.ALiBi.Config(4, trainable=True),
+    Attention.Config(8, 2, bias=True, out_bias=True, qk_norm="l2", sinks=True, gate="headwise"),
+    Attention.Config(8, 2, qk_norm="layer", head_scale=True),
+    modules.DifferentialAttention.Config(8, 2, depth=0),
+    modules.DifferentialAttention.Config(8, 2, depth=0, form="simple"),
+    modules.DisentangledAttention.Config(8, 2, share_projections=False),
+    modules.GatedAttentionUnit.Config(8, relative="t5"),
+    modules.GatedAttentionUnit.Config(8),
+    modules.LearnedPositional.Config(4, 8),
+    MLP.Config(8, 16),
+    MoE.Config(8, 16, 4, 2, bias=True, router_bias=True, shared_hidden_dim=8, shared_gate=True),
+    MoE.Config(8, 16, 4, 2, router="sigmoid"),
+    MoE.Config(8, 16, 4, 2, router="noisy"),
+    MoE.Config(8, 16, 4, 2, router_grad="default_vector"),
+    MultiheadAttention.Config(8, 2, add_bias_kv=True),
+    MultiheadAttention.Config(8, 2, kdim=4, vdim=6),
+    modules.MultiHeadLatentAttention.Config(8, 2, 8, 8, 4, 4, 4),
+    modules.PatchMerging.Config(8),
+    modules.RMSNormGated.Config(8),
+    RotaryEmbedding.Config(8, scaling=reference.DynamicNTKScaling(2.0, 64), sticky=True),
+    modules.SpatialReductionAttention.Config(8, 2, sr_ratio=2, bias=True),
+    modules.T5RelativeBias.Config(2),
+    modules.TransformerXLAttention.Config(8, 2),
+    modules.WindowAttention.Config(8, 2, window=4),
+)
+
+
+@pytest.mark.parametrize("config", EVERY_PARAMETER, ids=lambda c: type(c).__qualname__[:-7])
+def test_reset_parameters_fills_memory_that_held_anything(config):
+    """What FSDP does after the construction on the meta device."""
+    with torch.device("meta"):
+        layer = getattr(modules, type(config).__qualname__.split(".")[0])(config)
+    layer.to_empty(device="cpu")
+    held = [*layer.named_parameters(), *layer.named_buffers()]
+    with torch.no_grad():
+        for _, tensor in held:
+            tensor.fill_(math.nan if tensor.is_floating_point() else 99)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert held
+    assert not [name for name, t in held if not (t == t).all() or (t == 99).any()]
+
+
 def test_modules_survive_copies_and_pickle():
     layer = RMSNorm(RMSNorm.Config(3), dtype=torch.float64)
     for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -1,6 +1,8 @@
 """MoE layers: parity with transformers' blocks, losses, capacity, masks, bias updates."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -269,6 +271,16 @@ def test_every_router_trains(router):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
     layer.eval()
     assert torch.equal(layer(x), layer(x))
+
+
+def test_copies_between_forward_and_backward():
+    layer = MoE(MoE.Config.mixtral(8, 16, experts=4)).train()
+    x = torch.randn(2, 3, 8)
+    y = layer(x)
+    for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert same.state is None
+        torch.testing.assert_close(same(x), y, rtol=0, atol=0)
+    (y.sum() + layer.state.balance_loss).backward()
 
 
 def test_half_precision_and_autocast():

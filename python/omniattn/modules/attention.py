@@ -164,13 +164,26 @@ class Attention(Layer):
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
         self.q_norm = self._new_norm(q_dim, device, dtype)
         self.k_norm = self._new_norm(kv_dim, device, dtype)
-        heads = torch.zeros(c.num_heads, device=device)  # fp32, whatever the dtype
-        self.logit_scale = nn.Parameter(heads + math.log(10)) if c.qk_norm == "l2" else None
-        self.sinks = nn.Parameter(heads) if c.sinks else None
-        self.head_scale = nn.Parameter(heads + 1) if c.head_scale else None
+
+        def heads() -> nn.Parameter:  # fp32, whatever the dtype
+            return nn.Parameter(torch.empty(c.num_heads, device=device))
+
+        self.logit_scale = heads() if c.qk_norm == "l2" else None
+        self.sinks = heads() if c.sinks else None
+        self.head_scale = heads() if c.head_scale else None
         if c.gate is not None:
             gates = q_dim if c.gate == "elementwise" else c.num_heads
             self.g_proj = linear(c.dim, gates, False, c.init_std)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets what is learned per head: factor 10 of l2, sinks 0, factor 1."""
+        if self.logit_scale is not None:
+            nn.init.constant_(self.logit_scale, math.log(10))
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+        if self.head_scale is not None:
+            nn.init.ones_(self.head_scale)
 
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None

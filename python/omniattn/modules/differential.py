@@ -139,14 +139,20 @@ class DifferentialAttention(Layer):
             return
 
         def vector() -> nn.Parameter:
-            empty = torch.empty(c.head_size, device=device, dtype=torch.float32)
-            return nn.Parameter(nn.init.normal_(empty, std=0.1))
+            return nn.Parameter(torch.empty(c.head_size, device=device, dtype=torch.float32))
 
         self.lambda_q1, self.lambda_k1 = vector(), vector()
         self.lambda_q2, self.lambda_k2 = vector(), vector()
         if c.form == "published":
             norm = RMSNorm.Config(2 * c.head_size, c.norm_eps, backend=c.backend)
             self.subln = RMSNorm(norm, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the vectors of lambda from N(0, 0.1^2)."""
+        if self.config.form != "simple":
+            for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
+                nn.init.normal_(vector, std=0.1)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""

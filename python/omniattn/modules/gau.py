@@ -97,13 +97,21 @@ class GatedAttentionUnit(Layer):
 
         self.u_proj, self.v_proj = linear(c.dim, wide), linear(c.dim, wide)
         self.z_proj, self.o_proj = linear(c.dim, c.key_dim), linear(wide, c.dim)
-        gamma = torch.empty(2, c.key_dim, device=device, dtype=dtype)
-        self.gamma = nn.Parameter(nn.init.normal_(gamma, std=0.02))
-        self.beta = nn.Parameter(torch.zeros_like(gamma))
+
+        def parameter(rows: int, columns: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
+
+        self.gamma, self.beta = parameter(2, c.key_dim), parameter(2, c.key_dim)
         if c.relative is not None:
-            rows = 32 if c.relative == "t5" else 2 * c.max_length - 1
-            table = torch.empty(rows, 1, device=device, dtype=dtype)
-            self.relative_bias = nn.Parameter(nn.init.normal_(table, std=0.02))
+            self.relative_bias = parameter(32 if c.relative == "t5" else 2 * c.max_length - 1, 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws gamma and the relative bias from N(0, 0.02^2) and zeroes beta."""
+        nn.init.normal_(self.gamma, std=0.02)
+        nn.init.zeros_(self.beta)
+        if self.config.relative is not None:
+            nn.init.normal_(self.relative_bias, std=0.02)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ class MoE(Layer):
         Logits are computed in fp32. `state` holds counts, losses and what else a training loop
         needs of the last forward: add `state.balance_loss + state.z_loss` to the loss and, with the
         sigmoid router, call :meth:`update_bias` after the step. Jitter, noise and (unless
-        `capacity_at_eval`) capacity apply in training only.
+        `capacity_at_eval`) capacity apply in training only. Under `checkpoint(use_reentrant=True)`
+        the losses in `state` have no gradient, and a copy of the layer has no state.
 
     Reference:
         Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538.
@@ -282,6 +283,10 @@ class MoE(Layer):
             self.shared_expert_gate = Linear(gate, device=device, dtype=dtype)
         self.state = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
+        return self.__dict__ | {"state": None}
+
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """x (..., T, dim) -> (..., T, dim); token_mask (..., T) bool, False for padding, whose
         output is that of the shared experts alone."""
@@ -377,21 +382,24 @@ class Router(nn.Module):
         self.weight = nn.Parameter(empty)
         self.noise_weight = nn.Parameter(torch.empty_like(empty)) if noisy else None
         self.bias = (
-            nn.Parameter(torch.zeros(c.experts, device=device, dtype=dtype))
+            nn.Parameter(torch.empty(c.experts, device=device, dtype=dtype))
             if c.router_bias
             else None
         )
-        correction = torch.zeros(c.experts, device=device) if c.router == "sigmoid" else None
+        correction = torch.empty(c.experts, device=device) if c.router == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", correction)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights; zero ones for the noisy router, as its paper has it."""
+        """Normal weights, zero ones for the noisy router, as its paper has it; zero biases."""
         if self.noise_weight is not None:
             nn.init.zeros_(self.weight)
             nn.init.zeros_(self.noise_weight)
         else:
             nn.init.normal_(self.weight, std=self.config.init_std)
+        for bias in (self.bias, self.e_score_correction_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Routing]:
         """x (..., T, dim) -> logits (..., T, E) and the routing; token_mask (..., T) hides tokens
@@ -475,18 +483,18 @@ class Experts(nn.Module):
         self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
         self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
         self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
-        vectors = torch.zeros(c.experts, c.dim, device=device)
+        vectors = torch.empty(c.experts, c.dim, device=device)
         learns = c.router_grad == "default_vector"
         self.register_buffer("default_vectors", vectors if learns else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases."""
+        """Normal weights, zero biases and default vectors."""
         nn.init.normal_(self.gate_up_proj, std=self.config.init_std)
         nn.init.normal_(self.down_proj, std=self.config.out_init_std)
-        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        for zeros in (self.gate_up_proj_bias, self.down_proj_bias, self.default_vectors):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of the chosen experts."""

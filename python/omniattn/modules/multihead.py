@@ -80,24 +80,19 @@ class MultiheadAttention(Layer):
         self.config = c = config
         dim = c.embed_dim
 
-        def weight(rows: int, columns: int) -> nn.Parameter:
-            empty = torch.empty(rows, columns, device=device, dtype=dtype)
-            return nn.Parameter(nn.init.xavier_uniform_(empty))
-
-        def row() -> nn.Parameter:
-            empty = torch.empty(1, 1, dim, device=device, dtype=dtype)
-            return nn.Parameter(nn.init.xavier_normal_(empty))
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         if c.joint:
-            self.in_proj_weight = weight(3 * dim, dim)
+            self.in_proj_weight = parameter(3 * dim, dim)
         else:
-            self.q_proj_weight = weight(dim, dim)
-            self.k_proj_weight = weight(dim, dim if c.kdim is None else c.kdim)
-            self.v_proj_weight = weight(dim, dim if c.vdim is None else c.vdim)
-        zeros = torch.zeros(3 * dim, device=device, dtype=dtype)
-        self.in_proj_bias = nn.Parameter(zeros) if c.bias else None
-        self.bias_k = row() if c.add_bias_kv else None
-        self.bias_v = row() if c.add_bias_kv else None
+            self.q_proj_weight = parameter(dim, dim)
+            self.k_proj_weight = parameter(dim, dim if c.kdim is None else c.kdim)
+            self.v_proj_weight = parameter(dim, dim if c.vdim is None else c.vdim)
+        self.in_proj_bias = parameter(3 * dim) if c.bias else None
+        self.bias_k = parameter(1, 1, dim) if c.add_bias_kv else None
+        self.bias_v = parameter(1, 1, dim) if c.add_bias_kv else None
+        self.reset_parameters()
         out = Linear.Config(dim, dim, c.bias, init_std=dim**-0.5, backend=c.backend)
         self.out_proj = Linear(out, device=device, dtype=dtype)
 
@@ -113,6 +108,21 @@ class MultiheadAttention(Layer):
 
     #: Keeps torch's Transformer layers from taking the weights to fused kernels of their own.
     _qkv_same_embed_dim = False
+
+    def reset_parameters(self) -> None:
+        """Draws the input projections and the added rows as Xavier has it; zero bias."""
+        for weight in self._in_weights():
+            nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+        for row in (self.bias_k, self.bias_v):
+            if row is not None:
+                nn.init.xavier_normal_(row)
+
+    def _in_weights(self) -> tuple[nn.Parameter, ...]:
+        if self.config.joint:
+            return (self.in_proj_weight,)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     @classmethod
     def from_torch(
@@ -139,10 +149,7 @@ class MultiheadAttention(Layer):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """(B, T, dim), (B, S, dim), (B, S, dim)."""
         c = self.config
-        if c.joint:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = self.in_proj_weight.chunk(3) if c.joint else self._in_weights()
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if query is key and key is value and c.joint:
             joint = functional.linear(

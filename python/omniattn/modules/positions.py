@@ -236,12 +236,18 @@ class ALiBi(Layer):
     def __init__(self, config: Config, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
-        slopes = functional.alibi_slopes(config.num_heads, max_exponent=config.max_exponent)
-        slopes = slopes.to(device)
+        slopes = torch.empty(config.num_heads, device=device, dtype=torch.float32)
         if config.trainable:
             self.slopes = nn.Parameter(slopes)
         else:
             self.register_buffer("slopes", slopes, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets the slopes of the paper, which are in no checkpoint unless they are trained."""
+        c = self.config
+        self.slopes.copy_(functional.alibi_slopes(c.num_heads, max_exponent=c.max_exponent))
 
     def forward(self, q_len: int, k_len: int, dtype: torch.dtype | None = None) -> Tensor:
         """The bias of q_len queries that end with the last of k_len keys, in `dtype`."""

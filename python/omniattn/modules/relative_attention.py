@@ -57,7 +57,12 @@ class T5RelativeBias(Layer):
         super().__init__()
         self.config = c = config
         table = torch.empty(c.num_buckets, c.num_heads, device=device, dtype=dtype)
-        self.weight = nn.Parameter(nn.init.normal_(table, std=c.init_std))
+        self.weight = nn.Parameter(table)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the table from N(0, init_std^2)."""
+        nn.init.normal_(self.weight, std=self.config.init_std)
 
     def forward(self) -> T5Bias:
         """The term for functional.attention."""
@@ -135,13 +140,19 @@ class TransformerXLAttention(Layer):
             return Linear(config, device=device, dtype=dtype)
 
         def vector() -> nn.Parameter:
-            empty = torch.empty(c.num_heads, c.head_size, device=device, dtype=dtype)
-            return nn.Parameter(nn.init.normal_(empty, std=c.init_std))
+            shape = c.num_heads, c.head_size
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.qkv_net = linear(c.dim, 3 * width)
         self.r_net = linear(c.dim, width)
         self.o_net = linear(width, c.dim)
         self.r_w_bias, self.r_r_bias = vector(), vector()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the biases u and v of the queries from N(0, init_std^2)."""
+        nn.init.normal_(self.r_w_bias, std=self.config.init_std)
+        nn.init.normal_(self.r_r_bias, std=self.config.init_std)
 
     def next_memory(self, x: Tensor, memory: Tensor | None) -> Tensor:
         """The last memory_length tokens of [memory; x], without gradient: for the next segment."""

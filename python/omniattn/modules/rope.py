@@ -94,6 +94,11 @@ class RotaryEmbedding(Layer):
         if config.sticky:
             self.register_buffer("longest", torch.tensor(0), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Forgets the length that was reached."""
+        if self.config.sticky:
+            self.longest.zero_()
+
     def forward(self, positions: Tensor, seq_len: int | None = None) -> tuple[Tensor, Tensor]:
         """positions (..., T) -> cos, sin (..., T, rotary_dim / 2).
 

@@ -85,7 +85,12 @@ class WindowAttention(Layer):
         self.proj = linear(c.dim)
         shape = ((2 * c.window - 1) ** 2, c.num_heads)
         table = torch.empty(shape, device=device, dtype=dtype)
-        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+        self.relative_position_bias_table = nn.Parameter(table)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the table from N(0, 0.02^2), truncated."""
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim) -> the same."""
