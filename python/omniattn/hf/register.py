@@ -23,8 +23,9 @@ def register(name: str = "omniattn") -> None:
             `model.set_experts_implementation(name)`.
 
     Note:
-        A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
-        Falcon and others) raises NotImplementedError at its first mask. A padded query, which
+        A model that computes its attention without transformers' AttentionInterface does not load:
+        NotImplementedError at its first mask (BLOOM, MPT), or transformers' own KeyError (Falcon,
+        GPT-J); its `set_attn_implementation` warns and changes nothing. A padded query, which
         attends to nothing, gives 0 where eager gives the mean of all values.
 
     Example:

@@ -46,7 +46,7 @@ class RotaryEmbedding(Layer):
         Args:
             rotary_dim: even, at most the head size.
             base: of the wavelengths.
-            scaling: for contexts longer than trained on.
+            scaling: for contexts longer than trained on, see functional.rope_frequencies.
             sticky: a length that was reached stays in force until a call within the trained length
                 (Hugging Face), where by default each call counts for itself.
             sections: M-RoPE: pairs of time, height and width.

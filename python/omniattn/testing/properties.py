@@ -193,7 +193,7 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """torch.func: grad equals autograd's, vmap equals a loop or raises."""
+    """torch.func: grad equals autograd's, vmap of the op and of its grad a loop, or they raise."""
     call = spec.call(case, dtype)
     grads = output_gradients(call.run(spec.function))
 
@@ -213,14 +213,19 @@ def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
         return Call({**call.tensors, **stacked}, call.options).run(spec.function)
 
     batch = [torch.stack([t, t.flip(-1)]) for t in named.values()]
-    try:
-        mapped = torch.func.vmap(one)(*batch)
-    except NotImplementedError:
-        return
-    for i in range(2):
-        single = one(*(t[i] for t in batch))
-        for m, s in zip(mapped, single, strict=True):
-            torch.testing.assert_close(m[i], s)
+
+    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.func.grad(loss)(dict(zip(named, tensors, strict=True))).values())
+
+    for function in (one, gradients):
+        try:
+            mapped = torch.func.vmap(function)(*batch)
+        except NotImplementedError:
+            return
+        for i in range(2):
+            single = function(*(t[i] for t in batch))
+            for m, s in zip(mapped, single, strict=True):
+                torch.testing.assert_close(m[i], s)
 
 
 PROPERTIES: dict[str, Property] = {
