@@ -461,6 +461,18 @@ def test_many_heads_on_one_latent(dtype):
     torch.testing.assert_close(results[0].double(), want, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+@pytest.mark.parametrize("heads", [33, 65])
+@pytest.mark.parametrize("values", [slice(0, 70), slice(6, 100)], ids=str)
+def test_values_inside_the_latent(heads, values, dtype):
+    """Values that are the first columns of their keys are read once, others are not."""
+    q, latent, _ = qkv(2, 1, 150, heads, 1, 100, 8, dtype=dtype)
+    with poisoned_memory():
+        out = attention(q, latent, latent[..., values])
+    want = reference.attention(q.double(), latent.double(), latent[..., values].double())
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", isas())
 def test_many_query_rows_of_a_kv_head(name):
     """Four queries of 8 heads on one kv head take register tiles in decoding."""

@@ -124,7 +124,7 @@ constexpr int64_t kSplitKeys = 256;      // keys of one decode work item
 constexpr int64_t kTileSplitKeys = 512;  // the same where it multiplies by register tiles
 constexpr int64_t kDecodeRows = 16;      // most query rows of one kv head that take the decode path
 constexpr int64_t kDecodeQueries = 4;    // or on the CPU, however many heads, most queries
-constexpr int64_t kDecodeTileRows = 32;  // from so many rows on, which pay for packing keys
+constexpr int64_t kDecodeTileRows = 32;  // from so many rows on tiles are full enough
 constexpr int64_t kBackwardItems = 8;    // work items the backward splits keys for, and
 constexpr int64_t kBackwardSplits = 8;   // the most dQ buffers it pays for that
 constexpr int64_t kTablePlanes = 16;     // of each head that collect the gradient of a shared table
@@ -244,12 +244,17 @@ OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_
 OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * p.hq * p.tq * partial_elements(p);
 }
-// The query rows of all heads of an item, the logits of one kv head for 64 keys, and where tiles
-// are used these keys as rows, or their values, and as columns.
+// The queries of one kv head: as rows, or for tiles as columns.
+OMNIATTN_FN int64_t decode_query_elements(const AttentionProblem& p) {
+  const int64_t rows = group_size(p) * p.tq;
+  return decodes_by_tiles(p) ? round_up(rows, kKeyPanel) * p.d : rows * padded_row(p.d);
+}
+// The queries of an item, the logits of one kv head for 64 keys, and where tiles are used these
+// logits transposed, and the keys or their values as rows.
 OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
-  const int64_t wide = padded_row(p.d > p.dv ? p.d : p.dv);
-  return p.hq * p.tq * padded_row(p.d) +
-         kKeyPanel * (group_size(p) * p.tq + (decodes_by_tiles(p) ? wide + p.d : 0));
+  const int64_t rows = group_size(p) * p.tq, wide = padded_row(p.d > p.dv ? p.d : p.dv);
+  return p.hkv * decode_query_elements(p) +
+         kKeyPanel * (rows + (decodes_by_tiles(p) ? round_up(rows, kKeyPanel) + wide : 0));
 }
 
 // Batch entries whose table gradients go to one plane, so that a shared table has at most

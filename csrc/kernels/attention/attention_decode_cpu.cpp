@@ -1,8 +1,9 @@
 // Few query rows against many keys (see attention.h): keys are split at fixed places, each work
 // item reads its K and V rows once, in memory order, for all query rows that share them, and leaves
 // one partial (O, m, l) per row; merge adds the partials in key order. K and V are read as they
-// are, through a table of their rows that is the same for pages; many rows of one kv head (MLA's
-// 128 heads on one latent) are worth packing them for register tiles.
+// are, through a table of their rows that is the same for pages. Many rows of one kv head (MLA's
+// 128 heads on one latent) are multiplied by register tiles: S^T = K Q^T with Q packed once an
+// item.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -235,10 +236,10 @@ struct KeyTile {
   const T *k, *v;  // of key n: at_k[n], at_v[n] elements behind
   const int64_t *at_k, *at_v;
   int64_t count;
-  const A* q;         // (rows, d), padded
-  A* s;               // (rows, kKeyPanel)
-  A *wide, *columns;  // for tiles: k or v as padded rows, and K^T
-  A* o;               // (rows, dv) of the partials, in rows of ldo
+  const A* q;            // (rows, d), padded, or Q^T in panels
+  A* s;                  // (rows, kKeyPanel)
+  A *transposed, *wide;  // for tiles: S^T, and k or v as padded rows
+  A* o;                  // (rows, dv) of the partials, in rows of ldo
   int64_t ldo;
 };
 
@@ -294,24 +295,48 @@ WideRows<compute_t<T>> wide_rows(const T* from, const int64_t* at, int64_t count
   return {memory, stride};
 }
 
-// The same products by register tiles.
-template <class T>
-void dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
-  using A = compute_t<T>;
-  constexpr int64_t kDepth = 96;  // whose panel stays in L1
-  const int64_t ldq = padded_row(p.d);
-  const WideRows<A> k = wide_rows(x.k, x.at_k, x.count, p.d, x.wide);
-  pack_keys_as_columns(k.data, k.stride, p.d, x.count, kKeyPanel, x.columns);
-  const Panels<A> columns = packed_panels(x.columns, p.d);
-  for (int64_t c = 0; c == 0 || c < p.d; c += kDepth) {
-    const Range part = block(c / kDepth, kDepth, p.d);
-    gemm_tile<A>(x.q + c, ldq, columns.at(c, 0), x.s, kKeyPanel, rows, x.count,
-                 part.end - part.begin, c > 0);
+// to[c][r] = from[r][c].
+template <class A>
+void transpose_rows(const A* from, int64_t ld, int64_t rows, int64_t cols, A* to, int64_t ld_to) {
+  constexpr int64_t kWidth = Vec<A>::kWidth;
+  for (int64_t c = 0; c < cols; c += kWidth) {
+    for (int64_t r = 0; r < rows; r += kWidth) {
+      Vec<A> x[kWidth];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kWidth; ++i) {
+        x[i] = load_n(from + (r + i) * ld + c, r + i < rows ? cols - c : 0);
+      }
+      transpose(x);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kWidth; ++i) {
+        if (c + i < cols) store(to + (c + i) * ld_to + r, x[i]);
+      }
+    }
   }
 }
+
+// Whether values are the first columns of their keys, as in MLA.
+OMNIATTN_INLINE bool are_values_of_keys(const AttentionProblem& p) {
+  return p.k.data == p.v.data && p.k.stride_b == p.v.stride_b && p.k.stride_t == p.v.stride_t &&
+         p.k.stride_h == p.v.stride_h && p.dv <= p.d;
+}
+
+// The same products by register tiles; the first gives the rows of k.
 template <class T>
-void weigh_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
-  const WideRows<compute_t<T>> v = wide_rows(x.v, x.at_v, x.count, p.dv, x.wide);
+WideRows<compute_t<T>> dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
+  using A = compute_t<T>;
+  const int64_t ld = round_up(rows, kKeyPanel);
+  const WideRows<A> k = wide_rows(x.k, x.at_k, x.count, p.d, x.wide);
+  gemm_tile<A>(k.data, k.stride, packed_panels(x.q, p.d), x.transposed, ld, x.count, rows, p.d,
+               false);
+  transpose_rows(x.transposed, ld, x.count, rows, x.s, kKeyPanel);
+  return k;
+}
+template <class T>
+void weigh_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x,
+                 const WideRows<compute_t<T>>& k) {
+  const WideRows<compute_t<T>> v =
+      are_values_of_keys(p) ? k : wide_rows(x.v, x.at_v, x.count, p.dv, x.wide);
   gemm_tile<compute_t<T>>(x.s, kKeyPanel, row_panels(v.data, v.stride), x.o, x.ldo, rows, p.dv,
                           x.count, true);
 }
@@ -340,14 +365,15 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   x.count = count;
   x.q = q;
   x.s = carve.take(rows.count * kKeyPanel);
-  x.columns = carve.take(kKeyPanel * p.d);
+  x.transposed = carve.take(kKeyPanel * round_up(rows.count, kKeyPanel));
   x.wide = carve.next;
   // The partials of one kv head lie one behind the other, as its rows do.
   x.o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
   x.ldo = partial_elements(p);
   const bool tiles = decodes_by_tiles(p);
+  WideRows<A> wide{};
   if (tiles) {
-    dot_tiles(p, rows.count, x);
+    wide = dot_tiles(p, rows.count, x);
   } else {
     const int64_t ahead = (rows.kv_head - rows.heads.begin) * panel;
     dot_rows(p, rows.count, x,
@@ -361,7 +387,27 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
     softmax_partial(p, score, count, x.s + r * kKeyPanel,
                     partial_of<A>(params, rows.b, split, rows.head(r), rows.query(r)));
   }
-  tiles ? weigh_tiles(p, rows.count, x) : weigh_rows(p, rows.count, x);
+  tiles ? weigh_tiles(p, rows.count, x, wide) : weigh_rows(p, rows.count, x);
+}
+
+// The scaled query rows of one kv head, as decode_query_elements says.
+template <class T>
+void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
+                  compute_t<T>* scratch) {
+  using A = compute_t<T>;
+  const int64_t ld = padded_row(p.d);
+  const bool tiles = decodes_by_tiles(p);
+  const int64_t step = tiles ? kKeyPanel : rows.count;
+  for (int64_t first = 0; first < rows.count; first += step) {
+    const int64_t count = intersect({first, first + step}, {0, rows.count}).end - first;
+    A* const to = tiles ? scratch : q;
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t h = rows.head(first + r);
+      pack_rows<T>(row_of<T>(p.q, rows.b, rows.query(first + r), h), 0, 1, p.d,
+                   query_factor<A>(p, h), to + r * ld);
+    }
+    if (tiles) pack_bt(scratch, ld, p.d, count, q + first * p.d);
+  }
 }
 
 template <class T>
@@ -371,15 +417,15 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   const int64_t splits = decode_splits(p), head_items = decode_head_items(p);
   const int64_t b = item / (splits * head_items), split = item / head_items % splits;
   const Range heads = head_items == 1 ? Range{0, p.hkv} : Range{item % p.hkv, item % p.hkv + 1};
-  const int64_t group = group_size(p), ldq = padded_row(p.d), head_rows = group * p.tq;
+  const int64_t group = group_size(p), head_rows = group * p.tq;
 
   Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const q = carve.take((heads.end - heads.begin) * head_rows * ldq);
-  for (int64_t h = heads.begin * group; h < heads.end * group; ++h) {
-    pack_rows<T>(row_of<T>(p.q, b, 0, h), p.q.stride_t, p.tq, p.d, query_factor<A>(p, h),
-                 q + (h - heads.begin * group) * p.tq * ldq);
-    for (int64_t i = 0; i < p.tq; ++i) {
-      const Partial<A> row = partial_of<A>(params, b, split, h, i);
+  A* const q = carve.take((heads.end - heads.begin) * decode_query_elements(p));
+  for (int64_t h = heads.begin; h < heads.end; ++h) {
+    const Rows rows{b, h, head_rows, h * group, p.tq, heads};
+    pack_queries<T>(p, rows, q + (h - heads.begin) * decode_query_elements(p), carve.next);
+    for (int64_t r = 0; r < head_rows; ++r) {
+      const Partial<A> row = partial_of<A>(params, b, split, rows.head(r), rows.query(r));
       for (int64_t c = 0; c < row.width; ++c) row.o[c] = A(0);
       row.m() = p.score.normaliser == Normaliser::softmax ? negative_infinity<A>() : A(0);
       row.l() = A(0);
@@ -395,8 +441,8 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
     const Range keys = intersect(seen, {key, key + panel});
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const Rows rows{b, h, head_rows, h * group, p.tq, heads};
-      decode_keys<T>(params, rows, at, split, keys, panel, q + (h - heads.begin) * head_rows * ldq,
-                     carve.next);
+      decode_keys<T>(params, rows, at, split, keys, panel,
+                     q + (h - heads.begin) * decode_query_elements(p), carve.next);
     }
   }
 }
