@@ -12,13 +12,6 @@ struct ValueAndSlope {
   V value, slope;
 };
 
-// Beyond this the float sigmoid stops falling; a large x would bring its last value to light.
-template <class T>
-OMNIATTN_INLINE Vec<T> sigmoid_to_zero(Vec<T> x) {
-  constexpr T kTail = sizeof(T) == 4 ? T(-87) : T(-1000);
-  return select(x < Vec<T>(kTail), Vec<T>(T{0}), sigmoid(x));
-}
-
 // act(x) and act'(x); the compiler drops the slope where only the value is used.
 template <Activation kAct, class T>
 OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
@@ -28,7 +21,7 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   } else if constexpr (kAct == Activation::relu) {
     return {max(V(T{0}), x), select(x > V(T{0}), V(T{1}), V(T{0}))};
   } else if constexpr (kAct == Activation::silu) {
-    const V s = sigmoid_to_zero(x);
+    const V s = sigmoid(x);
     return {x * s, fma(x * s, T{1} - s, s)};
   } else if constexpr (kAct == Activation::gelu) {
     constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);
@@ -40,7 +33,7 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
     return {s, s * (T{1} - s)};
   } else if constexpr (kAct == Activation::quick_gelu) {
     constexpr auto kScale = static_cast<T>(1.702);
-    const V s = sigmoid_to_zero(kScale * x);
+    const V s = sigmoid(kScale * x);
     return {x * s, fma(kScale * x * s, T{1} - s, s)};
   } else if constexpr (kAct == Activation::relu_squared) {
     const V r = max(V(T{0}), x);

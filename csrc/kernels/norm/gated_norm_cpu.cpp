@@ -11,8 +11,8 @@ namespace {
 
 constexpr Order kAny = Order::any;
 
-// sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid: chosen by lanes, not by a template
-// argument, which would double the code of the largest file here.
+// sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid, and its slope: chosen by lanes, not
+// by a template argument, which would double the code of the largest file here.
 template <class C>
 struct Gate {
   Mask<C> silu;
@@ -21,19 +21,13 @@ struct Gate {
       : silu(lanes_below<C>(act == Activation::silu ? Vec<C>::kWidth : 0)) {}
 
   template <class V>
-  OMNIATTN_INLINE V value(V z) const {
-    return lanewise([&](Vec<C> x) { return sigmoid_to_zero(x) * select(silu, x, one()); }, z);
+  OMNIATTN_INLINE ValueAndSlope<V> operator()(V z) const {
+    const Vec<C> one = C(1);
+    const V s = lanewise([](Vec<C> x) { return sigmoid(x); }, z);
+    const V u = lanewise([&](Vec<C> x) { return select(silu, x, one); }, z);
+    const V du = lanewise([&](Vec<C>) { return select(silu, one, zero<C>()); }, z);
+    return {s * u, s * fma(u, C(1) - s, du)};
   }
-  template <class V>
-  OMNIATTN_INLINE V slope(V z) const {
-    return lanewise(
-        [&](Vec<C> x) {
-          const Vec<C> s = sigmoid_to_zero(x);
-          return s * fma(select(silu, x, one()), C(1) - s, select(silu, one(), zero<C>()));
-        },
-        z);
-  }
-  OMNIATTN_INLINE static Vec<C> one() { return Vec<C>(C(1)); }
 };
 
 // What is normalised, of one group.
@@ -44,7 +38,7 @@ struct Normalised {
 
   OMNIATTN_INLINE auto load(int64_t i, auto part) const {
     if constexpr (kPlace == GatePlace::before) {
-      return part.load(x + i) * gate.value(part.load(z + i));
+      return part.load(x + i) * gate(part.load(z + i)).value;
     } else {
       return part.load(x + i);
     }
@@ -86,7 +80,7 @@ OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_
     if (bias != nullptr) out += part.load(bias + i);
     if constexpr (kPlace == GatePlace::after) {
       if (p.cast_first) out = rounded_in(y, i, part, out);
-      out = out * gate.value(part.load(z + i));
+      out = out * gate(part.load(z + i)).value;
     }
     part.store(y + i, out);
   });
@@ -122,16 +116,18 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   C* const dw = dweight ? dweight + first : nullptr;
   C* const db = dbias ? dbias + first : nullptr;
 
-  const auto upstream = [&](int64_t i, auto part) {
-    if constexpr (kPlace == GatePlace::after) {
-      return part.load(gy + i) * gate.value(part.load(z + i));
-    } else {
-      return part.load(gy + i);
-    }
+  // The gate of element i, if there is one, and g.
+  const auto gate_at = [&](int64_t i, auto part) {
+    using V = decltype(part.load(z + i));
+    if constexpr (kPlace == GatePlace::none) return ValueAndSlope<V>{V(C(1)), V(C(0))};
+    return gate(part.load(z + i));
+  };
+  const auto upstream = [&](int64_t i, auto part, const auto& act) {
+    return kPlace == GatePlace::after ? part.load(gy + i) * act.value : part.load(gy + i);
   };
   RowSum<C> m_d, m_sum;
   for_row_by_four<T, kAny>(n, [&](int64_t i, auto part, int k) {
-    const auto m = upstream(i, part) * weight_at(weight, i, part);
+    const auto m = upstream(i, part, gate_at(i, part)) * weight_at(weight, i, part);
     m_d.add(k, part.zero_beyond(m * (v.load(i, part) - mean)));
     m_sum.add(k, part.zero_beyond(m));
   });
@@ -139,20 +135,20 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   const C shift = p.center ? m_sum.total() * inverse_n : C(0);
 
   for_row<T, kAny>(n, [&](int64_t i, auto part) {
-    const auto g = upstream(i, part), w = weight_at(weight, i, part);
+    const auto act = gate_at(i, part);
+    const auto g = upstream(i, part, act), w = weight_at(weight, i, part);
     const auto d = v.load(i, part) - mean;
     const auto dv = (g * w - shift - d * slope) * rstd;
     if constexpr (kPlace == GatePlace::before) {
-      const auto gated_by = part.load(z + i);
-      part.store(dx + i, dv * gate.value(gated_by));
-      part.store(dz + i, dv * part.load(x + i) * gate.slope(gated_by));
+      part.store(dz + i, dv * part.load(x + i) * act.slope);
+      part.store(dx + i, dv * act.value);
     } else {
+      if constexpr (kPlace == GatePlace::after) {
+        auto normed = d * rstd * w;
+        if (bias != nullptr) normed += part.load(bias + i);
+        part.store(dz + i, part.load(gy + i) * normed * act.slope);
+      }
       part.store(dx + i, dv);
-    }
-    if constexpr (kPlace == GatePlace::after) {
-      auto normed = d * rstd * w;
-      if (bias != nullptr) normed += part.load(bias + i);
-      part.store(dz + i, part.load(gy + i) * normed * gate.slope(part.load(z + i)));
     }
     if (dw != nullptr) part.store_sums(dw + i, part.load_sums(dw + i) + g * (d * rstd));
     if (db != nullptr) part.store_sums(db + i, part.load_sums(db + i) + g);
