@@ -133,8 +133,8 @@ struct PointwiseWeight {
   OMNIATTN_INLINE PointwiseWeight(Normaliser normaliser, Vec<A> x) {
     using V = Vec<A>;
     if (normaliser == Normaliser::sigmoid) {
-      const V e = exp2(min(V(A(126)), V(A(0)) - x));
-      weight = select(x == V(negative_infinity<A>()), zero<A>(), reciprocal(V(A(1)) + e));
+      const V e = exp2(min(V(A(126)), x));  // 0 of a hidden key
+      weight = e * reciprocal(V(A(1)) + e);
       slope = sigmoid_slope(weight);
     } else {
       const V root = max(x * V(static_cast<A>(kLn2)), zero<A>());
