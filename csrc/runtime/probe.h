@@ -14,7 +14,6 @@ enum class VecFunction : int32_t {
   copy,  // load and store, whole vectors and a partial one
   exp,
   exp2,
-  exp2_degree4,
   log,
   tanh,
   erf,

@@ -25,8 +25,6 @@ void map_function(VecFunction function, const T* x, T* y, int64_t n) {
       return map_elements(x, y, n, [](V v) { return exp(v); });
     case VecFunction::exp2:
       return map_elements(x, y, n, [](V v) { return exp2(v); });
-    case VecFunction::exp2_degree4:
-      return map_elements(x, y, n, [](V v) { return exp2<4>(v); });
     case VecFunction::log:
       return map_elements(x, y, n, [](V v) { return log(v); });
     case VecFunction::tanh:

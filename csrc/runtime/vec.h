@@ -178,11 +178,8 @@ OMNIATTN_INLINE VecD exp(VecD x) {
   return map_lanes(x, [](double lane) { return __builtin_exp(lane); });
 }
 
-// 2^x for the softmax of attention, with relative error 4e-7 (degree 5) or 4e-6 (degree 4: below
-// half a bf16 step). 2^x is exact at integers; -inf gives 0.
-template <int kDegree = 5>
+// 2^x for the softmax of attention within relative error 4e-7, exact at integers; -inf gives 0.
 OMNIATTN_INLINE VecF exp2(VecF x) {
-  static_assert(kDegree == 4 || kDegree == 5);
 #if defined(__AVX512F__)
   const VecF n = x;  // the instruction takes the floor and saturates by itself
   const VecF f(_mm512_reduce_ps(x.v, 9));
@@ -191,16 +188,10 @@ OMNIATTN_INLINE VecF exp2(VecF x) {
   const VecF n = floor(clamped);
   const VecF f = clamped - n;
 #endif
-  if constexpr (kDegree == 5) {
-    return scale2(horner(f, 1.0f, 6.931512952e-01f, 2.401644439e-01f, 5.579991266e-02f,
-                         9.017030708e-03f, 1.867130050e-03f),
-                  n);
-  } else {
-    return scale2(
-        horner(f, 1.0f, 6.930448413e-01f, 2.412801981e-01f, 5.224247277e-02f, 1.342668477e-02f), n);
-  }
+  return scale2(horner(f, 1.0f, 6.931512952e-01f, 2.401644439e-01f, 5.579991266e-02f,
+                       9.017030708e-03f, 1.867130050e-03f),
+                n);
 }
-template <int kDegree = 5>
 OMNIATTN_INLINE VecD exp2(VecD x) {
   return map_lanes(x, [](double lane) { return __builtin_exp2(lane); });
 }

@@ -28,7 +28,7 @@ PROPERTIES = (
 FIXTURES = ("reverse", "pipeline", "exchange", "handover", "shuffle", "pending_copy")
 #: Calls whose values only the GPU knows to be out of range.
 OUT_OF_RANGE = {
-    "rope: positions must be in": """
+    "apply_rotary, qk_norm_rotary: positions must be in": """
         table = torch.ones(4, 2, device="cuda")
         x = torch.ones(1, 4, 1, 4, device="cuda")
         F.apply_rotary(x, None, table, table, positions=torch.arange(1, 5, device="cuda"))
@@ -36,12 +36,12 @@ OUT_OF_RANGE = {
     "cross_entropy: target must be in": """
         F.cross_entropy(torch.ones(2, 3, device="cuda"), torch.tensor([0, 3], device="cuda"))
     """,
-    "attention: cu_seqlens_k must grow": """
+    "attention_varlen: cu_seqlens_k must grow": """
         q = torch.ones(4, 1, 8, device="cuda")
         cu, longer = (torch.tensor([0, n], device="cuda") for n in (4, 5))
         F.attention_varlen(q, q, q, cu, longer, max_seqlen_q=4, max_seqlen_k=5)
     """,
-    "attention: cache_seqlens must lie in": """
+    "attention_cached: cache_seqlens must lie in": """
         q = torch.ones(1, 4, 1, 8, device="cuda")
         F.attention_cached(q, q, q, torch.tensor([5], device="cuda"))
     """,

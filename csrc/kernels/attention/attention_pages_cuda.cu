@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     if (t >= sequence_of(p, b).tk) continue;
     const int64_t page = p.pages.table[b * p.pages.stride_b + t / p.pages.size];
     GPU_REQUIRE(page >= 0 && page < p.sequences.rows_k,
-                "attention: block_table must name pages of k and v");
+                "attention_cached: block_table must name pages of k and v");
     to[n] = row_of<T>(from, page, t % p.pages.size, h)[c];
   }
 }

@@ -30,14 +30,16 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64
   if (rows.k == nullptr) return {b, 0, p.tq, 0, p.tk};
   if (rows.q == nullptr) {
     GPU_REQUIRE(rows.k[b] >= 0 && rows.k[b] <= p.tk,
-                "attention: cache_seqlens must lie in [0, Tk], the rows of the cache");
+                "attention_cached: cache_seqlens must lie in [0, Tk], the rows of the cache");
     return {b, 0, p.tq, 0, rows.k[b]};
   }
   const int64_t q = rows.q[b], tq = rows.q[b + 1] - q, k = rows.k[b], tk = rows.k[b + 1] - k;
-  GPU_REQUIRE(q >= 0 && tq >= 0 && tq <= p.tq && q + tq <= rows.rows_q,
-              "attention: cu_seqlens_q must grow by 0 to max_seqlen_q, within the rows of q");
-  GPU_REQUIRE(k >= 0 && tk >= 0 && tk <= p.tk && k + tk <= rows.rows_k,
-              "attention: cu_seqlens_k must grow by 0 to max_seqlen_k, within the rows of k");
+  GPU_REQUIRE(
+      q >= 0 && tq >= 0 && tq <= p.tq && q + tq <= rows.rows_q,
+      "attention_varlen: cu_seqlens_q must grow by 0 to max_seqlen_q, within the rows of q");
+  GPU_REQUIRE(
+      k >= 0 && tk >= 0 && tk <= p.tk && k + tk <= rows.rows_k,
+      "attention_varlen: cu_seqlens_k must grow by 0 to max_seqlen_k, within the rows of k");
   return {0, q, tq, k, tk};
 }
 

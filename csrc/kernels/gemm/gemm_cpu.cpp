@@ -7,11 +7,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Sizes of the blocks: B 256 KiB and A 192 KiB of fp32 share an L2 of 1 MiB or more; a deep block
-// moves C, which they push out of L2, less often than a wide one. Rows of one item: few enough to
-// give every thread work, enough to make packing B cheap.
-constexpr int64_t kBlockK = 512;
-constexpr int64_t kBlockN = 128;
+// Rows of one item: few enough to give every thread work, enough to make packing B cheap.
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
@@ -28,13 +24,23 @@ bool is_dot(const GemmParams& p) {
   return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
 }
 
+// Whether A is multiplied where it is, not packed for each block of columns.
+bool reads_a_in_place(const GemmParams& p) {
+  return !p.a_transposed && (p.a_dtype == DType::f64 || p.a_dtype == DType::f32 || kHasBf16Dot);
+}
+
 // The grid of blocks of C.
 struct Grid {
   int64_t rows, cols;              // of one block
   int64_t row_blocks, col_blocks;  // items = row_blocks * col_blocks
+  int64_t depth;                   // of a block of B
 
+  // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. A deep
+  // one moves C, which they push out of L2, less often; a wide one packs A less often.
   explicit Grid(const GemmParams& p) {
-    col_blocks = divide_up(p.n, kBlockN);
+    const bool deep = reads_a_in_place(p);
+    depth = deep ? 512 : 256;
+    col_blocks = divide_up(p.n, deep ? 128 : 256);
     cols = round_up(divide_up(p.n, larger(col_blocks, 1)), kPanelCols<float>);
     col_blocks = divide_up(p.n, larger(cols, 1));
     const int64_t wanted = divide_up(kEnoughItems, larger(col_blocks, 1));
@@ -60,25 +66,27 @@ OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
 
 template <class T>
 struct Workspace {
-  T* b;             // kBlockK x cols of the grid, in panels
-  T* a;             // kBlockM x kBlockK, where A cannot be read in place
+  T* b;             // depth x cols of the grid, in panels
+  T* a;             // kBlockM x depth, where A cannot be read in place
   compute_t<T>* c;  // rows x cols of the grid, where C is narrower than sums
 
   static int64_t b_bytes(const Grid& grid) {
-    return packed_elements<T>(kBlockK, grid.cols) * static_cast<int64_t>(sizeof(T));
+    return packed_elements<T>(grid.depth, grid.cols) * static_cast<int64_t>(sizeof(T));
   }
-  static constexpr int64_t a_bytes() { return kBlockM * kBlockK * sizeof(T); }
+  static int64_t a_bytes(const Grid& grid) {
+    return kBlockM * grid.depth * static_cast<int64_t>(sizeof(T));
+  }
 
   Workspace(void* memory, const Grid& grid) {
     char* const p = static_cast<char*>(memory);
     b = reinterpret_cast<T*>(p);
     a = reinterpret_cast<T*>(p + b_bytes(grid));
-    c = reinterpret_cast<compute_t<T>*>(p + b_bytes(grid) + a_bytes());
+    c = reinterpret_cast<compute_t<T>*>(p + b_bytes(grid) + a_bytes(grid));
   }
   static int64_t bytes(const GemmParams& p, const Grid& grid) {
     const bool in_place = p.c_dtype == TypeTraits<compute_t<T>>::kDType;
     const int64_t sums = in_place ? 0 : grid.rows * grid.cols;
-    return b_bytes(grid) + a_bytes() + sums * static_cast<int64_t>(sizeof(compute_t<T>));
+    return b_bytes(grid) + a_bytes(grid) + sums * static_cast<int64_t>(sizeof(compute_t<T>));
   }
 };
 
@@ -122,9 +130,9 @@ void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, in
     gemm_tile<T>(a, p.lda, b, c, ldc, rows, cols, depth, accumulate);
   } else if constexpr (Operand<T>::kStep == 1) {
     with_elements<T>(p.a_dtype, p.a, row * p.lda + k, [&](const auto* a) {
-      pack_rows(a, p.lda, rows, depth, work.a, kBlockK, depth);
+      pack_rows(a, p.lda, rows, depth, work.a, depth, depth);
     });
-    gemm_tile<T>(work.a, kBlockK, b, c, ldc, rows, cols, depth, accumulate);
+    gemm_tile<T>(work.a, depth, b, c, ldc, rows, cols, depth, accumulate);
   }
 }
 
@@ -157,8 +165,8 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
 
   const bool started = p.bias != nullptr || p.k == 0;
   if (started && !p.accumulate) start_rows(p, n, rows, cols, c, ldc);
-  for (int64_t k = 0; k < p.k; k += kBlockK) {
-    const int64_t depth = smaller(kBlockK, p.k - k);
+  for (int64_t k = 0; k < p.k; k += grid.depth) {
+    const int64_t depth = smaller(grid.depth, p.k - k);
     pack_b_block(p, k, depth, n, cols, work.b);
     for (int64_t r = 0; r < rows; r += kBlockM) {
       multiply_rows(p, m + r, smaller(kBlockM, rows - r), k, depth, cols, work, c + r * ldc, ldc,

@@ -20,7 +20,7 @@ __device__ __forceinline__ RopeToken<C> rope_token(const RopeParams& p, int64_t 
   const int64_t position =
       p.positions != nullptr ? p.positions[b * p.positions_batch + t * p.positions_token] : t;
   GPU_REQUIRE(position >= 0 && position < p.rows,
-              "rope: positions must be in [0, P), the rows of the tables");
+              "apply_rotary, qk_norm_rotary: positions must be in [0, P), the rows of cos and sin");
   return {b, t, static_cast<const C*>(p.cos) + b * p.cos_batch + position * p.cos_row,
           static_cast<const C*>(p.sin) + b * p.sin_batch + position * p.sin_row};
 }
