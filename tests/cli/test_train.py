@@ -246,7 +246,10 @@ def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
     assert "pip install 'omniattn[train]'" in message
 
 
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--steps", "x"], ["--model", "gpt"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--steps", "0"], ["--steps", "x"], ["--model", "gpt"], ["--seed", str(2**63)]],
+)
 def test_wrong_options_are_a_usage_error(tmp_path, options):
     with pytest.raises(SystemExit) as caught:
         train(tmp_path / "o", *options)

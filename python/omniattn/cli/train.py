@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=_positive, help="tokens per example of text (default: 256)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32")
-    parser.add_argument("--seed", type=int, help="of weights, data order and sample (default: 0)")
+    parser.add_argument("--seed", type=_seed, help="of weights, data order and sample (default: 0)")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], help="force all ops")
     parser.add_argument(
@@ -108,6 +108,13 @@ def _not_negative(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {value}")
     return value
 
 
