@@ -3,14 +3,12 @@
 import functools
 import itertools
 import os
-import socket
-import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run, start
 
 from omniattn.modules import ExpertParallel, MoE
 
@@ -33,13 +31,6 @@ def grads(layer, x):
     y = layer(x)
     y.square().sum().backward()
     return y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}
-
-
-def start(rank, ranks, port, seconds):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timeout)
 
 
 def compare(rank, ranks, port):
@@ -93,19 +84,7 @@ WORK = {
     ],
 )
 def test_processes(work, ranks):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, work, str(rank), str(ranks), port],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
+    run(__file__, work, ranks)
 
 
 if __name__ == "__main__":

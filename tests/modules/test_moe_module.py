@@ -252,6 +252,22 @@ def test_bias_update_evens_out_the_load():
     assert spread[-1] < 0.3 * spread[0]
 
 
+def test_bias_update_by_the_counts_of_several_forwards():
+    torch.manual_seed(0)
+    config = MoE.Config.deepseek_v3(16, 8, 8, 2, groups=1, top_groups=1)
+    whole, parts = MoE(config), MoE(config)
+    parts.load_state_dict(whole.state_dict())
+    x = torch.randn(30, 16)
+    whole(x)
+    whole.update_bias()
+    counts = 0
+    for part in x.split(10):
+        parts(part)
+        counts = counts + parts.state.counts
+    parts.update_bias(counts=counts)
+    assert torch.equal(parts.gate.e_score_correction_bias, whole.gate.e_score_correction_bias)
+
+
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "noisy", "expert_choice"])
 def test_every_router_trains(router):
     torch.manual_seed(0)

@@ -163,7 +163,5 @@ def test_qk_norm_rotary_says_what_does_not_fit():
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], q_weight=torch.ones(7))
     with pytest.raises(ValueError, match="eps must be a finite number >= 0"):
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], eps=-1.0)
-    with pytest.raises(
-        RuntimeError, match=r"qk_norm_rotary: positions must be in \[0, [9P]\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"qk_norm_rotary: positions must be in \[0, [9P]\)"):
         F.qk_norm_rotary(q, k, COS, SIN, positions=torch.arange(5, 10))

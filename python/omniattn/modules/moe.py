@@ -346,15 +346,25 @@ class MoE(Layer):
 
     @torch.no_grad()
     def update_bias(
-        self, rate: float | None = None, group: torch.distributed.ProcessGroup | None = None
+        self,
+        rate: float | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        *,
+        counts: Tensor | None = None,
     ) -> None:
-        """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against the counts
-        of the last forward, summed over the ranks of `group` where one is given."""
+        """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against `counts`.
+
+        `counts` (E,) are those of the last forward by default; who accumulates gradients adds up
+        `state.counts` of the forwards of a step. They are summed over the ranks of `group`, where
+        one is given.
+        """
         bias = self.gate.e_score_correction_bias
-        if bias is None or self.state is None:
+        if counts is None and self.state is not None:
+            counts = self.state.counts
+        if bias is None or counts is None:
             raise RuntimeError("MoE: update_bias needs router='sigmoid' and a forward before it")
-        counts = self.state.counts.clone()
         if group is not None:
+            counts = counts.clone()
             torch.distributed.all_reduce(counts, group=group)
         functional.update_router_bias(bias, counts, self.config.bias_rate if rate is None else rate)
 

@@ -1,0 +1,37 @@
+"""Tests on several processes, each a run of the test's own file: file.py work rank ranks port."""
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def start(rank, ranks, port, seconds=60):
+    """Joins a gloo group whose collectives wait for `seconds` at most."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timeout)
+
+
+def run(file, work, ranks):
+    """Runs `work` on all ranks; every process must succeed."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, file, work, str(rank), str(ranks), port],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
