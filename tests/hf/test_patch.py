@@ -65,6 +65,31 @@ MODELS = {
         ),
         {"linear": 17, "norm": 9, "mlp": 2, "loss": 1, "attention": 1},
     ),
+    "phi3": (  # one linear less a layer for q, k and v, and one for the gate and up
+        lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SIZES, pad_token_id=0, eos_token_id=1)),
+        {"linear": 9, "norm": 5, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "glm4": (
+        lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**SIZES, head_dim=12, pad_token_id=0)),
+        {"linear": 13, "norm": 9, "mlp": 2, "loss": 1, "attention": 1},
+    ),
+    "t5": (  # v1.1: encoder and decoder of one layer
+        lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(
+                vocab_size=97,
+                d_model=48,
+                d_kv=12,
+                d_ff=64,
+                num_layers=1,
+                num_heads=4,
+                feed_forward_proj="gated-gelu",
+                tie_word_embeddings=False,
+                decoder_start_token_id=0,
+                dropout_rate=0.0,
+            )
+        ),
+        {"linear": 19, "norm": 7, "mlp": 2, "loss": 1, "attention": 1},
+    ),
     "bert": (
         lambda: hf.BertForMaskedLM(
             hf.BertConfig(
@@ -110,6 +135,28 @@ def test_a_patched_model_trains_along_the_same_curve(name):
     expected = train(model)
     assert expected[-1] < 0.8 * expected[0]
     torch.testing.assert_close(train(patched), expected, rtol=2e-3, atol=0)
+
+
+def run(model: nn.Module) -> list[torch.Tensor]:
+    """Logits, loss and gradients on one batch, always with the same dropout."""
+    torch.manual_seed(1)
+    x = torch.randint(3, 97, (2, 9))
+    output = model(x, labels=x)
+    gradients = torch.autograd.grad(output.loss, list(model.parameters()))
+    return [output.logits, output.loss, *gradients]
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4", "t5"])
+def test_logits_loss_and_gradients_are_those_of_the_model(name):
+    model = MODELS[name][0]().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    expected = run(model)
+    omniattn.hf.patch(model, attention=False)  # attention draws its dropout in its own way
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-5)
+    omniattn.hf.unpatch(model)
+    assert all(map(torch.equal, run(model), expected))
 
 
 def test_unpatch_restores_the_model():
@@ -189,14 +236,28 @@ def test_layers_that_compute_something_else_are_left_alone():
     class DropoutMLP(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
-            self.down_proj, self.dropout = nn.Linear(16, 8), nn.Dropout(0.1)
+            self.wi_0, self.wi_1, self.wo = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+            self.dropout = nn.Dropout(0.1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.dropout(self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x)))
+            return self.dropout(self.wo(nn.functional.silu(self.wi_0(x)) * self.wi_1(x)))
+
+    class UpFirstMLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj, self.down_proj = nn.Linear(8, 32), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up, gate = self.gate_up_proj(x).chunk(2, -1)
+            return self.down_proj(nn.functional.silu(gate) * up)
+
+    class AdaptedMLP(UpFirstMLP):
+        def forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+            return layer * super().forward(x)
 
     model = MODELS["llama"][0]()
     model.other_norm, model.other_mlp = ScaledRMSNorm(), DropoutMLP().eval()
+    model.more_mlps = nn.ModuleList([UpFirstMLP(), AdaptedMLP()])
     swapped = omniattn.hf.patch(model)
     assert (swapped["norm"], swapped["mlp"]) == (5, 2)
     assert not model.other_mlp.training

@@ -49,7 +49,8 @@ def patch(
         attention: set its attention implementation, if it asks for one.
         linear: nn.Linear.
         norm: RMSNorm in its spellings, and LayerNorm.
-        mlp: down_proj(act(gate_proj(x)) * up_proj(x)).
+        mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
+            GLM-4); wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU.
         rope: the half-split apply_rotary_pos_emb of attention layers.
         loss: the loss of causal language models.
         experts: set its experts implementation, if this package has the activation of its experts.
@@ -259,32 +260,50 @@ def _find_norm(module: nn.Module) -> Forward | None:
     return _same(module, _NORMS, weight.shape[0], weight)
 
 
+def _mlp(self: Any, x: Tensor, glu: Callable[..., Tensor]) -> Any:
+    """A gated MLP with projections of one of the names in _MLP_PARTS."""
+    if hasattr(self, "gate_proj"):
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
+    if hasattr(self, "gate_up_proj"):
+        return self.down_proj(glu(self.gate_up_proj(x)))
+    hidden = self.dropout(glu(self.wi_0(x), self.wi_1(x)))
+    return self.wo(hidden.to(self.wo.weight.dtype))  # T5 may keep wo in fp32
+
+
 def _swiglu_mlp(self: Any, x: Tensor) -> Any:
-    return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
+    return _mlp(self, x, functional.swiglu)
 
 
 def _geglu_tanh_mlp(self: Any, x: Tensor) -> Any:
-    gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(functional.geglu(gate, up, approximate="tanh"))
+    return _mlp(self, x, functools.partial(functional.geglu, approximate="tanh"))
 
 
 def _geglu_mlp(self: Any, x: Tensor) -> Any:
-    return self.down_proj(functional.geglu(self.gate_proj(x), self.up_proj(x)))
+    return _mlp(self, x, functional.geglu)
 
 
 def _reglu_mlp(self: Any, x: Tensor) -> Any:
-    return self.down_proj(functional.reglu(self.gate_proj(x), self.up_proj(x)))
+    return _mlp(self, x, functional.reglu)
 
 
 _MLPS = (_swiglu_mlp, _geglu_tanh_mlp, _geglu_mlp, _reglu_mlp)
+#: The projections of a gated MLP: of the gate and up, or of both at once, and down; T5's dropout.
+_MLP_PARTS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("wi_0", "wi_1", "wo", "dropout"),
+)
 
 
 def _find_mlp(module: nn.Module) -> Forward | None:
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        if type(getattr(module, name, None)) is not nn.Linear:
-            return None
-    gate: Any = module.gate_proj
-    return _same(module, _MLPS, gate.in_features, gate.weight)
+    for names in _MLP_PARTS:
+        parts: list[Any] = [getattr(module, name, None) for name in names]
+        if any(type(part) not in (nn.Linear, nn.Dropout) for part in parts):
+            continue
+        if len(inspect.signature(type(module).forward).parameters) != 2:
+            return None  # more than self and x, as the adapters of Zamba 2
+        return _same(module, _MLPS, parts[0].in_features, parts[0].weight)
+    return None
 
 
 def _same(
@@ -299,14 +318,19 @@ def _same(
     x = x.to(like.device, like.dtype)
     tolerance = 20 * torch.finfo(like.dtype).eps
     flags = [(part, part.training) for part in module.modules()]
+    runs: list[Forward] = [module, *(functools.partial(each, module) for each in candidates)]
     try:
         module.train()  # so that dropout shows
         with torch.random.fork_rng(), torch.no_grad():
-            expected = module(x)
-            differences = [(forward(module, x) - expected).abs() for forward in candidates]
+            results = []
+            for run in runs:
+                torch.manual_seed(0)  # so that dropout in the same place drops the same
+                results.append(run(x))
     finally:
         for part, flag in flags:
             part.training = flag
+    expected, *others = results
+    differences = [(other - expected).abs() for other in others]
     bound = tolerance * expected.abs().amax(-1)
     errors = [d.sum().item() if (d.amax(-1) <= bound).all() else math.inf for d in differences]
     best = min(range(len(errors)), key=errors.__getitem__)
