@@ -163,6 +163,26 @@ def test_cross_cache_holds_one_source():
     assert torch.equal(other.views()[1], cache.views()[1])
 
 
+@torch.no_grad()
+def test_cross_cache_holds_a_source_without_tokens():
+    layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
+    cache = layer.new_cache(2, 0)
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(ValueError, match="source must be given"):
+        layer(x, cache=cache)
+    assert torch.equal(layer(x, torch.randn(2, 0, 8), cache=cache), torch.zeros(2, 3, 8))
+    cache.crop(0)
+    cache.reorder(torch.tensor([1, 0, 1]))
+    other = CrossCache()
+    other.load_state_dict(cache.state_dict())
+    for filled in (cache, other):
+        assert (filled.length, filled.nbytes) == (0, 0)
+        assert filled.views()[0].shape == (3, 0, 2, 4)
+        assert torch.equal(layer(torch.randn(3, 1, 8), cache=filled), torch.zeros(3, 1, 8))
+        with pytest.raises(ValueError, match="one source"):
+            filled.append(*tokens(2))
+
+
 def test_forks_share_pages_until_one_writes():
     pool = PagePool(12, 3, 2, 6)
     prompt = PagedCache(pool)

@@ -375,7 +375,7 @@ class Attention(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if rope is not None:
             raise ValueError("Attention: rope must be None with cross=True")
-        if cache is not None and cache.length > 0:
+        if cache is not None and cache.filled:
             return cache.views()
         if source is None:
             raise ValueError("Attention: source must be given with cross=True and no filled cache")

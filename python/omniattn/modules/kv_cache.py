@@ -23,6 +23,11 @@ class Cache(ABC):
     length: int
 
     @property
+    def filled(self) -> bool:
+        """Whether anything has been appended."""
+        return self.length > 0
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the storage, used or not."""
@@ -342,6 +347,11 @@ class CrossCache(Cache):
     def __init__(self) -> None:
         self._kv: tuple[Tensor, Tensor] | None = None
         self.length = 0
+
+    @property
+    def filled(self) -> bool:
+        """Whether it holds a source, which may have no tokens."""
+        return self._kv is not None
 
     @property
     def nbytes(self) -> int:
