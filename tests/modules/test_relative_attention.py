@@ -156,6 +156,31 @@ def test_disentangled_attention_is_that_of_deberta(terms, buckets, share):
         ours(x, positions[:-1])
 
 
+@pytest.mark.parametrize("p2c_index", ["code", "paper"])
+def test_disentangled_attention_reads_positions_where_the_paper_or_the_code_does(p2c_index):
+    options = {"clamp_distance": False, "p2c_index": p2c_index}
+    config = DisentangledAttention.Config(6, 1, max_distance=4, init_std=0.5, **options)
+    layer = DisentangledAttention(config, dtype=torch.float64)
+    x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    positions = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    q, k, v = layer.query_proj(x), layer.key_proj(x), layer.value_proj(x)
+    qr, kr = layer.query_proj(positions), layer.key_proj(positions)
+
+    def score(i, j):
+        delta = min(max(i - j + 4, 0), 7)
+        p2c = delta if p2c_index == "code" else min(max(j - i + 4, 0), 7)
+        return (q[i] @ k[j] + q[i] @ kr[delta] + k[j] @ qr[p2c]) / 18**0.5
+
+    scores = torch.stack([torch.stack([score(i, j) for j in range(7)]) for i in range(7)])
+    expected = scores.softmax(-1) @ v
+    assert_same(layer(x[None], positions)[0], expected, ([x, positions], [x, positions]))
+
+
+def test_disentangled_attention_knows_its_indices():
+    with pytest.raises(ValueError, match="must be one of code, paper, got p2c_index='v2'"):
+        DisentangledAttention.Config(6, 1, p2c_index="v2")
+
+
 @pytest.mark.parametrize("attention", ["relu2", "softmax"])
 @pytest.mark.parametrize("relative", [None, "t5", "toeplitz"])
 @pytest.mark.parametrize("options", [{}, {"norm_n": 20, "causal": False, "bias_inside_n": True}])

@@ -15,6 +15,8 @@ from omniattn.functional.scores import T5Bias
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 
+P2C_INDICES = ("code", "paper")
+
 
 class T5RelativeBias(Layer):
     """T5's table of learned biases, one a bucket of distances and head.
@@ -244,6 +246,8 @@ class DisentangledAttention(Layer):
             share_projections: positions use the projections of the content (v2, v3).
             clamp_distance: limit distances to m - 1 before bucketing, as Microsoft's code does and
                 transformers does not.
+            p2c_index: the row of position to content is "code" d_ij, as in all checkpoints, or
+                "paper" d_ji, as in the paper.
             dropout_p, init_std, backend: as in Attention.
         """
 
@@ -255,6 +259,7 @@ class DisentangledAttention(Layer):
         position_to_content: bool = True
         share_projections: bool = True
         clamp_distance: bool = True
+        p2c_index: str = "code"
         dropout_p: float = 0.0
         init_std: float = 0.02
         backend: str | None = None
@@ -271,6 +276,11 @@ class DisentangledAttention(Layer):
                     "DisentangledAttention: buckets must be >= 4 with buckets / 2 < "
                     f"max_distance - 1, got buckets={self.buckets}, "
                     f"max_distance={self.max_distance}"
+                )
+            if self.p2c_index not in P2C_INDICES:
+                raise ValueError(
+                    f"DisentangledAttention: p2c_index must be one of {', '.join(P2C_INDICES)}, "
+                    f"got p2c_index={self.p2c_index!r}"
                 )
 
         @property
@@ -340,6 +350,7 @@ class DisentangledAttention(Layer):
         if c.position_to_content:
             projection = self.query_proj if c.share_projections else self.pos_query_proj
             scores = torch.einsum("bjhd,rhd->bhrj", k, heads(projection, positions))
+            rows = rows.mT if c.p2c_index == "paper" else rows
             terms.append(scores.gather(-2, rows.expand(*scores.shape[:2], -1, -1)))
         scale = (q.shape[-1] * (1 + len(terms))) ** -0.5
         out = functional.attention(
