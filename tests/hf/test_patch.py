@@ -71,7 +71,15 @@ MODELS = {
     ),
     "glm4": (
         lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**SIZES, head_dim=12, pad_token_id=0)),
-        {"linear": 13, "norm": 9, "mlp": 2, "loss": 1, "attention": 1},
+        {"linear": 13, "norm": 9, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
+    ),
+    "cohere2": (  # its second layer has no positions
+        lambda: hf.Cohere2ForCausalLM(
+            hf.Cohere2Config(
+                **SIZES, layer_types=["sliding_attention", "full_attention"], logit_scale=1.0
+            )
+        ),
+        {"linear": 15, "norm": 3, "mlp": 2, "rope": 2, "loss": 1, "attention": 1},
     ),
     "t5": (  # v1.1: encoder and decoder of one layer
         lambda: hf.T5ForConditionalGeneration(
@@ -99,6 +107,19 @@ MODELS = {
             )
         ),
         {"linear": 14, "norm": 6, "attention": 1},
+    ),
+    "modernbert": (  # its call of the rotary function says where the heads are, so is left alone
+        lambda: hf.ModernBertForMaskedLM(
+            hf.ModernBertConfig(
+                vocab_size=97,
+                hidden_size=48,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                **{f"{token}_token_id": 0 for token in ("pad", "cls", "sep", "bos", "eos")},
+            )
+        ),
+        {"linear": 10, "norm": 6, "attention": 1},
     ),
     "bloom": (  # not its attention, which it computes itself
         lambda: hf.BloomForCausalLM(
@@ -146,7 +167,7 @@ def run(model: nn.Module) -> list[torch.Tensor]:
     return [output.logits, output.loss, *gradients]
 
 
-@pytest.mark.parametrize("name", ["phi3", "glm4", "t5"])
+@pytest.mark.parametrize("name", ["phi3", "glm4", "cohere2", "t5"])
 def test_logits_loss_and_gradients_are_those_of_the_model(name):
     model = MODELS[name][0]().train()
     for module in model.modules():
@@ -265,6 +286,21 @@ def test_layers_that_compute_something_else_are_left_alone():
         empty = MODELS["llama"][0]()
     with pytest.raises(ValueError, match="meta"):
         omniattn.hf.patch(empty)
+
+
+def test_learned_rotary_tables_get_gradients():
+    from transformers.models.lightglue.modeling_lightglue import LightGlueAttention
+
+    theirs = LightGlueAttention.forward.__globals__["apply_rotary_pos_emb"]
+    ours = patch_module._rotary_forward(LightGlueAttention).__globals__["apply_rotary_pos_emb"]
+    q, k, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 4)
+    angles.requires_grad_()
+    table = angles.repeat_interleave(2, -1)
+    results = [torch.cat(f(q, k, table.cos(), table.sin()), 1) for f in (ours, theirs)]
+    torch.testing.assert_close(*results)
+    weights = torch.randn_like(results[0])
+    gradients = [torch.autograd.grad(r, angles, weights, retain_graph=True) for r in results]
+    torch.testing.assert_close(*gradients)
 
 
 def test_half_weights_and_fp32_streams_keep_working():

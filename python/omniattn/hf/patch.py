@@ -51,7 +51,8 @@ def patch(
         norm: RMSNorm in its spellings, and LayerNorm.
         mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
             GLM-4); wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU.
-        rope: the half-split apply_rotary_pos_emb of attention layers.
+        rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4);
+            not where its call names an unsqueeze_dim (ModernBERT, ESM).
         loss: the loss of causal language models.
         experts: set its experts implementation, if this package has the activation of its experts.
 
@@ -353,7 +354,9 @@ def _rotary_forward(kind: Any) -> Forward | None:
     original = forward.__globals__.get(name)
     if original is None or list(inspect.signature(original).parameters)[:4] != list(_ROTARY):
         return None
-    rotary = next((r for r in (_rotary_twice, _rotary_half) if _same_rotary(original, r)), None)
+    if any(isinstance(c, tuple) and "unsqueeze_dim" in c for c in forward.__code__.co_consts):
+        return None  # a keyword of the call, of which the probe knows nothing
+    rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours)), None)
     if rotary is None:
         return None
     # A copy of the function that finds another name; without __name__, by which torch.compile
@@ -371,25 +374,56 @@ def _rotary_forward(kind: Any) -> Forward | None:
 _ROTARY = ("q", "k", "cos", "sin")
 
 
-def _rotary_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k (B, H, T, D) turned by cos, sin (B, T, D / 2)."""
-    q, k_or_none = functional.apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q, k (B, H, T, D) turned by cos, sin (B, T, Dr / 2)."""
+    q, k_or_none = functional.apply_rotary(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        cos,
+        sin,
+        interleaved=interleaved,
+        backend="reference" if cos.requires_grad else None,  # LightGlue learns its tables
+    )
     assert k_or_none is not None
     return q.transpose(1, 2), k_or_none.transpose(1, 2)
 
 
-def _rotary_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with tables (B, T, D) that hold every angle twice."""
-    half = cos.shape[-1] // 2
-    return _rotary_half(q, k, cos[..., :half], sin[..., :half])
+def _once(table: Tensor) -> Tensor:
+    """The first half of a table that holds all angles twice, one after the other."""
+    return table[..., : table.shape[-1] // 2]
+
+
+def _rotary_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, cos, sin)
+
+
+def _rotary_half_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, _once(cos), _once(sin))
+
+
+def _rotary_pairs_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, _once(cos), _once(sin), interleaved=True)
+
+
+def _rotary_pairs_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
+
+
+#: Our rotary functions, and how the tables that each takes hold the angles.
+_ROTARIES: dict[Forward, Callable[[Tensor], Tensor]] = {
+    _rotary_half_twice: lambda angles: torch.cat([angles, angles], -1),
+    _rotary_half: lambda angles: angles,
+    _rotary_pairs_twice: lambda angles: torch.cat([angles, angles], -1),
+    _rotary_pairs_each: lambda angles: angles.repeat_interleave(2, -1),
+}
 
 
 def _same_rotary(original: Forward, ours: Forward) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)
-    angles = torch.randn(1, 3, 4, generator=generator)
-    if ours is _rotary_twice:
-        angles = torch.cat([angles, angles], -1)
+    angles = _ROTARIES[ours](torch.randn(1, 3, 4, generator=generator))
     cos, sin = angles.cos(), angles.sin()
     try:
         expected = original(q, k, cos, sin)
