@@ -256,14 +256,14 @@ def test_nested_sequences_are_those_alone(cross):
 def test_nested_sequences_that_do_not_fit():
     layer, dense = Attention(Attention.Config(8, 2, causal=False, cross=True)), torch.ones(2, 3, 8)
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="source must be a jagged nested tensor without holes"):
+    with pytest.raises(ValueError, match=r"source must be a jagged nested tensor .* without holes"):
         layer(nested, dense)
     with pytest.raises(ValueError, match="cache must be None where x is nested"):
         layer(nested, nested, cache=layer.new_cache(2, 3))
     holes = torch.nested.narrow(
         dense, 1, torch.tensor([0, 1]), torch.tensor([2, 2]), layout=torch.jagged
     )
-    with pytest.raises(ValueError, match="x must be a jagged nested tensor without holes"):
+    with pytest.raises(ValueError, match=r"x must be a jagged nested tensor .* without holes"):
         layer(holes, holes)
 
 

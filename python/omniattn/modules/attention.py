@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from omniattn import functional
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
+from omniattn.modules.jagged import boundaries
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
@@ -281,18 +282,18 @@ class Attention(Layer):
                 f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
             )
         attend: Callable[..., object] = functional.attention
-        boundaries = None
+        offsets = None
         if x.is_nested:
             if cache is not None:
                 raise ValueError(f"Attention: cache must be None where x is nested, got {cache!r}")
-            boundaries = source_boundaries = _boundaries("x", x)
+            offsets = source_offsets = boundaries("Attention", "x", x)
             x = x.values()
             if source is not None:
-                source_boundaries, source = _boundaries("source", source), source.values()
+                source_offsets, source = boundaries("Attention", "source", source), source.values()
             attend = partial(
                 functional.attention_varlen,
-                cu_seqlens_q=boundaries,
-                cu_seqlens_k=source_boundaries,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=source_offsets,
             )
         q = self._heads(self.q_proj(x), self.q_norm)
         if c.cross:
@@ -340,9 +341,9 @@ class Attention(Layer):
             act = torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu
             out = out * act(gate)
         y: torch.Tensor = self.o_proj(out.flatten(-2))
-        if boundaries is None:
+        if offsets is None:
             return y
-        return torch.nested.nested_tensor_from_jagged(y, boundaries)
+        return torch.nested.nested_tensor_from_jagged(y, offsets)
 
     def _head_scale(self) -> torch.Tensor | None:
         if self.logit_scale is None:
@@ -381,17 +382,6 @@ class Attention(Layer):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
-
-
-def _boundaries(name: str, t: Any) -> torch.Tensor:
-    """Where the sequences of a nested tensor begin and end in its values."""
-    if not t.is_nested or t.layout != torch.jagged or t.lengths() is not None:
-        raise ValueError(
-            f"Attention: {name} must be a jagged nested tensor without holes where x is nested, "
-            f"got {name}.layout={t.layout}"
-        )
-    offsets: torch.Tensor = t.offsets()
-    return offsets
 
 
 def with_cache(

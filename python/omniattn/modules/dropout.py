@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.modules.jagged import token_wise
 
 
 class Dropout(nn.Module):
@@ -33,6 +34,7 @@ class Dropout(nn.Module):
             raise ValueError(f"Dropout: p must be in [0, 1], got p={p}")
         self.p = p
 
+    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (...) -> (...)."""
         return functional.dropout(x, self.p, training=self.training)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from omniattn import functional
+from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.ops.activation import ACTIVATIONS
@@ -80,6 +81,7 @@ class MLP(Layer):
         self.up_proj = Linear(wide, device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
+    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
@@ -139,6 +141,7 @@ class GatedMLP(Layer):
         self.up_proj = Linear(wide, device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
+    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config

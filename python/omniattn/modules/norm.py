@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import Layer, LayerConfig
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -56,6 +57,7 @@ class RMSNorm(Layer):
         """Makes the factor offset + w one."""
         nn.init.constant_(self.weight, 1 - self.config.offset)
 
+    @token_wise
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
@@ -121,6 +123,7 @@ class LayerNorm(Layer):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @token_wise
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
@@ -193,6 +196,7 @@ class GroupNorm(Layer):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
@@ -263,6 +267,7 @@ class RMSNormGated(Layer):
         """Sets the weight to 1."""
         nn.init.ones_(self.weight)
 
+    @token_wise
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x, gate (..., dim) -> (..., dim)."""
         c = self.config

@@ -47,7 +47,7 @@ class DropPath(nn.Module):
         """x (B, ...) -> (B, ...)."""
         if self.p == 0.0 or not self.training:
             return x
-        factor = functional.dropout(x.new_ones(x.shape[:1]), self.p)
+        factor = functional.dropout(torch.ones(x.shape[0], dtype=x.dtype, device=x.device), self.p)
         return x * factor.view(-1, *(1,) * (x.dim() - 1))
 
     def extra_repr(self) -> str:
