@@ -104,6 +104,10 @@ def check(
         )
 
 
+#: What --op calls the rows that are of no op, and what the tables do.
+TRAINING = {"training": "training step"}
+
+
 def training_task() -> Task:
     """A training step of `omniattn train`'s default model, against Hugging Face's Llama."""
     from omniattn.models import PRESETS, Llama
@@ -137,7 +141,7 @@ def training_task() -> Task:
         return step(hf, loss)
 
     return Task(
-        "training step",
+        TRAINING["training"],
         f"{training.model}-B{training.batch}T{training.length}",
         "f32",
         "step",
@@ -194,7 +198,7 @@ def rows_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     benchmarked = [name for name, spec in registry().items() if spec.benchmarks]
-    choices = [*benchmarked, "training"]
+    choices = [*benchmarked, *TRAINING]
     parser.add_argument("--op", nargs="*", choices=choices, default=choices, metavar="OP")
     parser.add_argument("--quick", action="store_true", help="a third of the time per case")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -207,8 +211,11 @@ def main() -> None:
     commit = report.commit()
     record = {
         "machine": report.machine(args.threads, isa),
-        "rows": report.other_rows(args.name, [*args.op, "training step"]) if args.keep else [],
+        "rows": report.other_rows(args.name, [TRAINING.get(op, op) for op in args.op])
+        if args.keep
+        else [],
     }
+    order = [*benchmarked, *TRAINING.values()]
     makers = list(op_tasks([op for op in args.op if op in benchmarked]))
     if "training" in args.op:
         makers.append(training_task)
@@ -224,6 +231,7 @@ def main() -> None:
         seconds = QUICK_SECONDS if args.quick else SECONDS
         timing = harness.interleave(task.providers, seconds, speed)
         record["rows"] += rows_of(task, timing, ceilings, commit, harness.peak_memory)
+        record["rows"].sort(key=lambda row: order.index(row["op"]))
         report.save(args.name, record)
         line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())
         tqdm.write(f"{task.op} {task.case} {task.dtype} {task.pass_}: {line}")
