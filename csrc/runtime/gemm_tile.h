@@ -157,10 +157,10 @@ void pack_b(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
 }
 
 // One kWidth x kWidth block of B^T, from rows b[0 .. rows) of which `terms` elements are left, to
-// `steps` rows of a panel.
+// `steps` rows of `stride` columns.
 template <class T, class S>
 OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows, int64_t terms,
-                                           int64_t steps, T* out) {
+                                           int64_t steps, T* out, int64_t stride) {
   constexpr int kWidth = Vec<compute_t<T>>::kWidth;
   Vec<compute_t<T>> block[kWidth];
 #pragma GCC unroll 16
@@ -176,7 +176,7 @@ OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows
 #pragma GCC unroll 16
   for (int i = 0; i < kWidth; ++i) {
     if (i >= steps) break;
-    T* p = out + i * kPanelCols<T> * Operand<T>::kStep;
+    T* p = out + i * stride * Operand<T>::kStep;
     if constexpr (Operand<T>::kStep == 1) {
       store(p, block[i]);
     } else {
@@ -196,7 +196,7 @@ void pack_bt(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
       T* out = packed + (column - panel) * kStep;
       for (int64_t step = 0; step < steps; step += kWidth) {
         pack_transposed_block<T>(b + column * ldb + step * kStep, ldb, n - column, k - step * kStep,
-                                 steps - step, out);
+                                 steps - step, out, kPanelCols<T>);
         out += kWidth * kPanelCols<T> * kStep;
       }
     }

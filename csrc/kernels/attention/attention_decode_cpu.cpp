@@ -301,16 +301,8 @@ void transpose_rows(const A* from, int64_t ld, int64_t rows, int64_t cols, A* to
   constexpr int64_t kWidth = Vec<A>::kWidth;
   for (int64_t c = 0; c < cols; c += kWidth) {
     for (int64_t r = 0; r < rows; r += kWidth) {
-      Vec<A> x[kWidth];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kWidth; ++i) {
-        x[i] = load_n(from + (r + i) * ld + c, r + i < rows ? cols - c : 0);
-      }
-      transpose(x);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kWidth; ++i) {
-        if (c + i < cols) store(to + (c + i) * ld_to + r, x[i]);
-      }
+      pack_transposed_block(from + r * ld + c, ld, rows - r, cols - c, cols - c, to + c * ld_to + r,
+                            ld_to);
     }
   }
 }

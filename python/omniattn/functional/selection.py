@@ -145,9 +145,8 @@ def _gather(v: Tensor, index: Tensor, group: int) -> Tensor:
     """v (B, Tk, Hkv, Dv) at index (B, Hq, Tq) -> (B, Tq, Hq, Dv); any row of v, or 0, for -1."""
     if v.shape[1] == 0:
         v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-    wide = (
-        widen(v) if may_need_gradient(v) else v
-    )  # the gradient adds up in the dtype it flows through
+    # The gradient adds up in the dtype it flows through.
+    wide = widen(v) if may_need_gradient(v) else v
     rows = index.clamp(min=0).unflatten(1, (v.shape[2], group)).flatten(2)[..., None]
     found = wide.transpose(1, 2).gather(2, rows.expand(-1, -1, -1, v.shape[3]))
     return found.unflatten(2, (group, index.shape[2])).flatten(1, 2).transpose(1, 2).to(v.dtype)
