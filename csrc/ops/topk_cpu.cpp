@@ -5,8 +5,16 @@
 namespace {
 
 void run(const TopKParams& p, int64_t rows) {
-  parallel_ranges(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, p.n + p.k)),
-                  [&](int64_t a, int64_t b) { topk_kernels().top_k(p, a, b); });
+  const int64_t work = rows * (p.n + 64 * p.k);
+  const int64_t shards = std::max<int64_t>(
+      1, std::min({rows, work / 16384, int64_t{torch::stable::get_num_threads()}}));
+  const int64_t elements = top_k_scratch(p.n), all = shards * elements;
+  const DType dtype = accumulator(p.dtype);
+  const Tensor scratch = empty_tensor({&all, 1}, dtype);
+  char* const memory = static_cast<char*>(scratch.mutable_data_ptr());
+  parallel_shards(rows, shards, [&](int64_t s, int64_t begin, int64_t end) {
+    topk_kernels().top_k(p, memory + s * elements * size_of(dtype), begin, end);
+  });
 }
 
 }  // namespace

@@ -15,6 +15,8 @@ struct Mask {
   OMNIATTN_INLINE friend Mask operator!(Mask a) { return {~a.m & kAll}; }
   OMNIATTN_INLINE friend bool any(Mask a) { return a.m != 0; }
   OMNIATTN_INLINE friend bool all(Mask a) { return a.m == kAll; }
+  // Index of the first lane that is set; one must be.
+  OMNIATTN_INLINE friend int first(Mask a) { return __builtin_ctz(a.m); }
 };
 
 // Lanes with index < n.

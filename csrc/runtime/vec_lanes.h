@@ -18,6 +18,12 @@ struct Mask {
     return set;
   }
   OMNIATTN_INLINE friend bool all(Mask a) { return !any(!a); }
+  // Index of the first lane that is set; one must be.
+  OMNIATTN_INLINE friend int first(Mask a) {
+    int lane = 0;
+    while (a.m[lane] == 0) ++lane;
+    return lane;
+  }
   OMNIATTN_INLINE friend Vec<T> select(Mask s, Vec<T> a, Vec<T> b) {
     return Vec<T>::from_bits((a.bits() & s.m) | (b.bits() & ~s.m));
   }

@@ -1,8 +1,5 @@
 // The k largest of each row, in order: larger first, at equal scores the smaller index. -0 equals
 // +0, NaN lies below -inf, masked elements are never chosen; where fewer than k are left, -1.
-//
-// One pass over the row keeps the list of the best so far; a vector without an element above the
-// worst of the list is skipped, so that k << n costs little more than reading the row.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +21,14 @@ struct TopKParams {
 static_assert(std::is_trivially_copyable_v<TopKParams>);
 
 struct TopKKernels {
-  void (*top_k)(const TopKParams&, int64_t begin, int64_t end);  // item: row
+  // Item: row. `scratch` holds top_k_scratch(n) elements of the compute type.
+  void (*top_k)(const TopKParams&, void* scratch, int64_t begin, int64_t end);
 };
+
+constexpr int64_t kTopKGroup = 256;  // elements with a vector of maxima in common
+constexpr int64_t top_k_scratch(int64_t n) {
+  return (n + kTopKGroup - 1) / kTopKGroup * (kTopKGroup + 16);  // vectors have 16 lanes at most
+}
 
 OMNIATTN_KERNEL_TABLE(TopKKernels, topk_kernels)
 

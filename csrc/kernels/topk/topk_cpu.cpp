@@ -1,53 +1,111 @@
+// top_k as a tournament: the row is kept with the maxima of every lane of a group of vectors, so
+// that taking the largest looks at the maxima and at one group only. What is NaN, masked or taken
+// is -inf there; which elements of the row are NaN or -inf themselves is asked when no number is
+// left.
 #include "kernels/topk/topk.h"
 
 #include "runtime/dispatch.h"
-#include "runtime/row.h"
+#include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
+// Lane by lane over whole vectors, in two chains, which hide the latency of max.
 template <class C>
-OMNIATTN_INLINE bool below(C a, C b) {
-  return a < b || (a != a && b == b);
-}
-
-// Puts element i into the list of `count` indices; the last of a full list falls out.
-template <class S>
-OMNIATTN_INLINE int64_t insert(const S* scores, int64_t i, int64_t* list, int64_t count,
-                               int64_t k) {
-  const auto score = widen(scores[i]);
-  int64_t at = count;
-  while (at > 0 && below(widen(scores[list[at - 1]]), score)) --at;
-  if (at == k) return count;
-  const int64_t last = count < k ? count : k - 1;
-  for (int64_t j = last; j > at; --j) list[j] = list[j - 1];
-  list[at] = i;
-  return last + 1;
-}
-
-template <class S>
-void top_k_row(const S* scores, const uint8_t* mask, int64_t n, int64_t k, int64_t* list) {
-  using V = Vec<compute_t<S>>;
-  int64_t count = 0;
-  for (int64_t i = 0; i < n && k > 0;) {
-    if (count == k && i + V::kWidth <= n &&
-        all(load(scores + i) <= V(widen(scores[list[k - 1]])))) {
-      i += V::kWidth;
-      continue;
-    }
-    const int64_t end = i + V::kWidth < n ? i + V::kWidth : n;
-    for (; i < end; ++i) {
-      if (mask == nullptr || mask[i] != 0) count = insert(scores, i, list, count, k);
-    }
+OMNIATTN_INLINE Vec<C> lane_maxima(const C* begin, const C* end) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  Vec<C> even = load(begin), odd = even;
+  for (begin += kWidth; begin + kWidth < end; begin += 2 * kWidth) {
+    even = max(even, load(begin));
+    odd = max(odd, load(begin + kWidth));
   }
-  for (int64_t j = count; j < k; ++j) list[j] = -1;
+  if (begin < end) even = max(even, load(begin));
+  return max(even, odd);
 }
 
-void top_k(const TopKParams& p, int64_t begin, int64_t end) {
+// The first vector that holds x, which one of them does.
+template <class C>
+OMNIATTN_INLINE const C* find_vector(const C* begin, C x) {
+  while (!any(load(begin) == Vec<C>(x))) begin += Vec<C>::kWidth;
+  return begin;
+}
+
+template <class S>
+class Tournament {
+  using C = compute_t<S>;
+  using V = Vec<C>;
+  static constexpr int kWidth = V::kWidth;
+
+ public:
+  static constexpr C kNone = -__builtin_inf();
+
+  OMNIATTN_INLINE Tournament(const S* scores, const uint8_t* mask, int64_t n, void* scratch)
+      : maxima_(static_cast<C*>(scratch)),
+        groups_((n + kTopKGroup - 1) / kTopKGroup),
+        row_(maxima_ + groups_ * kWidth) {
+    C* end = row_;
+    for (int64_t i = 0; i < n; i += kWidth, end += kWidth) {
+      const V x = load_n(scores + i, n - i);
+      auto keep = lanes_below<C>(n - i) & (x == x);
+      if (mask != nullptr) keep = keep & load_mask_n<C>(mask + i, n - i);
+      store(end, select(keep, x, V(kNone)));
+    }
+    end_ = end;
+    for (int64_t g = 0; g < groups_; ++g) update(g);
+  }
+
+  OMNIATTN_INLINE C largest() const {
+    return reduce_max(lane_maxima(maxima_, maxima_ + groups_ * kWidth));
+  }
+  // Removes the first element that is x, and gives its index.
+  OMNIATTN_INLINE int64_t take(C x) {
+    const int64_t g = (find_vector(maxima_, x) - maxima_) / kWidth;
+    const int64_t at = find_vector<C>(row_ + g * kTopKGroup, x) - row_;
+    const V v = load(row_ + at);
+    const int lane = first(v == V(x));
+    store(row_ + at, select(lane_index<C>() == V(C(lane)), V(kNone), v));
+    update(g);
+    return at + lane;
+  }
+
+ private:
+  OMNIATTN_INLINE void update(int64_t g) {
+    const C *const begin = row_ + g * kTopKGroup, *const end = begin + kTopKGroup;
+    store(maxima_ + g * kWidth, lane_maxima(begin, end < end_ ? end : end_));
+  }
+
+  C* maxima_;  // a vector per group
+  int64_t groups_;
+  C *row_, *end_;
+};
+
+template <class S>
+void top_k_row(const S* scores, const uint8_t* mask, int64_t n, int64_t k, void* scratch,
+               int64_t* list) {
+  using Row = Tournament<S>;
+  if (k == 0) return;
+  int64_t count = 0;
+  Row row(scores, mask, n, scratch);
+  for (; count < k; ++count) {
+    const auto x = row.largest();
+    if (x == Row::kNone) break;
+    list[count] = row.take(x);
+  }
+  const auto append = [&](auto wanted) {
+    for (int64_t i = 0; i < n && count < k; ++i) {
+      if (wanted(widen(scores[i])) && (mask == nullptr || mask[i] != 0)) list[count++] = i;
+    }
+  };
+  append([](auto x) { return x == Row::kNone; });
+  append([](auto x) { return x != x; });
+  while (count < k) list[count++] = -1;
+}
+
+void top_k(const TopKParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class S>(S) {
     for (int64_t row = begin; row < end; ++row) {
       top_k_row(static_cast<const S*>(p.scores) + row * p.scores_stride,
-                p.mask != nullptr ? p.mask + row * p.mask_stride : nullptr, p.n, p.k,
+                p.mask != nullptr ? p.mask + row * p.mask_stride : nullptr, p.n, p.k, scratch,
                 p.index + row * p.k);
     }
   });
