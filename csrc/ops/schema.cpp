@@ -3,7 +3,8 @@
 // A differentiable op is defined under two names with one implementation: `<op>` gets a fake kernel
 // and an autograd formula in Python and is what compiled graphs contain; `<op>_raw` gets a fake
 // kernel only and is what the eager paths call (the autograd key of a Python formula costs 2.5 us
-// even without gradients). See python/omniattn/ops/_autograd.py.
+// even without gradients). It takes numbers where graphs have symbols: a list of four as SymInt[]
+// costs 0.8 us more than as int[]. See python/omniattn/ops/_autograd.py.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -11,8 +12,11 @@
 namespace {
 
 void define(torch::stable::detail::StableLibrary& m, const std::string& name,
-            const char* signature) {
+            std::string signature) {
   m.def((name + signature).c_str());
+  const std::string symbol = "SymInt[]";
+  const size_t at = signature.find(symbol);
+  if (at != std::string::npos) signature.replace(at, symbol.size(), "int[]");
   m.def((name + "_raw" + signature).c_str());
 }
 
@@ -25,29 +29,30 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("set_cpu_isa(int isa) -> bool");
 
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
-  // rule (semantics/mask.h), ANDed; score: kind, aux index, params index per rule
-  // (ops/attention.h); params: scale, dropout_p, parameters of score rules; seed: [seed, offset].
-  // lse (B, Hq, Tq)
+  // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
+  // kind, aux index, params index per rule (ops/attention.h); params: scale, dropout_p, parameters
+  // of score rules; seed: [seed, offset]. lse (B, Hq, Tq)
   define(m, "attention",
-         "(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, int[] mask, int[] score, "
+         "(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] mask, int[] score, "
          "float[] params) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
-      "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, int[] mask, int[] score, float[] "
-      "params, "
-      "int[] wanted) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
+      "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, SymInt[] mask, int[] score, "
+      "float[] params, int[] wanted)"
+      " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
   // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,
   // Tk)
-  define(m, "attention_weights",
-         "(Tensor q, Tensor k, Tensor lse, Tensor[] aux, int[] mask, int[] score, float[] params, "
-         "bool sums) -> Tensor");
+  define(
+      m, "attention_weights",
+      "(Tensor q, Tensor k, Tensor lse, Tensor[] aux, SymInt[] mask, int[] score, float[] params, "
+      "bool sums) -> Tensor");
 
   // the key with the largest logit, the first of equal ones, -1 where none is visible, and that
   // logit (B, Hq, Tq)
   m.def(
-      "attention_select(Tensor q, Tensor k, Tensor[] aux, int[] mask, int[] score, float[] params)"
-      " -> (Tensor index, Tensor top)");
+      "attention_select(Tensor q, Tensor k, Tensor[] aux, SymInt[] mask, int[] score, "
+      "float[] params) -> (Tensor index, Tensor top)");
 
   // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; cast_first
   // rounds to x's dtype before the weight; stats (rows, 2) = mean, rstd

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as torch_F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from omniattn import reference
 from omniattn.functional import attention, masks, scaled_dot_product_attention
@@ -278,6 +279,24 @@ def test_opcheck():
     args = (*leaves[:3], [bias], None, [0, -1, 0, -1], [1, -1, 2, 0, 0, -1], [0.5, 0.0, 3.0])
     torch.library.opcheck(op, args)
     torch.library.opcheck(op, (q, k, v, [], None, [], [], [0.5, 0.0]))
+
+
+def test_one_graph_for_all_windows():
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in qkv(1, 20, 20, 2, 1, 8))
+
+    def model(window):
+        return attention(q, k, v, causal=True, window_size=window)
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for left in (3, 4, 5, 9):
+        got, want = (
+            (out, torch.autograd.grad(out.square().sum(), (q, k, v)))
+            for out in (f((left, -1)) for f in (compiled, model))
+        )
+        torch.testing.assert_close(got, want)
+    assert graphs.frame_count == 2  # the first window is a constant
 
 
 def test_compile_export_checkpoint():
