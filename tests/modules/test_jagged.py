@@ -1,11 +1,17 @@
-"""Blocks on jagged nested tensors equal themselves on each sequence alone."""
+"""Layers and blocks on jagged nested tensors equal themselves on each sequence alone."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from omniattn.modules import (
     MLP,
     Attention,
+    DifferentialAttention,
+    DisentangledAttention,
     Dropout,
     DropPath,
     GatedAttentionUnit,
@@ -13,10 +19,14 @@ from omniattn.modules import (
     GroupNorm,
     LayerNorm,
     MoE,
+    MultiheadAttention,
+    MultiHeadLatentAttention,
     ParallelResidual,
     Residual,
     RMSNorm,
     RMSNormGated,
+    RotaryEmbedding,
+    T5RelativeBias,
     TransformerXLAttention,
 )
 
@@ -54,30 +64,146 @@ def parallel_block() -> torch.nn.Sequential:
     return torch.nn.Sequential(block, GroupNorm(GroupNorm.Config(16, 4), dtype=DTYPE))
 
 
-@pytest.mark.parametrize(
-    "new_block",
-    [
-        lambda: readme_block(RMSNorm, "pre"),
-        lambda: readme_block(RMSNorm, "sandwich"),
-        lambda: readme_block(LayerNorm, "post"),
-        parallel_block,
-    ],
-    ids=["pre", "sandwich", "post", "parallel"],
-)
-def test_blocks_on_jagged_input_are_those_on_each_sequence_alone(new_block):
-    block, rows = new_block(), sequences()
+#: A module and a call of it on tokens x at these positions in their sequences.
+Case = tuple[nn.Module, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+
+
+def block(module: nn.Module) -> Case:
+    return module, lambda x, _: module(x)
+
+
+def latent(*, absorb: bool, **options: object) -> Case:
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_dim": 6, "qk_rope_dim": 4, "v_dim": 5}
+    config = MultiHeadLatentAttention.Config(16, 2, **sizes, init_std=0.5, **options)
+    layer = MultiHeadLatentAttention(config, dtype=DTYPE)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(4))
+    return layer, lambda x, at: layer(x, rope=rotary(at), absorb=absorb)
+
+
+def gated_unit(**options: object) -> Case:
+    config = GatedAttentionUnit.Config(16, key_dim=8, init_std=0.5, **options)
+    layer = GatedAttentionUnit(config, dtype=DTYPE)
+    for parameter in layer.parameters():  # gamma and the bias start small
+        nn.init.normal_(parameter, std=0.5)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(8))
+    return layer, lambda x, at: layer(x, rope=rotary(at))
+
+
+def differential(**options: object) -> Case:
+    config = DifferentialAttention.Config(16, 2, 0, num_kv_heads=1, init_std=0.5, **options)
+    layer = DifferentialAttention(config, dtype=DTYPE)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(4))
+    return layer, lambda x, at: layer(x, rope=rotary(at))
+
+
+def transformer_xl() -> Case:
+    sizes = {"memory_length": 3, "same_length": True, "init_std": 0.5}
+    return block(TransformerXLAttention(TransformerXLAttention.Config(16, 4, **sizes), dtype=DTYPE))
+
+
+def t5() -> Case:
+    config = Attention.Config(16, 4, causal=False, scale=1.0, init_std=0.5)
+    layer = nn.ModuleList([Attention(config, dtype=DTYPE)])
+    layer.append(T5RelativeBias(T5RelativeBias.Config(4, 8, 6, init_std=1.0), dtype=DTYPE))
+    return layer, lambda x, _: layer[0](x, relative=layer[1]())
+
+
+def deberta() -> Case:
+    config = DisentangledAttention.Config(16, 4, max_distance=8, buckets=4, init_std=0.5)
+    layer = DisentangledAttention(config, dtype=DTYPE)
+    positions = torch.randn(8, 16, dtype=DTYPE)
+    return layer, lambda x, _: layer(x, positions)
+
+
+def multihead(*, cross: bool) -> Case:
+    config = MultiheadAttention.Config(16, 4, batch_first=True)
+    layer = MultiheadAttention(config, dtype=DTYPE)
+    options = {"need_weights": False, "is_causal": not cross}
+    return layer, lambda x, _: layer(x, 2 * x if cross else x, x, **options)[0]
+
+
+def torch_layer() -> Case:
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, dtype=DTYPE)
+    layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
+    return block(layer)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "block-pre": lambda: block(readme_block(RMSNorm, "pre")),
+    "block-sandwich": lambda: block(readme_block(RMSNorm, "sandwich")),
+    "block-post": lambda: block(readme_block(LayerNorm, "post")),
+    "block-parallel": lambda: block(parallel_block()),
+    "latent": lambda: latent(absorb=False),
+    "latent-absorbed": lambda: latent(absorb=True, separate_kv_latents=True),
+    "gated-unit": lambda: gated_unit(),
+    "gated-unit-t5": lambda: gated_unit(relative="t5", causal=False),
+    "gated-unit-toeplitz": lambda: gated_unit(relative="toeplitz", bias_inside_n=True),
+    "gated-unit-softmax": lambda: gated_unit(attention="softmax", relative="t5"),
+    "differential": lambda: differential(gqa_map="naive"),
+    "differential-hf": lambda: differential(form="hf", window_size=(2, -1)),
+    "transformer-xl": transformer_xl,
+    "t5": t5,
+    "deberta": deberta,
+    "multihead": lambda: multihead(cross=False),
+    "multihead-cross": lambda: multihead(cross=True),
+    "torch-layer": torch_layer,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_jagged_input_gives_what_each_sequence_gives_alone(name):
+    module, call = CASES[name]()
+    rows = sequences()
     x = jagged(rows).detach().requires_grad_()
-    y = block(x)
-    want = [block(row[None])[0] for row in rows]
+    positions = [torch.arange(n) for n in LENGTHS]
+    y = call(x, torch.cat(positions))
+    want = [call(row[None], at)[0] for row, at in zip(rows, positions, strict=True)]
+    assert (x + y).shape == x.shape  # the same boundaries
     for a, w in zip(y.unbind(), want, strict=True):
         torch.testing.assert_close(a, w)
     grad = torch.randn_like(y.values())
-    parameters = list(block.parameters())
+    parameters = list(module.parameters())
     got = torch.autograd.grad(y.values(), [x, *parameters], grad)
     alone = torch.autograd.grad(torch.cat(want), [*rows, *parameters], grad)
     torch.testing.assert_close(got[0].values(), torch.cat(alone[: len(rows)]))
     for a, w in zip(got[1:], alone[len(rows) :], strict=True):
         torch.testing.assert_close(a, w)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["longest-known", "longest-unknown"])
+def test_one_graph_for_jagged_input_of_all_lengths(known):
+    torch._dynamo.reset()
+    layer = Residual(attention(), Residual.Config(RMSNorm.Config(16)), dtype=DTYPE)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for lengths in ((5, 1, 9), (3, 4, 2, 2), (12, 7)):
+        x = jagged([torch.randn(n, 16, dtype=DTYPE) for n in lengths])
+        if not known:
+            x = torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())
+        x.requires_grad_(known)
+        got, want = compiled(x).values(), layer(x).values()
+        torch.testing.assert_close(got, want)
+        if known:
+            grads = [torch.autograd.grad(y.square().sum(), x)[0].values() for y in (got, want)]
+            torch.testing.assert_close(*grads)
+    assert graphs.frame_count == 2  # the first one's sizes are constants
+
+
+def test_calls_that_no_jagged_input_has():
+    x = jagged(sequences())
+    layers = {
+        "cache must be None": lambda: latent(absorb=False)[0](
+            x, rope=(torch.ones(15, 2), torch.zeros(15, 2)), cache=object()
+        ),
+        "memory must be None": lambda: transformer_xl()[0](x, torch.ones(3, 2, 16)),
+        "need_weights=True": lambda: multihead(cross=False)[0](x, x, x),
+        "the same boundaries": lambda: multihead(cross=True)[0](
+            x, x, jagged(sequences()[::-1]), need_weights=False
+        ),
+    }
+    for message, call in layers.items():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm, RMSNormGated])
@@ -124,15 +250,6 @@ def test_only_rows_of_tokens_are_taken():
             layer(wrong)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        GatedAttentionUnit(GatedAttentionUnit.Config(16)),
-        TransformerXLAttention(TransformerXLAttention.Config(16, 4)),
-        MoE(MoE.Config(16, 24, 4, 2)),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_layers_that_need_more_than_tokens_refuse_nested_tensors(layer):
+def test_experts_that_share_a_capacity_refuse_nested_tensors():
     with pytest.raises(TypeError, match="must not be nested"):
-        layer(jagged(sequences()).float())
+        MoE(MoE.Config(16, 24, 4, 2))(jagged(sequences()).float())

@@ -1,7 +1,6 @@
 """Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -12,7 +11,7 @@ from torch import nn
 from omniattn import functional
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
-from omniattn.modules.jagged import boundaries
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
@@ -281,20 +280,11 @@ class Attention(Layer):
             raise ValueError(
                 f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
             )
-        attend: Callable[..., object] = functional.attention
-        offsets = None
-        if x.is_nested:
-            if cache is not None:
-                raise ValueError(f"Attention: cache must be None where x is nested, got {cache!r}")
-            offsets = source_offsets = boundaries("Attention", "x", x)
-            x = x.values()
-            if source is not None:
-                source_offsets, source = boundaries("Attention", "source", source), source.values()
-            attend = partial(
-                functional.attention_varlen,
-                cu_seqlens_q=offsets,
-                cu_seqlens_k=source_offsets,
-            )
+        x, sequences = sequences_of("Attention", "x", x, cache=cache)
+        keys = sequences
+        if source is not None:
+            source, keys = sequences_of("Attention", "source", source, beside=sequences)
+        attend = sequences.attention(keys)
         q = self._heads(self.q_proj(x), self.q_norm)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
@@ -303,7 +293,12 @@ class Attention(Layer):
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = self._keys_and_values(x)
             if rope is not None:
-                q, k = self._rotate(q, k, rope)
+                q, k = cast(
+                    "tuple[torch.Tensor, torch.Tensor]",
+                    functional.apply_rotary(
+                        q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+                    ),
+                )
             if isinstance(cache, PagedCache) and mask is None and bias is None:
                 cache.store(k, v)
                 k, v = cache.pages
@@ -340,33 +335,12 @@ class Attention(Layer):
             gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))
             act = torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu
             out = out * act(gate)
-        y: torch.Tensor = self.o_proj(out.flatten(-2))
-        if offsets is None:
-            return y
-        return torch.nested.nested_tensor_from_jagged(y, offsets)
+        return sequences.restored(self.o_proj(out.flatten(-2)))
 
     def _head_scale(self) -> torch.Tensor | None:
         if self.logit_scale is None:
             return self.head_scale
         return self.logit_scale.clamp(max=math.log(100)).exp()
-
-    def _rotate(
-        self, q: torch.Tensor, k: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k (B, T, H, D), or packed (total, H, D), turned."""
-        c = self.config
-        packed = q.dim() == 3
-        q, k = cast(
-            "tuple[torch.Tensor, torch.Tensor]",
-            functional.apply_rotary(
-                q[None] if packed else q,
-                k[None] if packed else k,
-                *rope,
-                interleaved=c.rope_interleaved,
-                backend=c.backend,
-            ),
-        )
-        return (q[0], k[0]) if packed else (q, k)
 
     def _cross_keys_and_values(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
@@ -31,8 +32,8 @@ class DifferentialAttention(Layer):
         device, dtype: of the parameters; the lambda vectors are always fp32.
 
     Shape:
-        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj, lambda_q1,
-        lambda_k1, lambda_q2, lambda_k2 (D,) and subln (2 D,).
+        x (B, T, dim) or a jagged nested tensor -> the same. Parameters q_proj, k_proj, v_proj,
+        o_proj, lambda_q1, lambda_k1, lambda_q2, lambda_k2 (D,) and subln (2 D,).
 
     Reference:
         Ye et al., Differential Transformer, 2024, arXiv 2410.05258.
@@ -189,6 +190,8 @@ class DifferentialAttention(Layer):
         """x (B, T, dim) -> (B, T, dim); mask and bias act on both maps; the rest as Attention."""
         c = self.config
         size = c.head_size
+        x, sequences = sequences_of("DifferentialAttention", "x", x, cache=cache)
+        attend = sequences.attention()
         q, k, v = (p(x).unflatten(-1, (-1, size)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rope is not None:
             q, k = cast(
@@ -210,7 +213,7 @@ class DifferentialAttention(Layer):
                 k_i = k.unflatten(-1, (2, size)).flatten(2, 3)[:, :, (2 * heads + i) // group]
                 v_i = v[:, :, heads // group]
             maps.append(
-                functional.attention(
+                attend(
                     q[..., i * size : (i + 1) * size],
                     k_i,
                     v_i,
@@ -221,11 +224,10 @@ class DifferentialAttention(Layer):
                     backend=c.backend,
                 )
             )
-        first, second = cast("list[Tensor]", maps)
+        first, second = maps
         out = first - torch.as_tensor(self.scalar_lambda()).to(second.dtype) * second
         if c.form != "simple":
             weight = self.subln.weight if c.form == "published" else None
             normed = functional.rms_norm(out, weight, eps=c.norm_eps, backend=c.backend)
             out = cast(Tensor, normed) * (1 - c.lambda_init)
-        y: Tensor = self.o_proj(out.flatten(-2))
-        return y
+        return sequences.restored(self.o_proj(out.flatten(-2)))

@@ -12,6 +12,7 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules.attention import with_cache
+from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
@@ -29,8 +30,9 @@ class GatedAttentionUnit(Layer):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim) -> (B, T, dim). Parameters u_proj, v_proj, z_proj, o_proj, gamma and beta
-        (2, key_dim) for q and k, and with a relative bias its table relative_bias.
+        x (B, T, dim) or a jagged nested tensor -> the same. Parameters u_proj, v_proj, z_proj,
+        o_proj, gamma and beta (2, key_dim) for q and k, and with a relative bias its table
+        relative_bias.
 
     Reference:
         Hua et al., Transformer Quality in Linear Time, 2022, arXiv 2202.10447.
@@ -143,6 +145,19 @@ class GatedAttentionUnit(Layer):
             return T5Bias(table, bidirectional=not c.causal)
         return DistanceBias(table, zero=c.max_length - 1)
 
+    def _n(self, x: Tensor, k: Tensor, sequences: Sequences) -> tuple[int, Tensor | None]:
+        """n, and where packed sequences have their own, what it is of that of each token.
+
+        relu(a s)^2 = a^2 relu(s)^2 for a > 0: that ratio goes to q, or behind a bias inside n.
+        """
+        c = self.config
+        if c.norm_n is not None:
+            return c.norm_n, None
+        if c.attention != "relu2" or sequences.nested is None:
+            return k.shape[1], None
+        own = sequences.lengths(x).to(torch.promote_types(x.dtype, torch.float32))
+        return c.max_length, (c.max_length / own)[..., None, None]
+
     def forward(
         self,
         x: Tensor,
@@ -153,6 +168,7 @@ class GatedAttentionUnit(Layer):
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim); rope, cache and mask as in Attention."""
         c = self.config
+        x, sequences = sequences_of("GatedAttentionUnit", "x", x, cache=cache)
         u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
         q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
         if rope is not None:
@@ -166,14 +182,17 @@ class GatedAttentionUnit(Layer):
         if cache is not None:
             k, v = cache.append(k, v)
             mask = with_cache(cache, mask, c.relative is not None)
-        keys = k.shape[1]
-        if c.relative == "toeplitz" and keys > c.max_length:
-            raise ValueError(
-                "GatedAttentionUnit: keys must not exceed max_length with a toeplitz bias, "
-                f"got keys={keys}, max_length={c.max_length}"
-            )
-        n = keys if c.norm_n is None else c.norm_n
-        out = functional.attention(
+        if c.relative == "toeplitz":
+            keys = k.shape[1] if sequences.nested is None else sequences.longest
+            if keys > c.max_length:
+                raise ValueError(
+                    "GatedAttentionUnit: keys must not exceed max_length with a toeplitz bias, "
+                    f"got keys={keys}, max_length={c.max_length}"
+                )
+        n, ratio = self._n(x, k, sequences)
+        if ratio is not None and not c.bias_inside_n:
+            q = (q * ratio).to(q.dtype)
+        out: Tensor = sequences.attention()(
             q,
             k,
             v,
@@ -184,5 +203,6 @@ class GatedAttentionUnit(Layer):
             normaliser="relu2" if c.attention == "relu2" else "softmax",
             backend=c.backend,
         )
-        y: Tensor = self.o_proj(u * cast(Tensor, out)[:, :, 0])
-        return y
+        if ratio is not None and c.bias_inside_n:
+            out = (out * ratio.square()).to(out.dtype)
+        return sequences.restored(self.o_proj(u * out[:, :, 0]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
@@ -30,8 +32,9 @@ class MultiHeadLatentAttention(Layer):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim) -> (B, T, dim). Parameters, named as in DeepSeek-V3: q_proj or q_a_proj,
-        q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj; o_proj.
+        x (B, T, dim) or a jagged nested tensor -> the same. Parameters, named as in DeepSeek-V3:
+        q_proj or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj;
+        o_proj.
 
     Reference:
         DeepSeek-AI, DeepSeek-V2, 2024, arXiv 2405.04434; DeepSeek-V3, 2024, arXiv 2412.19437.
@@ -233,7 +236,8 @@ class MultiHeadLatentAttention(Layer):
 
         Args:
             x: queries and, with those in the cache, keys and values.
-            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2).
+            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
+                or of x.values() where x is nested.
             cache: the new latents are appended to it, all of it is attended to.
             mask: as in Attention.
             absorb: attend to the latents themselves; default: with a cache and T <= absorb_max.
@@ -244,6 +248,8 @@ class MultiHeadLatentAttention(Layer):
                 "MultiHeadLatentAttention: rope must be given if and only if qk_rope_dim > 0, "
                 f"got qk_rope_dim={c.qk_rope_dim}, rope={'None' if rope is None else 'given'}"
             )
+        x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, cache=cache)
+        attend = sequences.attention()
         q = self._queries(x)
         k_latent, v, k_rope = self._latents(x)
         k = torch.cat([k_latent, k_rope], -1)
@@ -259,28 +265,32 @@ class MultiHeadLatentAttention(Layer):
             w_k, w_v = self._up_weights()
             q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
             q = torch.cat([torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], -1)
-            out = torch.einsum("bthr,hvr->bthv", self._attend(q, k, v, mask), w_v)
+            out = torch.einsum("bthr,hvr->bthv", self._attend(attend, q, k, v, mask), w_v)
         else:
             k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
             k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
             k = torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1)
-            out = self._attend(q, k, v, mask)
-        y: Tensor = self.o_proj(out.flatten(-2))
-        return y
+            out = self._attend(attend, q, k, v, mask)
+        return sequences.restored(self.o_proj(out.flatten(-2)))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask | None) -> Tensor:
+    def _attend(
+        self,
+        attend: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | Mask | None,
+    ) -> Tensor:
         c = self.config
-        return cast(
-            Tensor,
-            functional.attention(
-                q,
-                k,
-                v,
-                causal=c.causal,
-                window_size=c.window_size,
-                mask=mask,
-                scale=c.scale,
-                dropout_p=c.dropout_p if self.training else 0.0,
-                backend=c.backend,
-            ),
+        out: Tensor = attend(
+            q,
+            k,
+            v,
+            causal=c.causal,
+            window_size=c.window_size,
+            mask=mask,
+            scale=c.scale,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            backend=c.backend,
         )
+        return out

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
+from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.reference.masks import visible
@@ -25,7 +26,8 @@ class MultiheadAttention(Layer):
 
     Shape:
         query (B, T, dim), key (B, S, kdim), value (B, S, vdim) -> (B, T, dim) and None or the
-        weights (B, T, S); without batch_first (T, B, dim) and so on; or all without B. Parameters
+        weights (B, T, S); without batch_first (T, B, dim) and so on; or all without B. With
+        batch_first and without need_weights they may be jagged nested tensors. Parameters
         in_proj_weight or q_proj_weight, k_proj_weight, v_proj_weight; in_proj_bias, bias_k, bias_v,
         out_proj.weight, out_proj.bias.
 
@@ -187,13 +189,16 @@ class MultiheadAttention(Layer):
         batched = query.dim() == 3
         same = query is key and key is value
         inputs = [query] if same else [query, key, value]
-        if not batched:
+        sequences = keys = Sequences()
+        if query.is_nested:
+            inputs, sequences, keys = self._unnested(inputs, need_weights)
+        elif not batched:
             inputs = [x[None] for x in inputs]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not c.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
         q, k, v = self._project(*(inputs * 3 if same else inputs))
-        batch, seen = q.shape[0], k.shape[1]
+        batch, seen = len(query) if query.is_nested else q.shape[0], k.shape[1]
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(batch, -1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(batch, -1, -1)], 1)
@@ -203,7 +208,7 @@ class MultiheadAttention(Layer):
         extra = k.shape[1] - seen
         mask, bias = self._masks(key_padding_mask, attn_mask, is_causal, batch, extra)
         dropout = c.dropout if self.training else 0.0
-        out, lse = functional.attention(
+        out, lse = sequences.attention(keys)(
             q,
             k,
             v,
@@ -213,7 +218,7 @@ class MultiheadAttention(Layer):
             return_lse=True,
             backend=c.backend,
         )
-        y: Tensor = self.out_proj(out.flatten(-2))
+        y = sequences.restored(self.out_proj(out.flatten(-2)))
         weights = None
         if need_weights:
             weights = self._weights(q, k, lse, mask, bias)
@@ -221,6 +226,30 @@ class MultiheadAttention(Layer):
         if not batched:
             return y[0], None if weights is None else weights[0]
         return (y if c.batch_first else y.transpose(0, 1)), weights
+
+    def _unnested(
+        self, inputs: list[Tensor], need_weights: bool
+    ) -> tuple[list[Tensor], Sequences, Sequences]:
+        """query, key and value (or one for all) of (1, total, dim); sequences of query and key."""
+        c, op = self.config, "MultiheadAttention"
+        if not c.batch_first or need_weights or c.add_bias_kv or c.add_zero_attn:
+            raise ValueError(
+                f"{op}: a nested query needs batch_first=True and need_weights=False, without "
+                f"add_bias_kv and add_zero_attn, got batch_first={c.batch_first}, "
+                f"need_weights={need_weights}, add_bias_kv={c.add_bias_kv}, "
+                f"add_zero_attn={c.add_zero_attn}"
+            )
+        query, queries = sequences_of(op, "query", inputs[0])
+        if len(inputs) == 1:
+            return [query], queries, queries
+        key, keys = sequences_of(op, "key", inputs[1], beside=queries)
+        value, _ = sequences_of(op, "value", inputs[2], beside=queries)
+        if inputs[2].shape[:2] != inputs[1].shape[:2]:
+            raise ValueError(
+                f"{op}: key and value must have the same boundaries, "
+                f"got key.shape={inputs[1].shape}, value.shape={inputs[2].shape}"
+            )
+        return [query, key, value], queries, keys
 
     def _masks(
         self,

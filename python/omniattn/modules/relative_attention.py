@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 
@@ -83,11 +82,12 @@ class TransformerXLAttention(Layer):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim), memory (B, M, dim) -> (B, T, dim). Parameters, named as in the release:
-        qkv_net, r_net, o_net, r_w_bias (u) and r_r_bias (v), (num_heads, head_dim).
+        x (B, T, dim), memory (B, M, dim) -> (B, T, dim); without memory x may be a jagged nested
+        tensor. Parameters, named as in the release: qkv_net, r_net, o_net, r_w_bias (u) and
+        r_r_bias (v), (num_heads, head_dim).
 
     Notes:
-        The distance term is a (B, H, T, M + T) tensor.
+        The distance term is a (B, H, T, M + T) tensor, of the longest T where x is nested.
 
     Reference:
         Dai et al., Transformer-XL, 2019, arXiv 1901.02860.
@@ -174,15 +174,23 @@ class TransformerXLAttention(Layer):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         """x (B, T, dim), memory (B, M, dim) or None -> (B, T, dim)."""
         c = self.config
+        if memory is not None and x.is_nested:
+            raise ValueError(
+                "TransformerXLAttention: memory must be None where x is nested, "
+                f"got memory.shape={tuple(memory.shape)}"
+            )
+        x, sequences = sequences_of("TransformerXLAttention", "x", x)
         source = x if memory is None else torch.cat([memory, x], 1)
-        tokens, keys = x.shape[1], source.shape[1]
+        before = source.shape[1] - x.shape[1]
         q, k, v = self.qkv_net(source).unflatten(-1, (3, c.num_heads, -1)).unbind(2)
-        q = q[:, keys - tokens :]
-        r = self.r_net(self._sinusoid(keys, x)).unflatten(-1, (c.num_heads, -1))
+        q = q[:, before:]
+        by_place = sequences.padded(q + self.r_r_bias)
+        sinusoid = self._sinusoid(before + by_place.shape[1], x)
+        r = self.r_net(sinusoid).unflatten(-1, (c.num_heads, -1))
         scale = c.head_size**-0.5
-        by_distance = torch.einsum("bihd,chd->bhic", q + self.r_r_bias, r) * scale
+        by_distance = torch.einsum("bihd,chd->bhic", by_place, r) * scale
         window = (c.memory_length - 1, 0) if c.same_length else (-1, 0)
-        out = functional.attention(
+        out = sequences.attention()(
             q + self.r_w_bias,
             k,
             v,
@@ -193,8 +201,7 @@ class TransformerXLAttention(Layer):
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )
-        y: Tensor = self.o_net(cast(Tensor, out).flatten(-2))
-        return y
+        return sequences.restored(self.o_net(out.flatten(-2)))
 
 
 def _shift(x: Tensor) -> Tensor:
@@ -219,11 +226,13 @@ class DisentangledAttention(Layer):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim), positions (2 span, dim) -> (B, T, dim). Parameters, named as in DeBERTa-v2:
-        query_proj, key_proj, value_proj and, unless shared, pos_key_proj, pos_query_proj.
+        x (B, T, dim) or a jagged nested tensor, positions (2 span, dim) -> as x. Parameters, named
+        as in DeBERTa-v2: query_proj, key_proj, value_proj and, unless shared, pos_key_proj,
+        pos_query_proj.
 
     Notes:
-        The position terms are a (B, H, T, T) tensor. The output projection belongs to the block.
+        The position terms are a (B, H, T, T) tensor, of the longest T where x is nested. The output
+        projection belongs to the block.
 
     Reference:
         He et al., DeBERTa, 2020, arXiv 2006.03654; DeBERTaV3, 2021, arXiv 2111.09543.
@@ -340,20 +349,22 @@ class DisentangledAttention(Layer):
                 f"DisentangledAttention: positions must have shape {(2 * c.span, c.dim)}, "
                 f"got positions={tuple(positions.shape)}"
             )
+        x, sequences = sequences_of("DisentangledAttention", "x", x)
         q, k = heads(self.query_proj, x), heads(self.key_proj, x)
-        rows = self._rows(x.shape[1], x.device)[None, None]
+        by_place = sequences.padded(q), sequences.padded(k)
+        rows = self._rows(by_place[0].shape[1], x.device)[None, None]
         terms: list[Tensor] = []
         if c.content_to_position:
             projection = self.key_proj if c.share_projections else self.pos_key_proj
-            scores = torch.einsum("bihd,rhd->bhir", q, heads(projection, positions))
+            scores = torch.einsum("bihd,rhd->bhir", by_place[0], heads(projection, positions))
             terms.append(scores.gather(-1, rows.expand(*scores.shape[:2], -1, -1)))
         if c.position_to_content:
             projection = self.query_proj if c.share_projections else self.pos_query_proj
-            scores = torch.einsum("bjhd,rhd->bhrj", k, heads(projection, positions))
+            scores = torch.einsum("bjhd,rhd->bhrj", by_place[1], heads(projection, positions))
             rows = rows.mT if c.p2c_index == "paper" else rows
             terms.append(scores.gather(-2, rows.expand(*scores.shape[:2], -1, -1)))
         scale = (q.shape[-1] * (1 + len(terms))) ** -0.5
-        out = functional.attention(
+        out = sequences.attention()(
             q,
             k,
             heads(self.value_proj, x),
@@ -363,4 +374,4 @@ class DisentangledAttention(Layer):
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )
-        return cast(Tensor, out).flatten(-2)
+        return sequences.restored(out.flatten(-2))
