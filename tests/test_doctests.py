@@ -3,8 +3,6 @@
 import doctest
 import importlib
 import pkgutil
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +23,3 @@ def test_examples(name):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=options)
     assert result.failed == 0
-
-
-def test_examples_of_the_readme():
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```python\n(.*?)```", readme.partition("## Use")[2], re.DOTALL)
-    functions, modules, *_ = examples
-    names = {}
-    exec(functions + modules, names)
-    assert names["out"].shape == names["q"].shape
-    assert names["q"].grad.shape == names["q"].shape
-    assert names["y"].shape == names["h"].shape

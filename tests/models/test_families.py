@@ -1,5 +1,6 @@
 """Every model of `omniattn train`: it learns, its reference agrees, its checkpoints are exact."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,8 @@ def test_further_tokens_are_predicted_as_in_the_paper():
     plain = replace(config, mtp_depths=0).build()
     plain.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(plain(tokens, targets), loss) and plain.auxiliary_loss() == 0.0
+    model(tokens, targets)  # a copy has seen no forward
+    assert model.auxiliary_loss() > 0 and copy.deepcopy(model).auxiliary_loss() == 0.0
 
 
 def test_further_tokens_reach_the_gradient_and_not_the_reported_loss():

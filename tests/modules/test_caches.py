@@ -276,3 +276,13 @@ def test_caches_reject_what_does_not_fit(kind):
     with pytest.raises(RuntimeError, match="no_grad"):
         cache.append(k.requires_grad_(), v)
     assert cache.length == 0
+    cache.append(*tokens(2))
+    state = cache.state_dict()
+    for broken, named in (
+        ({}, "missing=\\['k', 'v'"),
+        ({n: t for n, t in state.items() if n != "v"}, "missing=\\['v'\\], unexpected=\\[\\]"),
+        ({**state, "window": 1}, "missing=\\[\\], unexpected=\\['window'\\]"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            cache.load_state_dict(broken)
+    assert cache.length == 2

@@ -147,6 +147,10 @@ class Decoder(Model):
             self.predictor = MultiTokenPredictor(c.predictor, block, device=device, dtype=dtype)
         self._predictor_loss: torch.Tensor | float = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
+        return self.__dict__ | {"_predictor_loss": 0.0}
+
     def auxiliary_loss(self) -> torch.Tensor | float:
         """That of the tokens behind the next one, where the model predicts them in training."""
         return self.config.predictor_weight * self._predictor_loss

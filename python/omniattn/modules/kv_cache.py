@@ -54,7 +54,7 @@ class Cache(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` of a cache of the same sizes gave."""
+        """Takes over what `state_dict` of a cache of the same kind and sizes gave."""
 
     @property
     def mask(self) -> Mask | None:
@@ -152,8 +152,9 @@ class KVCache(Cache):
         return {"k": k.clone(), "v": v.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v = take(type(self).__name__, state, "k", "v")
         self.length = 0
-        self.append(state["k"], state["v"])
+        self.append(k, v)
 
 
 class RollingCache(Cache):
@@ -269,7 +270,7 @@ class RollingCache(Cache):
         return {"k": k, "v": v, "length": self.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        k, v, length = state["k"], state["v"], state["length"]
+        k, v, length = take("RollingCache", state, "k", "v", "length")
         if k.shape[1] != min(length, self.window):
             raise ValueError(
                 "RollingCache: k must hold the last min(length, window) tokens, "
@@ -387,8 +388,21 @@ class CrossCache(Cache):
         return {"k": k.clone(), "v": v.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v = take("CrossCache", state, "k", "v")
         self._kv = None
-        self.append(state["k"], state["v"])
+        self.append(k, v)
+
+
+def take(name: str, state: dict[str, Any], *keys: str) -> list[Any]:
+    """The values of `keys`, which must be all that a saved state has."""
+    if set(state) != set(keys):
+        missing = [key for key in keys if key not in state]
+        unexpected = [key for key in state if key not in keys]
+        raise ValueError(
+            f"{name}: state must have the keys {', '.join(keys)}, "
+            f"got missing={missing}, unexpected={unexpected}"
+        )
+    return [state[key] for key in keys]
 
 
 def new_storage(

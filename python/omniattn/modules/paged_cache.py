@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional.masks import KeyPadding, Mask
-from omniattn.modules.kv_cache import Cache, check_new, new_storage
+from omniattn.modules.kv_cache import Cache, check_new, new_storage, take
 
 
 class PagePool:
@@ -272,17 +272,15 @@ class PagedCache(Cache):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        k, v, lengths = state["k"], state["v"], state["lengths"].tolist()
+        k, v, table, lengths = take("PagedCache", state, "k", "v", "block_table", "lengths")
+        table, lengths = table.tolist(), lengths.tolist()
         for name, new, stored in (("k", k, self.pool.k), ("v", v, self.pool.v)):
             fits = (len(k), *stored.shape[1:])
             if new.shape != fits:
                 raise ValueError(
                     f"PagedCache: {name} must have shape {fits}, got {name}={tuple(new.shape)}"
                 )
-        rows = [
-            row[: -(-n // self.pool.page_size)]
-            for row, n in zip(state["block_table"].tolist(), lengths, strict=True)
-        ]
+        rows = [row[: -(-n // self.pool.page_size)] for row, n in zip(table, lengths, strict=True)]
         in_range = all(0 <= page < len(k) for row in rows for page in row)
         long_enough = all(
             0 <= n <= len(row) * self.pool.page_size for row, n in zip(rows, lengths, strict=True)
@@ -290,7 +288,7 @@ class PagedCache(Cache):
         if not in_range or not long_enough:
             raise ValueError(
                 f"PagedCache: block_table must give pages in 0..{len(k) - 1} for all tokens, "
-                f"got block_table={state['block_table'].tolist()}, lengths={lengths}"
+                f"got block_table={table}, lengths={lengths}"
             )
         self.free()
         used = sorted({page for row in rows for page in row})

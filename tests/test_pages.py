@@ -1,0 +1,73 @@
+"""The Python code of README.md and of docs/*.md runs: block by block, in one namespace a page."""
+
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+
+import libraries
+import pytest
+import torch
+from processes import run
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_page(path, names=None):
+    """Runs the blocks of a page, with `names` that it takes as given; returns all names."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    names = {"__name__": path} if names is None else names
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        above = "\n" * (text[: block.start()].count("\n") + 1)  # errors name the line of the page
+        exec(compile(above + block[1], path, "exec"), names)
+    return names
+
+
+def distributed(rank, ranks, port):
+    """docs/distributed.md as torchrun would start it. Code is traced and differentiated but not
+    compiled by inductor, whose C++ compiler would take half a minute."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    run_page("docs/distributed.md")
+
+
+def test_distributed():
+    run(__file__, "distributed", 2)
+
+
+def test_caches(one_thread):
+    run_page("docs/caches.md")
+
+
+ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_migration(one_thread):
+    """Both sides of every row of the tables give the same."""
+    names = run_page("docs/migration.md", dict(libraries.NAMES))
+    rows = ROW.findall((ROOT / "docs/migration.md").read_text(encoding="utf-8"))
+    assert len(rows) > 80
+    for row in rows:
+        there, here = (eval(side, names) for side in row)
+        torch.testing.assert_close(
+            here, there, rtol=1e-4, atol=1e-5, msg=lambda text, row=row: f"{row}: {text}"
+        )
+
+
+def test_readme(one_thread):
+    from transformers import LlamaConfig, LlamaForCausalLM  # a second for each of the processes
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=97))
+    names = run_page("README.md", {"model": model})
+    assert names["out"].shape == names["q"].shape == names["q"].grad.shape
+    assert names["y"].shape == names["h"].shape
+    assert model.config._attn_implementation == "omniattn"
+
+
+if __name__ == "__main__":
+    distributed(*map(int, sys.argv[2:]))
