@@ -61,7 +61,7 @@ std::vector<std::string> probe_isas() {
 }
 
 VecFunction parse_function(const std::string& name) {
-  constexpr const char* kNames[] = {"copy",    "exp",  "exp2",  "log",   "tanh", "erf",
+  constexpr const char* kNames[] = {"copy",    "exp",  "exp2",  "log",   "tanh", "normal",
                                     "sigmoid", "sqrt", "round", "floor", "abs",  "negate"};
   for (int32_t i = 0; i < static_cast<int32_t>(std::size(kNames)); ++i) {
     if (name == kNames[i]) return static_cast<VecFunction>(i);

@@ -16,7 +16,7 @@ enum class VecFunction : int32_t {
   exp2,
   log,
   tanh,
-  erf,
+  normal,  // the distribution function
   sigmoid,
   sqrt,
   round,

@@ -29,8 +29,8 @@ void map_function(VecFunction function, const T* x, T* y, int64_t n) {
       return map_elements(x, y, n, [](V v) { return log(v); });
     case VecFunction::tanh:
       return map_elements(x, y, n, [](V v) { return tanh(v); });
-    case VecFunction::erf:
-      return map_elements(x, y, n, [](V v) { return erf(v); });
+    case VecFunction::normal:
+      return map_elements(x, y, n, [](V v) { return normal(v).below; });
     case VecFunction::sigmoid:
       return map_elements(x, y, n, [](V v) { return sigmoid(v); });
     case VecFunction::sqrt:

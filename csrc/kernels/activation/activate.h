@@ -24,10 +24,9 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
     const V s = sigmoid(x);
     return {x * s, fma(x * s, T{1} - s, s)};
   } else if constexpr (kAct == Activation::gelu) {
-    constexpr auto kInvSqrt2 = static_cast<T>(0.70710678118654752440);
     constexpr auto kInvSqrt2Pi = static_cast<T>(0.39894228040143267794);
-    const V below = T(0.5) * (T{1} + erf(x * kInvSqrt2));
-    return {x * below, fma(x * kInvSqrt2Pi, exp(x * x * T(-0.5)), below)};
+    const auto [below, bell] = normal(x);
+    return {x * below, fma(x * kInvSqrt2Pi, bell, below)};
   } else if constexpr (kAct == Activation::sigmoid) {
     const V s = sigmoid(x);
     return {s, s * (T{1} - s)};
@@ -40,13 +39,13 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
     return {r * r, r + r};
   } else {
     static_assert(kAct == Activation::gelu_tanh);
-    constexpr auto kScale = static_cast<T>(0.79788456080286535588);  // sqrt(2 / pi)
+    // (1 + tanh u) / 2 = sigmoid(2 u)
+    constexpr auto kScale = static_cast<T>(1.59576912160573071176);  // 2 sqrt(2 / pi)
     constexpr auto kCubic = static_cast<T>(0.044715);
     const V xx = x * x;
-    const V t = tanh(kScale * x * fma(V(kCubic), xx, V(T{1})));
-    const V below = T(0.5) * (T{1} + t);
-    const V inner = kScale * fma(V(3 * kCubic), xx, V(T{1}));
-    return {x * below, fma(T(0.5) * x * (T{1} - t * t), inner, below)};
+    const V below = sigmoid(kScale * x * fma(V(kCubic), xx, V(T{1})));
+    const V slope = kScale * fma(V(3 * kCubic), xx, V(T{1}));
+    return {x * below, fma(x * below * (T{1} - below), slope, below)};
   }
 }
 
