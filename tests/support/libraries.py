@@ -300,10 +300,9 @@ def liger_cross_entropy(
 
 
 def liger_fused_linear_cross_entropy(input, weight, target, bias=None, **options):
-    return liger_cross_entropy(nn_linear(input, weight, bias), target, **options)
+    logits = torch.nn.functional.linear(input, weight, bias)
+    return liger_cross_entropy(logits, target, **options)
 
-
-nn_linear = torch.nn.functional.linear
 
 #: By the name under which the page calls them.
 NAMES = {name: f for name, f in globals().items() if not name.startswith("_")} | {

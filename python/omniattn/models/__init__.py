@@ -11,6 +11,7 @@ from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.llama import Llama, LlamaConfig
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
+from omniattn.models.routers import Routers
 from omniattn.models.t5 import T5, T5Config
 from omniattn.models.vision import Swin, SwinConfig, ViT, ViTConfig
 
@@ -30,6 +31,7 @@ __all__ = [
     "MixtralConfig",
     "Model",
     "ModelConfig",
+    "Routers",
     "Swin",
     "SwinConfig",
     "SwitchConfig",
