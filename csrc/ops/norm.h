@@ -17,6 +17,15 @@ void run_forward(const NormParams& p);
 // dweight, dbias: (cols) or null.
 void run_backward(const NormBackwardParams& p, void* dweight, void* dbias);
 
+// The dtype of a residual stream beside values of `dtype`: the same, or fp32 beside 16 bits.
+DType stream_dtype(const char* op, const char* name, const Tensor& t, DType dtype) {
+  const DType found = dtype_of(op, name, t);
+  require(found == dtype || (found == DType::f32 && size_of(dtype) == 2), op, name,
+          " must have scalar type ", static_cast<int>(scalar_type(dtype)),
+          ", or that of float32 beside 16 bits, got ", static_cast<int>(scalar_type(found)));
+  return found;
+}
+
 struct NormResult {
   Tensor y;
   OptTensor h, stats;
@@ -34,7 +43,7 @@ NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const
   NormResult result{empty_tensor(x.sizes(), dtype), std::nullopt, std::nullopt};
 
   NormParams p{};
-  p.dtype = dtype;
+  p.dtype = p.h_dtype = dtype;
   p.rows = rows.rows;
   p.cols = rows.cols;
   p.x = rows.data();
@@ -53,10 +62,11 @@ NormResult run(const char* op, const Tensor& x, const OptTensor& residual, const
   }
   std::optional<Rows> residual_rows;
   if (residual.has_value()) {
-    require_tensor(op, "residual", *residual, dtype);
+    p.h_dtype = stream_dtype(op, "residual", *residual, dtype);
+    require_tensor(op, "residual", *residual, p.h_dtype);
     require_sizes(op, "residual", *residual, x.sizes());
     residual_rows = as_rows(op, "residual", *residual);
-    result.h = empty_tensor(x.sizes(), dtype);
+    result.h = empty_tensor(x.sizes(), p.h_dtype);
     p.residual = residual_rows->data();
     p.residual_stride = residual_rows->stride;
     p.h = result.h->mutable_data_ptr();
@@ -94,15 +104,15 @@ std::tuple<Tensor, Tensor> add_norm_only(const Tensor& x, const Tensor& residual
   return {r.y, *r.h};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const OptTensor& grad_h,
-                                                 const Tensor& h, const OptTensor& weight,
-                                                 const Tensor& stats, bool center, double offset,
-                                                 bool weight_grad, bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
+    const Tensor& grad_y, const OptTensor& grad_h, const Tensor& h, const OptTensor& weight,
+    const Tensor& stats, bool center, double offset, bool weight_grad, bool bias_grad) {
   constexpr const char* op = "norm_backward";
   const DeviceScope scope(h);
-  const DType dtype = dtype_of(op, "h", h);
-  require_tensor(op, "h", h, dtype);
+  const DType dtype = dtype_of(op, "grad_y", grad_y);
+  const DType h_dtype = stream_dtype(op, "h", h, dtype);
   require_tensor(op, "grad_y", grad_y, dtype);
+  require_tensor(op, "h", h, h_dtype);
   require_sizes(op, "grad_y", grad_y, h.sizes());
   const Rows h_rows = as_rows(op, "h", h), gy_rows = as_rows(op, "grad_y", grad_y);
   const int64_t rows = h_rows.rows, cols = h_rows.cols;
@@ -112,16 +122,20 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
   require_sizes(op, "stats", stats, {stats_sizes, 2});
   require(stats.is_contiguous(), op, "stats must be contiguous");
 
+  const bool mixed = h_dtype != dtype;
+  const int64_t nothing = 0;
   const Tensor dx = empty_tensor(h.sizes(), dtype);
+  const Tensor dh = empty_tensor(mixed ? h.sizes() : Sizes(&nothing, 1), h_dtype);
   NormBackwardParams p{};
   p.dtype = dtype;
+  p.h_dtype = h_dtype;
   p.rows = rows;
   p.cols = cols;
   p.grad_y = gy_rows.data();
   p.grad_y_stride = gy_rows.stride;
   std::optional<Rows> gh_rows;
   if (grad_h.has_value()) {
-    require_tensor(op, "grad_h", *grad_h, dtype);
+    require_tensor(op, "grad_h", *grad_h, h_dtype);
     require_sizes(op, "grad_h", *grad_h, h.sizes());
     gh_rows = as_rows(op, "grad_h", *grad_h);
     p.grad_h = gh_rows->data();
@@ -132,6 +146,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
   p.weight = data_or_null(scale);
   p.stats = stats.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
+  p.dh = mixed ? dh.mutable_data_ptr() : nullptr;
   p.offset = offset;
   p.center = center;
 
@@ -140,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_y, const Opt
   const Tensor dbias = empty_tensor({&db_cols, 1}, dtype);
   run_backward(p, weight_grad ? dweight.mutable_data_ptr() : nullptr,
                bias_grad ? dbias.mutable_data_ptr() : nullptr);
-  return {dx, dweight, dbias};
+  return {dx, dh, dweight, dbias};
 }
 
 }  // namespace

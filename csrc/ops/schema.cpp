@@ -60,6 +60,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
          "(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset, bool "
          "cast_first)"
          " -> (Tensor y, Tensor stats)");
+  // the same of h = x + residual, which has the dtype of the residual: x's, or fp32 beside 16 bits
   define(m, "add_norm",
          "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float eps, float "
          "offset, bool cast_first)"
@@ -72,11 +73,11 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def(
       "add_norm_only(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float "
       "eps, float offset, bool cast_first) -> (Tensor y, Tensor h)");
+  // dx has the dtype of grad_y; dh is the same in the dtype of h, and empty where that is no other
   m.def(
       "norm_backward(Tensor grad_y, Tensor? grad_h, Tensor h, Tensor? weight, Tensor stats, bool "
-      "center,"
-      " float offset, bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor "
-      "dbias)");
+      "center, float offset, bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dh, Tensor "
+      "dweight, Tensor dbias)");
 
   // gated_norm: of each of `groups` parts of the last dimension, ((v - mean) * rstd * weight +
   // bias), with v = x; v = x * act(z) for gate 1; the result times act(z) for gate 2. stats (rows,

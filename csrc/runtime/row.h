@@ -3,8 +3,9 @@
 //
 //   for_row<T>(n, [&](int64_t i, auto part) { part.store(y + i, part.load(x + i) * 2.0f); });
 //
-// Where the body reads and writes pointers of T only (and sums through load_sums, store_sums), it
-// may ask for Order::any. Rows of bf16 are then walked by even and odd elements, see Halves.
+// Where the body reads and writes pointers of T and float only (and sums through load_sums,
+// store_sums), it may ask for Order::any. Rows of bf16 are then walked by even and odd elements,
+// see Halves.
 #pragma once
 
 #include "runtime/vec.h"
@@ -71,6 +72,16 @@ struct EvenOdd {
     const VecF::Bits pairs =
         (rounded_to_upper_half(x.even) >> 16 & 0xffff) | (rounded_to_upper_half(x.odd) & ~0xffff);
     __builtin_memcpy(p, &pairs, sizeof(pairs));
+  }
+  OMNIATTN_INLINE Halves load(const float* p) const {
+    const auto [even, odd] =
+        deinterleave(OMNIATTN_ISA::load(p), OMNIATTN_ISA::load(p + VecF::kWidth));
+    return {even, odd};
+  }
+  OMNIATTN_INLINE void store(float* p, Halves x) const {
+    const auto [low, high] = interleave(x.even, x.odd);
+    OMNIATTN_ISA::store(p, low);
+    OMNIATTN_ISA::store(p + VecF::kWidth, high);
   }
   // Sums kept per element lie in the order of the lanes.
   OMNIATTN_INLINE Halves load_sums(const float* p) const {

@@ -1,6 +1,7 @@
 """Linear, norms, rotary tables, gated MLP and decoder block."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import re
@@ -232,6 +233,19 @@ def test_blocks_hand_the_residual_on():
         h = h + block.mlp(block.post_attention_layernorm(h))
     out, residual = second(*first(x))
     torch.testing.assert_close(out + residual, h)
+
+
+def test_a_block_keeps_the_residual_in_fp32():
+    config = dataclasses.replace(block_config(), residual_in_fp32=True)
+    block, x = DecoderBlock(config, dtype=torch.bfloat16), torch.randn(2, 5, 12).bfloat16()
+    out, residual = block(x)
+    branch = block.self_attn(block.input_layernorm(x))
+    assert torch.equal(residual, x.float() + branch)
+    y, _ = block.post_attention_layernorm(branch, x.float())
+    assert torch.equal(out, block.mlp(y)) and out.dtype == torch.bfloat16
+    _, second = block(out, residual)
+    y, h = block.input_layernorm(out, residual)
+    assert torch.equal(second, h + block.self_attn(y))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

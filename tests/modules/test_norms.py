@@ -79,6 +79,26 @@ def test_placements(norm):
     torch.testing.assert_close(parallel(x), x + f(n(x)) + n(x))
 
 
+@pytest.mark.parametrize("placement", ["pre", "sandwich", "post_in_residual"])
+def test_residual_keeps_an_fp32_stream_around_half_layers(placement):
+    config = Residual.Config(RMSNorm.Config(8), placement, residual_in_fp32=True)
+    block, x = Residual(Layer(), config, dtype=torch.bfloat16), torch.randn(3, 8)
+    half, n = x.bfloat16(), block.norm
+    branch = {"pre": f(n(half)), "sandwich": n(f(n(half))), "post_in_residual": n(f(half))}
+    assert torch.equal(block(x), x + branch[placement])
+    assert torch.equal(block(half), half.float() + branch[placement])
+
+
+@pytest.mark.parametrize("norm", [RMSNorm.Config(8), LayerNorm.Config(8)])
+def test_a_stream_of_norms_stays_in_fp32_under_autocast(norm):
+    block, x = Residual(nn.Linear(8, 8), Residual.Config(norm, "post")), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+        assert block.layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(y, block.norm(x + block.layer(x)))
+    assert y.dtype == torch.float32
+
+
 def test_drop_path_keeps_or_drops_whole_samples():
     drop, x = DropPath(0.25), torch.ones(400, 2, 3)
     torch.manual_seed(1)
@@ -104,6 +124,10 @@ def test_residual_dropout_acts_on_the_branch_only():
         (lambda: GroupNorm.Config(10, 3), "num_groups must divide dim"),
         (lambda: RMSNormGated.Config(10, num_groups=0), "num_groups must divide dim"),
         (lambda: Residual.Config(RMSNorm.Config(2), "around"), "placement='around'"),
+        (
+            lambda: Residual.Config(RMSNorm.Config(2), "post", residual_in_fp32=True),
+            "residual_in_fp32 needs a stream",
+        ),
         (lambda: DropPath(1.0), r"p must be in \[0, 1\)"),
     ],
 )

@@ -40,14 +40,76 @@ def test_the_variance_survives_a_large_mean():
     assert (F.layer_norm(x.float()) - expected).abs().max() < 2e-3
 
 
-def test_autocast_promotes_a_half_branch_to_the_stream(op):
-    x, residual = torch.randn(3, 8).bfloat16(), torch.randn(3, 8)
-    with pytest.raises(TypeError, match="residual must have the dtype of x"):
-        op(x, residual=residual)
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_branch_joins_an_fp32_stream(op, dtype, isa):
+    for n in (5, 16, 17, 31, 32, 63, 257):
+        x, gy = (torch.randn(5, n).to(dtype) for _ in range(2))
+        stream, gh = torch.randn(2, 5, n).unbind()
+        leaves = [t.requires_grad_() for t in (x, torch.randn(n).to(dtype), stream)]
+        with testing.isa(isa):
+            y, h = op(x, leaves[1], residual=stream)
+            got = torch.autograd.grad((y, h), leaves, (gy, gh))
+        assert torch.equal(h, x + stream)
+        expected = op(x, leaves[1], residual=stream, backend="reference")
+        torch.testing.assert_close(y, expected[0])
+        wanted = torch.autograd.grad(expected, leaves, (gy, gh))
+        for a, b in zip(got, wanted, strict=True):
+            tolerance = 2e-2 if a.dtype == dtype else 1e-5
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        with torch.autocast(x.device.type, dtype), testing.isa(isa):
+            y_of_fp32_weight, _ = op(x, leaves[1].float(), residual=stream)
+        assert torch.equal(y_of_fp32_weight, y)
+
+
+def test_gradients_of_one_result_beside_a_stream(op):
+    x = torch.randn(3, 8).bfloat16().requires_grad_()
+    stream, grad = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    _, h = op(x, residual=stream)
+    dx, dstream = torch.autograd.grad(h, (x, stream), grad)
+    assert torch.equal(dx, grad.bfloat16()) and torch.equal(dstream, grad)
+    (dx,) = torch.autograd.grad(op(x, residual=stream)[0].sum(), x)
+    expected = op(x, residual=stream, backend="reference")[0]
+    torch.testing.assert_close(dx, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_autocast_promotes_a_half_stream(op):
+    x, residual = torch.randn(3, 8), torch.randn(3, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         y, h = op(x, residual=residual)
-    torch.testing.assert_close(h, x + residual)
+    assert torch.equal(h, x + residual)
     torch.testing.assert_close(y, op(x + residual))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stream"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float64),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_streams_of_other_dtypes(op, dtype, stream):
+    x, residual = torch.ones(2, 4, dtype=dtype), torch.ones(2, 4, dtype=stream)
+    message = f"residual must have the dtype of x, or be float32 .* got residual.dtype={stream}"
+    for backend in (None, "reference"):
+        with pytest.raises(TypeError, match=message):
+            op(x, residual=residual, backend=backend)
+    raw = torch.ops.omniattn
+    with pytest.raises(RuntimeError, match="add_norm: residual must have scalar type"):
+        raw.add_norm_only(x, residual, None, None, False, 1e-6, 0.0, False)
+    stats = torch.ones(2, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for grad_h, h, name in ((None, residual, "h"), (residual, x, "grad_h")):
+        with pytest.raises(RuntimeError, match=f"norm_backward: {name} must have scalar type"):
+            raw.norm_backward(x, grad_h, h, None, stats, False, 0.0, False, False)
+
+
+@pytest.mark.parametrize("name", ["opcheck", "compiled", "transforms"])
+def test_a_half_branch_beside_an_fp32_stream_is_an_op_like_others(name):
+    spec = testing.registry()["layer_norm"]
+    testing.properties.PROPERTIES[name](spec, spec.case("stream"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 5)])

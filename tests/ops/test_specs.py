@@ -25,7 +25,7 @@ SPECIAL = {
     "scaled_dot_product_attention": ["gqa", "bool"],
     "attention_cached": ["pages"],
     "select_attention": ["mask"],
-    "rms_norm": ["bareresidual", "llama"],
+    "rms_norm": ["bareresidual", "llama", "stream"],
     "layer_norm": ["residual"],
     "group_norm": ["rms"],
     "rms_norm_gated": ["beforegroups", "sigmoid", "mamba2", "qwen3next"],

@@ -1,7 +1,7 @@
 // Row normalisation: RMSNorm and LayerNorm with an optional fused residual add, forward and
 // backward.
 //
-//   h = x + residual (rounded to T)
+//   h = x + residual (rounded to H, the dtype of the residual: T, or fp32 beside 16 bits)
 //   mean = center ? avg(h) : 0
 //   rstd = 1 / sqrt(avg((h - mean)^2) + eps)
 //   y = (h - mean) * rstd * (weight + offset) + bias; (h - mean) * rstd rounded to T first where
@@ -20,7 +20,8 @@
 namespace omniattn {
 
 struct NormParams {
-  DType dtype;
+  DType dtype;    // T: of x, weight, bias and y
+  DType h_dtype;  // H: of residual and h; T without a residual
   int64_t rows, cols;
   const void* x;         // (rows, cols), x_stride between rows
   const void* residual;  // the same shape, or null
@@ -36,7 +37,8 @@ struct NormParams {
 };
 
 struct NormBackwardParams {
-  DType dtype;
+  DType dtype;    // T: of grad_y, weight and dx
+  DType h_dtype;  // H: of h, grad_h and dh
   int64_t rows, cols;
   const void* grad_y;  // (rows, cols)
   const void* grad_h;  // (rows, cols) or null: the gradient that reaches h beside the norm
@@ -44,6 +46,7 @@ struct NormBackwardParams {
   const void* weight;  // (cols) or null
   const void* stats;   // (rows, 2)
   void* dx;            // (rows, cols) contiguous
+  void* dh;            // the same in H; only where H is not T
   int64_t grad_y_stride, grad_h_stride, h_stride;
   double offset;
   bool center;

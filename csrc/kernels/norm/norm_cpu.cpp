@@ -3,6 +3,7 @@
 #include "kernels/norm/norm.h"
 
 #include "kernels/norm/rounded.h"
+#include "kernels/norm/stream.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -21,7 +22,7 @@ struct Scale {
   }
 };
 
-template <class T, bool kCenter>
+template <class T, class H, bool kCenter>
 void forward(const NormParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   constexpr Order kAny = Order::any;
@@ -31,17 +32,19 @@ void forward(const NormParams& p, int64_t begin, int64_t end) {
   const T* const bias = static_cast<const T*>(p.bias);
 
   for (int64_t row = begin; row < end; ++row) {
-    const T* h = static_cast<const T*>(p.x) + row * p.x_stride;
-    const T* const next = row + 1 < end ? h + p.x_stride : h;
+    const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
+    const T* const next = row + 1 < end ? x + p.x_stride : x;
     T* const y = static_cast<T*>(p.y) + row * n;
+    const H* h;
     if (p.residual != nullptr) {
-      const T* const x = h;
-      const T* const residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
-      T* const sum = static_cast<T*>(p.h) + row * n;
+      const H* const residual = static_cast<const H*>(p.residual) + row * p.residual_stride;
+      H* const sum = static_cast<H*>(p.h) + row * n;
       for_row<T, kAny>(n, [&](int64_t i, auto part) {
         part.store(sum + i, part.load(x + i) + part.load(residual + i));
       });
       h = sum;  // the rounded sum is what is normalised, so that fused equals unfused
+    } else {
+      h = static_cast<const H*>(p.x) + row * p.x_stride;  // H is T
     }
     C mean = 0;
     if constexpr (kCenter) {
@@ -81,24 +84,26 @@ constexpr int kRowsAtOnce = 2;
 
 // kRows rows from `row` on, of those below `last`. With xh = (h - mean) rstd and m = grad_y (weight
 // + offset):
-//   dx = rstd (m - avg(m) [if centred] - xh avg(m xh)) + grad_h
+//   dx = rstd (m - avg(m) [if centred] - xh avg(m xh)) + grad_h, and dh the same, rounded to H
 //   dweight += grad_y xh, dbias += grad_y
 // The second sweep takes the rows side by side, so that dweight and dbias are read and written once
 // for all of them.
-template <class T, bool kCenter, int kRows>
+template <class T, class H, bool kCenter, int kRows>
 OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw, compute_t<T>* db,
                                    int64_t row, int64_t last) {
   using C = compute_t<T>;
   constexpr Order kAny = Order::any;
+  constexpr bool kMixed = !std::is_same_v<T, H>;
   const int64_t n = p.cols;
   const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
   const Scale<T> scale{static_cast<const T*>(p.weight), static_cast<C>(p.offset)};
   const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
-  const T* const h = static_cast<const T*>(p.h) + row * p.h_stride;
-  const T* const gh =
-      p.grad_h != nullptr ? static_cast<const T*>(p.grad_h) + row * p.grad_h_stride : nullptr;
+  const H* const h = static_cast<const H*>(p.h) + row * p.h_stride;
+  const H* const gh =
+      p.grad_h != nullptr ? static_cast<const H*>(p.grad_h) + row * p.grad_h_stride : nullptr;
   const int64_t ahead = row + kRows <= last - kRows ? kRows : 0;
   T* const dx = static_cast<T*>(p.dx) + row * n;
+  H* const dh = kMixed ? static_cast<H*>(p.dh) + row * n : nullptr;
   const C* const stats = static_cast<const C*>(p.stats) + row * 2;
 
   // dx = rstd (m - shift - (h - mean) slope) + grad_h
@@ -133,6 +138,7 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
       v = v * rstd[r];
       if (gh != nullptr) v += part.load(gh + r * p.grad_h_stride + i);
       part.store(dx + r * n + i, v);
+      if constexpr (kMixed) part.store(dh + r * n + i, v);
       dw_sum += g * (d * rstd[r]);
       db_sum += g;
     }
@@ -141,16 +147,16 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
   });
 }
 
-template <class T, bool kCenter>
+template <class T, class H, bool kCenter>
 void backward(const NormBackwardParams& p, void* dweight, void* dbias, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   C* const dw = static_cast<C*>(dweight);
   C* const db = static_cast<C*>(dbias);
   int64_t row = begin;
   for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) {
-    backward_rows<T, kCenter, kRowsAtOnce>(p, dw, db, row, end);
+    backward_rows<T, H, kCenter, kRowsAtOnce>(p, dw, db, row, end);
   }
-  for (; row < end; ++row) backward_rows<T, kCenter, 1>(p, dw, db, row, end);
+  for (; row < end; ++row) backward_rows<T, H, kCenter, 1>(p, dw, db, row, end);
 }
 
 template <class T>
@@ -166,14 +172,18 @@ void sum_shards(const void* partial, int64_t shards, int64_t stride, int64_t n, 
 
 void forward_any(const NormParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class T>(T) {
-    p.center ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);
+    dispatch_stream<T>(p.h_dtype, [&]<class H>(H) {
+      p.center ? forward<T, H, true>(p, begin, end) : forward<T, H, false>(p, begin, end);
+    });
   });
 }
 void backward_any(const NormBackwardParams& p, void* dweight, void* dbias, int64_t begin,
                   int64_t end) {
   dispatch(p.dtype, [&]<class T>(T) {
-    p.center ? backward<T, true>(p, dweight, dbias, begin, end)
-             : backward<T, false>(p, dweight, dbias, begin, end);
+    dispatch_stream<T>(p.h_dtype, [&]<class H>(H) {
+      p.center ? backward<T, H, true>(p, dweight, dbias, begin, end)
+               : backward<T, H, false>(p, dweight, dbias, begin, end);
+    });
   });
 }
 void sum_shards_any(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,

@@ -5,6 +5,7 @@
 #include "kernels/norm/norm_cuda.h"
 
 #include "kernels/norm/rounded_cuda.h"
+#include "kernels/norm/stream.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -41,7 +42,7 @@ struct Scale {
   }
 };
 
-template <class T, int W>
+template <class T, class H, int W>
 __global__ void __launch_bounds__(kThreads)
     norm_forward_kernel(const __grid_constant__ NormParams p) {
   using C = compute_t<T>;
@@ -56,30 +57,34 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = first; row < p.rows; row += step) {
     const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
     T* const y = static_cast<T*>(p.y) + row * n;
-    T* const sum = static_cast<T*>(p.h) + (p.h != nullptr ? row * n : 0);
-    Pack<T, W> kept[kKept];
     // The first sweep leaves h, rounded, in `kept` and beyond that in memory.
-    gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-      if (k < kKept) kept[k] = gpu::load_constant<W>(x + i);
-    });
+    Pack<H, W> kept[kKept];
+    const H* h;
     if (p.residual != nullptr) {
-      const T* const residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
+      const H* const residual = static_cast<const H*>(p.residual) + row * p.residual_stride;
+      H* const sum = static_cast<H*>(p.h) + row * n;
       gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-        const Pack<T, W> r = gpu::load_constant<W>(residual + i);
-        Pack<T, W> h = k < kKept ? kept[k] : gpu::load_constant<W>(x + i);
+        const Pack<T, W> a = gpu::load_constant<W>(x + i);
+        const Pack<H, W> r = gpu::load_constant<W>(residual + i);
+        Pack<H, W> both;
 #pragma unroll
-        for (int j = 0; j < W; ++j) h.v[j] = gpu::narrow<T>(h[j] + r[j]);
-        if (k < kKept) kept[k] = h;
-        gpu::store(sum + i, h);
+        for (int j = 0; j < W; ++j) both.v[j] = gpu::narrow<H>(a[j] + r[j]);
+        if (k < kKept) kept[k] = both;
+        gpu::store(sum + i, both);
+      });
+      h = sum;
+    } else {
+      h = static_cast<const H*>(p.x) + row * p.x_stride;  // H is T
+      gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
+        if (k < kKept) kept[k] = gpu::load_constant<W>(h + i);
       });
     }
-    const T* const h = p.residual != nullptr ? sum : x;
     const auto h_at = [&](int64_t i, int k) { return k < kKept ? kept[k] : gpu::load<W>(h + i); };
 
     C mean = 0;
     if (p.center) {
       gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-        const Pack<T, W> v = h_at(i, k);
+        const Pack<H, W> v = h_at(i, k);
 #pragma unroll
         for (int j = 0; j < W; ++j) mean += v[j];
       });
@@ -87,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     C variance = 0;
     gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-      const Pack<T, W> v = h_at(i, k);
+      const Pack<H, W> v = h_at(i, k);
 #pragma unroll
       for (int j = 0; j < W; ++j) variance += (v[j] - mean) * (v[j] - mean);
     });
@@ -95,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     const C rstd = C(1) / sqrt(variance + static_cast<C>(p.eps));
 
     gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-      const Pack<T, W> v = h_at(i, k);
+      const Pack<H, W> v = h_at(i, k);
       C s[W];
       scale.load(i, s);
       Pack<T, W> out;
@@ -119,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The formulas are in norm_cpu.cpp; shard s has the rows s, s + shards, ...
-template <class T, int W>
+template <class T, class H, int W>
 __global__ void __launch_bounds__(kThreads)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p, compute_t<T>* dweight,
                          compute_t<T>* dbias, int64_t partial_stride) {
@@ -135,11 +140,12 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int64_t row = shard; row < p.rows; row += shards) {
     const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
-    const T* const h = static_cast<const T*>(p.h) + row * p.h_stride;
+    const H* const h = static_cast<const H*>(p.h) + row * p.h_stride;
     T* const dx = static_cast<T*>(p.dx) + row * n;
     const C mean = static_cast<const C*>(p.stats)[row * 2];
     const C rstd = static_cast<const C*>(p.stats)[row * 2 + 1];
-    Pack<T, W> kept_h[kKept], kept_g[kKept];
+    Pack<H, W> kept_h[kKept];
+    Pack<T, W> kept_g[kKept];
     gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
       if (k == kKept) return;
       kept_h[k] = gpu::load_constant<W>(h + i);
@@ -154,7 +160,8 @@ __global__ void __launch_bounds__(kThreads)
 
     C slope = 0, shift = 0;
     gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-      const Pack<T, W> hp = h_at(i, k), gp = g_at(i, k);
+      const Pack<H, W> hp = h_at(i, k);
+      const Pack<T, W> gp = g_at(i, k);
       C s[W];
       scale.load(i, s);
 #pragma unroll
@@ -169,10 +176,11 @@ __global__ void __launch_bounds__(kThreads)
     slope = gpu::row_sum(slope) * inverse_n;
     shift = p.center ? gpu::row_sum(shift) * inverse_n : C(0);
 
-    const T* const gh =
-        p.grad_h != nullptr ? static_cast<const T*>(p.grad_h) + row * p.grad_h_stride : nullptr;
+    const H* const gh =
+        p.grad_h != nullptr ? static_cast<const H*>(p.grad_h) + row * p.grad_h_stride : nullptr;
     gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
-      const Pack<T, W> hp = h_at(i, k), gp = g_at(i, k);
+      const Pack<H, W> hp = h_at(i, k);
+      const Pack<T, W> gp = g_at(i, k);
       C v[W];
       scale.load(i, v);
 #pragma unroll
@@ -180,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
         v[j] = (gp[j] * v[j] - shift - (hp[j] - mean) * rstd * slope) * rstd;
       }
       if (gh != nullptr) {
-        const Pack<T, W> g = gpu::load_constant<W>(gh + i);
+        const Pack<H, W> g = gpu::load_constant<W>(gh + i);
 #pragma unroll
         for (int j = 0; j < W; ++j) v[j] += g[j];
       }
@@ -188,6 +196,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < W; ++j) out.v[j] = gpu::narrow<T>(v[j]);
       gpu::store(dx + i, out);
+      if constexpr (!std::is_same_v<T, H>) {
+        Pack<H, W> wide;
+#pragma unroll
+        for (int j = 0; j < W; ++j) wide.v[j] = gpu::narrow<H>(v[j]);
+        gpu::store(static_cast<H*>(p.dh) + row * n + i, wide);
+      }
     });
   }
   gpu::sweep_row<W, kKept>(n, [&](int64_t i, int k) {
@@ -220,6 +234,14 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
 
 using gpu::Width;
 
+// f(T{}, H{}, Width<W>{}) from f(T{}, Width<W>{}).
+template <class F>
+auto with_stream(DType dtype, const F& f) {
+  return [dtype, &f]<class T, int W>(T t, Width<W> width) {
+    dispatch_stream<T>(dtype, [&]<class H>(H h) { f(t, h, width); });
+  };
+}
+
 template <class F>
 void dispatch_row(const NormParams& p, const F& f) {
   gpu::dispatch_width(
@@ -229,7 +251,7 @@ void dispatch_row(const NormParams& p, const F& f) {
                gpu::aligned_16(p.x) && gpu::aligned_16(p.residual) && gpu::aligned_16(p.weight) &&
                gpu::aligned_16(p.bias);
       },
-      f);
+      with_stream(p.h_dtype, f));
 }
 template <class F>
 void dispatch_row(const NormBackwardParams& p, const F& f) {
@@ -240,7 +262,7 @@ void dispatch_row(const NormBackwardParams& p, const F& f) {
                p.h_stride % W == 0 && gpu::aligned_16(p.grad_y) && gpu::aligned_16(p.grad_h) &&
                gpu::aligned_16(p.h) && gpu::aligned_16(p.weight);
       },
-      f);
+      with_stream(p.h_dtype, f));
 }
 
 template <int W>
@@ -257,17 +279,18 @@ int64_t shards_of(int64_t rows, dim3 block) {
 
 Status launch_norm(const NormParams& p, Stream stream) {
   if (p.rows == 0) return nullptr;
-  dispatch_row(p, [&]<class T, int W>(T, Width<W>) {
+  dispatch_row(p, [&]<class T, class H, int W>(T, H, Width<W>) {
     const dim3 block = gpu::row_block(p.cols / W, kForwardKept, kThreads);
-    GPU_LAUNCH((norm_forward_kernel<T, W>), gpu::row_grid(p.rows, block), block, 0, stream, p);
+    GPU_LAUNCH((norm_forward_kernel<T, H, W>), gpu::row_grid(p.rows, block), block, 0, stream, p);
   });
   return gpu::launch_status();
 }
 
 int64_t norm_backward_shards(const NormBackwardParams& p) {
   int64_t shards = 0;
-  dispatch_row(
-      p, [&]<class T, int W>(T, Width<W>) { shards = shards_of(p.rows, backward_block<W>(p)); });
+  dispatch_row(p, [&]<class T, class H, int W>(T, H, Width<W>) {
+    shards = shards_of(p.rows, backward_block<W>(p));
+  });
   return shards;
 }
 
@@ -276,14 +299,14 @@ Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradien
   const int64_t shards = norm_backward_shards(p);
   const bool both = weights.dweight != nullptr && weights.dbias != nullptr;
   const int64_t stride = both ? 2 * p.cols : p.cols;
-  dispatch_row(p, [&]<class T, int W>(T, Width<W>) {
+  dispatch_row(p, [&]<class T, class H, int W>(T, H, Width<W>) {
     using C = compute_t<T>;
     C* const partial = static_cast<C*>(weights.partial);
     C* const dw = weights.dweight != nullptr ? partial : nullptr;
     C* const db = weights.dbias != nullptr ? partial + (both ? p.cols : 0) : nullptr;
     const dim3 block = backward_block<W>(p);
     if (shards > 0) {
-      GPU_LAUNCH((norm_backward_kernel<T, W>), static_cast<unsigned>(shards / block.y), block, 0,
+      GPU_LAUNCH((norm_backward_kernel<T, H, W>), static_cast<unsigned>(shards / block.y), block, 0,
                  stream, p, dw, db, stride);
     }
     launch_sum_shards(p.dtype, dw, shards, stride, p.cols, weights.dweight, stream);

@@ -13,9 +13,9 @@ from omniattn.functional._checks import (
     cast_like,
     require_bool,
     require_choice,
+    require_device,
     require_float,
     require_int,
-    require_like,
     require_number,
     require_shape,
     use_reference,
@@ -53,14 +53,16 @@ def rms_norm(
         casting: where half inputs are rounded: "fp32" once, at the end (Gemma, OLMo 2, gpt-oss);
             "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). The same in
             fp32 and fp64, and for gradients, which do not see the rounding.
-        residual: of x's shape and dtype; under autocast both are promoted to the wider dtype. ``h``
-            is rounded to it before it is normalised, so that the fused call equals ``h = x +
-            residual`` followed by the plain one.
+        residual: of x's shape, and of x's dtype or, beside bfloat16 or float16, float32: the stream
+            of a pre-norm model in full precision (flash-attn's and Mamba's residual_in_fp32; in
+            front of the first layer it is ``x.float()``). ``h`` is rounded to the residual's dtype
+            before it is normalised, so that the fused call equals ``h = x + residual`` followed by
+            the plain one. Under autocast other pairs are promoted to the wider dtype.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
     Returns:
-        y of x's shape and dtype; with a residual the pair (y, h).
+        y of x's shape and dtype; with a residual the pair (y, h), h of the residual's dtype.
 
     Raises:
         TypeError: a dtype that is unsupported or differs from x's.
@@ -115,7 +117,7 @@ def layer_norm(
         weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
         bias: (N,) of x's dtype, or None.
         eps: added to the variance, inside the root.
-        residual: of x's shape and dtype, added first; see :func:`rms_norm`.
+        residual: of x's shape, added first, of x's dtype or float32; see :func:`rms_norm`.
         backend: see :func:`rms_norm`.
 
     Returns:
@@ -304,11 +306,16 @@ def _check_groups(op: str, x: Tensor, cols: int, num_groups: int) -> None:
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast a half precision branch joins an fp32 stream, as in x + residual."""
+    """Of one dtype, or a half precision branch beside an fp32 stream; autocast promotes others."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
-    if x.dtype == residual.dtype or autocast_dtype(x) is None:
+    if x.dtype == residual.dtype or (x.dtype.itemsize == 2 and residual.dtype == torch.float32):
         return x, residual
+    if autocast_dtype(x) is None:
+        raise TypeError(
+            f"{op}: residual must have the dtype of x, or be float32 beside a 16-bit x, "
+            f"got residual.dtype={residual.dtype}, x.dtype={x.dtype}"
+        )
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return x.to(dtype), residual.to(dtype)
 
@@ -334,7 +341,8 @@ def _vector(op: str, name: str, v: Tensor | None, x: Tensor, cols: int) -> Tenso
 
 
 def _add_norm(op: str, x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    require_like(op, "residual", residual, x)
+    if not (residual.is_cpu and x.is_cpu):
+        require_device(op, "residual", residual, x)
     require_shape(op, "residual", residual, x.shape)
     pair: tuple[Tensor, Tensor] = ops.add_norm(x, residual, *args)
     return pair

@@ -250,7 +250,7 @@ class Decoder(Model):
             rope = None if self.rotary is None else self.rotary(positions[..., :length])
             seen = None if mask is None else mask[..., :length, :length]
             out, residual = block(y, rope=rope, mask=seen)
-            return out + residual
+            return (out + residual).to(y.dtype)
 
         states = self.predictor(x, tokens, self.embed_tokens, lambda y: y, run)
         losses = [

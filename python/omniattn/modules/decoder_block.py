@@ -48,6 +48,8 @@ class DecoderBlock(Layer):
             norm: of RMSNorm or LayerNorm, used in front of each layer.
             cross: attention to another sequence, in between.
             dropout_p: of what each layer adds.
+            residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
+                is anyway.
         """
 
         attention: AttentionConfig
@@ -55,6 +57,7 @@ class DecoderBlock(Layer):
         norm: NormConfig
         cross: Attention.Config | None = None
         dropout_p: float = 0.0
+        residual_in_fp32: bool = False
 
     def __init__(
         self,
@@ -94,6 +97,8 @@ class DecoderBlock(Layer):
         """
         if residual is None:
             y, residual = self.input_layernorm(x), x
+            if self.config.residual_in_fp32:
+                residual = x.to(torch.promote_types(x.dtype, torch.float32))
         else:
             y, residual = self.input_layernorm(x, residual)
         scores = {} if relative is None else {"relative": relative}

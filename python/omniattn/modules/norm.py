@@ -21,7 +21,8 @@ class RMSNorm(Layer):
         device, dtype: of the weight.
 
     Shape:
-        x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual.
+        x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual, in
+        float32 where the residual is.
 
     Reference:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
@@ -84,7 +85,8 @@ class LayerNorm(Layer):
         device, dtype: of weight and bias.
 
     Shape:
-        x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual.
+        x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual, in
+        float32 where the residual is.
 
     Reference:
         Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.

@@ -86,12 +86,18 @@ class Residual(nn.Module):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Norm, placement and dropout of the branch."""
+        """Norm, placement and dropout of the branch.
+
+        `residual_in_fp32` keeps x and the result in float32 around layers of 16 bits, for which x
+        is rounded to the dtype of the norm's weight (Mamba in transformers); not with "post", where
+        the norm returns the stream.
+        """
 
         norm: NormConfig
         placement: str = "pre"
         dropout_p: float = 0.0
         drop_path_p: float = 0.0
+        residual_in_fp32: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -99,6 +105,11 @@ class Residual(nn.Module):
                 raise ValueError(
                     f"Residual: placement must be one of {', '.join(PLACEMENTS)}, "
                     f"got placement={self.placement!r}"
+                )
+            if self.residual_in_fp32 and self.placement == "post":
+                raise ValueError(
+                    "Residual: residual_in_fp32 needs a stream that no norm returns, "
+                    "got placement='post'"
                 )
 
     def __init__(
@@ -120,8 +131,12 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., dim) -> (..., dim); the other arguments go to the layer."""
-        placement = self.config.placement
-        y = self.norm(x) if placement in ("pre", "sandwich") else x
+        placement, y = self.config.placement, x
+        if self.config.residual_in_fp32:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            y = x.to(self.norm.weight.dtype)
+        if placement in ("pre", "sandwich"):
+            y = self.norm(y)
         y = self.layer(y, *args, **kwargs)
         if placement == "sandwich":
             y = self.post_norm(y)
@@ -129,7 +144,7 @@ class Residual(nn.Module):
             y = self.norm(y)
         y = self.drop_path(self.dropout(y))
         if placement == "post":
-            normed, _ = self.norm(y, x)
+            normed, _ = self.norm(y.to(x.dtype), x)  # the stream keeps its dtype under autocast
             return normed
         return x + y
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
-from omniattn.reference.precision import widen
 
 __all__ = ["add_norm", "norm"]
 
@@ -29,7 +28,7 @@ def _fake_norm(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), _stats(x)
+    return x.new_empty(x.shape), residual.new_empty(x.shape), _stats(x)
 
 
 @torch.library.register_fake("omniattn::norm_backward")
@@ -43,10 +42,13 @@ def _fake_backward(
     offset: float,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cols = h.shape[-1]
-    dweight, dbias = (h.new_empty((cols if wanted else 0,)) for wanted in (weight_grad, bias_grad))
-    return h.new_empty(h.shape), dweight, dbias
+    dh = h.new_empty(0 if h.dtype == grad_y.dtype else h.shape)
+    dweight, dbias = (
+        grad_y.new_empty((cols if wanted else 0,)) for wanted in (weight_grad, bias_grad)
+    )
+    return grad_y.new_empty(h.shape), dh, dweight, dbias
 
 
 def _save_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
@@ -62,28 +64,38 @@ def _backward_norm(
         return (None,) * 7
     h, weight, _, stats = saved
     center, _, offset, _ = kept
-    dx, dw, db = _backward_op(grad_y, None, h, weight, stats, center, offset, needs[1], needs[2])
+    dx, _, dw, db = _backward_op(grad_y, None, h, weight, stats, center, offset, needs[1], needs[2])
     return dx, dw if needs[1] else None, db if needs[2] else None, *(None,) * 4
 
 
 def _save_add_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    _, _, weight, _, center, _, offset, _ = args
-    return (output[1], weight, output[2]), (center, offset)
+    x, _, weight, _, center, _, offset, _ = args
+    return (output[1], weight, output[2]), (x.dtype, center, offset)
 
 
 def _backward_add_norm(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     grad_y, grad_h = grads[0], grads[1]
+    dtype, center, offset = kept
     if grad_y is None:
-        return (grad_h, grad_h, *(None,) * 6)
+        return (None if grad_h is None else grad_h.to(dtype), grad_h, *(None,) * 6)
     h, weight, stats = saved
-    dx, dw, db = _backward_op(grad_y, grad_h, h, weight, stats, *kept, needs[2], needs[3])
-    return dx, dx, dw if needs[2] else None, db if needs[3] else None, *(None,) * 4
+    dx, dh, dw, db = _backward_op(
+        grad_y, grad_h, h, weight, stats, center, offset, needs[2], needs[3]
+    )
+    return (
+        dx,
+        dx if h.dtype == dtype else dh,
+        dw if needs[2] else None,
+        db if needs[3] else None,
+        *(None,) * 4,
+    )
 
 
-def _formula_norm(
+def _formula(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     center: bool,
@@ -92,14 +104,9 @@ def _formula_norm(
     cast_first: bool,
 ) -> Any:
     if center:
-        return reference.layer_norm(x, weight, bias, eps=eps)
+        return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
     casting = "llama" if cast_first else "fp32"
-    return reference.rms_norm(x, weight, eps=eps, offset=offset, casting=casting)
-
-
-def _formula_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Any, Tensor]:
-    h = (widen(x) + widen(residual)).to(x.dtype)
-    return _formula_norm(h, *args), h
+    return reference.rms_norm(x, weight, eps=eps, offset=offset, casting=casting, residual=residual)
 
 
 #: (x, weight, bias, center, eps, offset, cast_first) -> y
@@ -110,7 +117,7 @@ norm = DifferentiableOp(
     backward=_backward_norm,
     private_outputs=1,
     inference="norm_only",
-    formula=_formula_norm,
+    formula=lambda x, *args: _formula(x, None, *args),
     restore=lambda saved, kept: (*saved[:3], *kept),
 )
 
@@ -123,7 +130,7 @@ add_norm = DifferentiableOp(
     backward=_backward_add_norm,
     private_outputs=1,
     inference="add_norm_only",
-    formula=_formula_add_norm,
+    formula=_formula,
 )
 
 loop_over_vmap("norm_backward")

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension or groups of it.
 
-With `residual`, h = x + residual is rounded to the dtype, the statistics use the rounded value and
-(norm(h), h) is returned, so that the fused form equals the unfused one.
+With `residual`, h = x + residual is rounded to the residual's dtype, the statistics use the rounded
+value and (norm(h), h) is returned, so that the fused form equals the unfused one.
 """
 
 import torch
@@ -11,7 +11,7 @@ from omniattn.reference.precision import widen
 
 
 def _add(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    return x if residual is None else (widen(x) + widen(residual)).to(x.dtype)
+    return x if residual is None else (widen(x) + widen(residual)).to(residual.dtype)
 
 
 def _cast(y: torch.Tensor, dtype: torch.dtype, casting: str) -> torch.Tensor:

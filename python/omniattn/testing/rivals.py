@@ -237,7 +237,8 @@ def _rms_norm(
     _lacks(casting=casting != "fp32")
     h = x if residual is None else x + residual
     scale = weight + offset if weight is not None and offset else weight
-    y = F.rms_norm(h, x.shape[-1:], scale, eps)
+    scale = None if scale is None else scale.to(h.dtype)
+    y = F.rms_norm(h, x.shape[-1:], scale, eps).to(x.dtype)
     return y if residual is None else (y, h)
 
 

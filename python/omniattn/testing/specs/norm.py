@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.testing import rivals
@@ -12,7 +13,10 @@ from omniattn.testing.specs._cases import BF16, BOTH, F32, TRAINING, element_flo
 def _norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     m, n = case.sizes["M"], case.sizes["N"]
     shapes = {"x": (m, n), "weight": (n,), "bias": (n,), "residual": (m, n), "gate": (m, n)}
-    return {name: random.normal(*shapes[name]) for name in ("x", *case.tensors)}
+    made = {name: random.normal(*shapes[name]) for name in ("x", *case.tensors) if name in shapes}
+    if "stream" in case.tensors:
+        made["residual"] = random.uniform(m, n).to(torch.promote_types(random.dtype, F32))
+    return made
 
 
 SIZES = [(3, 1), (5, 63), (4, 64), (7, 65), (33, 100), (64, 1024), (3, 4097), (700, 48)]
@@ -36,10 +40,13 @@ RMS_NORM = OpSpec(
         rows("residual", 33, 65, ("weight", "residual")),
         rows("bareresidual", 9, 1025, ("residual",)),
         rows("llama", 17, 130, ("weight", "residual"), casting="llama"),
+        rows("stream", 33, 100, ("weight", "stream"), casting="llama"),
+        rows("longstream", 3, 4097, ("stream",)),
     ),
     benchmarks=(
         Benchmark(rows("plain", *SPEED, ("weight",)), (F32, BF16), TRAINING),
         Benchmark(rows("residual", *SPEED, ("weight", "residual")), (F32,), TRAINING),
+        Benchmark(rows("stream", *SPEED, ("weight", "stream")), (BF16,), TRAINING),
         Benchmark(rows("call", 4, 64, ("weight",)), (F32,), BOTH),
     ),
 )
@@ -59,6 +66,7 @@ LAYER_NORM = OpSpec(
         rows("bare", 17, 130, eps=1e-3),
         rows("nobias", 17, 130, ("weight",)),
         rows("residual", 33, 65, ("weight", "bias", "residual")),
+        rows("stream", 17, 130, ("weight", "bias", "stream")),
     ),
     benchmarks=(Benchmark(rows("plain", *SPEED, ("weight", "bias")), (F32, BF16), TRAINING),),
 )

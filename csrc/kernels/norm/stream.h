@@ -1,0 +1,17 @@
+// The storage type of a residual stream, for the norms' kernels.
+#pragma once
+
+#include "runtime/dtype.h"
+
+namespace omniattn {
+
+// f(H{}) with the type of a stream that values of T are added to: T, or float beside 16 bits.
+template <class T, class F>
+[[gnu::always_inline]] inline void dispatch_stream(DType dtype, const F& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (dtype == DType::f32) return f(float{});
+  }
+  f(T{});
+}
+
+}  // namespace omniattn
