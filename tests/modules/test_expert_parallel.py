@@ -14,6 +14,7 @@ from omniattn.modules import ExpertParallel, MoE
 
 CONFIG = MoE.Config(12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1)
 LLAMA4 = MoE.Config.llama4(12, 20, 4)
+DEFAULT = MoE.Config(12, 20, 4, 2, router_grad="default_vector", default_decay=0.6)
 #: Tokens of the ranks, by their number: unequal ones, none on some.
 TOKENS = {2: [(7, 12), (0, 9)], 4: [(3, 0, 7, 5), (0, 0, 0, 1)]}
 
@@ -33,6 +34,27 @@ def grads(layer, x):
     return y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}
 
 
+def train(layer, x):
+    """A step that moves the default vectors, then one that learns of them."""
+    layer.train()(x)
+    return *grads(layer, x), layer.experts
+
+
+def compare_default_vectors(rank, tokens):
+    layer, x = make(tokens, DEFAULT)
+    y, dx, expected, experts = train(layer, x)
+    layer, _ = make(tokens, DEFAULT)
+    layer.experts = ExpertParallel(layer.experts)
+    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    ours = train(layer, x[mine])
+    torch.testing.assert_close(ours[:2], (y[mine], dx[mine]))
+    router = ours[2]["gate.weight"]
+    dist.all_reduce(router)
+    torch.testing.assert_close(router, expected["gate.weight"])
+    layer.eval()(x[mine])
+    torch.testing.assert_close(ours[3].default_vectors, experts.default_vectors)
+
+
 def compare(rank, ranks, port):
     start(rank, ranks, port, 60)
     local = CONFIG.experts // ranks
@@ -49,6 +71,8 @@ def compare(rank, ranks, port):
         for name in ("gate_up_proj", "down_proj"):
             own = expected[f"experts.{name}"][local * rank : local * (rank + 1)]
             torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
+    for tokens in TOKENS[ranks]:
+        compare_default_vectors(rank, tokens)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,8 @@ class ExpertParallel(nn.Module):
     Every rank routes its own tokens; a row travels to the rank of its expert and its result back
     (two all-to-alls forward, two backward), where it is weighted and summed in the order of the
     slots. Outputs and gradients are those of the single-process layer up to rounding; a gradient of
-    an expert's weights sums over the tokens of all ranks. Replace `layer.experts` by it:
+    an expert's weights sums over the tokens of all ranks, and so does the mean that moves its
+    default vector; every rank has the vectors of all. Replace `layer.experts` by it:
 
     ``layer.experts = ExpertParallel(layer.experts, group)``
 
@@ -38,6 +39,8 @@ class ExpertParallel(nn.Module):
         Lepikhin et al., "GShard", 2020, arXiv 2006.16668.
     """
 
+    default_vectors: Tensor | None
+
     def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.config: MoE.Config = experts.config
@@ -48,17 +51,19 @@ class ExpertParallel(nn.Module):
                 "ExpertParallel: experts must be a multiple of the ranks, "
                 f"got experts={self.config.experts}, ranks={ranks}"
             )
-        if self.config.router_grad == "default_vector":
-            raise NotImplementedError(
-                "ExpertParallel: router_grad='default_vector' averages the outputs of all experts, "
-                "which no rank has"
-            )
         self.local = self.config.experts // ranks
-        own = slice(rank * self.local, (rank + 1) * self.local)
+        self.own = slice(rank * self.local, (rank + 1) * self.local)
         self.experts = experts
         for name, parameter in list(experts.named_parameters()):
-            part = nn.Parameter(parameter.detach()[own].clone(), parameter.requires_grad)
+            part = nn.Parameter(parameter.detach()[self.own].clone(), parameter.requires_grad)
             setattr(experts, name, part)
+        self.register_buffer("default_vectors", experts.default_vectors)
+        experts.default_vectors = None
+
+    def reset_parameters(self) -> None:
+        """Zeroes the default vectors; the experts reset their own."""
+        if self.default_vectors is not None:
+            nn.init.zeros_(self.default_vectors)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of the chosen experts, wherever they are."""
@@ -88,7 +93,16 @@ class ExpertParallel(nn.Module):
         slots = back.new_zeros(chosen.numel(), x.shape[-1], dtype=routing.weights.dtype)
         slots = slots.index_copy(0, rows, back.to(slots.dtype))
         weighted = slots.view(*routing.experts.shape, x.shape[-1]) * weights[..., None]
-        return weighted.sum(-2).to(x.dtype)
+        y = weighted.sum(-2).to(x.dtype)
+        if self.default_vectors is None or not self.training:
+            return y
+        y = functional.default_vector_gradient(y, routing, self.default_vectors)
+        # The results are the outputs of my experts for the tokens of all ranks.
+        mine = self.default_vectors[self.own].clone()
+        decay = self.config.default_decay
+        functional.update_default_vectors(mine, results[:, None], expert, decay=decay)
+        dist.all_gather_into_tensor(self.default_vectors, mine, group=self.group)
+        return y
 
 
 class _AllToAll(torch.autograd.Function):
