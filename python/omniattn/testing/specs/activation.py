@@ -39,7 +39,7 @@ SPECS = tuple(
         second_order=True,
         rivals=rivals.GLU[name],
         cases=CASES + TANH if name == "geglu" else CASES,
-        benchmarks=BENCHMARKS if name in ("swiglu", "geglu") else (),
+        benchmarks=BENCHMARKS,
     )
     for name in ("swiglu", "geglu", "reglu", "glu", "bilinear")
 )

@@ -218,6 +218,11 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
         _qkv("bool", 2, 33, 50, 2, 2, 32, None, ("mask",)),
         _qkv("nokeys", 1, 3, 0, 2, 2, 4),
     ),
+    benchmarks=(
+        Benchmark(
+            _qkv("topleft", 4, 384, 384, 8, 8, 64, is_causal=True), (F32, BF16), EACH, "compute"
+        ),
+    ),
 )
 
 
