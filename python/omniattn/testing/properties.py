@@ -184,7 +184,7 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """fp32 parameters meet low-precision activations as if they had been cast."""
     low = spec.call(case, dtype)
     mixed = dict(low.tensors)
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias", "q_weight", "k_weight"):
         if name in mixed:
             mixed[name] = mixed[name].float()
     with torch.autocast(current_device().type, dtype=dtype):
