@@ -455,14 +455,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
 
   Tensors grads;
   for (const int64_t index : wanted) {
+    require(std::count(wanted.begin(), wanted.end(), index) == 1, op,
+            "wanted must hold each index once, got two of ", index);
     const Tensor& parameter = side_tensor(op, aux, index);
     const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
     void* const data = grad.mutable_data_ptr();
     bool adds = true;  // to zeros
     if (index == call.bias) {
       const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
-      // Some element belongs to many pairs, or to one that no tile may visit.
-      adds = call.has_layout || p.mask.count > 0 || grad.numel() < p.batch * p.hq * p.tq * p.tk;
+      // Some element belongs to many pairs or to none, or to one that no tile may visit.
+      adds = call.has_layout || p.mask.count > 0 || grad.numel() != p.batch * p.hq * p.tq * p.tk;
       b.grad_bias = data;
       b.grad_bias_stride_b = s.b;
       b.grad_bias_stride_h = s.h;

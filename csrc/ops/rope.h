@@ -141,6 +141,8 @@ void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
   if (k.has_value()) {
     check_like_q(op, "k", *k, q, p.dtype);
     check_writable(op, "k", *k);
+    require(k->const_data_ptr() != q.const_data_ptr() || k->numel() == 0, op,
+            "q and k must not share memory to be turned in place");
     add_tensor(p, *k, *k);
   }
   run(p, q.size(0));

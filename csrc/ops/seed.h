@@ -9,7 +9,7 @@ namespace omniattn::ops {
 inline void require_seed(const char* op, const Tensor& seed) {
   require(seed.scalar_type() == ScalarType::Long && seed.dim() == 1 && seed.size(0) == 2 &&
               (seed.is_cpu() || is_here(seed)),
-          op, "seed must be an int64 tensor [seed, offset] on the CPU or on ", kDeviceName);
+          op, "seed must be an int64 tensor [seed, offset] on the CPU or the device of the call");
 }
 
 // Of a seed on the CPU.

@@ -371,6 +371,25 @@ def test_empty_dimensions(sizes):
     assert_matches_fp64(qkv(*sizes), alibi_slopes=torch.ones(sizes[3]))
 
 
+@pytest.mark.parametrize("sizes", [s for s in EMPTY if s[5] > 0], ids=str)
+def test_bias_of_no_pair_has_no_gradient(sizes):
+    tensors = qkv(*sizes)
+    bias = torch.zeros(1, 1, 1, sizes[2], requires_grad=True)
+    with poisoned_memory():
+        attention(*tensors, bias=bias).sum().backward()
+    assert bias.grad is not None and bool((bias.grad == 0).all())
+
+
+def test_the_gradient_of_a_parameter_is_wanted_once():
+    q, bias = torch.zeros(1, 3, 1, 4), torch.zeros(1, 1, 3, 3)
+    rules = ([], [0, 0, -1], [0.5, 0.0])
+    out, lse = torch.ops.omniattn.attention(q, q, q, [bias], None, *rules)
+    with pytest.raises(RuntimeError, match="wanted must hold each index once, got two of 0"):
+        torch.ops.omniattn.attention_backward(
+            out, None, q, q, q, [bias], None, out, lse, *rules, [0, 0]
+        )
+
+
 BAD_CALLS = [
     ({"q": (2, 3, 4)}, {}, ValueError, r"q must have 4 dimensions .* got q.shape=\(2, 3, 4\)"),
     ({"q": (2, 3, 4, 9)}, {}, ValueError, "q and k must have the same B and D"),
