@@ -127,6 +127,20 @@ def test_raw_op(name, data):
     assert shapes(outputs) == fake_shapes(op, args)
 
 
+@pytest.mark.parametrize("name", sorted(valid_calls()))
+def test_a_tensor_without_memory_beside_others_is_refused(name):
+    """One meta tensor suffices to choose the kernel of the meta device, which writes nothing."""
+    op, args = valid_calls()[name][0]
+    is_tensor = functools.partial(torch.utils._pytree.tree_any, lambda v: torch.is_tensor(v))
+    places = [i for i, value in enumerate(args) if is_tensor(value)]
+    for at in places:
+        meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), args[at])
+        others = {op._schema.arguments[i].name for i in places if i != at}
+        if at > 0 or others - {"seed"}:  # a seed may lie on the CPU
+            with pytest.raises(RuntimeError, match=r"must be on the device of .*=meta"):
+                op(*args[:at], meta, *args[at + 1 :])
+
+
 @pytest.mark.parametrize("name", sorted(SPECS))
 @FUZZ
 @given(data=st.data())

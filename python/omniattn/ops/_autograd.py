@@ -29,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
+from omniattn.ops._library import register_fake
+
 __all__ = ["DifferentiableOp", "loop_over_vmap", "private_op"]
 
 Arguments = tuple[Any, ...]
@@ -105,13 +107,11 @@ class DifferentiableOp:
         self._single_tensors = itemgetter(*self.tensors)
         places = {argument: place for place, argument in enumerate(self.tensors)}
         self._spread = itemgetter(*(places.get(i, -1) for i in range(len(kinds))))
-        torch.library.register_fake(f"omniattn::{name}", fake)
-        torch.library.register_fake(f"omniattn::{name}_raw", fake)
+        register_fake(name)(fake)
+        register_fake(f"{name}_raw")(fake)
         loop_over_vmap(f"{name}_raw")
         if inference is not None:
-            torch.library.register_fake(
-                f"omniattn::{inference}", lambda *args: self._public(fake(*args))
-            )
+            register_fake(inference)(lambda *args: self._public(fake(*args)))
 
         def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
             self._remember(ctx, inputs, output)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import omniattn
 from omniattn import config
@@ -88,6 +91,38 @@ def compose(name: str, function: Callable[..., Any]) -> None:
     for device, key in _KEYS.items():
         if device in loaded and not _has_kernel(name, device):
             _kernels.impl(name, function, key)
+
+
+def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the fake kernel of an op.
+
+    It also runs where any tensor is on the meta device. Were others not, results beside them would
+    be memory that nobody writes: such calls are refused, but for a seed, which lies on the CPU.
+    """
+    arguments = getattr(torch.ops.omniattn, name).default._schema.arguments
+    first = arguments[0].name
+
+    def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fake)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            device = args[0].device
+            is_meta = device.type == "meta"
+            for argument, value in zip(arguments, args, strict=False):
+                if argument.name == "seed" and is_meta:
+                    continue
+                for t in tree_leaves(value):
+                    if isinstance(t, Tensor) and (t.device.type == "meta") != is_meta:
+                        raise RuntimeError(
+                            f"{name.removesuffix('_raw')}: {argument.name} must be on the device "
+                            f"of {first}, got {argument.name}.device={t.device}, "
+                            f"{first}.device={device}"
+                        )
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"omniattn::{name}", checked)
+        return fake
+
+    return decorate
 
 
 def explain_missing() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["ACTIVATIONS", "glu"]
@@ -35,7 +35,7 @@ def _fake(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
     return gate.new_empty((*gate.shape[:-1], cols))
 
 
-@torch.library.register_fake("omniattn::glu_backward")
+@_library.register_fake("glu_backward")
 def _fake_backward(
     grad_y: Tensor, gate: Tensor, up: Tensor | None, act: int
 ) -> tuple[Tensor, Tensor]:

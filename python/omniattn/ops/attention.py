@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.reference.attention import Rules
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
@@ -40,7 +41,7 @@ def _fake(
     return out, q.new_empty((batch, heads, tq), dtype=_accumulator(q))
 
 
-@torch.library.register_fake("omniattn::attention_backward")
+@_library.register_fake("attention_backward")
 def _fake_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -239,7 +240,7 @@ def _weights_backward(
 attention_select = torch.ops.omniattn.attention_select.default
 
 
-@torch.library.register_fake("omniattn::attention_select")
+@_library.register_fake("attention_select")
 def _fake_select(
     q: Tensor, k: Tensor, aux: Any, mask: Any, score: Any, params: Any
 ) -> tuple[Tensor, Tensor]:

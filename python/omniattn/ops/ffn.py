@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.reference.precision import widen
@@ -97,6 +98,10 @@ class _Arguments(NamedTuple):
                 _require(t.shape == shape, f"{name} must have shape {shape}, got {tuple(t.shape)}")
                 _require(t.dtype == x.dtype, f"{name} must have dtype {x.dtype}, got {t.dtype}")
         _require(self.up_bias is None or self.up_weight is not None, "up_bias needs an up_weight")
+        _require(
+            self.dropout_p == 0 or self.seed is not None,
+            f"dropout_p must be 0 without a seed, got dropout_p={self.dropout_p}",
+        )
 
     def project(self) -> tuple[Tensor, Tensor | None]:
         """x gate_weight^T + gate_bias, and the same of up where there is one."""
@@ -256,7 +261,7 @@ for _name, _implementation in (
     ("glu_mlp_backward", _backward_op),
 ):
     torch.library.impl(f"omniattn::{_name}", _ANY_DEVICE)(_implementation)
-torch.library.register_fake("omniattn::glu_mlp_backward")(_fake_backward)
+_library.register_fake("glu_mlp_backward")(_fake_backward)
 loop_over_vmap("glu_mlp_backward")
 
 

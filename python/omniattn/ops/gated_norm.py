@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS
 
@@ -30,7 +31,7 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty((rows, groups, 2), dtype=dtype)
 
 
-@torch.library.register_fake("omniattn::gated_norm_backward")
+@_library.register_fake("gated_norm_backward")
 def _fake_backward(
     grad_y: Tensor,
     x: Tensor,

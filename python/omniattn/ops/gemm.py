@@ -22,7 +22,7 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.register_fake("omniattn::linear_backward")
+@_library.register_fake("linear_backward")
 def _fake_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ def _fake(
     return loss, logits.new_empty((target.numel(),), dtype=loss.dtype)
 
 
-@torch.library.register_fake("omniattn::cross_entropy_backward")
+@_library.register_fake("cross_entropy_backward")
 def _fake_backward(
     grad: Tensor, logits: Tensor, *args: Any, grad_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -88,7 +88,7 @@ def _fake_linear(
     return (loss, *_gradients_like(x, weight, wanted, loss.dtype))
 
 
-@torch.library.register_fake("omniattn::linear_cross_entropy_backward")
+@_library.register_fake("linear_cross_entropy_backward")
 def _fake_linear_backward(
     grad: Tensor,
     x: Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS as _ACT
 
@@ -81,7 +82,7 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty((rows, up.shape[1]))
 
 
-@torch.library.register_fake("omniattn::moe_backward")
+@_library.register_fake("moe_backward")
 def _fake_backward(
     grad_y: Tensor,
     x: Tensor,

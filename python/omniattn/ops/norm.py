@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["add_norm", "norm"]
@@ -31,7 +32,7 @@ def _fake_add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Ten
     return x.new_empty(x.shape), residual.new_empty(x.shape), _stats(x)
 
 
-@torch.library.register_fake("omniattn::norm_backward")
+@_library.register_fake("norm_backward")
 def _fake_backward(
     grad_y: Tensor,
     grad_h: Tensor | None,

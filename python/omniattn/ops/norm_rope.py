@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 
 __all__ = ["norm_rope"]
@@ -24,7 +25,7 @@ def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:3], dtype=_sums(x))
 
 
-@torch.library.register_fake("omniattn::norm_rope_backward")
+@_library.register_fake("norm_rope_backward")
 def _fake_backward(
     grad_y: Tensor,
     x: Tensor,

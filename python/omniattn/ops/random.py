@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
 
 __all__ = ["dropout", "uniform_like"]
@@ -17,7 +18,7 @@ __all__ = ["dropout", "uniform_like"]
 uniform_like = torch.ops.omniattn.uniform_like.default
 
 
-@torch.library.register_fake("omniattn::uniform_like")
+@_library.register_fake("uniform_like")
 def _fake_uniform(x: Tensor, seed: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 

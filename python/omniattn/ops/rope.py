@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, is_transformed
 
 __all__ = ["rope", "rope_inplace"]
@@ -20,7 +21,7 @@ def _fake(q: Tensor, k: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 
 
-@torch.library.register_fake("omniattn::rope_")
+@_library.register_fake("rope_")
 def _fake_inplace(*args: Any) -> None:
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops import _library
 from omniattn.ops._autograd import loop_over_vmap
 
 __all__ = ["top_k"]
@@ -14,7 +14,7 @@ __all__ = ["top_k"]
 top_k = torch.ops.omniattn.top_k.default
 
 
-@torch.library.register_fake("omniattn::top_k")
+@_library.register_fake("top_k")
 def _fake(scores: Tensor, k: int, mask: Tensor | None) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
