@@ -41,6 +41,15 @@ CASES = [
         lambda: F.attention(Q, Q, Q, normaliser=ARRAY),
         'attention: normaliser must be one of "softmax"',
     ),
+    (
+        lambda: F.attention(Q, Q, Q, window_size=(2**40, 0)),
+        "attention: window_size must be two ints >= -1 and <= 1099511627775, got window_size=",
+    ),
+    (
+        lambda: F.attention(Q, Q, Q, scale=X.sum().requires_grad_()),
+        "attention: scale must be a number, which gets no gradient; detach it, got scale=tensor",
+    ),
+    (lambda: F.attention(Q, Q, Q, scale=10**400), "attention: scale must be a finite number, got"),
     (lambda: F.attention_cached(Q, Q, Q, CU[1:], scale=math.inf), "attention_cached: scale must"),
     (lambda: varlen(max_seqlen_q=2.5), "attention_varlen: max_seqlen_q must be an int >= 0, got"),
     (lambda: varlen(softcap=-1.0), "attention_varlen: softcap must .* got softcap=-1.0"),
@@ -91,6 +100,10 @@ CASES = [
     (lambda: F.mlp(X, X, X.T, recompute="no"), "mlp: recompute must be True or False, got"),
     (lambda: F.cross_entropy(X, TARGET, ignore_index=None), "cross_entropy: ignore_index must"),
     (
+        lambda: F.cross_entropy(X, TARGET, ignore_index=2**70),
+        "cross_entropy: ignore_index must fit into 64 bits, got ignore_index=11805",
+    ),
+    (
         lambda: F.cross_entropy(X, TARGET, reduction=[]),
         r"cross_entropy: reduction .*reduction=\[\]",
     ),
@@ -136,6 +149,22 @@ def test_names_function_argument_and_value(call, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     assert re.match(message, str(caught.value))
+
+
+AUTOCAST_CASES = [
+    (lambda: F.linear(X, None), "linear: weight must be a torch.Tensor, got weight=None"),
+    (lambda: F.linear(X, X, 1.0), "linear: bias must be a torch.Tensor, got bias=1.0"),
+    (lambda: F.linear(X, X.long()), "linear: weight must have the dtype of x"),
+    (lambda: F.linear_cross_entropy(X, None, TARGET), "linear_cross_entropy: weight must be a"),
+    (lambda: F.rms_norm(X, X[0].long()), "rms_norm: weight must have the dtype of x"),
+    (lambda: F.swiglu(X, X.cfloat()), "swiglu: up must have the dtype of gate"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), AUTOCAST_CASES, ids=range(len(AUTOCAST_CASES)))
+def test_autocast_casts_floating_tensors_only(call, message):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_takes_numbers_of_numpy_and_tensors():

@@ -29,6 +29,8 @@ from omniattn.reference.attention import (
 from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.scores import ScoreKind
 
+_LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
+
 
 def autocast(
     op: str,
@@ -110,7 +112,7 @@ def encode(
 
 def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     """All rules of a call, checked."""
-    require_pair(op, "window_size", visibility.window_size, -1)
+    require_pair(op, "window_size", visibility.window_size, -1, _LONGEST)
     (left, right), mask = visibility.window_size, visibility.mask
     found: list[Mask] = []
     if visibility.causal or left >= 0 or right >= 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = (None, "cpu", "cuda", "reference")
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
+_LARGEST = sys.float_info.max
 
 
 def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
@@ -81,7 +84,7 @@ def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Te
     """`t`, which must be like `x` but for a dtype that autocast converts."""
     if isinstance(t, Tensor) and t.dtype == x.dtype and t.is_cpu and x.is_cpu:
         return t
-    if isinstance(t, Tensor) and t.dtype != x.dtype and autocast_dtype(x) is not None:
+    if isinstance(t, Tensor) and t.dtype in FLOATS and autocast_dtype(x) is not None:
         t = t.to(x.dtype)
     require_like(op, name, t, x, x_name)
     return t
@@ -98,7 +101,7 @@ def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") 
 def require_int(
     op: str, name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> None:
-    """`value` must be an int within [least, most]; integers of numpy and 0-d tensors are."""
+    """`value` must be an int of 64 bits in [least, most]; integers of numpy, 0-d tensors are."""
     error: type[Exception] = ValueError
     if not isinstance(value, _INTS):
         try:
@@ -111,31 +114,46 @@ def require_int(
         or (most is not None and value > most)
     ):
         raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must fit into 64 bits, got {name}={value!r}")
 
 
-def require_pair(op: str, name: str, value: Any, least: int) -> None:
-    """`value` must be two ints, each at least `least`."""
+def require_pair(op: str, name: str, value: Any, least: int, most: int | None = None) -> None:
+    """`value` must be two ints within [least, most]."""
+    error: type[Exception] | None = None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{op}: {name} must be two ints >= {least}, got {name}={value!r}")
-    require_int(op, name, value[0])
-    require_int(op, name, value[1])
-    if value[0] < least or value[1] < least:
-        raise ValueError(f"{op}: {name} must be two ints >= {least}, got {name}={value!r}")
+        error = TypeError
+    else:
+        for each in value:
+            require_int(op, name, each)
+            if each < least or (most is not None and each > most):
+                error = ValueError
+    if error is not None:
+        limits = _limits(least, most)
+        raise error(f"{op}: {name} must be two ints{limits}, got {name}={value!r}")
 
 
 def require_number(
     op: str,
     name: str,
     value: Any,
-    least: float = -math.inf,
-    most: float = math.inf,
+    least: float = -_LARGEST,
+    most: float = _LARGEST,
     *,
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
     """`value` must be finite and within [least, most] and (above, below); 0-d tensors may be."""
-    known = isinstance(value, _NUMBERS) or getattr(value, "ndim", None) == 0
-    if not known or not (least <= value <= most and above < value < below):
+    known, number = isinstance(value, _NUMBERS), value
+    if not known and getattr(value, "ndim", None) == 0:
+        if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+            raise ValueError(
+                f"{op}: {name} must be a number, which gets no gradient; detach it, "
+                f"got {name}={value!r}"
+            )
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            known, number = True, float(value)
+    if not known or not (least <= number <= most and above < number < below):
         error = ValueError if known else TypeError
         limits = _limits(least, most, above, below)
         raise error(f"{op}: {name} must be a finite number{limits}, got {name}={value!r}")
@@ -145,7 +163,7 @@ def _limits(
     least: float | None, most: float | None, above: float | None = None, below: float | None = None
 ) -> str:
     signs = ((">=", least), (">", above), ("<=", most), ("<", below))
-    limits = [f"{sign} {n}" for sign, n in signs if n is not None and math.isfinite(n)]
+    limits = [f"{sign} {n}" for sign, n in signs if n is not None and abs(n) < _LARGEST]
     return " " + " and ".join(limits) if limits else ""
 
 
@@ -194,7 +212,8 @@ def autocast_linear(
     if dtype is None:
         return x, weight, bias
 
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype == torch.float64 else t.to(dtype)
+    def cast(t: Any) -> Any:
+        fits = isinstance(t, Tensor) and t.dtype in FLOATS and t.dtype != torch.float64
+        return t.to(dtype) if fits else t
 
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+    return cast(x), cast(weight), cast(bias)
