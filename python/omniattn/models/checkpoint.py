@@ -15,11 +15,13 @@ class CheckpointError(ValueError):
     """The file is not a checkpoint of this package, or is damaged."""
 
 
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
+def _digest(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
     """CRC-32 of all bytes in the order of the names: safetensors alone misses flipped bits."""
-    crc = 0
+    crc = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
-        data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        t = tensors[name]
+        crc = zlib.crc32(f"{name} {t.dtype} {tuple(t.shape)}".encode(), crc)
+        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         crc = zlib.crc32(data.numpy().data, crc)
     return f"{crc:08x}"
 
@@ -36,7 +38,7 @@ def write_checkpoint(
 
     path = Path(path)
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
-    content = save(tensors, metadata | {"crc32": _digest(tensors)})
+    content = save(tensors, metadata | {"crc32": _digest(tensors, metadata)})
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -68,7 +70,7 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str
         raise CheckpointError(
             f"checkpoint: {path} is damaged or no checkpoint ({error})"
         ) from error
-    if metadata.get("crc32") != _digest(tensors):
+    if metadata.pop("crc32", None) != _digest(tensors, metadata):
         raise CheckpointError(f"checkpoint: {path} is damaged (its checksum does not match)")
     return tensors, metadata
 

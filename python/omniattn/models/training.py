@@ -245,6 +245,12 @@ def saved_config(path: Path) -> TrainConfig:
     """
     _, metadata = read_checkpoint(path)
     values = _run_of(path, metadata)["config"]
-    if values["model"] not in PRESETS:
-        raise CheckpointError(f"checkpoint: {path} is of an unknown model {values['model']!r}")
-    return TrainConfig(**values | {"betas": tuple(values["betas"])})
+    try:
+        config = TrainConfig(**values | {"betas": tuple(values["betas"])})
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint: {path} is of another version of omniattn ({error})"
+        ) from error
+    if config.model not in PRESETS:
+        raise CheckpointError(f"checkpoint: {path} is of an unknown model {config.model!r}")
+    return config
