@@ -14,7 +14,7 @@ import torch
 
 from omniattn.cli import main
 from omniattn.models import load_model
-from omniattn.models.checkpoint import read_checkpoint
+from omniattn.models.checkpoint import read_checkpoint, write_checkpoint
 from omniattn.models.training import TrainConfig, learning_rate, saved_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,6 +185,7 @@ def test_output_folder_that_cannot_be_written(tmp_path, text, capsys):
     (tmp_path / "file").touch()
     message = fails(capsys, tmp_path / "file" / "out", "--data", text)
     assert "cannot write to" in message
+    assert "cannot write to" in fails(capsys, tmp_path / ("o" * 300), "--data", text)
 
 
 def test_existing_run_is_not_overwritten(tmp_path, text, capsys):
@@ -203,7 +204,7 @@ def test_resume_checks_run_options_and_text(tmp_path, text, capsys):
     assert "other data" in fails(capsys, tmp_path / "o", *options, "--resume")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "step", "name", "other"])
 def test_damaged_checkpoint_is_named_and_kept(tmp_path, text, capsys, damage):
     assert train(tmp_path / "o", "--data", text, "--steps", 2, "--compare", 0) == 0
     path = tmp_path / "o" / "checkpoint.safetensors"
@@ -212,11 +213,26 @@ def test_damaged_checkpoint_is_named_and_kept(tmp_path, text, capsys, damage):
         del content[len(content) // 2 :]
     elif damage == "flipped":
         content[-9] ^= 4
+    elif damage == "step":  # 2 to 3
+        key = rb'"step\": '
+        content[content.index(key) + len(key)] ^= 1
+    elif damage == "name":
+        content[content.index(b"optimizer/step") + len("optimizer/ste")] ^= 1
     else:
         content[:] = b"not a checkpoint"
     path.write_bytes(content)
     assert "damaged" in fails(capsys, tmp_path / "o", "--data", text, "--resume")
     assert path.read_bytes() == content
+
+
+def test_checkpoint_of_another_version_is_named(tmp_path, text, capsys):
+    assert train(tmp_path / "o", "--data", text, "--steps", 1, "--compare", 0) == 0
+    path = tmp_path / "o" / "checkpoint.safetensors"
+    tensors, metadata = read_checkpoint(path)
+    run = json.loads(metadata["run"])
+    run["config"]["new_option"] = 1
+    write_checkpoint(path, tensors, metadata | {"run": json.dumps(run)})
+    assert "is of another version" in fails(capsys, tmp_path / "o", "--data", text, "--resume")
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, text):
@@ -235,6 +251,11 @@ def test_a_device_that_is_not_there(tmp_path, text, capsys):
     assert "--device cuda" in message
 
 
+def test_a_device_without_memory(tmp_path, text, capsys):
+    message = fails(capsys, tmp_path / "o", "--data", text, "--device", "meta")
+    assert "--device meta: it must be cpu or cuda" in message
+
+
 def test_a_backend_of_another_device(tmp_path, text, capsys):
     message = fails(capsys, tmp_path / "o", "--data", text, "--backend", "cuda")
     assert "--backend cuda with --device cpu" in message
@@ -248,7 +269,13 @@ def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [["--steps", "0"], ["--steps", "x"], ["--model", "gpt"], ["--seed", str(2**63)]],
+    [
+        ["--steps", "0"],
+        ["--steps", "x"],
+        ["--model", "gpt"],
+        ["--seed", str(2**63)],
+        ["--data", ""],
+    ],
 )
 def test_wrong_options_are_a_usage_error(tmp_path, options):
     with pytest.raises(SystemExit) as caught:

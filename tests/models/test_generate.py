@@ -82,11 +82,16 @@ def test_a_row_ends_with_eos(model, prompt):
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"seed": 2**70}, "seed must fit into 64 bits"),
+        ({"eos": 5000}, "eos must be an int >= 0 and <= 96, got eos=5000"),
         ({"tokens": torch.zeros(1, 0, dtype=torch.long)}, r"tokens=\(1, 0\)"),
+        ({"tokens": torch.zeros(1, 2)}, "tokens must be integers"),
+        ({"tokens": torch.tensor([[0, 97]])}, r"tokens must be in \[0, 97\), got .* 0 to 97"),
     ],
 )
 def test_names_the_wrong_value(model, prompt, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         generate(model, **{"tokens": prompt, "max_new_tokens": 2, **options})
 
 

@@ -175,6 +175,9 @@ def test_dropout_acts_in_training_only():
         ({"dim": 8, "num_heads": 4, "cross": True}, "causal=True"),
         ({"dim": 8, "num_heads": 4, "gate": "all"}, "'all'"),
         ({"dim": 8, "num_heads": 4, "gate_activation": "relu"}, "'relu'"),
+        ({"dim": 8, "num_heads": 4, "softcap": -1.0}, "softcap=-1.0"),
+        ({"dim": 8, "num_heads": 4, "dropout_p": 2.0}, "dropout_p=2.0"),
+        ({"dim": 8, "num_heads": 4, "window_size": (-3, 0)}, r"window_size=\(-3, 0\)"),
     ],
 )
 def test_config_names_the_wrong_value(values, message):

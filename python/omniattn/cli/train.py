@@ -34,7 +34,7 @@ _INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command. A default of None means: that of TrainConfig, or of the saved run."""
-    parser.add_argument("--data", type=Path, metavar="PATH", help="text file, or folder of them")
+    parser.add_argument("--data", type=_path, metavar="PATH", help="text file, or folder of them")
     parser.add_argument("--model", choices=TRAINED, help="default: llama")
     parser.add_argument("--steps", type=_positive, help="optimizer steps (default: 200)")
     parser.add_argument("--batch", type=_positive, help="examples per step (default: 8)")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], help="force all ops")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="output folder (default: the next runs/train-N)"
+        "--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)"
     )
     parser.add_argument(
         "--resume",
@@ -97,6 +97,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _path(text: str) -> Path:
+    if not text:  # an unset variable of a shell; Path("") is the current folder
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value <= 0:
@@ -129,7 +135,9 @@ def _writing(path: Path) -> Iterator[None]:
 def _output_folder(args: argparse.Namespace) -> Path:
     if args.out is not None:
         out: Path = args.out
-        if not args.resume and (out / "checkpoint.safetensors").exists():
+        with _writing(out):
+            occupied = (out / "checkpoint.safetensors").exists()
+        if occupied and not args.resume:
             raise CommandError(f"{out} holds a run already; add --resume or give another --out")
         return out
     numbers = [int(f.name[6:]) for f in _RUNS.glob("train-*") if f.name[6:].isdecimal()]
@@ -195,6 +203,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         probe.touch()
         probe.unlink()
     try:
+        if torch.device(args.device).type not in ("cpu", "cuda"):
+            raise CommandError(f"cannot use --device {args.device}: it must be cpu or cuda")
         trainer = Trainer(config, task, device=args.device, backend=args.backend)
     except (RuntimeError, AssertionError) as error:  # torch's own words for a device it lacks
         raise CommandError(f"cannot use --device {args.device}: {error}") from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from omniattn import functional
+from omniattn.functional._checks import require_int, require_integers, require_number
 
 if TYPE_CHECKING:
     from omniattn.models.decoder import Decoder
@@ -44,20 +45,34 @@ def sample(
 
 
 def _check(
-    tokens: torch.Tensor, max_new_tokens: int, temperature: float, top_k: int, top_p: float
+    vocab: int,
+    tokens: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    eos: int | None,
+    seed: int,
 ) -> None:
+    op = "generate"
+    require_integers(op, "tokens", tokens)
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(
-            f"generate: tokens must have shape (B, T) with T > 0, got tokens={tuple(tokens.shape)}"
+            f"{op}: tokens must have shape (B, T) with T > 0, got tokens={tuple(tokens.shape)}"
         )
-    for name, value, holds, rule in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "not be negative"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "be finite and not negative"),
-        ("top_k", top_k, top_k >= 0, "not be negative"),
-        ("top_p", top_p, 0 < top_p <= 1, "be in (0, 1]"),
-    ):
-        if not holds:
-            raise ValueError(f"generate: {name} must {rule}, got {name}={value}")
+    require_int(op, "max_new_tokens", max_new_tokens, 0)
+    require_number(op, "temperature", temperature, 0)
+    require_int(op, "top_k", top_k, 0)
+    require_number(op, "top_p", top_p, most=1, above=0)
+    require_int(op, "seed", seed)
+    if eos is not None:
+        require_int(op, "eos", eos, 0, vocab - 1)
+    if tokens.numel() > 0:
+        low, high = (int(t) for t in tokens.aminmax())
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"{op}: tokens must be in [0, {vocab}), got tokens from {low} to {high}"
+            )
 
 
 @torch.no_grad()
@@ -89,7 +104,7 @@ def generate(
         (B, T + n) int64 with n <= max_new_tokens.
 
     Raises:
-        ValueError: for an empty prompt or a value out of range.
+        TypeError, ValueError: for an empty prompt, or a wrong type or value.
 
     Example:
         >>> from omniattn.models import PRESETS, Llama
@@ -97,7 +112,8 @@ def generate(
         >>> generate(model, torch.zeros(1, 4, dtype=torch.long), 3).shape
         torch.Size([1, 7])
     """
-    _check(tokens, max_new_tokens, temperature, top_k, top_p)
+    vocab = model.config.vocab_size
+    _check(vocab, tokens, max_new_tokens, temperature, top_k, top_p, eos, seed)
     batch, start = tokens.shape
     training = model.training
     model.eval()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._checks import require_number
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.reference import RopeScaling
 
@@ -64,6 +65,7 @@ class RotaryEmbedding(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            require_number("RotaryEmbedding", "base", self.base, above=0)
             if self.rotary_dim <= 0 or self.rotary_dim % (2 * self.num_axes):
                 raise ValueError(
                     "RotaryEmbedding: rotary_dim must be a positive multiple of 2 * num_axes, "
