@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ops/seed.h"
@@ -40,6 +42,8 @@ void run_select(AttentionSelectParams x);
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
 using Tensors = std::vector<Tensor>;
+using OptInts = std::optional<Ints>;
+using OptTensors = std::optional<Tensors>;
 
 // Score rules: kind, index of the side tensor in aux or -1, index of the first parameter in params
 // or -1. Table rules have a table (B | 1, rows, Hq) and the parameters a and b of TableTerm.
@@ -387,6 +391,12 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
 
 // ---- ops ----------------------------------------------------------------------------------------
 
+// None is an empty list, see schema.cpp.
+template <class T>
+std::vector<T> list(std::optional<std::vector<T>> given) {
+  return given.has_value() ? *std::move(given) : std::vector<T>();
+}
+
 void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
 
 // Without queries, or without keys to see.
@@ -395,10 +405,12 @@ bool has_work(const AttentionProblem& p) {
   return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensors aux,
-                                     const OptTensor& seed, Ints mask, Ints score, Floats params) {
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     OptTensors aux, const OptTensor& seed, OptInts mask,
+                                     OptInts score, Floats params) {
   const DeviceScope scope(q);
-  const Call call = decode_call("attention", q, k, v, aux, seed, mask, score, params);
+  const Call call =
+      decode_call("attention", q, k, v, list(aux), seed, list(mask), list(score), params);
   const AttentionProblem& p = call.p;
   const int64_t out_sizes[] = {q.size(0), q.size(1), p.hq, p.dv};
   const int64_t lse_sizes[] = {q.size(0), p.hq, q.size(1)};
@@ -496,11 +508,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   return {grad_q, grad_k, grad_v, grads};
 }
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Tensors aux,
-                         Ints mask, Ints score, Floats params, bool sums) {
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, OptTensors aux,
+                         OptInts mask, OptInts score, Floats params, bool sums) {
   constexpr const char* op = "attention_weights";
   const DeviceScope scope(q);
-  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  Call call = decode_call(op, q, k, k, list(aux), {}, list(mask), list(score), params);
   AttentionProblem& p = call.p;
   require(!call.has_layout, op, "packed and cached batches are not supported");
   const int64_t lse_sizes[] = {p.batch, p.hq, p.tq};
@@ -517,11 +529,11 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Te
   return out;
 }
 
-std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Tensors aux,
-                                            Ints mask, Ints score, Floats params) {
+std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,
+                                            OptInts mask, OptInts score, Floats params) {
   constexpr const char* op = "attention_select";
   const DeviceScope scope(q);
-  Call call = decode_call(op, q, k, k, aux, {}, mask, score, params);
+  Call call = decode_call(op, q, k, k, list(aux), {}, list(mask), list(score), params);
   AttentionProblem& p = call.p;
   require(!call.has_layout, op, "packed and cached batches are not supported");
   const int64_t sizes[] = {p.batch, p.hq, p.tq};

@@ -31,10 +31,12 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
   // kind, aux index, params index per rule (ops/attention.h); params: scale, dropout_p, parameters
-  // of score rules; seed: [seed, offset]. lse (B, Hq, Tq)
-  define(m, "attention",
-         "(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] mask, int[] score, "
-         "float[] params) -> (Tensor out, Tensor lse)");
+  // of score rules; seed: [seed, offset]. lse (B, Hq, Tq). None is an empty list: AOTInductor's
+  // runner makes it of one.
+  define(
+      m, "attention",
+      "(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask, int[]? score, "
+      "float[] params) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
       "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, SymInt[] mask, int[] score, "
@@ -43,15 +45,14 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
 
   // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,
   // Tk)
-  define(
-      m, "attention_weights",
-      "(Tensor q, Tensor k, Tensor lse, Tensor[] aux, SymInt[] mask, int[] score, float[] params, "
-      "bool sums) -> Tensor");
+  define(m, "attention_weights",
+         "(Tensor q, Tensor k, Tensor lse, Tensor[]? aux, SymInt[]? mask, int[]? score, "
+         "float[] params, bool sums) -> Tensor");
 
   // the key with the largest logit, the first of equal ones, -1 where none is visible, and that
   // logit (B, Hq, Tq)
   m.def(
-      "attention_select(Tensor q, Tensor k, Tensor[] aux, SymInt[] mask, int[] score, "
+      "attention_select(Tensor q, Tensor k, Tensor[]? aux, SymInt[]? mask, int[]? score, "
       "float[] params) -> (Tensor index, Tensor top)");
 
   // norm: y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; cast_first

@@ -281,6 +281,17 @@ def test_opcheck():
     torch.library.opcheck(op, (q, k, v, [], None, [], [], [0.5, 0.0]))
 
 
+def test_none_is_an_empty_list():  # which AOTInductor's runner makes None
+    q, k, v = qkv(1, 4, 6, 2, 1, 8)
+    for mask in ([], [0, -1, 0, -1]):
+        for name in ("attention", "attention_raw"):
+            op = getattr(torch.ops.omniattn, name)
+            want = op(q, k, v, [], None, mask, [], [0.5, 0.0])
+            got = op(q, k, v, None, None, mask or None, None, [0.5, 0.0])
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+
+
 def test_one_graph_for_all_windows():
     torch._dynamo.reset()
     q, k, v = (t.requires_grad_() for t in qkv(1, 20, 20, 2, 1, 8))

@@ -101,7 +101,7 @@ class DifferentiableOp:
         self.differentiable_backward = differentiable_backward
         kinds = [str(argument.type) for argument in self.registered._schema.arguments]
         self.tensors = [i for i, k in enumerate(kinds) if k in ("Tensor", "Optional[Tensor]")]
-        self.tensor_lists = [i for i, k in enumerate(kinds) if k.startswith("List[") and "Ten" in k]
+        self.tensor_lists = [i for i, k in enumerate(kinds) if "List[Ten" in k]
         #: The tensors among the arguments (an op has at least two); and the inverse, from values of
         #: the tensors and one for all others to one per argument.
         self._single_tensors = itemgetter(*self.tensors)
