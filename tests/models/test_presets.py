@@ -230,6 +230,26 @@ def test_every_model_is_built_within_a_device(name):
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", [*SMALL, "llama", "mla", "differential", "switch"])
+def test_reset_parameters_draws_as_the_constructor_does(name):
+    """What FSDP2 does after the construction on the meta device."""
+    config = SMALL[name] if name in SMALL else TRAINED[name]
+    torch.manual_seed(0)
+    built, reset = config.build(), config.build(device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for p in reset.parameters():
+            p.fill_(math.nan)
+    for module in reset.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for (path, want), got in zip(built.named_parameters(), reset.parameters(), strict=True):
+        want, got = want.detach(), got.detach()
+        noise = 6 * want.numel() ** -0.5 if want.numel() > 1 else 6  # six sigmas of mean and std
+        std = want.std(correction=0).item()
+        assert got.mean().item() == pytest.approx(want.mean().item(), abs=2 * noise * std), path
+        assert got.std(correction=0).item() == pytest.approx(std, rel=2 * noise), path
+
+
 def test_configs_check_their_fields():
     for field, value in (
         ("dim", -1),

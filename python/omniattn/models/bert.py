@@ -12,7 +12,7 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart
-from omniattn.models.model import Model
+from omniattn.models.model import Embedding, Model
 from omniattn.models.tasks import MaskedLanguageModeling
 from omniattn.modules import (
     MLP,
@@ -132,10 +132,8 @@ class Bert(Model):
         self.config = c = config
         norm = c.layer_norm(c.dim)
 
-        def table(rows: int) -> nn.Embedding:
-            embedding = nn.Embedding(rows, c.dim, device=device, dtype=dtype)
-            nn.init.normal_(embedding.weight, std=c.init_std)
-            return embedding
+        def table(rows: int) -> Embedding:
+            return Embedding(rows, c.dim, c.init_std, device=device, dtype=dtype)
 
         def post_norm(layer: nn.Module) -> Residual:
             placement = Residual.Config(norm, "post", c.dropout_p)
@@ -154,7 +152,12 @@ class Bert(Model):
             self.mlps.append(post_norm(MLP(mlp, device=device, dtype=dtype)))
         self.head_transform = Linear(c.linear(c.dim, c.dim), device=device, dtype=dtype)
         self.head_norm = LayerNorm(norm, device=device, dtype=dtype)
-        self.head_bias = nn.Parameter(torch.zeros(c.vocab_size, device=device, dtype=dtype))
+        self.head_bias = nn.Parameter(torch.empty(c.vocab_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeroes the bias of the head."""
+        nn.init.zeros_(self.head_bias)
 
     def hidden(
         self,

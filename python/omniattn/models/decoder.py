@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
-from omniattn.models.model import Model, ModelConfig
+from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.models.tasks import LanguageModeling
 from omniattn.modules import (
     Cache,
@@ -122,8 +122,7 @@ class Decoder(Model):
     ) -> None:
         super().__init__()
         self.config = c = config
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
-        nn.init.normal_(self.embed_tokens.weight, std=c.init_std)
+        self.embed_tokens = Embedding(c.vocab_size, c.dim, c.init_std, device=device, dtype=dtype)
         self.embed_positions = (
             None
             if c.positions is None

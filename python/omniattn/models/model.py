@@ -19,6 +19,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class Embedding(nn.Embedding):
+    """torch.nn.Embedding whose rows are drawn from N(0, init_std^2)."""
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        init_std: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.init_std = init_std  # before the constructor, which draws
+        super().__init__(rows, dim, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the rows."""
+        nn.init.normal_(self.weight, std=self.init_std)
+
+
 class Model(nn.Module):
     """`model(*inputs)` gives logits, `model(*inputs, targets)` the mean loss."""
 

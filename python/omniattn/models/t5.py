@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.models.hf import Counterpart
-from omniattn.models.model import Model, ModelConfig
+from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.models.tasks import SpanCorruption
 from omniattn.modules import (
     MLP,
@@ -136,6 +136,8 @@ class T5Config(ModelConfig):
                 scale=1.0,
                 dropout_p=self.dropout_p,
                 init_std=self.dim**-0.5,
+                # Scores are not divided by sqrt(D): the queries start that much smaller.
+                q_init_std=(self.dim * self.head_dim) ** -0.5,
                 out_init_std=(self.num_heads * self.head_dim) ** -0.5,
                 backend=self.backend,
             )
@@ -190,10 +192,6 @@ class T5Stack(nn.Module):
         self.layers = nn.ModuleList(
             DecoderBlock(block, device=device, dtype=dtype) for _ in range(c.num_layers)
         )
-        # Scores are not divided by sqrt(D): the queries start that much smaller.
-        for module in self.modules():
-            if isinstance(module, Attention):
-                nn.init.normal_(module.q_proj.weight, std=(c.dim * c.head_dim) ** -0.5)
         self.norm = RMSNorm(c.norm, device=device, dtype=dtype)
         self.dropout = Dropout(c.dropout_p)
 
@@ -250,8 +248,7 @@ class T5(Model):
     ) -> None:
         super().__init__()
         self.config = c = config
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim, device=device, dtype=dtype)
-        nn.init.normal_(self.embed_tokens.weight)
+        self.embed_tokens = Embedding(c.vocab_size, c.dim, 1.0, device=device, dtype=dtype)
         self.encoder = T5Stack(c, decoder=False, device=device, dtype=dtype)
         self.decoder = T5Stack(c, decoder=True, device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.dim**-0.5, backend=c.backend)

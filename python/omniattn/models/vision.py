@@ -184,7 +184,7 @@ class ViT(Classifier):
         super().__init__(config, config.dim, config.dim, device=device, dtype=dtype)
         self.config = c = config
         self.class_token = nn.Parameter(torch.empty(c.dim, device=device, dtype=dtype))
-        nn.init.normal_(self.class_token, std=c.init_std)
+        self.reset_parameters()
         positions = LearnedPositional.Config((c.image // c.patch) ** 2 + 1, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
         attention = c.attention(c.dim, c.num_heads)
@@ -192,6 +192,10 @@ class ViT(Classifier):
         self.layers = nn.ModuleList(
             DecoderBlock(block, device=device, dtype=dtype) for _ in range(c.num_layers)
         )
+
+    def reset_parameters(self) -> None:
+        """Draws the class token from N(0, init_std^2)."""
+        nn.init.normal_(self.class_token, std=self.config.init_std)
 
     def features(self, tokens: Tensor) -> Tensor:
         x = tokens.flatten(1, 2)

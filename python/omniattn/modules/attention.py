@@ -79,6 +79,7 @@ class Attention(Layer):
             gate: "elementwise" (one for each number of each head), "headwise" or None.
             gate_activation: "sigmoid" or "silu", which is neither positive nor bounded.
             init_std, out_init_std: of the weights and of o_proj.
+            q_init_std: of q_proj, default init_std.
             backend: of all ops of this layer.
         """
 
@@ -104,6 +105,7 @@ class Attention(Layer):
         gate_activation: str = "sigmoid"
         init_std: float = 0.02
         out_init_std: float = 0.02
+        q_init_std: float | None = None
         backend: str | None = None
 
         def __post_init__(self) -> None:
@@ -162,7 +164,8 @@ class Attention(Layer):
             config = Linear.Config(n_in, n_out, bias, std, c.backend)
             return Linear(config, device=device, dtype=dtype)
 
-        self.q_proj = linear(c.dim, q_dim, c.bias, c.init_std)
+        q_init_std = c.init_std if c.q_init_std is None else c.q_init_std
+        self.q_proj = linear(c.dim, q_dim, c.bias, q_init_std)
         self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
