@@ -108,7 +108,7 @@ MODELS = {
         ),
         {"linear": 14, "norm": 6, "attention": 1},
     ),
-    "modernbert": (  # its call of the rotary function says where the heads are, so is left alone
+    "modernbert": (  # its call of the rotary function says where the heads are
         lambda: hf.ModernBertForMaskedLM(
             hf.ModernBertConfig(
                 vocab_size=97,
@@ -119,7 +119,21 @@ MODELS = {
                 **{f"{token}_token_id": 0 for token in ("pad", "cls", "sep", "bos", "eos")},
             )
         ),
-        {"linear": 10, "norm": 6, "attention": 1},
+        {"linear": 10, "norm": 6, "rope": 2, "attention": 1},
+    ),
+    "esm": (
+        lambda: hf.EsmForMaskedLM(
+            hf.EsmConfig(
+                **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+                pad_token_id=1,
+                mask_token_id=2,
+                position_embedding_type="rotary",
+                token_dropout=False,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        ),
+        {"linear": 15, "norm": 6, "rope": 2, "attention": 1},
     ),
     "bloom": (  # not its attention, which it computes itself
         lambda: hf.BloomForCausalLM(
@@ -167,7 +181,7 @@ def run(model: nn.Module) -> list[torch.Tensor]:
     return [output.logits, output.loss, *gradients]
 
 
-@pytest.mark.parametrize("name", ["phi3", "glm4", "cohere2", "t5"])
+@pytest.mark.parametrize("name", ["phi3", "glm4", "cohere2", "t5", "modernbert"])
 def test_logits_loss_and_gradients_are_those_of_the_model(name):
     model = MODELS[name][0]().train()
     for module in model.modules():
@@ -286,6 +300,21 @@ def test_layers_that_compute_something_else_are_left_alone():
         empty = MODELS["llama"][0]()
     with pytest.raises(ValueError, match="meta"):
         omniattn.hf.patch(empty)
+
+
+def test_rotary_calls_say_where_the_heads_are():
+    from transformers.models.efficientloftr.modeling_efficientloftr import EfficientLoFTRAttention
+    from transformers.models.pixtral.modeling_pixtral import PixtralAttention
+
+    theirs = EfficientLoFTRAttention.forward.__globals__["apply_rotary_pos_emb"]
+    ours = patch_module._rotary_forward(EfficientLoFTRAttention).__globals__["apply_rotary_pos_emb"]
+    q, k, angles = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 4)
+    table = angles.repeat_interleave(2, -1)
+    for a, e in zip(
+        *(f(q, k, table.cos(), table.sin(), unsqueeze_dim=2) for f in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(a, e)
+    assert patch_module._rotary_forward(PixtralAttention) is None  # unsqueeze_dim=0
 
 
 def test_learned_rotary_tables_get_gradients():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -51,8 +53,8 @@ def patch(
         norm: RMSNorm in its spellings, and LayerNorm.
         mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
             GLM-4); wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU.
-        rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4);
-            not where its call names an unsqueeze_dim (ModernBERT, ESM).
+        rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
+            with the heads before or behind the tokens, as unsqueeze_dim says.
         loss: the loss of causal language models.
         experts: set its experts implementation, if this package has the activation of its experts.
 
@@ -354,9 +356,10 @@ def _rotary_forward(kind: Any) -> Forward | None:
     original = forward.__globals__.get(name)
     if original is None or list(inspect.signature(original).parameters)[:4] != list(_ROTARY):
         return None
-    if any(isinstance(c, tuple) and "unsqueeze_dim" in c for c in forward.__code__.co_consts):
-        return None  # a keyword of the call, of which the probe knows nothing
-    rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours)), None)
+    layout = _layout(forward, original)
+    if layout is None:
+        return None
+    rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours, layout)), None)
     if rotary is None:
         return None
     # A copy of the function that finds another name; without __name__, by which torch.compile
@@ -372,22 +375,42 @@ def _rotary_forward(kind: Any) -> Forward | None:
 
 
 _ROTARY = ("q", "k", "cos", "sin")
+_LAYOUTS: tuple[dict[str, int], ...] = ({}, {"unsqueeze_dim": 1}, {"unsqueeze_dim": 2})
+
+
+def _layout(forward: FunctionType, original: Forward) -> dict[str, int] | None:
+    """The unsqueeze_dim that the calls of `original` in `forward` have, if they do: 1 for heads
+    (B, H, T, D), 2 for (B, T, H, D); None where they have others, or further arguments."""
+    signature, found = inspect.signature(original), []
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+    except OSError:
+        return None  # a forward without source
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or getattr(call.func, "id", None) != original.__name__:
+            continue
+        keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
+        given = signature.bind_partial(*call.args, **keywords).arguments
+        others = {name: node for name, node in given.items() if name not in _ROTARY}
+        found.append({name: getattr(node, "value", None) for name, node in others.items()})
+    return next((each for each in _LAYOUTS if found and found == [each] * len(found)), None)
 
 
 def _rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, H, T, D) turned by cos, sin (B, T, Dr / 2)."""
+    """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, turned by cos, sin (B, T, Dr / 2)."""
+    heads_first = unsqueeze_dim == 1
     q, k_or_none = functional.apply_rotary(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
+        q.transpose(1, 2) if heads_first else q,
+        k.transpose(1, 2) if heads_first else k,
         cos,
         sin,
         interleaved=interleaved,
         backend="reference" if cos.requires_grad else None,  # LightGlue learns its tables
     )
     assert k_or_none is not None
-    return q.transpose(1, 2), k_or_none.transpose(1, 2)
+    return (q.transpose(1, 2), k_or_none.transpose(1, 2)) if heads_first else (q, k_or_none)
 
 
 def _once(table: Tensor) -> Tensor:
@@ -395,20 +418,28 @@ def _once(table: Tensor) -> Tensor:
     return table[..., : table.shape[-1] // 2]
 
 
-def _rotary_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, cos, sin)
+def _rotary_half(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, cos, sin, unsqueeze_dim)
 
 
-def _rotary_half_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, _once(cos), _once(sin))
+def _rotary_half_twice(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, _once(cos), _once(sin), unsqueeze_dim)
 
 
-def _rotary_pairs_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, _once(cos), _once(sin), interleaved=True)
+def _rotary_pairs_twice(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, _once(cos), _once(sin), unsqueeze_dim, interleaved=True)
 
 
-def _rotary_pairs_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
+def _rotary_pairs_each(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, cos[..., ::2], sin[..., ::2], unsqueeze_dim, interleaved=True)
 
 
 #: Our rotary functions, and how the tables that each takes hold the angles.
@@ -420,16 +451,18 @@ _ROTARIES: dict[Forward, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _same_rotary(original: Forward, ours: Forward) -> bool:
+def _same_rotary(original: Forward, ours: Forward, layout: dict[str, int]) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)
+    if layout.get("unsqueeze_dim") == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
     angles = _ROTARIES[ours](torch.randn(1, 3, 4, generator=generator))
     cos, sin = angles.cos(), angles.sin()
     try:
-        expected = original(q, k, cos, sin)
+        expected = original(q, k, cos, sin, **layout)
     except (RuntimeError, ValueError):
         return False  # tables of another shape
     return all(
         torch.allclose(a, e, rtol=1e-5, atol=1e-6)
-        for a, e in zip(ours(q, k, cos, sin), expected, strict=True)
+        for a, e in zip(ours(q, k, cos, sin, **layout), expected, strict=True)
     )
