@@ -41,6 +41,11 @@ CASES = [
         lambda: F.attention(Q, Q, Q, normaliser=ARRAY),
         'attention: normaliser must be one of "softmax"',
     ),
+    (lambda: F.attention(Q, Q, Q, causal="no"), "attention: causal must be True or False, got"),
+    (
+        lambda: F.attention(Q, Q, Q, return_lse=1),
+        "attention: return_lse must be True or False, got",
+    ),
     (
         lambda: F.attention(Q, Q, Q, window_size=(2**40, 0)),
         "attention: window_size must be two ints >= -1 and <= 1099511627775, got window_size=",

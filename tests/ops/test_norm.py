@@ -130,13 +130,19 @@ def test_without_gradients_equals_with(op):
         assert torch.equal(a, b)
 
 
-def test_second_derivatives_are_right_or_raise(op):
-    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+def test_second_derivatives(op):
+    x, r = torch.randn(2, 2, 5, dtype=torch.float64).requires_grad_().unbind(0)
     w = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(op, (x, w))
-    y, h = op(x, w, residual=x.detach())
-    with pytest.raises(NotImplementedError, match="add_norm has no second derivative"):
-        torch.autograd.grad((y * h).sum(), x, create_graph=True)
+
+    def curvature(backend):
+        def loss(x, r, w):
+            y, h = op(x, w, residual=r, backend=backend)
+            return (y**3 * h).sum()
+
+        return torch.func.hessian(loss, argnums=(0, 1, 2))(x.detach(), r.detach(), w.detach())
+
+    torch.testing.assert_close(curvature(None), curvature("reference"))
 
 
 def test_forward_derivatives(op):

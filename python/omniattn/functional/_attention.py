@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_bool,
     require_choice,
     require_device,
     require_float,
@@ -112,6 +113,7 @@ def encode(
 
 def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     """All rules of a call, checked."""
+    require_bool(op, "causal", visibility.causal)
     require_pair(op, "window_size", visibility.window_size, -1, _LONGEST)
     (left, right), mask = visibility.window_size, visibility.mask
     found: list[Mask] = []

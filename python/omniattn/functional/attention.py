@@ -20,6 +20,7 @@ from omniattn.functional._attention import (
     require_parameter,
 )
 from omniattn.functional._checks import (
+    require_bool,
     require_float,
     require_int,
     require_seed,
@@ -332,6 +333,7 @@ def _run(
     """Encodes the options of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
     normaliser, dropout_p = options.weights.normaliser, options.weights.dropout_p
     aux, mask, score, params = encode(op, q, full, options, layout)
+    require_bool(op, "return_lse", return_lse)
     if return_lse and normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
     seed = require_seed(op, options.weights.seed, q) if dropout_p > 0 else None

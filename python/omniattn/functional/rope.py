@@ -288,6 +288,7 @@ def apply_rotary(
     op = "apply_rotary"
     _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_bool(op, "inverse", inverse)
+    require_bool(op, "inplace", inplace)
     if use_reference(op, backend, q):
         return reference.apply_rotary(
             q,

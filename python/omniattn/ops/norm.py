@@ -70,18 +70,18 @@ def _backward_norm(
 
 
 def _save_add_norm(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    x, _, weight, _, center, _, offset, _ = args
-    return (output[1], weight, output[2]), (x.dtype, center, offset)
+    x, _, weight, bias, *options = args
+    return (output[1], weight, bias, output[2]), (x.dtype, *options)
 
 
 def _backward_add_norm(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     grad_y, grad_h = grads[0], grads[1]
-    dtype, center, offset = kept
+    dtype, center, _, offset, _ = kept
     if grad_y is None:
         return (None if grad_h is None else grad_h.to(dtype), grad_h, *(None,) * 6)
-    h, weight, stats = saved
+    h, weight, _, stats = saved
     dx, dh, dw, db = _backward_op(
         grad_y, grad_h, h, weight, stats, center, offset, needs[2], needs[3]
     )
@@ -92,6 +92,13 @@ def _backward_add_norm(
         db if needs[3] else None,
         *(None,) * 4,
     )
+
+
+def _restore_add_norm(saved: Any, kept: Any) -> tuple[Any, ...]:
+    """h = 0 + h in place of x + residual: what derives from h reaches both through it."""
+    h, weight, bias, _ = saved
+    dtype, *options = kept
+    return ((h - h).to(dtype), h, weight, bias, *options)
 
 
 def _formula(
@@ -122,8 +129,7 @@ norm = DifferentiableOp(
     restore=lambda saved, kept: (*saved[:3], *kept),
 )
 
-#: (x, residual, weight, bias, center, eps, offset, cast_first) -> (y, h); no second derivative,
-#: because x and residual are not kept
+#: (x, residual, weight, bias, center, eps, offset, cast_first) -> (y, h)
 add_norm = DifferentiableOp(
     "add_norm",
     fake=_fake_add_norm,
@@ -132,6 +138,7 @@ add_norm = DifferentiableOp(
     private_outputs=1,
     inference="add_norm_only",
     formula=_formula,
+    restore=_restore_add_norm,
 )
 
 loop_over_vmap("norm_backward")

@@ -31,6 +31,7 @@ RMS_NORM = OpSpec(
     inputs=_norm_inputs,
     differentiable=("x", "weight", "residual"),
     flops=element_flops(4),
+    second_order=True,
     rivals=rivals.RMS_NORM,
     cases=(
         rows("tiny", 3, 5, ("weight", "residual"), offset=1.0),
@@ -59,6 +60,7 @@ LAYER_NORM = OpSpec(
     inputs=_norm_inputs,
     differentiable=("x", "weight", "bias", "residual"),
     flops=element_flops(6),
+    second_order=True,
     rivals=rivals.LAYER_NORM,
     cases=(
         rows("tiny", 3, 5, ("weight", "bias", "residual")),
