@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise CommandError(f"no op {', '.join(unknown)}; there are {', '.join(specs)}")
     failures = []
+    print("error from fp64, of the case that comes closest to its budget; ratio: error / budget;")
+    print("speed: eager ms / ms")
     print(
         _ROW.format(
             "op", "dtype", "pass", "error", "budget", "ratio", "ms", "eager ms", "speed", "case"
