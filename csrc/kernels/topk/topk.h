@@ -7,6 +7,7 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "semantics/seqlen.h"
 
 namespace omniattn {
 
@@ -27,7 +28,7 @@ struct TopKKernels {
 
 constexpr int64_t kTopKGroup = 256;  // elements with a vector of maxima in common
 constexpr int64_t top_k_scratch(int64_t n) {
-  return (n + kTopKGroup - 1) / kTopKGroup * (kTopKGroup + 16);  // vectors have 16 lanes at most
+  return ceil_div(n, kTopKGroup) * (kTopKGroup + 16);  // vectors have 16 lanes at most
 }
 
 OMNIATTN_KERNEL_TABLE(TopKKernels, topk_kernels)

@@ -41,7 +41,7 @@ class Tournament {
 
   OMNIATTN_INLINE Tournament(const S* scores, const uint8_t* mask, int64_t n, void* scratch)
       : maxima_(static_cast<C*>(scratch)),
-        groups_((n + kTopKGroup - 1) / kTopKGroup),
+        groups_(ceil_div(n, kTopKGroup)),
         row_(maxima_ + groups_ * kWidth) {
     C* end = row_;
     for (int64_t i = 0; i < n; i += kWidth, end += kWidth) {

@@ -10,6 +10,7 @@ from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfi
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.kv_cache import Cache
 from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.reference.precision import widen
 
 
 class DecoderBlock(Layer):
@@ -98,7 +99,7 @@ class DecoderBlock(Layer):
         if residual is None:
             y, residual = self.input_layernorm(x), x
             if self.config.residual_in_fp32:
-                residual = x.to(torch.promote_types(x.dtype, torch.float32))
+                residual = widen(x)
         else:
             y, residual = self.input_layernorm(x, residual)
         scores = {} if relative is None else {"relative": relative}

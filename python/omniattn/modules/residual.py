@@ -13,6 +13,7 @@ from omniattn import functional
 from omniattn.modules.build import NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig
+from omniattn.reference.precision import widen
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 
@@ -133,7 +134,7 @@ class Residual(nn.Module):
         """x (..., dim) -> (..., dim); the other arguments go to the layer."""
         placement, y = self.config.placement, x
         if self.config.residual_in_fp32:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = widen(x)
             y = x.to(self.norm.weight.dtype)
         if placement in ("pre", "sandwich"):
             y = self.norm(y)
