@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from processes import run, start
 
+from omniattn.functional import Routing
 from omniattn.modules import ExpertParallel, MoE
 
 CONFIG = MoE.Config(12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1)
@@ -37,6 +38,7 @@ def grads(layer, x):
 def train(layer, x):
     """A step that moves the default vectors, then one that learns of them."""
     layer.train()(x)
+    layer.update_default_vectors()
     return *grads(layer, x), layer.experts
 
 
@@ -51,8 +53,24 @@ def compare_default_vectors(rank, tokens):
     router = ours[2]["gate.weight"]
     dist.all_reduce(router)
     torch.testing.assert_close(router, expected["gate.weight"])
-    layer.eval()(x[mine])
     torch.testing.assert_close(ours[3].default_vectors, experts.default_vectors)
+
+
+def unlike_ranks(rank, tokens):
+    """Only the first needs a gradient of its tokens; one has weights that are no numbers."""
+    layer, x = make(tokens)
+    experts = ExpertParallel(layer.experts)
+    mine = x[sum(tokens[:rank]) : sum(tokens[: rank + 1])].requires_grad_(rank == 0)
+    index = torch.tensor([[1, -1]]).expand(len(mine), 2)
+    weights = torch.tensor([[1.0, torch.nan]], dtype=x.dtype).expand(len(mine), 2)
+    routing = Routing(index, weights, x.new_zeros(len(mine), 4))
+    y = experts(mine, routing)
+    y.sum().backward()
+    assert y.isfinite().all() and experts.experts.down_proj.grad.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts.float()(mine.detach().float(), routing).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"experts must be in \[0, 4\) or -1 for none, got 4"):
+        experts(x, Routing(torch.full((len(x), 1), 4), x[:, :1], x[:, :4]))
 
 
 def compare(rank, ranks, port):
@@ -73,6 +91,7 @@ def compare(rank, ranks, port):
             torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
     for tokens in TOKENS[ranks]:
         compare_default_vectors(rank, tokens)
+    unlike_ranks(rank, TOKENS[ranks][0])
     dist.destroy_process_group()
 
 

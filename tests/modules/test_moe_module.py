@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from torch.utils.checkpoint import checkpoint
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -135,17 +136,40 @@ def test_default_vectors_move_in_training_and_teach_the_router():
     plain = MoE(dataclasses.replace(config, router_grad="ste"))
     plain.load_state_dict(layer.state_dict(), strict=False)
     torch.testing.assert_close(layer(x), plain(x))
+    assert not layer.experts.default_vectors.any()
+    layer.update_default_vectors()
     assert (layer.experts.default_vectors.abs().sum(-1) > 0).all()
     gradients = []
     for each in (layer, plain):
         each(x).square().sum().backward()
         gradients.append(each.gate.weight.grad)
     assert not torch.allclose(*gradients, rtol=1e-2)
-    before = layer.experts.default_vectors.clone()
-    layer.eval()(x)
-    assert torch.equal(layer.experts.default_vectors, before)
+    with pytest.raises(RuntimeError, match="update_default_vectors needs router_grad="):
+        plain.update_default_vectors()
     with pytest.raises(ValueError, match="router_grad must be exact but for"):
         dataclasses.replace(config, router="sigmoid")
+
+
+@pytest.mark.parametrize("options", [{}, {"router_grad": "default_vector"}, {"jitter": 0.1}])
+def test_checkpointing_changes_neither_gradients_nor_statistics(options):
+    config = MoE.Config(8, 6, 5, 2, init_std=0.5, balance_coefficient=0.1, **options)
+    torch.manual_seed(0)
+    plain, x = MoE(config, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
+    layer = copy.deepcopy(plain)
+    for _ in range(2):
+        torch.manual_seed(1)
+        (plain(x).square().sum() + plain.state.balance_loss).backward()
+        torch.manual_seed(1)
+        y = checkpoint(layer, x, use_reentrant=False)
+        state = layer.state
+        (y.square().sum() + state.balance_loss).backward()
+        assert layer.state is state  # another one would keep the graph of the repeated forward
+        for a, b in zip(plain.parameters(), layer.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        if options.get("router_grad"):
+            for each in (plain, layer):
+                each.update_default_vectors()
+            assert torch.equal(plain.experts.default_vectors, layer.experts.default_vectors)
 
 
 def test_switch_is_that_of_transformers_with_its_drops():
@@ -223,19 +247,69 @@ def test_padding_goes_to_no_expert():
     torch.testing.assert_close(layer.state.entropy, state.entropy)
 
 
+@pytest.mark.parametrize("router", ["softmax", "noisy", "expert_choice"])
+def test_padding_takes_no_room_and_makes_none(router):
+    config = MoE.Config(8, 6, 4, 2, router=router, capacity_factor=0.5, capacity_at_eval=True)
+    torch.manual_seed(0)
+    layer, x = MoE(dataclasses.replace(config, init_std=0.5)).eval(), torch.randn(2, 20, 8)
+    x[:, 8:] = 0.0
+    mask = (torch.arange(20) < 8).expand(2, 20)
+    y = layer(x, mask)
+    counts, dropped = layer.state.counts, layer.state.dropped
+    torch.testing.assert_close(layer(x[:, :8]), y[:, :8])
+    assert torch.equal(layer.state.counts, counts) and layer.state.dropped == dropped
+    assert router == "expert_choice" or dropped > 0
+
+
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "noisy", "llama4", "expert_choice"])
 def test_no_tokens_and_none_but_padding(router):
-    balance = "deepseek_v3" if router == "sigmoid" else "switch"
-    config = MoE.Config(
-        12, 16, 6, 2, router=router, capacity_factor=2.0, balance=balance, balance_coefficient=0.1
-    )
-    layer = MoE(config)
-    for tokens in (0, 3):
+    balance = {"sigmoid": "deepseek_v3", "noisy": "importance_load"}.get(router, "switch")
+    options = {"balance": balance, "balance_coefficient": 0.1, "z_coefficient": 0.1}
+    layer = MoE(MoE.Config(12, 16, 6, 2, router=router, capacity_factor=2.0, **options))
+    for tokens, padding in ((0, False), (0, True), (3, True)):
         x = torch.randn(2, tokens, 12, requires_grad=True)
-        y = layer(x, torch.zeros(2, tokens, dtype=torch.bool))
+        y = layer(x, torch.zeros(2, tokens, dtype=torch.bool) if padding else None)
+        state = layer.state
         assert y.shape == x.shape and not y.any()
-        assert layer.state.entropy == 0 and layer.state.balance_loss == 0
-        (y.sum() + layer.state.balance_loss).backward()
+        assert state.entropy == 0 and state.balance_loss == 0 and state.z_loss == 0
+        (y.sum() + state.balance_loss).backward()
+        for p in layer.parameters():
+            assert p.grad is None or p.grad.isfinite().all()
+
+
+def test_importance_and_load_of_the_noisy_router():
+    options = {"router": "noisy", "balance": "importance_load", "balance_coefficient": 0.5}
+    torch.manual_seed(0)
+    layer, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(30, 8)
+    torch.nn.init.normal_(layer.gate.weight)
+    layer(x)
+    loss = layer.state.balance_loss
+    for weight in (layer.gate.weight, layer.gate.noise_weight):
+        assert torch.autograd.grad(loss, weight, retain_graph=True)[0].any()
+    layer.eval()(x)
+    routing, state = layer.route(x)
+    importance = torch.stack([routing.weights[routing.experts == e].sum() for e in range(4)])
+    expected = sum(t.var(correction=0) / t.mean() ** 2 for t in (importance, state.counts.float()))
+    torch.testing.assert_close(state.balance_loss, 0.5 * expected)
+
+
+def test_dense_straight_through_counts_the_chosen():
+    options = {"renormalize": False, "balance_coefficient": 1.0}
+    torch.manual_seed(0)
+    sparse, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(30, 8)
+    dense = MoE(dataclasses.replace(sparse.config, router_grad="ste_dense"))
+    dense.load_state_dict(sparse.state_dict())
+    torch.testing.assert_close(dense(x), sparse(x))
+    assert torch.equal(dense.state.counts, sparse.state.counts)
+    torch.testing.assert_close(dense.state.balance_loss, sparse.state.balance_loss)
+
+
+def test_empty_slots_of_expert_choice_are_not_kept_for_the_backward():
+    config = MoE.Config(8, 64, 32, 1, router="expert_choice", capacity_factor=1.0)
+    x, kept = torch.randn(64, 8), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
+        MoE(config)(x)
+    assert max(kept) <= 32 * 2 * 64 * 8  # the weights; E slots a token would be eight times that
 
 
 def test_bias_update_evens_out_the_load():
@@ -303,8 +377,10 @@ def test_half_precision_and_autocast():
     torch.manual_seed(0)
     layer, x = MoE(MoE.Config.mixtral(16, 24, 4)), torch.randn(2, 5, 16)
     y = layer(x)
+    default = MoE(dataclasses.replace(layer.config, router_grad="default_vector"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
+        assert layer(x).dtype == default(x).dtype == torch.bfloat16
+    assert default.to("meta")(x.to("meta")).is_meta
     low = MoE(layer.config, dtype=torch.bfloat16)
     low.load_state_dict(layer.state_dict())
     torch.testing.assert_close(low(x.bfloat16()).float(), y, rtol=0.1, atol=3e-5)
@@ -318,12 +394,36 @@ def test_half_precision_and_autocast():
         ({"activation": "tanh"}, "activation must be one of swiglu"),
         ({"balance": "gini"}, "balance must be one of switch"),
         ({"router": "expert_choice"}, "needs a capacity_factor"),
-        ({"capacity_factor": -1.0}, "capacity_factor must be >= 0"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be a finite number >= 0"),
+        ({"capacity_factor": 1.0, "router_grad": "ste_dense"}, "capacity_factor must be None"),
+        ({"groups": 3}, "MoE: groups must divide E"),
+        ({"top_k": 3, "groups": 2}, "k must be at most the experts of top_groups groups"),
+        ({"router": "llama4", "route_scale": 2.5}, "route_scale must be 1.0 but for router="),
+        ({"router": "noisy", "groups": 2}, "top_groups must be 2 but for router="),
+        ({"noise_eps": 0.01}, "need router='noisy', got noise_eps=0.01"),
+        ({"balance": "importance_load"}, "need router='noisy'"),
+        ({"shared_gate": True}, "shared_gate needs shared experts"),
+        ({"clamp": (1.0,)}, r"clamp must be \(alpha, limit\)"),
+        ({"jitter": 1.0}, "jitter must be a finite number >= 0 and < 1"),
     ],
 )
 def test_bad_config(change, message):
     with pytest.raises(ValueError, match=message):
         MoE.Config(**({"dim": 8, "hidden_dim": 8, "experts": 4, "top_k": 2} | change))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "error", "message"),
+    [
+        ((8,), None, ValueError, r"x must have shape \(..., T, 8\), got x.shape=\(8,\)"),
+        ((3, 7), None, ValueError, r"x must have shape \(..., T, 8\)"),
+        ((3, 8), torch.ones(2, dtype=torch.bool), ValueError, r"token_mask must have shape \(3,\)"),
+        ((3, 8), torch.ones(3), TypeError, "token_mask must be a bool tensor"),
+    ],
+)
+def test_bad_input(shape, mask, error, message):
+    with pytest.raises(error, match=f"MoE: {message}"):
+        MoE(MoE.Config(8, 6, 4, 2))(torch.zeros(shape), mask)
 
 
 def test_renormalised_top_1_warns():

@@ -160,6 +160,12 @@ def test_autocast_casts_the_experts():
         ({"up_bias": torch.ones(3, 40)}, ValueError, r"up_bias must have shape \(3, 80\)"),
         ({"limit": 0.0}, ValueError, "limit must be a finite number > 0"),
         ({"backend": "cuda"}, ValueError, "backend must match the device"),
+        ({"interleaved": "no"}, TypeError, "interleaved must be True or False"),
+        (
+            {"index": torch.full((40, 2), 3), "backend": "reference"},
+            RuntimeError,
+            r"index must be in \[0, 3\)",
+        ),
     ],
 )
 def test_bad_input(change, error, message):

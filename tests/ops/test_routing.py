@@ -75,24 +75,25 @@ def test_llama4_chooses_by_logits_that_its_sigmoid_cannot_tell_apart():
     assert routing.experts.tolist() == [[1, 2]] and routing.weights.tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_default_vectors_stand_in_for_the_experts_that_were_not_chosen(renormalize):
+@pytest.mark.parametrize(("renormalize", "scale"), [(False, 1.0), (True, 3.0)])
+def test_default_vectors_stand_in_for_the_experts_that_were_not_chosen(renormalize, scale):
     g, vectors = logits().requires_grad_(), torch.randn(8, 3, dtype=F64)
     outputs, grad = torch.randn(12, 2, 3, dtype=F64), torch.randn(12, 3, dtype=F64)
-    routing = F.softmax_top_k(g, 2, renormalize=renormalize, router_grad="default_vector")
+    options = {"renormalize": renormalize, "scale": scale, "router_grad": "default_vector"}
+    routing = F.softmax_top_k(g, 2, **options)
     dropped = routing.experts.clone()
     dropped[0], dropped[1, 0] = -1, -1  # a token of padding, and one that lost an expert
     weights = routing.weights.masked_fill(dropped < 0, 0.0)
     routing = routing._replace(experts=dropped, weights=weights)
     plain = (outputs * weights[..., None]).sum(1)
-    y = F.default_vector_gradient(plain, routing, vectors)
+    y = F.default_vector_gradient(plain, routing, vectors, scale=scale)
     assert torch.equal(y, plain)
     (dp,) = torch.autograd.grad(y, routing.scores, grad)
     for token in range(12):
         for e in range(8):
             slot = (dropped[token] == e).nonzero()
             given = outputs[token, slot[0, 0]] if len(slot) else vectors[e]
-            expected = grad[token] @ given if token else 0.0
+            expected = scale * grad[token] @ given if token else 0.0
             assert dp[token, e].item() == pytest.approx(float(expected))
 
 
@@ -107,16 +108,19 @@ def test_default_vectors_follow_the_mean_output_of_each_expert():
         torch.testing.assert_close(vectors[e], expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 16.0])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_straight_through_gradients(renormalize):
+def test_straight_through_gradients(renormalize, scale):
     g, outputs = logits().requires_grad_(), torch.randn(12, 8, dtype=F64)
 
     def grads(router_grad):
-        routing = F.softmax_top_k(g, 2, renormalize=renormalize, router_grad=router_grad)
+        routing = F.softmax_top_k(
+            g, 2, renormalize=renormalize, scale=scale, router_grad=router_grad
+        )
         y = (routing.weights * outputs.gather(-1, routing.experts)).sum()
         return y, torch.autograd.grad(y, g)[0]
 
-    p, index = g.softmax(-1), F.softmax_top_k(g, 2).experts
+    p, index = scale * g.softmax(-1), F.softmax_top_k(g, 2).experts
     sparse = torch.zeros_like(outputs).scatter(-1, index, outputs.gather(-1, index))
     exact, ste, dense = (grads(kind) for kind in ("exact", "ste", "ste_dense"))
     torch.testing.assert_close(ste[0], exact[0])
@@ -156,6 +160,41 @@ def test_noisy_gate():
     torch.testing.assert_close(load.sum(), torch.tensor(1000.0, dtype=F64), rtol=0.1, atol=0)
     everyone, load = F.noisy_top_k(g, g, 8, seed=seed)
     assert load.tolist() == [500.0] * 8 and everyone.experts.shape == (500, 8)
+
+
+@pytest.mark.parametrize("seed", [None, torch.tensor([7, 0])])
+def test_load_of_the_noisy_gate_counts_no_padding(seed):
+    g, noise, mask = logits(9), logits(9, seed=1), torch.arange(9) < 5
+    loads = [F.noisy_top_k(g[row], noise[row], 3, seed=seed)[1] for row in range(5)]
+    if seed is None:  # the noise of a token depends on its place
+        padded = F.noisy_top_k(g, noise, 3, seed=seed, token_mask=mask)[1]
+        torch.testing.assert_close(padded, torch.stack(loads).sum(0))
+    changed = [torch.where(mask[:, None], t, 7.0) for t in (g, noise)]
+    padded = [
+        F.noisy_top_k(*pair, k, seed=seed, token_mask=mask)[1]
+        for k in (3, 8)
+        for pair in ((g, noise), changed)
+    ]
+    assert torch.equal(padded[0], padded[1]) and torch.equal(padded[2], padded[3])
+    assert padded[3].tolist() == [5.0] * 8
+
+
+def test_a_noise_that_died_out_has_a_load_and_a_gradient():
+    g = torch.tensor([[3.0, 1.0, 1.0]])
+    for value in (-200.0, -80.0, -45.0):
+        noise = torch.full((1, 3), value, requires_grad=True)
+        load = F.noisy_top_k(g, noise, 1, seed=torch.tensor([1, 0]))[1]
+        torch.testing.assert_close(load, torch.tensor([1.0, 0.0, 0.0]))
+        assert torch.autograd.grad(load @ load, noise)[0].isfinite().all()
+
+
+def test_importance_is_the_sum_of_an_experts_weights():
+    routing = F.top_k_softmax(logits().requires_grad_(), 2)
+    kept = F.drop_over_capacity(routing, 2)[0]
+    weights = kept.weights.detach()
+    expected = torch.stack([weights[kept.experts == e].sum() for e in range(8)])
+    torch.testing.assert_close(F.expert_importance(kept), expected)
+    assert F.expert_importance(kept).requires_grad
 
 
 def test_expert_choice_fills_every_expert():
@@ -204,6 +243,23 @@ def test_capacity_against_a_loop(by_priority):
     assert F.expert_capacity(100, 8, 2, 1.0) == 25
     assert F.expert_capacity(100, 8, 2, 0.0, least=4) == 4
     assert F.expert_capacity(3, 2, 2, 9.0) == 3
+
+
+def test_groups_may_have_capacities_of_their_own():
+    g = torch.stack([logits(9, seed=seed) for seed in range(3)])
+    tokens = torch.tensor([0, 4, 9])
+    capacity = F.expert_capacity(tokens, 8, 2, 1.25)
+    assert capacity.tolist() == [F.expert_capacity(n, 8, 2, 1.25) for n in (0, 4, 9)]
+    routing = F.softmax_top_k(g, 2)
+    dropped, count = F.drop_over_capacity(routing, capacity)
+    chosen = F.expert_choice(g, capacity)
+    counts = 0
+    for i, limit in enumerate(capacity.tolist()):
+        one, number = F.drop_over_capacity(F.Routing(*(t[i] for t in routing)), limit)
+        assert torch.equal(dropped.experts[i], one.experts)
+        assert torch.equal(chosen.experts[i], F.expert_choice(g[i], limit).experts)
+        counts += number
+    assert count == counts > 0
 
 
 def test_second_choice_is_dropped_by_its_weight():
@@ -276,6 +332,19 @@ def test_no_tokens_give_no_loss(kind):
     for shape in ((0, 8), (2, 0, 8), (0, 3, 8)):
         routing = F.softmax_top_k(torch.zeros(shape), 2)
         assert F.load_balance_loss(routing.scores, routing.experts, kind=kind) == 0
+        assert F.router_z_loss(torch.zeros(shape)) == 0
+
+
+@pytest.mark.parametrize("kind", F.routing.BALANCE_LOSSES)
+def test_losses_of_one_token_and_of_scores_that_are_zero(kind):
+    g = logits(1)
+    one, row = F.softmax_top_k(g[0], 2), F.softmax_top_k(g, 2)
+    expected = F.load_balance_loss(row.scores, row.experts, kind=kind)
+    assert F.load_balance_loss(one.scores, one.experts, kind=kind) == expected
+    g = torch.full((3, 8), -300.0, requires_grad=True)  # whose sigmoid is 0
+    routing = F.sigmoid_top_k(g, 2)
+    loss = F.load_balance_loss(routing.scores, routing.experts, kind=kind)
+    assert loss == 0 and not torch.autograd.grad(loss, g)[0].any()
 
 
 def test_uniform_values():
@@ -311,6 +380,23 @@ def test_uniform_values():
             r"bias must have shape \(4,\)",
         ),
         (lambda: F.expert_choice(torch.ones(2, 4), 3), ValueError, "0 <= capacity <= n"),
+        (
+            lambda: F.expert_choice(torch.ones(2, 4), torch.ones(2).long()),
+            ValueError,
+            r"capacity must have shape \(\)",
+        ),
+        (
+            lambda: F.drop_over_capacity(ROUTING, torch.ones(2).long()),
+            ValueError,
+            r"capacity must have shape \(\)",
+        ),
+        (lambda: F.drop_over_capacity(ROUTING, torch.ones(())), TypeError, "must be integers"),
+        (
+            lambda: F.softmax_top_k(torch.ones(2, 4), 2, renormalize="no"),
+            TypeError,
+            "renormalize must be True or False",
+        ),
+        (lambda: F.expert_counts(torch.tensor([4]), 4), RuntimeError, "out of bounds"),
         (lambda: F.llama4_top_k(torch.ones(2, 4), 5), ValueError, "1 <= k <= E"),
         (
             lambda: F.default_vector_gradient(

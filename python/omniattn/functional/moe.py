@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    require_bool,
     require_choice,
     require_device,
     require_float,
@@ -76,7 +77,7 @@ def moe_experts(
         (..., d) of x's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
+        TypeError: a dtype that is unsupported or differs from x's, a flag that is not bool.
         ValueError: a shape, device or value that does not fit.
         RuntimeError: an index outside of [-1, E).
         NotImplementedError: no native kernel for the device.
@@ -110,6 +111,12 @@ def moe_experts(
     _check_routing(op, x, index, weights)
     require_number(op, "alpha", alpha, above=0)
     require_number(op, "limit", limit, above=0)
+    for name, flag in (
+        ("interleaved", interleaved),
+        ("weigh_inputs", weigh_inputs),
+        ("recompute", recompute),
+    ):
+        require_bool(op, name, flag)
     options: dict[str, Any] = {
         "up_bias": up_bias,
         "down_bias": down_bias,

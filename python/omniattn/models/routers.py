@@ -36,12 +36,14 @@ class Routers:
 
     @torch.no_grad()
     def step(self) -> None:
-        """After a training step: moves the biases that balance the load, records the load."""
+        """After a training step: moves biases and default vectors, records the load."""
         if not self.layers:
             return
         for layer in self.layers:
             if layer.config.router == "sigmoid":
                 layer.update_bias()
+            if layer.config.router_grad == "default_vector":
+                layer.update_default_vectors()
         states = self._states()
         self.loads.append(torch.stack([state.counts for state in states]).cpu())
         self.dropped.append(torch.stack([state.dropped for state in states]).cpu())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.routing import Routing
-from omniattn.modules.moe import Experts, MoE
+from omniattn.modules.moe import NO_MOVED_VECTORS, Experts, MoE
 
 __all__ = ["ExpertParallel"]
 
@@ -40,6 +40,8 @@ class ExpertParallel(nn.Module):
     """
 
     default_vectors: Tensor | None
+    #: Where the last forward in training moves those of my experts to.
+    moved_vectors: Tensor | None
 
     def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -59,6 +61,7 @@ class ExpertParallel(nn.Module):
             setattr(experts, name, part)
         self.register_buffer("default_vectors", experts.default_vectors)
         experts.default_vectors = None
+        self.moved_vectors = None
 
     def reset_parameters(self) -> None:
         """Zeroes the default vectors; the experts reset their own."""
@@ -69,6 +72,12 @@ class ExpertParallel(nn.Module):
         """The weighted sum of the chosen experts, wherever they are."""
         k = routing.experts.shape[-1]
         chosen = routing.experts.reshape(-1)
+        outside = chosen[(chosen < -1) | (chosen >= self.config.experts)]
+        if outside.numel() > 0:
+            raise RuntimeError(
+                f"ExpertParallel: routing.experts must be in [0, {self.config.experts}) or -1 for "
+                f"none, got {int(outside[0])}"
+            )
         # Rows in the order of their expert, and so of their rank; slots without one are left out.
         rows = chosen.masked_fill(chosen < 0, self.config.experts).sort(stable=True).indices
         rows = rows[: int((chosen >= 0).sum())]
@@ -78,10 +87,12 @@ class ExpertParallel(nn.Module):
         splits = sent.sum(1).tolist(), received.sum(1).tolist()
 
         tokens = x.reshape(-1, x.shape[-1])[rows // max(k, 1)]
-        weights = routing.weights
+        weights = routing.weights.masked_fill(routing.experts < 0, 0.0)
         if self.config.router == "llama4":
             tokens = (tokens * weights.reshape(-1, 1)[rows]).to(x.dtype)
             weights = torch.ones_like(weights)
+        if torch.is_grad_enabled() and not tokens.requires_grad:
+            tokens.requires_grad_()  # every rank takes part in the exchange of the backward
         arrived = _AllToAll.apply(tokens, *splits, self.group)
         # From each rank come its rows of my first expert, then of my second, ...
         expert = torch.arange(self.local, device=x.device).repeat(len(received))
@@ -93,16 +104,23 @@ class ExpertParallel(nn.Module):
         slots = back.new_zeros(chosen.numel(), x.shape[-1], dtype=routing.weights.dtype)
         slots = slots.index_copy(0, rows, back.to(slots.dtype))
         weighted = slots.view(*routing.experts.shape, x.shape[-1]) * weights[..., None]
-        y = weighted.sum(-2).to(x.dtype)
+        y = weighted.sum(-2).to(back.dtype)
         if self.default_vectors is None or not self.training:
             return y
-        y = functional.default_vector_gradient(y, routing, self.default_vectors)
         # The results are the outputs of my experts for the tokens of all ranks.
-        mine = self.default_vectors[self.own].clone()
+        moved = self.default_vectors[self.own].clone()
         decay = self.config.default_decay
-        functional.update_default_vectors(mine, results[:, None], expert, decay=decay)
-        dist.all_gather_into_tensor(self.default_vectors, mine, group=self.group)
-        return y
+        functional.update_default_vectors(moved, results[:, None], expert, decay=decay)
+        self.moved_vectors = moved
+        scale = self.config.route_scale
+        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
+
+    @torch.no_grad()
+    def update_default_vectors(self) -> None:
+        """See :meth:`MoE.update_default_vectors`; all ranks call it."""
+        if self.default_vectors is None or self.moved_vectors is None:
+            raise RuntimeError(NO_MOVED_VECTORS)
+        dist.all_gather_into_tensor(self.default_vectors, self.moved_vectors, group=self.group)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from omniattn import functional
-from omniattn.functional._checks import autocast_dtype
+from omniattn.functional._checks import autocast_dtype, require_number
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
+from omniattn.functional.routing._checks import require_mask
+from omniattn.functional.routing.routers import check_groups
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
@@ -20,9 +23,20 @@ from omniattn.reference.philox import new_seed
 
 ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
+#: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
+IMPORTANCE_LOAD = "importance_load"
+
+
+NO_MOVED_VECTORS = (
+    "MoE: update_default_vectors needs router_grad='default_vector' and a forward in training "
+    "before it"
+)
+
 
 class RouterState(NamedTuple):
     """What the router of a :class:`MoE` did in the last forward.
+
+    A forward that activation checkpointing repeats in the backward does not count.
 
     Attributes:
         experts: (tokens, k) int64, as executed: -1 where an assignment was dropped or masked.
@@ -58,10 +72,13 @@ class MoE(Layer):
 
     Note:
         Logits are computed in fp32. `state` holds counts, losses and what else a training loop
-        needs of the last forward: add `state.balance_loss + state.z_loss` to the loss and, with the
-        sigmoid router, call :meth:`update_bias` after the step. Jitter, noise and (unless
-        `capacity_at_eval`) capacity apply in training only. Under `checkpoint(use_reentrant=True)`
-        the losses in `state` have no gradient, and a copy of the layer has no state.
+        needs of the last forward: add `state.balance_loss + state.z_loss` to the loss. After the
+        step call :meth:`update_bias` with the sigmoid router, :meth:`update_default_vectors` with
+        router_grad="default_vector". Jitter, noise and (unless `capacity_at_eval`) capacity apply
+        in training only; padding takes no room and makes none. Under
+        `checkpoint(use_reentrant=True)` the losses in `state` have no gradient, and a copy of the
+        layer has no state. A compiled checkpoint needs
+        `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.
 
     Reference:
         Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538.
@@ -79,7 +96,8 @@ class MoE(Layer):
         `router`: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
         (top_k of them), or expert_choice, for which `capacity_factor` is needed and k unused.
         `renormalize`, `route_scale`, `groups`, `top_groups`, `router_grad`, `jitter`, `noise_eps`,
-        `balance`: see omniattn.functional.routing; `default_decay`: of the default vectors.
+        `balance`: see omniattn.functional.routing; "importance_load", of the noisy router alone, is
+        the sum of both `cv_squared`. `default_decay`: of the default vectors.
         `capacity_factor`: None never drops. `shared_hidden_dim`: width of the experts that take
         every token, 0 for none; `shared_gate`: sigmoid gate in front of them (Qwen2-MoE). `clamp`:
         alpha and limit of clamped_swiglu. `bias_rate`: of `update_bias`.
@@ -121,7 +139,7 @@ class MoE(Layer):
                 ("activation", tuple(ACTIVATIONS)),
                 ("router", ROUTERS),
                 ("router_grad", ROUTER_GRADS),
-                ("balance", BALANCE_LOSSES),
+                ("balance", (*BALANCE_LOSSES, IMPORTANCE_LOAD)),
             ):
                 value = getattr(self, name)
                 if value not in allowed:
@@ -144,10 +162,45 @@ class MoE(Layer):
                     "MoE: router_grad must be exact but for router='softmax', "
                     f"got router_grad={self.router_grad!r}, router={self.router!r}"
                 )
+            self._check_router()
+
+        def _check_router(self) -> None:
+            """An option that the router does not have is an error, not ignored."""
             if self.router == "expert_choice" and self.capacity_factor is None:
                 raise ValueError("MoE: router='expert_choice' needs a capacity_factor, got None")
-            if self.capacity_factor is not None and not self.capacity_factor >= 0:
-                raise ValueError(f"MoE: capacity_factor must be >= 0, got {self.capacity_factor}")
+            if self.router_grad == "ste_dense" and self.capacity_factor is not None:
+                raise ValueError(
+                    "MoE: router_grad='ste_dense' evaluates every expert: capacity_factor must be "
+                    f"None, got capacity_factor={self.capacity_factor}"
+                )
+            if self.capacity_factor is not None:
+                require_number("MoE", "capacity_factor", self.capacity_factor, 0)
+            require_number("MoE", "default_decay", self.default_decay, 0, 1)
+            require_number("MoE", "jitter", self.jitter, 0, below=1)
+            if len(self.clamp) != 2:
+                raise ValueError(f"MoE: clamp must be (alpha, limit), got clamp={self.clamp}")
+            for name, value in zip(("alpha", "limit"), self.clamp, strict=True):
+                require_number("MoE", f"{name} of clamp", value, above=0)
+            check_groups("MoE", self.experts, self.groups, self.top_groups, self.top_k)
+            if self.router not in ("softmax", "sigmoid"):
+                limits = {"route_scale": 1.0, "top_groups": self.groups}
+                for name, only in limits.items():
+                    if getattr(self, name) != only:
+                        raise ValueError(
+                            f"MoE: {name} must be {only} but for router='softmax' and 'sigmoid', "
+                            f"got {name}={getattr(self, name)}, router={self.router!r}"
+                        )
+            if self.router != "noisy" and (self.noise_eps or self.balance == IMPORTANCE_LOAD):
+                raise ValueError(
+                    f"MoE: noise_eps and balance={IMPORTANCE_LOAD!r} need router='noisy', "
+                    f"got noise_eps={self.noise_eps}, balance={self.balance!r}, "
+                    f"router={self.router!r}"
+                )
+            if self.shared_gate and not self.shared_hidden_dim:
+                raise ValueError(
+                    "MoE: shared_gate needs shared experts, got shared_hidden_dim="
+                    f"{self.shared_hidden_dim}"
+                )
 
         @classmethod
         def mixtral(cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2) -> MoE.Config:
@@ -290,7 +343,9 @@ class MoE(Layer):
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """x (..., T, dim) -> (..., T, dim); token_mask (..., T) bool, False for padding, whose
         output is that of the shared experts alone."""
-        routing, self.state = self.route(x, token_mask)
+        routing, state = self.route(x, token_mask)
+        if not _in_backward():
+            self.state = state
         y: Tensor = self.experts(x, routing)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
@@ -302,7 +357,13 @@ class MoE(Layer):
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """The routing that forward executes, and its state."""
         c = self.config
-        logits, routing = self.gate(x, token_mask)
+        if x.dim() < 2 or x.shape[-1] != c.dim:
+            raise ValueError(
+                f"MoE: x must have shape (..., T, {c.dim}), got x.shape={tuple(x.shape)}"
+            )
+        if token_mask is not None:
+            require_mask("MoE", token_mask, x, "x")
+        logits, routing, load = self.gate(x, token_mask)
         experts = routing.experts
         if token_mask is not None:
             hidden = ~token_mask[..., None]
@@ -310,10 +371,17 @@ class MoE(Layer):
             routing = routing._replace(
                 experts=experts, weights=routing.weights.masked_fill(hidden, 0.0)
             )
+        if c.router_grad == "ste_dense":  # which evaluates the others too, with weight 0
+            experts = experts.masked_fill(routing.weights == 0, -1)
         counts = functional.expert_counts(experts, c.experts)
         zero = routing.scores.new_zeros(())
         balance_loss = z_loss = zero
-        if c.balance_coefficient:
+        if c.balance_coefficient and c.balance == IMPORTANCE_LOAD:
+            importance = functional.expert_importance(routing)
+            balance_loss = c.balance_coefficient * (
+                functional.cv_squared(importance) + functional.cv_squared(load)
+            )
+        elif c.balance_coefficient:
             counted = experts
             if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
                 counted = functional.top_k(routing.scores, c.top_k)[1]
@@ -332,7 +400,7 @@ class MoE(Layer):
         limited = c.capacity_factor is not None and (self.training or c.capacity_at_eval)
         if limited and c.router != "expert_choice":
             flat = Routing(*(t.reshape(-1, t.shape[-1]) for t in routing))
-            tokens = flat.experts.shape[0]
+            tokens = flat.experts.shape[0] if token_mask is None else token_mask.sum()
             assert c.capacity_factor is not None
             capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
             kept, dropped = functional.drop_over_capacity(flat, capacity)
@@ -368,12 +436,21 @@ class MoE(Layer):
             torch.distributed.all_reduce(counts, group=group)
         functional.update_router_bias(bias, counts, self.config.bias_rate if rate is None else rate)
 
+    def update_default_vectors(self) -> None:
+        """Moves the default vectors towards the mean outputs of the last forward in training."""
+        self.experts.update_default_vectors()
+
+
+def _in_backward() -> bool:
+    """Whether a backward is running, so that a forward is one that checkpointing repeats."""
+    return not is_compiling() and torch._C._current_graph_task_id() != -1
+
 
 class Router(nn.Module):
     """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
 
     Shape:
-        x (..., T, dim) -> logits (..., T, E), Routing.
+        x (..., T, dim) -> logits (..., T, E), Routing, and of the noisy router the load (E,).
     """
 
     e_score_correction_bias: Tensor | None
@@ -411,17 +488,20 @@ class Router(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x (..., T, dim) -> logits (..., T, E) and the routing; token_mask (..., T) hides tokens
-        from experts that choose theirs."""
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None
+    ) -> tuple[Tensor, Routing, Tensor | None]:
+        """x (..., T, dim) -> logits (..., T, E), the routing, the load of the noisy router;
+        token_mask (..., T) hides tokens from that load and from experts that choose theirs."""
         c = self.config
         if self.training and c.jitter:
             x = functional.router_jitter(x, c.jitter, new_seed())
         logits = self._product(x, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
+        load = None
         if c.router == "sigmoid":
-            return logits, functional.sigmoid_top_k(
+            routing = functional.sigmoid_top_k(
                 logits,
                 c.top_k,
                 bias=self.e_score_correction_bias,
@@ -430,29 +510,31 @@ class Router(nn.Module):
                 groups=c.groups,
                 top_groups=c.top_groups,
             )
-        if c.router == "llama4":
-            return logits, functional.llama4_top_k(logits, c.top_k)
-        if c.router == "noisy":
+        elif c.router == "llama4":
+            routing = functional.llama4_top_k(logits, c.top_k)
+        elif c.router == "noisy":
             assert self.noise_weight is not None
             seed = new_seed() if self.training else None
             noise = self._product(x, self.noise_weight)
-            return logits, functional.noisy_top_k(
-                logits, noise, c.top_k, seed=seed, noise_eps=c.noise_eps
-            )[0]
-        if c.router == "expert_choice":
+            routing, load = functional.noisy_top_k(
+                logits, noise, c.top_k, seed=seed, noise_eps=c.noise_eps, token_mask=token_mask
+            )
+        elif c.router == "expert_choice":
             assert c.capacity_factor is not None
-            tokens = logits.shape[-2]
+            tokens = logits.shape[-2] if token_mask is None else token_mask.sum(-1)
             capacity = functional.expert_capacity(tokens, c.experts, 1, c.capacity_factor)
-            return logits, functional.expert_choice(logits, capacity, token_mask=token_mask)
-        return logits, functional.softmax_top_k(
-            logits,
-            c.top_k,
-            renormalize=c.renormalize,
-            scale=c.route_scale,
-            groups=c.groups,
-            top_groups=c.top_groups,
-            router_grad=c.router_grad,
-        )
+            routing = functional.expert_choice(logits, capacity, token_mask=token_mask)
+        else:
+            routing = functional.softmax_top_k(
+                logits,
+                c.top_k,
+                renormalize=c.renormalize,
+                scale=c.route_scale,
+                groups=c.groups,
+                top_groups=c.top_groups,
+                router_grad=c.router_grad,
+            )
+        return logits, routing, load
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -469,11 +551,13 @@ class Experts(nn.Module):
     """The stacked weights of all experts.
 
     Shape:
-        x (..., dim), Routing of (..., k) -> (..., dim). The buffer default_vectors (E, dim) of
-        router_grad="default_vector" moves in training.
+        x (..., dim), Routing of (..., k) -> (..., dim). router_grad="default_vector" has a buffer
+        default_vectors (E, dim).
     """
 
     default_vectors: Tensor | None
+    #: Where the last forward in training moves them to.
+    moved_vectors: Tensor | None
 
     def __init__(
         self,
@@ -496,6 +580,7 @@ class Experts(nn.Module):
         vectors = torch.empty(c.experts, c.dim, device=device)
         learns = c.router_grad == "default_vector"
         self.register_buffer("default_vectors", vectors if learns else None)
+        self.moved_vectors = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -513,12 +598,21 @@ class Experts(nn.Module):
         slots = x[..., None, :].expand(*routing.experts.shape, x.shape[-1])
         index = routing.experts[..., None]
         outputs = self._run(slots, index, torch.ones_like(index, dtype=routing.weights.dtype))
-        y = (outputs * routing.weights[..., None]).sum(-2).to(x.dtype)
-        y = functional.default_vector_gradient(y, routing, self.default_vectors)
-        functional.update_default_vectors(
-            self.default_vectors, outputs, routing.experts, decay=self.config.default_decay
-        )
-        return y
+        y = (outputs * routing.weights[..., None]).sum(-2).to(outputs.dtype)
+        # They stay until after the backward, where checkpointing repeats this forward.
+        moved = self.default_vectors.clone()
+        decay = self.config.default_decay
+        functional.update_default_vectors(moved, outputs, routing.experts, decay=decay)
+        self.moved_vectors = moved
+        scale = self.config.route_scale
+        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
+
+    @torch.no_grad()
+    def update_default_vectors(self) -> None:
+        """See :meth:`MoE.update_default_vectors`."""
+        if self.default_vectors is None or self.moved_vectors is None:
+            raise RuntimeError(NO_MOVED_VECTORS)
+        self.default_vectors.copy_(self.moved_vectors)
 
     def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         c = self.config
@@ -534,6 +628,7 @@ class Experts(nn.Module):
             alpha=c.clamp[0],
             limit=c.clamp[1],
             weigh_inputs=c.router == "llama4",
-            recompute=c.recompute,
+            # Of E slots a token most are empty when experts choose; keeping would count them all.
+            recompute=c.recompute or c.router == "expert_choice",
             backend=c.backend,
         )

@@ -63,6 +63,12 @@ def moe_experts(
     the even rows; (E, F, d) where the activation has no gate; down (E, d, F). With `weigh_inputs`
     the weights multiply x and not what the experts make of it.
     """
+    outside = index[(index < -1) | (index >= up.shape[0])]
+    if outside.numel() > 0:
+        raise RuntimeError(
+            f"moe_experts: index must be in [0, {up.shape[0]}) or -1 for none, "
+            f"got index={int(outside[0])}"
+        )
     y = experts_in_dtype(
         widen(x),
         index,

@@ -195,7 +195,7 @@ VARIANTS = (
     Variant("router: sigmoid on the inputs", ("llama4_top_k",), "Meta AI 2025, Llama 4"),
     Variant(
         "router: noisy top-k",
-        ("noisy_top_k", "cv_squared"),
+        ("noisy_top_k", "expert_importance", "cv_squared"),
         "Shazeer et al. 2017, arXiv 1701.06538",
     ),
     Variant("router: expert choice", ("expert_choice",), "Zhou et al. 2022, arXiv 2202.09368"),

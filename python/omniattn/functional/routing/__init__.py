@@ -18,6 +18,7 @@ from omniattn.functional.routing.defaults import (
 from omniattn.functional.routing.losses import (
     BALANCE_LOSSES,
     cv_squared,
+    expert_importance,
     load_balance_loss,
     router_z_loss,
     update_router_bias,
@@ -46,6 +47,7 @@ __all__ = [
     "expert_capacity",
     "expert_choice",
     "expert_counts",
+    "expert_importance",
     "llama4_top_k",
     "load_balance_loss",
     "noisy_top_k",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -10,39 +11,57 @@ from torch import Tensor
 from omniattn.functional._checks import (
     require_float,
     require_int,
+    require_integers,
     require_number,
     require_seed,
     require_shape,
 )
 from omniattn.functional.random import uniform_like
+from omniattn.functional.routing._checks import require_integers_beside
 from omniattn.functional.routing.routers import Routing, require_routing
 
 
-def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int = 1) -> int:
+@overload
+def expert_capacity(tokens: int, experts: int, k: int, factor: float, least: int = ...) -> int: ...
+@overload
+def expert_capacity(
+    tokens: Tensor, experts: int, k: int, factor: float, least: int = ...
+) -> Tensor: ...
+def expert_capacity(
+    tokens: int | Tensor, experts: int, k: int, factor: float, least: int = 1
+) -> int | Tensor:
     """Slots of each expert: ``ceil(factor k tokens / experts)``, within [`least`, `tokens`].
+
+    `tokens` may be an integer tensor, the numbers of tokens of several groups or one that only the
+    device knows; then the result is an int64 one.
 
     Example:
         >>> expert_capacity(100, 8, 2, 1.25)
         32
     """
     op = "expert_capacity"
-    require_int(op, "tokens", tokens, 0)
     require_int(op, "experts", experts, 1)
     require_int(op, "k", k, 1)
     require_number(op, "factor", factor, 0)
     require_int(op, "least", least, 0)
+    if isinstance(tokens, Tensor):
+        require_integers(op, "tokens", tokens)
+        slots = (factor * k * tokens.double() / experts).ceil().long()
+        return slots.clamp(min=least).minimum(tokens)
+    require_int(op, "tokens", tokens, 0)
     return min(tokens, max(least, math.ceil(factor * k * tokens / experts)))
 
 
 def drop_over_capacity(
-    routing: Routing, capacity: int, *, priority: Tensor | None = None
+    routing: Routing, capacity: int | Tensor, *, priority: Tensor | None = None
 ) -> tuple[Routing, Tensor]:
     """Drops assignments beyond the capacity of their expert; other weights stay as they are.
 
     Args:
         routing: of (..., n, k); each leading element (a sequence) has its own capacity.
-        capacity: >= 0, assignments that an expert takes of a group of n tokens. All first choices
-            come before all second ones, and earlier tokens before later ones.
+        capacity: >= 0, assignments that an expert takes of a group of n tokens, or an integer
+            tensor (...) with one for each group. All first choices come before all second ones,
+            and earlier tokens before later ones.
         priority: (..., n): tokens with larger ones come first instead (V-MoE: the largest
             probability), at equal ones the earlier.
 
@@ -50,7 +69,8 @@ def drop_over_capacity(
         The routing with index -1 and weight 0 for what was dropped; and how many were, () int64.
 
     Raises:
-        ValueError: a negative capacity, a priority of another shape.
+        TypeError: a capacity that is not integers.
+        ValueError: a negative capacity, a capacity or priority of another shape.
 
     Reference:
         Lepikhin et al., GShard, 2020, arXiv:2006.16668; Riquelme et al., Scaling Vision with Sparse
@@ -64,10 +84,16 @@ def drop_over_capacity(
     """
     op = "drop_over_capacity"
     require_routing(op, routing)
-    require_int(op, "capacity", capacity, 0)
     *leading, n, k = routing.experts.shape
     experts = routing.scores.shape[-1]
     groups = math.prod(leading)
+    limit = capacity
+    if isinstance(capacity, Tensor):
+        require_integers_beside(op, "capacity", capacity, routing.experts, "routing.experts")
+        require_shape(op, "capacity", capacity, tuple(leading))
+        limit = capacity.reshape(groups, 1)
+    else:
+        require_int(op, "capacity", capacity, 0)
     index = routing.experts.reshape(groups, n, k)
     if priority is None:
         order = torch.arange(n, device=index.device).expand(groups, n)
@@ -81,7 +107,7 @@ def drop_over_capacity(
     sorted_bins, places = bins.sort(dim=-1, stable=True)
     first = torch.searchsorted(sorted_bins, sorted_bins)
     rank = torch.arange(k * n, device=index.device) - first
-    over = torch.zeros_like(bins, dtype=torch.bool).scatter(1, places, rank >= capacity)
+    over = torch.zeros_like(bins, dtype=torch.bool).scatter(1, places, rank >= limit)
     over = torch.zeros_like(index, dtype=torch.bool).scatter(
         1, order[..., None].expand(-1, -1, k), over.view(groups, k, n).mT
     )

@@ -10,23 +10,27 @@ from omniattn.functional.routing._checks import require_float_beside, require_in
 from omniattn.functional.routing.routers import Routing, expert_counts, require_routing
 
 
-def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Tensor:
+def default_vector_gradient(
+    y: Tensor, routing: Routing, vectors: Tensor, *, scale: float = 1.0
+) -> Tensor:
     """y with a gradient to the scores of the experts that were not chosen.
 
-    ``dp_e = <dy, v_e>`` for those, as if expert e gave its default vector v_e; the value stays
+    ``dp_e = scale <dy, v_e>`` for those, as if expert e gave its default vector v_e; the value
+    stays
 
     Args:
         y: (..., d), the weighted sum of the chosen experts.
         routing: of (..., k), made with router_grad="default_vector". Tokens without any expert,
             like padding, get no gradient.
         vectors: (E, d), moved by :func:`update_default_vectors`.
+        scale: that of the router.
 
     Returns:
-        y, bit for bit, of its shape and dtype.
+        y, of its shape and dtype.
 
     Raises:
-        TypeError: y or vectors that are not floating point.
-        ValueError: vectors of another shape, or on another device.
+        TypeError: y or vectors that are not floating point, no :class:`Routing`.
+        ValueError: vectors of another shape or on another device, a scale that is not finite.
 
     Note:
         The chosen experts' scores learn by the weights, straight through a renormalisation. The
@@ -47,6 +51,7 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
     op = "default_vector_gradient"
     require_float(op, "y", y)
     require_routing(op, routing)
+    require_number(op, "scale", scale)
     scores = routing.scores
     require_float_beside(op, "routing.scores", scores, y, "y")
     require_integers_beside(op, "routing.experts", routing.experts, y, "y")
@@ -58,7 +63,7 @@ def default_vector_gradient(y: Tensor, routing: Routing, vectors: Tensor) -> Ten
     chosen = scores.new_zeros((*scores.shape[:-1], experts + 1), dtype=torch.bool)
     chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, experts), True)
     missing = ~chosen[..., :-1] & there.any(-1, keepdim=True)
-    straight = (scores - scores.detach()).masked_fill(~missing, 0.0)
+    straight = scale * (scores - scores.detach()).masked_fill(~missing, 0.0)
     kept = vectors.detach().to(scores.dtype, copy=True)  # they move before the backward
     return y + (straight @ kept).to(y.dtype)
 
@@ -107,7 +112,8 @@ def update_default_vectors(
     flat = index.flatten().long()
     there = flat >= 0
     sums = vectors.new_zeros(experts, dim)
-    sums.index_add_(0, flat[there], outputs.reshape(-1, dim)[there].to(vectors.dtype))
+    rows = outputs.reshape(flat.numel(), dim).masked_fill(~there[:, None], 0.0)
+    sums.index_add_(0, flat.clamp(min=0), rows.to(vectors.dtype))
     counts = expert_counts(index, experts)[:, None]
     moved = decay * vectors + (1 - decay) * sums / counts.clamp(min=1)
     vectors.copy_(torch.where(counts > 0, moved, vectors))

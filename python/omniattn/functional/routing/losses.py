@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,13 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.routing._checks import require_integers_beside, require_mask
-from omniattn.functional.routing.routers import check_groups, expert_counts, widen
+from omniattn.functional.routing.routers import (
+    Routing,
+    check_groups,
+    count_rows,
+    require_routing,
+    widen,
+)
 
 BALANCE_LOSSES = (
     "switch",
@@ -65,6 +73,7 @@ def load_balance_loss(
         TypeError: scores that are not floating point, an index that is not integers, a token_mask
             that is not bool.
         ValueError: a kind, grouping, shape or device that does not fit.
+        RuntimeError: an index of E or more.
 
     Reference:
         Fedus et al., 2021, arXiv:2101.03961; Lepikhin et al., 2020, arXiv:2006.16668; DeepSeek-AI,
@@ -89,39 +98,36 @@ def load_balance_loss(
             f"got index.shape={tuple(index.shape)}, scores.shape={tuple(scores.shape)}"
         )
     if token_mask is None:
-        token_mask = torch.ones_like(index[..., 0], dtype=torch.bool)
+        token_mask = torch.ones(index.shape[:-1], dtype=torch.bool, device=index.device)
     require_mask(op, token_mask, scores, "scores")
-    index = index.long()
-    experts, k = scores.shape[-1], index.shape[-1]
+    *leading, experts = scores.shape
+    k = max(1, index.shape[-1])
     check_groups(op, experts, groups, top_groups)
+    sequences, tokens = 1, math.prod(leading)
     if kind == "deepseek_v3":
-        if scores[..., 0].numel() == 0:
-            return scores.sum()
-        length = scores.shape[-2] if scores.dim() > 1 else 1
-        shares = scores / scores.sum(-1, keepdim=True)
-        parts = (t.reshape(-1, length, t.shape[-1]) for t in (shares, index, token_mask[..., None]))
-        losses = [
-            load_balance_loss(s, i, kind="deepseek_v2", token_mask=m[..., 0])
-            for s, i, m in zip(*parts, strict=True)
-        ]
-        return torch.stack(losses).mean()
-    n = token_mask.sum().clamp(min=1)
-    mean = (scores * token_mask[..., None]).flatten(0, -2).sum(0) / n
+        if leading:
+            sequences, tokens = math.prod(leading[:-1]), leading[-1]
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    scores = scores.reshape(sequences, tokens, experts)
+    index = index.long().reshape(sequences, tokens, index.shape[-1])
+    real = token_mask.reshape(sequences, tokens, 1)
+    n = real.sum(1).clamp(min=1)
+    mean = scores.masked_fill(~real, 0.0).sum(1) / n
     counted = index[..., :1] if kind == "gshard" else index
-    fraction = expert_counts(counted, experts).to(scores.dtype) / n
+    fraction = count_rows(counted.flatten(1), experts).to(scores.dtype) / n
     if kind in ("seed", "switch", "gshard"):
         factor = {"seed": 1.0, "switch": experts, "gshard": 1 / experts}[kind]
         return factor * (fraction * mean).sum()
     f = fraction * experts / k
-    if kind == "deepseek_v2":
-        return (f * mean).sum()
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        return (f * mean).sum() / max(1, sequences)
     in_groups = mean.view(groups, -1).sum(-1)
     if kind == "deepseek_v2_device":
         return (f.view(groups, -1).mean(-1) * in_groups).sum()
     group = torch.where(index < 0, groups, index // (experts // groups))
-    visited = torch.zeros(*index.shape[:-1], groups + 1, device=index.device, dtype=scores.dtype)
-    sent = visited.scatter(-1, group, 1.0)[..., :groups].flatten(0, -2).sum(0)
-    return (sent * groups / (top_groups * n) * in_groups).sum()
+    visited = scores.new_zeros(sequences, tokens, groups + 1)
+    sent = visited.scatter(-1, group, 1.0)[..., :groups].sum((0, 1))
+    return (sent * groups / (top_groups * n[0]) * in_groups).sum()
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
@@ -132,7 +138,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
         token_mask: (...) bool, False for tokens that do not count, or None.
 
     Returns:
-        () in the compute dtype, before its coefficient (1e-3).
+        () in the compute dtype, before its coefficient (1e-3). 0 for no tokens.
 
     Raises:
         TypeError: logits that are not floating point, a token_mask that is not bool.
@@ -148,16 +154,37 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
     require_float("router_z_loss", "logits", logits)
     square = widen(logits).logsumexp(-1).square()
     if token_mask is None:
-        return square.mean()
+        return square.sum() / max(1, square.numel())
     require_mask("router_z_loss", token_mask, logits, "logits")
-    return (square * token_mask).sum() / token_mask.sum().clamp(min=1)
+    return square.masked_fill(~token_mask, 0.0).sum() / token_mask.sum().clamp(min=1)
+
+
+def expert_importance(routing: Routing) -> Tensor:
+    """Sum of the weights of each expert, (E,) in their dtype; its :func:`cv_squared` is a loss.
+
+    Raises:
+        TypeError: no :class:`Routing`.
+
+    Reference:
+        Shazeer et al., 2017, arXiv:1701.06538.
+
+    Example:
+        >>> from omniattn.functional import top_k_softmax
+        >>> expert_importance(top_k_softmax(torch.tensor([[0.0, 0.0], [0.0, 0.0]]), 1))
+        tensor([2., 0.])
+    """
+    require_routing("expert_importance", routing)
+    sums = routing.weights.new_zeros(routing.scores.shape[-1])
+    index = routing.experts.flatten()
+    weights = routing.weights.flatten().masked_fill(index < 0, 0.0)
+    return sums.scatter_add(0, index.clamp(min=0), weights)
 
 
 def cv_squared(values: Tensor) -> Tensor:
     """Squared coefficient of variation, of the importance or the load of the experts.
 
-    ``variance / (mean^2 + 1e-10)`` with the population's variance; importance is the sum of an
-    expert's weights, load comes from :func:`noisy_top_k`.
+    ``variance / (mean^2 + 1e-10)`` with the population's variance; importance comes from
+    :func:`expert_importance`, load from :func:`noisy_top_k`.
 
     Example:
         >>> cv_squared(torch.tensor([1.0, 3.0]))

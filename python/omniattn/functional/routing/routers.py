@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    require_bool,
     require_choice,
     require_float,
     require_int,
@@ -18,7 +19,11 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.random import normal_like, uniform_like
-from omniattn.functional.routing._checks import require_float_beside, require_mask
+from omniattn.functional.routing._checks import (
+    require_float_beside,
+    require_integers_beside,
+    require_mask,
+)
 from omniattn.functional.topk import top_k
 
 ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
@@ -44,11 +49,12 @@ def require_routing(op: str, routing: Routing) -> None:
 
 
 def expert_counts(index: Tensor, experts: int) -> Tensor:
-    """Assignments of each expert, (E,) int64; index -1 counts for none.
+    """Assignments of each expert, (E,) int64; a negative index counts for none.
 
     Raises:
         TypeError: an index that is not integers.
         ValueError: negative experts.
+        RuntimeError: an index of E or more.
 
     Example:
         >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), 3)
@@ -56,9 +62,13 @@ def expert_counts(index: Tensor, experts: int) -> Tensor:
     """
     require_integers("expert_counts", "index", index)
     require_int("expert_counts", "experts", experts, 0)
-    flat = index.flatten().long()
-    counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
-    return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).long())
+    return count_rows(index.reshape(1, index.numel()).long(), experts)[0]
+
+
+def count_rows(index: Tensor, experts: int) -> Tensor:
+    """Counts (rows, E) of index (rows, n)."""
+    counts = index.new_zeros(index.shape[0], experts)
+    return counts.scatter_add(1, index.clamp(min=0), (index >= 0).long())
 
 
 def softmax_top_k(
@@ -73,7 +83,8 @@ def softmax_top_k(
 ) -> Routing:
     """The k most probable experts, with their probabilities as weights.
 
-    ``p = softmax(logits)``; ``w = scale p`` of the chosen, divided by their sum to `renormalize`
+    ``p = softmax(logits)``; ``w = scale p`` of the chosen, or ``scale p / (sum of chosen p)`` to
+    `renormalize`
 
     Args:
         logits: (..., E), floating point.
@@ -84,9 +95,10 @@ def softmax_top_k(
             single probability take part (DeepSeek-V2: 3 of 8).
         top_groups: in [1, groups].
         router_grad: "exact" for the derivative of the formula; "ste" to treat the weights of the
-            chosen as their p in the backward; "ste_dense" to let every expert's output reach its p:
-            all E are evaluated, with weight 0 where not chosen, and only their p sees a gradient;
-            "default_vector" is "ste" here, and :func:`default_vector_gradient` adds the rest.
+            chosen as ``scale p`` in the backward; "ste_dense" to let every expert's output reach
+            its p: all E are evaluated, with weight 0 where not chosen, and only their p sees a
+            gradient; "default_vector" is "ste" here, and :func:`default_vector_gradient` adds the
+            rest.
 
     Returns:
         experts, weights (..., k), or (..., E) for "ste_dense"; scores = p.
@@ -107,18 +119,19 @@ def softmax_top_k(
     op = "softmax_top_k"
     g = _compute(op, logits, k)
     require_number(op, "scale", scale)
+    require_bool(op, "renormalize", renormalize)
     require_choice(op, "router_grad", router_grad, ROUTER_GRADS)
     p = g.softmax(-1)
     allowed = _best_groups(op, p, groups, top_groups, k, members=1)
     chosen, index = top_k(p, k, mask=allowed)
-    weights = scale * (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    weights = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
     if router_grad == "exact":
-        return Routing(index, weights, p)
+        return Routing(index, scale * weights, p)
     if router_grad in ("ste", "default_vector"):
-        return Routing(index, weights.detach() + (chosen - chosen.detach()), p)
+        return Routing(index, scale * (weights.detach() + (chosen - chosen.detach())), p)
     every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
     dense = torch.zeros_like(p).scatter(-1, index, weights.detach())
-    return Routing(every, dense + (p - p.detach()), p)
+    return Routing(every, scale * (dense + (p - p.detach())), p)
 
 
 def top_k_softmax(logits: Tensor, k: int) -> Routing:
@@ -217,6 +230,7 @@ def sigmoid_top_k(
     op = "sigmoid_top_k"
     s = _compute(op, logits, k).sigmoid()
     require_number(op, "scale", scale)
+    require_bool(op, "renormalize", renormalize)
     steered = s.detach()
     if bias is not None:
         require_float_beside(op, "bias", bias, logits, "logits")
@@ -237,6 +251,7 @@ def noisy_top_k(
     *,
     seed: Tensor | None = None,
     noise_eps: float = 0.0,
+    token_mask: Tensor | None = None,
 ) -> tuple[Routing, Tensor]:
     """Noisy top-k gating.
 
@@ -249,6 +264,7 @@ def noisy_top_k(
         k: in [1, E].
         seed: [seed, offset] (2,) int64 of the Philox noise; None, outside of training, for none.
         noise_eps: 0 (paper) or 1e-2 (tensor2tensor).
+        token_mask: (...) bool, False for tokens (padding) that the load does not count, or None.
 
     Returns:
         The routing, its scores the softmax of h; and load (E,), the expected number of tokens of
@@ -257,7 +273,7 @@ def noisy_top_k(
 
     Raises:
         TypeError, ValueError: see :func:`softmax_top_k`; noise_logits of another shape, dtype or
-            device, a noise_eps that is negative or not finite.
+            device, a noise_eps that is negative or not finite, a token_mask that does not fit.
 
     Reference:
         Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
@@ -271,32 +287,42 @@ def noisy_top_k(
     require_like(op, "noise_logits", noise_logits, logits, "logits")
     require_shape(op, "noise_logits", noise_logits, logits.shape)
     require_number(op, "noise_eps", noise_eps, 0)
+    if token_mask is not None:
+        require_mask(op, token_mask, logits, "logits")
     experts = clean.shape[-1]
+
+    def masked(values: Tensor, hidden: float) -> Tensor:
+        return values if token_mask is None else values.masked_fill(~token_mask[..., None], hidden)
+
     if seed is None:
         routing = top_k_softmax(clean, k)
-        return routing, expert_counts(routing.experts, experts).to(clean.dtype)
+        return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
     deviation = torch.nn.functional.softplus(noise_logits.to(clean.dtype)) + noise_eps
     noise = normal_like(clean, seed=require_seed(op, seed, clean)).to(clean.dtype)
     h = clean + noise * deviation
     routing = top_k_softmax(h, k)
     if k == experts:
-        return routing, expert_counts(routing.experts, experts).to(clean.dtype)
+        return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
     # The k-th largest of the others: the (k + 1)-th of all for the chosen, else the k-th of all.
     best = top_k(h, k + 1)[0]
     inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
     threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
-    stays = torch.special.ndtr((clean - threshold) / deviation)
-    return routing, stays.flatten(0, -2).sum(0)
+    # A noise that has died out would give 0 / 0, and its gradient 0 * inf.
+    stays = torch.special.ndtr((clean - threshold) / deviation.clamp(min=1e-10))
+    return routing, masked(stays, 0.0).reshape(-1, experts).sum(0)
 
 
-def expert_choice(logits: Tensor, capacity: int, *, token_mask: Tensor | None = None) -> Routing:
+def expert_choice(
+    logits: Tensor, capacity: int | Tensor, *, token_mask: Tensor | None = None
+) -> Routing:
     """Every expert chooses its `capacity` most probable tokens.
 
     ``p = softmax(logits)`` over experts; expert e takes the top tokens of ``p[:, e]``, weight p
 
     Args:
         logits: (..., n, E), floating point; tokens compete within each group of n.
-        capacity: tokens of each expert, in [0, n]; the paper: ``n cf / E`` rounded up, cf = 2.
+        capacity: tokens of each expert, in [0, n], or an integer tensor (...) with one for each
+            group; the paper: ``n cf / E`` rounded up, cf = 2.
         token_mask: (..., n) bool, False for tokens (padding) that no expert takes; or None.
 
     Returns:
@@ -321,8 +347,10 @@ def expert_choice(logits: Tensor, capacity: int, *, token_mask: Tensor | None = 
     """
     op = "expert_choice"
     require_float(op, "logits", logits)
-    require_int(op, "capacity", capacity)
-    if logits.dim() < 2 or not 0 <= capacity <= logits.shape[-2]:
+    n = logits.shape[-2] if logits.dim() > 1 else 0
+    most = n if isinstance(capacity, Tensor) else capacity
+    require_int(op, "capacity", most)
+    if logits.dim() < 2 or not 0 <= most <= n:
         raise ValueError(
             f"{op}: logits must have shape (..., n, E) with 0 <= capacity <= n, "
             f"got logits.shape={tuple(logits.shape)}, capacity={capacity}"
@@ -332,8 +360,12 @@ def expert_choice(logits: Tensor, capacity: int, *, token_mask: Tensor | None = 
     if token_mask is not None:
         require_mask(op, token_mask, logits, "logits")
         allowed = token_mask[..., None, :].expand(p.mT.shape)
-    tokens = top_k(p.detach().mT.contiguous(), capacity, mask=allowed)[1]
-    n = p.shape[-2]
+    tokens = top_k(p.detach().mT.contiguous(), most, mask=allowed)[1]
+    if isinstance(capacity, Tensor):
+        require_integers_beside(op, "capacity", capacity, logits, "logits")
+        require_shape(op, "capacity", capacity, logits.shape[:-2])
+        rank = torch.arange(n, device=p.device)
+        tokens = tokens.masked_fill(rank >= capacity[..., None, None], -1)
     # One more column takes the slots of experts that found too few tokens.
     chosen = p.new_zeros((*p.mT.shape[:-1], n + 1), dtype=torch.bool)
     chosen = chosen.scatter(-1, tokens.masked_fill(tokens < 0, n), True)[..., :n].mT
@@ -373,13 +405,18 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_groups(op: str, experts: int, groups: int, top_groups: int) -> None:
+def check_groups(op: str, experts: int, groups: int, top_groups: int, k: int = 0) -> None:
     require_int(op, "groups", groups)
     require_int(op, "top_groups", top_groups)
     if groups < 1 or experts % groups != 0 or not 1 <= top_groups <= groups:
         raise ValueError(
             f"{op}: groups must divide E, with 1 <= top_groups <= groups, "
             f"got E={experts}, groups={groups}, top_groups={top_groups}"
+        )
+    if k > top_groups * (experts // groups):
+        raise ValueError(
+            f"{op}: k must be at most the experts of top_groups groups, "
+            f"got k={k}, E={experts}, groups={groups}, top_groups={top_groups}"
         )
 
 
@@ -399,13 +436,8 @@ def _best_groups(
 ) -> Tensor | None:
     """Mask (..., E) of the groups with the largest sums of their `members` best scores."""
     experts = scores.shape[-1]
-    check_groups(op, experts, groups, top_groups)
+    check_groups(op, experts, groups, top_groups, k)
     size = experts // groups
-    if k > top_groups * size:
-        raise ValueError(
-            f"{op}: k must be at most the experts of top_groups groups, "
-            f"got k={k}, E={experts}, groups={groups}, top_groups={top_groups}"
-        )
     if top_groups == groups:
         return None
     each = scores.detach().unflatten(-1, (groups, size))
