@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.routing import Routing
-from omniattn.modules.moe import NO_MOVED_VECTORS, Experts, MoE
+from omniattn.modules.experts import NO_MOVED_VECTORS, Experts
+from omniattn.modules.moe import MoE
 
 __all__ = ["ExpertParallel"]
 

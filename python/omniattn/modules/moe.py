@@ -7,30 +7,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from omniattn import functional
-from omniattn.functional._checks import autocast_dtype, require_number
+from omniattn.functional._checks import require_number
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import check_groups
+from omniattn.modules.experts import Experts
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
+from omniattn.modules.router import ROUTERS, Router
 from omniattn.ops.moe import ACTIVATIONS
-from omniattn.reference.philox import new_seed
-
-ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
 #: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
 IMPORTANCE_LOAD = "importance_load"
-
-
-NO_MOVED_VECTORS = (
-    "MoE: update_default_vectors needs router_grad='default_vector' and a forward in training "
-    "before it"
-)
 
 
 class RouterState(NamedTuple):
@@ -444,191 +437,3 @@ class MoE(Layer):
 def _in_backward() -> bool:
     """Whether a backward is running, so that a forward is one that checkpointing repeats."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-class Router(nn.Module):
-    """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
-
-    Shape:
-        x (..., T, dim) -> logits (..., T, E), Routing, and of the noisy router the load (E,).
-    """
-
-    e_score_correction_bias: Tensor | None
-
-    def __init__(
-        self,
-        config: MoE.Config,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = c = config
-        noisy = c.router == "noisy"
-        empty = torch.empty(c.experts, c.dim, device=device, dtype=dtype)
-        self.weight = nn.Parameter(empty)
-        self.noise_weight = nn.Parameter(torch.empty_like(empty)) if noisy else None
-        self.bias = (
-            nn.Parameter(torch.empty(c.experts, device=device, dtype=dtype))
-            if c.router_bias
-            else None
-        )
-        correction = torch.empty(c.experts, device=device) if c.router == "sigmoid" else None
-        self.register_buffer("e_score_correction_bias", correction)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal weights, zero ones for the noisy router, as its paper has it; zero biases."""
-        if self.noise_weight is not None:
-            nn.init.zeros_(self.weight)
-            nn.init.zeros_(self.noise_weight)
-        else:
-            nn.init.normal_(self.weight, std=self.config.init_std)
-        for bias in (self.bias, self.e_score_correction_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-
-    def forward(
-        self, x: Tensor, token_mask: Tensor | None = None
-    ) -> tuple[Tensor, Routing, Tensor | None]:
-        """x (..., T, dim) -> logits (..., T, E), the routing, the load of the noisy router;
-        token_mask (..., T) hides tokens from that load and from experts that choose theirs."""
-        c = self.config
-        if self.training and c.jitter:
-            x = functional.router_jitter(x, c.jitter, new_seed())
-        logits = self._product(x, self.weight)
-        if self.bias is not None:
-            logits = logits + self.bias.to(logits.dtype)
-        load = None
-        if c.router == "sigmoid":
-            routing = functional.sigmoid_top_k(
-                logits,
-                c.top_k,
-                bias=self.e_score_correction_bias,
-                renormalize=c.renormalize,
-                scale=c.route_scale,
-                groups=c.groups,
-                top_groups=c.top_groups,
-            )
-        elif c.router == "llama4":
-            routing = functional.llama4_top_k(logits, c.top_k)
-        elif c.router == "noisy":
-            assert self.noise_weight is not None
-            seed = new_seed() if self.training else None
-            noise = self._product(x, self.noise_weight)
-            routing, load = functional.noisy_top_k(
-                logits, noise, c.top_k, seed=seed, noise_eps=c.noise_eps, token_mask=token_mask
-            )
-        elif c.router == "expert_choice":
-            assert c.capacity_factor is not None
-            tokens = logits.shape[-2] if token_mask is None else token_mask.sum(-1)
-            capacity = functional.expert_capacity(tokens, c.experts, 1, c.capacity_factor)
-            routing = functional.expert_choice(logits, capacity, token_mask=token_mask)
-        else:
-            routing = functional.softmax_top_k(
-                logits,
-                c.top_k,
-                renormalize=c.renormalize,
-                scale=c.route_scale,
-                groups=c.groups,
-                top_groups=c.top_groups,
-                router_grad=c.router_grad,
-            )
-        return logits, routing, load
-
-    @staticmethod
-    def _product(x: Tensor, weight: Tensor) -> Tensor:
-        """In fp32 (fp64 for fp64), under autocast too."""
-        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-        x, weight = x.to(compute), weight.to(compute)
-        if autocast_dtype(x) is None:
-            return nn.functional.linear(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x, weight)
-
-
-class Experts(nn.Module):
-    """The stacked weights of all experts.
-
-    Shape:
-        x (..., dim), Routing of (..., k) -> (..., dim). router_grad="default_vector" has a buffer
-        default_vectors (E, dim).
-    """
-
-    default_vectors: Tensor | None
-    #: Where the last forward in training moves them to.
-    moved_vectors: Tensor | None
-
-    def __init__(
-        self,
-        config: MoE.Config,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = c = config
-        columns = c.hidden_dim * (1 + ACTIVATIONS[c.activation][1])
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.gate_up_proj = parameter(c.experts, columns, c.dim)
-        self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
-        self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
-        self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
-        vectors = torch.empty(c.experts, c.dim, device=device)
-        learns = c.router_grad == "default_vector"
-        self.register_buffer("default_vectors", vectors if learns else None)
-        self.moved_vectors = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal weights, zero biases and default vectors."""
-        nn.init.normal_(self.gate_up_proj, std=self.config.init_std)
-        nn.init.normal_(self.down_proj, std=self.config.out_init_std)
-        for zeros in (self.gate_up_proj_bias, self.down_proj_bias, self.default_vectors):
-            if zeros is not None:
-                nn.init.zeros_(zeros)
-
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of the chosen experts."""
-        if self.default_vectors is None or not self.training:
-            return self._run(x, routing.experts, routing.weights)
-        slots = x[..., None, :].expand(*routing.experts.shape, x.shape[-1])
-        index = routing.experts[..., None]
-        outputs = self._run(slots, index, torch.ones_like(index, dtype=routing.weights.dtype))
-        y = (outputs * routing.weights[..., None]).sum(-2).to(outputs.dtype)
-        # They stay until after the backward, where checkpointing repeats this forward.
-        moved = self.default_vectors.clone()
-        decay = self.config.default_decay
-        functional.update_default_vectors(moved, outputs, routing.experts, decay=decay)
-        self.moved_vectors = moved
-        scale = self.config.route_scale
-        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
-
-    @torch.no_grad()
-    def update_default_vectors(self) -> None:
-        """See :meth:`MoE.update_default_vectors`."""
-        if self.default_vectors is None or self.moved_vectors is None:
-            raise RuntimeError(NO_MOVED_VECTORS)
-        self.default_vectors.copy_(self.moved_vectors)
-
-    def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        c = self.config
-        return functional.moe_experts(
-            x,
-            experts,
-            weights,
-            self.gate_up_proj,
-            self.down_proj,
-            up_bias=self.gate_up_proj_bias,
-            down_bias=self.down_proj_bias,
-            activation=c.activation,
-            alpha=c.clamp[0],
-            limit=c.clamp[1],
-            weigh_inputs=c.router == "llama4",
-            # Of E slots a token most are empty when experts choose; keeping would count them all.
-            recompute=c.recompute or c.router == "expert_choice",
-            backend=c.backend,
-        )
