@@ -149,12 +149,25 @@ def test_what_is_not_computed_is_named():
     for name in ("output_attentions", "block_indices"):
         with pytest.raises(NotImplementedError, match=f"Layer passes {name}"):
             attention_forward(Layer(), *inputs(), None, **{name: True})
+    compressing = Layer()
+    compressing.compressor = nn.Identity()  # DeepSeek-V4
+    with pytest.raises(NotImplementedError, match="Layer appends compressed keys"):
+        attention_forward(compressing, *inputs(), None)
     with pytest.raises(ValueError, match="Module must give a mask"):
         attention_forward(nn.Module(), *inputs(), None)
     with pytest.raises(ValueError, match="Tk=5"):
         attention_forward(Layer(), *inputs(4, 5), attention_mask(1, 4, 4))
     with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
         attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, 4))
+
+
+def test_a_mask_of_nothing_fits_any_keys():
+    """BERT as a decoder without `is_decoder` makes it for the new token alone."""
+    q, k, v = inputs(1, 5)
+    mask = attention_mask(1, 1, 1, mask_function=mu.bidirectional_mask_function)
+    out, _ = attention_forward(Layer(), q, k, v, mask)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 def test_without_a_mask_the_layer_decides():

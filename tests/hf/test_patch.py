@@ -268,6 +268,15 @@ def test_layers_that_compute_something_else_are_left_alone():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 1.01 * nn.functional.rms_norm(x, (8,), self.weight, self.eps)
 
+    class WeightlessRMSNorm(nn.Module):  # FalconMamba's
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.ones(8))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.rms_norm(x, x.shape[-1:], None, self.eps)
+
     class DropoutMLP(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -291,7 +300,8 @@ def test_layers_that_compute_something_else_are_left_alone():
             return layer * super().forward(x)
 
     model = MODELS["llama"][0]()
-    model.other_norm, model.other_mlp = ScaledRMSNorm(), DropoutMLP().eval()
+    model.other_norms = nn.ModuleList([ScaledRMSNorm(), WeightlessRMSNorm()])
+    model.other_mlp = DropoutMLP().eval()
     model.more_mlps = nn.ModuleList([UpFirstMLP(), AdaptedMLP()])
     swapped = omniattn.hf.patch(model)
     assert (swapped["norm"], swapped["mlp"]) == (5, 2)

@@ -134,6 +134,8 @@ def test_coordinates():
     ("options", "message"),
     [
         (dict(sections=(1, 2)), "sections must add up"),
+        (dict(num_axes=0), "num_axes must be an int >= 1, got num_axes=0"),
+        (dict(sections=(5, -1)), "sections must be an int >= 0"),
         (dict(num_axes=3), "multiple of 2 \\* num_axes"),
         (dict(num_axes=2, scaling=reference.LinearScaling(2.0)), "num_axes must be 1"),
         (dict(sticky=True, scaling=reference.LinearScaling(2.0)), "sticky must have"),
@@ -142,3 +144,46 @@ def test_coordinates():
 def test_bad_rotary_config(options, message):
     with pytest.raises(ValueError, match=message):
         rotary(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rotary(scaling="yarn"), "scaling must be None or a RopeScaling, got"),
+        (
+            lambda: rotary(sections=(2, 2))(torch.arange(2)),
+            r"positions must have shape \(2, \.\.\.",
+        ),
+        (lambda: rotary(num_axes=2)(torch.ones(3, 2).long()), r"got positions\.shape=\(3, 2\)"),
+        (lambda: rotary()(5), "positions must be a torch.Tensor, got positions=5"),
+        (lambda: SinusoidalPositional.Config(4, layout="x"), "layout must be one of"),
+        (lambda: SinCosPositional2d.Config(6), "dim must be a multiple of 4, got dim=6"),
+        (lambda: ALiBi.Config(4, form="x"), "form must be one of"),
+        (lambda: LearnedPositional.Config(4, 2, init_std=-1.0), "init_std must be"),
+        (
+            lambda: SinCosPositional2d(SinCosPositional2d.Config(4))(torch.zeros(1, 1, 4), (2, 3)),
+            r"x must have shape \(B, 6, 4\) for the grid",
+        ),
+    ],
+)
+def test_bad_options_and_shapes(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        SinusoidalPositional(SinusoidalPositional.Config(4)),
+        LearnedPositional(LearnedPositional.Config(9, 4)),
+    ],
+)
+def test_nothing_is_broadcast_over_tokens_or_columns(layer):
+    x = torch.zeros(2, 3, 4)
+    for wrong in (torch.tensor(0), torch.tensor([0]), torch.zeros(3, 3).long()):
+        with pytest.raises(ValueError, match="positions must have shape"):
+            layer(x, wrong)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, T, 4\)"):
+        layer(x[..., :1])
+    with pytest.raises(TypeError, match=r"positions must be an int, got positions=1\.5"):
+        layer(x, 1.5)

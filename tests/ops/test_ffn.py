@@ -74,6 +74,14 @@ def test_dropout_is_a_function_of_the_seed():
     assert hidden.mean() == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("sizes", [(0, 10, 6), (6, 0, 6), (6, 10, 0)])
+def test_no_columns_have_gradients(sizes, backend):
+    x, w = torch.randn(3, sizes[0], requires_grad=True), weights(*sizes)
+    grads = torch.autograd.grad(F.glu_mlp(x, *w, backend=backend).sum(), (x, *w))
+    assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, (x, *w), strict=True))
+
+
 def test_only_the_wanted_gradients():
     x, w = torch.randn(3, 6), weights()
     w[1].requires_grad_(False)

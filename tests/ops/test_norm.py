@@ -220,6 +220,9 @@ def test_bad_input(op, arguments, error, message):
 
 
 def test_bad_casting():
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match="norm_before_gate must be True or False"):
+        F.rms_norm_gated(x, x, norm_before_gate="no")
     with pytest.raises(ValueError, match=r"rms_norm: casting must be one of .*got casting='bf16'"):
         F.rms_norm(torch.ones(2, 4), casting="bf16")
 

@@ -193,6 +193,12 @@ def test_alibi_slopes_can_be_trained():
             ValueError,
             "offset must be",
         ),
+        (
+            lambda: F.interpolate_grid(torch.ones(4, 2), (2, 2), (3, 3), antialias="no"),
+            TypeError,
+            "antialias must be True or False",
+        ),
+        (lambda: F.interpolate_positions(torch.ones(3, 0), 2), ValueError, "P, d > 0"),
         (lambda: F.alibi_slopes(0), ValueError, "num_heads must be"),
         (lambda: F.alibi_bias(torch.ones(2, 2), 1, 1), ValueError, "slopes must have shape"),
         (lambda: F.alibi_bias(torch.ones(2), 1, -1), ValueError, "k_len must be an int >= 0"),

@@ -69,6 +69,11 @@ def test_inverse_undoes_the_rotation_in_place_and_out_of_place():
     assert torch.equal(q[..., 7:], turned[0][..., 7:]) and torch.equal(q[..., 0], turned[0][..., 0])
 
 
+def test_in_place_takes_empty_tensors_of_any_stride():
+    q = torch.zeros(1, 5, 1, 6).expand(2, 5, 4, 6)[:, :, :0]
+    assert F.apply_rotary(q, q, COS[:5], SIN[:5], inplace=True)[0] is q
+
+
 def test_in_place_refuses_what_it_would_spoil():
     q, _ = qk()
     with pytest.raises(RuntimeError, match="expanded"):

@@ -229,9 +229,18 @@ def test_axial_scores_depend_on_the_offset_in_the_image_only(interleaved):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: reference.LinearScaling(0.0), "LinearScaling: factor must be finite"),
-        (lambda: reference.NTKScaling(math.nan), "NTKScaling: factor must be finite"),
-        (lambda: reference.DynamicNTKScaling(2.0, 0), "original_max_positions must be finite"),
+        (lambda: reference.LinearScaling(0.0), "LinearScaling: factor must be a finite number"),
+        (lambda: reference.LinearScaling("2"), "factor must be a finite number > 0, got .*'2'"),
+        (lambda: reference.LinearScaling(None), "factor must be a finite number"),
+        (lambda: reference.NTKScaling(math.nan), "NTKScaling: factor must be a finite number"),
+        (lambda: reference.DynamicNTKScaling(2.0, 0), "original_max_positions must be a finite"),
+        (lambda: reference.YarnScaling(2.0, 8, attention_factor=math.nan), "attention_factor must"),
+        (lambda: reference.YarnScaling(2.0, 8, mscale_all_dim=-1), "mscale_all_dim must be a fin"),
+        (lambda: reference.YarnScaling(2.0, 8, truncate="no"), "truncate must be True or False"),
+        (lambda: reference.Llama3Scaling(high_freq_factor=math.inf), "high_freq_factor must be"),
+        (lambda: reference.LongRopeScaling(None, (1,), 2.0, 8), "short_factor must be a sequence"),
+        (lambda: reference.LongRopeScaling((1,), ("a",), 2.0, 8), "long_factor must be a sequence"),
+        (lambda: reference.LongRopeScaling((1,), (1,), 2.0, 1), "original_max_positions must be >"),
         (lambda: reference.Llama3Scaling(low_freq_factor=4.0), "low_freq_factor must be <"),
         (lambda: reference.LongRopeScaling((1, -1), (1, 1), 2.0, 8), "short_factor must be"),
         (
@@ -250,7 +259,13 @@ def test_axial_scores_depend_on_the_offset_in_the_image_only(interleaved):
         ),
         (
             lambda: reference.scaling_from_hf({"rope_type": "linear"}, max_positions=8),
-            "must have a factor",
+            "rope_type='linear' must have factor, got",
+        ),
+        (
+            lambda: reference.scaling_from_hf(
+                {"rope_type": "longrope", "factor": 2.0}, max_positions=8
+            ),
+            "must have long_factor, short_factor",
         ),
         (
             lambda: reference.scaling_from_hf(

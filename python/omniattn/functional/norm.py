@@ -25,6 +25,7 @@ from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES, gated_norm
 
 CASTINGS = ("fp32", "llama")
+GATES = ("silu", "sigmoid")
 
 __all__ = ["group_norm", "layer_norm", "rms_norm", "rms_norm_gated"]
 
@@ -266,7 +267,8 @@ def rms_norm_gated(
     op = "rms_norm_gated"
     cols = _check(op, x, eps)
     _check_groups(op, x, cols, num_groups)
-    require_choice(op, "activation", activation, ("silu", "sigmoid"))
+    require_bool(op, "norm_before_gate", norm_before_gate)
+    require_choice(op, "activation", activation, GATES)
     cast_first = _casts_first(op, casting)
     gate = cast_like(op, "gate", gate, x)
     require_shape(op, "gate", gate, x.shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._checks import (
     FLOATS,
+    require_bool,
     require_choice,
     require_float,
     require_int,
@@ -283,6 +284,7 @@ def interpolate_grid(
             f"got table.shape={tuple(table.shape)}"
         )
     require_number(op, "offset", offset, 0, below=1)
+    require_bool(op, "antialias", antialias)
     return reference.interpolate_grid(
         table, old, new, prefix=prefix, offset=offset, antialias=antialias
     )
@@ -365,7 +367,8 @@ def _require_float_dtype(op: str, dtype: torch.dtype) -> None:
 
 def _require_table(op: str, table: Tensor) -> None:
     require_float(op, "table", table)
-    if table.dim() != 2 or table.shape[0] == 0:
+    if table.dim() != 2 or table.numel() == 0:
         raise ValueError(
-            f"{op}: table must have shape (P, d) with P > 0, got table.shape={tuple(table.shape)}"
+            f"{op}: table must have shape (P, d) with P, d > 0, got "
+            f"table.shape={tuple(table.shape)}"
         )

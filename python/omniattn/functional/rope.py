@@ -161,6 +161,7 @@ def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[i
         raise TypeError(f"{op}: sections must be a sequence of ints, got sections={sections!r}")
     for size in sections:
         require_int(op, "each of sections", size, 0)
+    require_bool(op, "interleaved", interleaved)
     if interleaved and any(size > sections[0] for size in sections):
         raise ValueError(
             f"{op}: sections must not exceed the first one where they are interleaved, "

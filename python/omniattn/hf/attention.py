@@ -82,10 +82,17 @@ def attention_forward(
             f"omniattn.hf: {type(module).__name__} passes {', '.join(unknown)}, which this "
             'attention does not compute; use attn_implementation="eager"'
         )
+    if getattr(module, "compressor", None) is not None:
+        raise NotImplementedError(
+            f"omniattn.hf: {type(module).__name__} appends compressed keys and an additive mask of "
+            'them to its own, which this attention does not read; use attn_implementation="eager"'
+        )
     keys = key.shape[2]
     mask: masks.Mask | None = None
     bias = position_bias
-    if isinstance(attention_mask, RuleMask):
+    if isinstance(attention_mask, RuleMask) and attention_mask.rules == masks.All(()):
+        mask = None  # fits any keys: BERT as a decoder makes it for the new token alone
+    elif isinstance(attention_mask, RuleMask):
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
                 f"omniattn.hf: {type(module).__name__} must attend to what its mask was made for, "

@@ -256,7 +256,8 @@ _NORMS = (_rms_norm, _rms_norm_llama, _rms_norm_gemma, _layer_norm)
 def _find_norm(module: nn.Module) -> Forward | None:
     name = type(module).__name__
     weight = getattr(module, "weight", None)
-    if not name.endswith(("RMSNorm", "LayerNorm")) or not isinstance(weight, Tensor):
+    # FalconMamba's norm without a weight has ones in a buffer of that name.
+    if not name.endswith(("RMSNorm", "LayerNorm")) or not isinstance(weight, nn.Parameter):
         return None
     if weight.dim() != 1 or math.isnan(_eps(module)):
         return None

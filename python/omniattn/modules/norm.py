@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_choice
+from omniattn.functional.norm import GATES
 from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import Layer, LayerConfig
 
@@ -252,6 +254,7 @@ class RMSNormGated(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             _check_groups("RMSNormGated", self.dim, self.num_groups)
+            require_choice("RMSNormGated", "activation", self.activation, GATES)
 
     def __init__(
         self,

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_integers
+from omniattn.functional._checks import require_int, require_integers, require_number
 from omniattn.modules.layer import Layer, LayerConfig
 
 
-def _token_positions(layer: Layer, x: Tensor, positions: Tensor | int) -> Tensor:
+def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
     """The positions of x (B, T, dim), given as ids or as the first one."""
-    if isinstance(positions, Tensor):
-        require_integers(type(layer).__name__, "positions", positions)
-        return positions.long()
-    return torch.arange(positions, positions + x.shape[-2], device=x.device)
+    op, dim = type(layer).__name__, layer.config.dim
+    if x.dim() < 2 or x.shape[-1] != dim:
+        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got x.shape={tuple(x.shape)}")
+    if not isinstance(positions, Tensor):
+        require_int(op, "positions", positions)
+        return torch.arange(positions, positions + x.shape[-2], device=x.device)
+    require_integers(op, "positions", positions)
+    shape = positions.shape
+    if (
+        len(shape) not in (1, 2)
+        or shape[-1] != x.shape[-2]
+        or (len(shape) == 2 and shape[0] not in (1, x.shape[0]))
+    ):
+        raise ValueError(
+            f"{op}: positions must have shape (T,) or (B, T), got positions.shape={tuple(shape)}, "
+            f"x.shape={tuple(x.shape)}"
+        )
+    return positions.long()
 
 
 class SinusoidalPositional(Layer):
@@ -46,6 +61,13 @@ class SinusoidalPositional(Layer):
         freqs: str = "transformer"
         base: float = 10000.0
         scale_input: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            nowhere = torch.empty(0, dtype=torch.int64)
+            functional.sinusoidal(  # checks the options
+                nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
+            )
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -90,6 +112,10 @@ class SinCosPositional2d(Layer):
         order: str = "wh"
         base: float = 10000.0
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -97,7 +123,9 @@ class SinCosPositional2d(Layer):
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """x (B, prefix + height * width, dim), grid (height, width)."""
         c = self.config
-        return x + functional.sincos_2d(
+        if not isinstance(grid, (tuple, list)) or len(grid) != 2:
+            raise TypeError(f"SinCosPositional2d: grid must be (height, width), got grid={grid!r}")
+        table = functional.sincos_2d(
             c.dim,
             *grid,
             prefix=c.prefix,
@@ -106,6 +134,12 @@ class SinCosPositional2d(Layer):
             device=x.device,
             dtype=x.dtype,
         )
+        if x.dim() < 2 or x.shape[-2:] != table.shape:
+            raise ValueError(
+                f"SinCosPositional2d: x must have shape (B, {table.shape[0]}, {c.dim}) for the "
+                f"grid, got x.shape={tuple(x.shape)}, grid={tuple(grid)}, prefix={c.prefix}"
+            )
+        return x + table
 
     def extra_repr(self) -> str:
         """The width, for print(module)."""
@@ -143,6 +177,10 @@ class LearnedPositional(Layer):
         max_positions: int
         dim: int
         init_std: float = 0.02
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require_number("LearnedPositional", "init_std", self.init_std, 0)
 
     def __init__(
         self,
@@ -230,6 +268,11 @@ class ALiBi(Layer):
         max_exponent: float = 8.0
         trainable: bool = False
         form: str = "distance"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            slopes = functional.alibi_slopes(self.num_heads, max_exponent=self.max_exponent)
+            functional.alibi_bias(slopes, 0, 0, form=self.form)  # checks the form
 
     slopes: Tensor
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_number
 from omniattn.modules.build import NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig
@@ -40,8 +41,7 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"DropPath: p must be in [0, 1), got p={p}")
+        require_number("DropPath", "p", p, 0, below=1)
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

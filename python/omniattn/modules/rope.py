@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_int, require_integers, require_number
 from omniattn.modules.layer import Layer, LayerConfig
 from omniattn.reference import RopeScaling
 
@@ -66,6 +66,14 @@ class RotaryEmbedding(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             require_number("RotaryEmbedding", "base", self.base, above=0)
+            require_int("RotaryEmbedding", "num_axes", self.num_axes, 1)
+            if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
+                raise TypeError(
+                    "RotaryEmbedding: scaling must be None or a RopeScaling, "
+                    f"got scaling={self.scaling!r}"
+                )
+            if self.sections is not None:
+                functional.mrope_axes(self.sections, interleaved=self.sections_interleaved)
             if self.rotary_dim <= 0 or self.rotary_dim % (2 * self.num_axes):
                 raise ValueError(
                     "RotaryEmbedding: rotary_dim must be a positive multiple of 2 * num_axes, "
@@ -106,12 +114,20 @@ class RotaryEmbedding(Layer):
 
         `seq_len` is the length of the whole context, by default the largest position + 1.
         """
+        require_integers("RotaryEmbedding", "positions", positions)
         c, device = self.config, positions.device
+        axes = c.num_axes if c.sections is None else len(c.sections)
+        several = c.num_axes > 1 or c.sections is not None
+        if several and (positions.dim() < 2 or positions.shape[0] != axes):
+            raise ValueError(
+                f"RotaryEmbedding: positions must have shape ({axes}, ..., T), a row for each "
+                f"coordinate, got positions.shape={tuple(positions.shape)}"
+            )
         if c.num_axes > 1:
-            theta, axes = functional.axial_frequencies(
+            theta, axis = functional.axial_frequencies(
                 c.rotary_dim, num_axes=c.num_axes, base=c.base, device=device
             )
-            return functional.rotary_tables(theta, positions, axes=axes)
+            return functional.rotary_tables(theta, positions, axes=axis)
         theta = functional.rope_frequencies(
             c.rotary_dim,
             base=c.base,

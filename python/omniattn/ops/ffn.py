@@ -7,6 +7,7 @@ gemm_choice.py; the gated activation is `glu`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -136,9 +137,10 @@ def _linear_backward(
     if native:
         found = _linear_backward_op(grad_y, x, weight, *needs)
         return tuple(g if need else None for g, need in zip(found, needs, strict=True))  # type: ignore[return-value]
-    rows = grad_y.reshape(-1, weight.shape[0])
+    count = math.prod(x.shape[:-1])  # not -1, which is ambiguous where there are no columns
+    rows = grad_y.reshape(count, weight.shape[0])
     dx = torch.mm(rows, weight).view(x.shape) if needs[0] else None
-    dweight = torch.mm(rows.T, x.reshape(-1, weight.shape[1])) if needs[1] else None
+    dweight = torch.mm(rows.T, x.reshape(count, weight.shape[1])) if needs[1] else None
     return dx, dweight, rows.sum(0) if needs[2] else None
 
 

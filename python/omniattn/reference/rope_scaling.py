@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Common to all scalings."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            kind = str(field.type)
+            if value is None and kind.endswith("| None"):
+                continue
+            if kind == "bool":
+                holds, what = isinstance(value, bool), "True or False"
+            elif kind.startswith("tuple"):
+                holds, what = isinstance(value, tuple), "a sequence of finite numbers > 0"
+                holds = holds and all(map(_is_positive, value))
+            elif name.startswith("mscale"):  # 0 counts as left out
+                holds, what = value == 0 or _is_positive(value), "a finite number >= 0"
+            else:
+                holds, what = _is_positive(value), "a finite number > 0"
+            if not holds:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be {what}, got {name}={value!r}"
+                )
 
     @property
     def magnitude(self) -> float:
@@ -28,23 +52,12 @@ class RopeScaling:
         """Frequencies of a context of `seq_len`: an int, a 0-d tensor, or None for at most L."""
         raise NotImplementedError
 
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must be finite and > 0, got {name}={value}"
-                )
-
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
     """Position interpolation (Chen et al. 2023, arXiv 2306.15595): theta / factor."""
 
     factor: float
-
-    def __post_init__(self) -> None:
-        self._require_positive("factor")
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
         """theta / factor."""
@@ -65,9 +78,6 @@ class NTKScaling(RopeScaling):
 
     factor: float
 
-    def __post_init__(self) -> None:
-        self._require_positive("factor")
-
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
         """The frequencies of the larger base."""
         return _with_base_times(theta, self.factor)
@@ -80,9 +90,6 @@ class DynamicNTKScaling(RopeScaling):
 
     factor: float
     original_max_positions: int
-
-    def __post_init__(self) -> None:
-        self._require_positive("factor", "original_max_positions")
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
         """The frequencies of the base for `seq_len`."""
@@ -112,9 +119,6 @@ class YarnScaling(RopeScaling):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        self._require_positive("factor", "original_max_positions", "beta_fast", "beta_slow")
 
     @property
     def magnitude(self) -> float:
@@ -160,7 +164,7 @@ class Llama3Scaling(RopeScaling):
     original_max_positions: int = 8192
 
     def __post_init__(self) -> None:
-        self._require_positive("factor", "low_freq_factor", "original_max_positions")
+        super().__post_init__()
         if not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 "Llama3Scaling: low_freq_factor must be < high_freq_factor, "
@@ -189,12 +193,14 @@ class LongRopeScaling(RopeScaling):
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        self._require_positive("factor", "original_max_positions")
         for name in ("short_factor", "long_factor"):
-            values = tuple(getattr(self, name))
-            object.__setattr__(self, name, values)  # lists of JSON files become hashable
-            if not all(0 < v < math.inf for v in values):
-                raise ValueError(f"LongRopeScaling: {name} must be finite and > 0, got {values}")
+            if isinstance(values := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(values))  # of JSON files become hashable
+        super().__post_init__()
+        if self.original_max_positions == 1:
+            raise ValueError(
+                "LongRopeScaling: original_max_positions must be > 1, got original_max_positions=1"
+            )
 
     @property
     def magnitude(self) -> float:
@@ -241,12 +247,16 @@ _NOT_SCALING = {
 }
 
 
-def scaling_from_hf(parameters: Mapping[str, Any], *, max_positions: int) -> RopeScaling | None:
-    """The scaling of a Hugging Face config's `rope_parameters`; None for the default type.
+def scaling_from_hf(
+    parameters: Mapping[str, Any] | None, *, max_positions: int
+) -> RopeScaling | None:
+    """The scaling of a Hugging Face config's `rope_parameters`; None for the default type or none.
 
     `max_positions` is its max_position_embeddings: L of the dynamic type, and where L is left out;
     max_positions / L is the factor where that is left out.
     """
+    if parameters is None:  # `rope_scaling` of older configs
+        return None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("default", "mrope"):
         return None
@@ -267,8 +277,12 @@ def scaling_from_hf(parameters: Mapping[str, Any], *, max_positions: int) -> Rop
             values["original_max_positions"] = max_positions
         elif cls is not Llama3Scaling:
             values.setdefault("factor", max_positions / trained)
-    if "factor" not in values:
-        raise ValueError(f"scaling_from_hf: rope_type={kind!r} must have a factor, got none")
+    required = {f.name for f in fields(cls) if f.default is MISSING} | {"factor"}
+    if missing := sorted(required - set(values)):
+        raise ValueError(
+            f"scaling_from_hf: rope_type={kind!r} must have {', '.join(missing)}, "
+            f"got {dict(parameters)}"
+        )
     return cls(**values)
 
 
