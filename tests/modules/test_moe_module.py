@@ -174,12 +174,14 @@ def test_checkpointing_changes_neither_gradients_nor_statistics(options):
 
 def test_switch_is_that_of_transformers_with_its_drops():
     torch.manual_seed(0)
-    options = {"num_experts": 6, "expert_capacity": F.expert_capacity(17, 6, 1, 1.25)}
+    capacity = F.expert_capacity(17, 6, 1, 1.25)
+    options = {"num_experts": 6, "expert_capacity": capacity}
     theirs = SwitchTransformersSparseMLP(
         hf.SwitchTransformersConfig(d_model=24, d_ff=20, **options)
     ).eval()
-    config = dataclasses.replace(MoE.Config.switch(24, 20, 6), capacity_at_eval=True)
-    ours = MoE(config).eval()
+    config = MoE.Config.switch(24, 20, 6)
+    room = {"capacity_factor": None, "capacity": capacity, "capacity_per_sequence": True}
+    ours = MoE(dataclasses.replace(config, capacity_at_eval=True, **room)).eval()
     for tensor in theirs.parameters():
         torch.nn.init.normal_(tensor, std=0.3)
     each = theirs.experts.values()
@@ -191,7 +193,7 @@ def test_switch_is_that_of_transformers_with_its_drops():
     with torch.no_grad():
         for mine, parts in (gates | weights).items():
             mine.copy_(torch.stack(list(parts)).view_as(mine))
-    x = torch.randn(1, 17, 24)  # one sequence: theirs have a capacity each
+    x = torch.randn(3, 17, 24)
     y, expected = ours(x), theirs(x)
     assert ours.state.dropped > 0
     torch.testing.assert_close(y, expected)
@@ -224,6 +226,15 @@ def test_switch_layer_drops_over_capacity_in_training_only():
     )
     assert state.dropped > 0
     assert torch.equal((y == 0).all(-1), state.experts[..., 0] < 0)
+    dropped = (state.experts < 0).any(-1)
+    layer.config = dataclasses.replace(layer.config, capacity_by_score=True, jitter=0.0)
+    routing, state = layer.route(x)
+    gone, best = state.experts[..., 0] < 0, routing.scores.amax(-1)
+    assert not torch.equal(gone, dropped)
+    for e in range(4):
+        mine = routing.scores.argmax(-1) == e
+        if (gone & mine).any():
+            assert best[gone & mine].max() <= best[mine & ~gone].min()
     layer.eval()(x)
     assert layer.state.dropped == 0
 
@@ -396,6 +407,9 @@ def test_half_precision_and_autocast():
         ({"router": "expert_choice"}, "needs a capacity_factor"),
         ({"capacity_factor": -1.0}, "capacity_factor must be a finite number >= 0"),
         ({"capacity_factor": 1.0, "router_grad": "ste_dense"}, "capacity_factor must be None"),
+        ({"capacity": 1, "router_grad": "ste_dense"}, "capacity_factor must be None"),
+        ({"capacity": 1, "capacity_factor": 1.0}, "must not both be given"),
+        ({"capacity": -1}, "capacity must be an int >= 0"),
         ({"groups": 3}, "MoE: groups must divide E"),
         ({"top_k": 3, "groups": 2}, "k must be at most the experts of top_groups groups"),
         ({"router": "llama4", "route_scale": 2.5}, "route_scale must be 1.0 but for router="),

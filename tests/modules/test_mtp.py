@@ -36,6 +36,16 @@ def test_depths_chain_as_in_the_paper(concat, post_norm):
             h = normed if post_norm else h
 
 
+def test_parallel_depths_see_the_trunk_alone():
+    predictor, embedding, head, tokens, trunk = setup(dataclasses.replace(CONFIG, parallel=True))
+    logits = predictor(trunk, tokens, embedding, head)
+    for d, (depth, found) in enumerate(zip(predictor.depths, logits, strict=True), 1):
+        expected = head(depth["norm"](depth["block"](trunk)))
+        torch.testing.assert_close(found, expected[:, : 7 - d])
+    grads = torch.autograd.grad(MTP.loss(logits, tokens), list(predictor.parameters()))
+    assert all(g.abs().sum() > 0 for g in grads)
+
+
 def test_loss_is_the_mean_over_kept_targets():
     predictor, embedding, head, tokens, trunk = setup()
     logits = predictor(trunk, tokens, embedding, head)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_int, require_number
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import check_groups
@@ -91,9 +91,12 @@ class MoE(Layer):
         `renormalize`, `route_scale`, `groups`, `top_groups`, `router_grad`, `jitter`, `noise_eps`,
         `balance`: see omniattn.functional.routing; "importance_load", of the noisy router alone, is
         the sum of both `cv_squared`. `default_decay`: of the default vectors.
-        `capacity_factor`: None never drops. `shared_hidden_dim`: width of the experts that take
-        every token, 0 for none; `shared_gate`: sigmoid gate in front of them (Qwen2-MoE). `clamp`:
-        alpha and limit of clamped_swiglu. `bias_rate`: of `update_bias`.
+        `capacity_factor`: None never drops; `capacity` gives the room of an expert in tokens
+        instead. It is for the batch or, with `capacity_per_sequence`, for each sequence, as in
+        transformers' Switch; earlier tokens take it first or, with `capacity_by_score`, the most
+        probable ones (V-MoE). `shared_hidden_dim`: width of the experts that take every token, 0
+        for none; `shared_gate`: sigmoid gate in front of them (Qwen2-MoE). `clamp`: alpha and limit
+        of clamped_swiglu. `bias_rate`: of `update_bias`.
         """
 
         dim: int
@@ -114,6 +117,9 @@ class MoE(Layer):
         jitter: float = 0.0
         noise_eps: float = 0.0
         capacity_factor: float | None = None
+        capacity: int | None = None
+        capacity_per_sequence: bool = False
+        capacity_by_score: bool = False
         capacity_at_eval: bool = False
         shared_hidden_dim: int = 0
         shared_gate: bool = False
@@ -161,11 +167,19 @@ class MoE(Layer):
             """An option that the router does not have is an error, not ignored."""
             if self.router == "expert_choice" and self.capacity_factor is None:
                 raise ValueError("MoE: router='expert_choice' needs a capacity_factor, got None")
-            if self.router_grad == "ste_dense" and self.capacity_factor is not None:
+            if self.capacity is not None and self.capacity_factor is not None:
                 raise ValueError(
-                    "MoE: router_grad='ste_dense' evaluates every expert: capacity_factor must be "
-                    f"None, got capacity_factor={self.capacity_factor}"
+                    "MoE: capacity and capacity_factor must not both be given, "
+                    f"got capacity={self.capacity}, capacity_factor={self.capacity_factor}"
                 )
+            if self.router_grad == "ste_dense" and self.limited:
+                raise ValueError(
+                    "MoE: router_grad='ste_dense' evaluates every expert: capacity and "
+                    "capacity_factor must be None, "
+                    f"got capacity={self.capacity}, capacity_factor={self.capacity_factor}"
+                )
+            if self.capacity is not None:
+                require_int("MoE", "capacity", self.capacity, 0)
             if self.capacity_factor is not None:
                 require_number("MoE", "capacity_factor", self.capacity_factor, 0)
             require_number("MoE", "default_decay", self.default_decay, 0, 1)
@@ -194,6 +208,11 @@ class MoE(Layer):
                     "MoE: shared_gate needs shared experts, got shared_hidden_dim="
                     f"{self.shared_hidden_dim}"
                 )
+
+        @property
+        def limited(self) -> bool:
+            """Whether experts drop what they have no room for."""
+            return self.capacity is not None or self.capacity_factor is not None
 
         @classmethod
         def mixtral(cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2) -> MoE.Config:
@@ -390,20 +409,30 @@ class MoE(Layer):
         if c.z_coefficient:
             z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
         dropped = counts.new_zeros(())
-        limited = c.capacity_factor is not None and (self.training or c.capacity_at_eval)
-        if limited and c.router != "expert_choice":
-            flat = Routing(*(t.reshape(-1, t.shape[-1]) for t in routing))
-            tokens = flat.experts.shape[0] if token_mask is None else token_mask.sum()
-            assert c.capacity_factor is not None
-            capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
-            kept, dropped = functional.drop_over_capacity(flat, capacity)
-            routing = Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True)))
+        if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
+            routing, dropped = self._drop(routing, token_mask)
         seen = routing.scores.detach()
         total = (seen if token_mask is None else seen * token_mask[..., None]).flatten(0, -2).sum(0)
         share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
         entropy = torch.special.entr(share).sum()
         state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)
         return routing, state
+
+    def _drop(self, routing: Routing, token_mask: Tensor | None) -> tuple[Routing, Tensor]:
+        """The routing without what finds no room, and how much that was."""
+        c = self.config
+        groups = routing
+        if not c.capacity_per_sequence:
+            groups = Routing(*(t.flatten(0, -2) for t in routing))
+            token_mask = None if token_mask is None else token_mask.flatten()
+        capacity: int | Tensor | None = c.capacity
+        if c.capacity_factor is not None:
+            tokens = groups.experts.shape[-2] if token_mask is None else token_mask.sum(-1)
+            capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
+        assert capacity is not None
+        priority = groups.scores.amax(-1) if c.capacity_by_score else None
+        kept, dropped = functional.drop_over_capacity(groups, capacity, priority=priority)
+        return Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True))), dropped
 
     @torch.no_grad()
     def update_bias(

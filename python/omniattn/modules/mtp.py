@@ -19,7 +19,8 @@ __all__ = ["MultiTokenPredictor"]
 class MultiTokenPredictor(Layer):
     """Predicts further tokens, one more per depth, keeping the causal chain.
 
-    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``;
+    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``, or
+    ``h^d[i] = Block_d(h^0[i])`` in parallel, from the hidden states ``h^0`` of the trunk alone;
     ``logits_d[i] = Head(RMSNorm(h^d[i]))`` for token ``i + d + 1``
 
     Args:
@@ -29,11 +30,13 @@ class MultiTokenPredictor(Layer):
 
     Shape:
         hidden (B, T, dim) of the trunk, tokens (B, T) -> per depth d = 1.. logits (B, T - d, V).
-        Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block, norm. Embedding
-        and head are the trunk's.
+        Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block, norm; in
+        parallel block and norm. Embedding and head are the trunk's.
 
     Reference:
-        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2.
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2; in
+        parallel: Gloeckle et al., "Better & Faster Large Language Models via Multi-token
+        Prediction", 2024, arXiv 2404.19737.
 
     Example:
         >>> predictor = MultiTokenPredictor(MultiTokenPredictor.Config(8, depths=2), nn.Identity)
@@ -47,13 +50,15 @@ class MultiTokenPredictor(Layer):
     class Config(LayerConfig):
         """Sizes and options: `concat` is the order in front of proj, "hidden_first" (paper) or
         "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
-        output to the next (and so expects the trunk's behind its final norm)."""
+        output to the next (and so expects the trunk's behind its final norm). `parallel`: every
+        depth predicts from the trunk alone; both of these then mean nothing."""
 
         dim: int
         depths: int = 1
         eps: float = 1e-6
         concat: str = "hidden_first"
         post_norm: bool = True
+        parallel: bool = False
         init_std: float = 0.02
         backend: str | None = None
 
@@ -86,6 +91,8 @@ class MultiTokenPredictor(Layer):
             )
 
         def depth() -> nn.ModuleDict:
+            if c.parallel:
+                return nn.ModuleDict({"block": block(), "norm": norm()})
             proj = Linear.Config(2 * c.dim, c.dim, init_std=c.init_std, backend=c.backend)
             return nn.ModuleDict(
                 {
@@ -119,26 +126,29 @@ class MultiTokenPredictor(Layer):
                 "MultiTokenPredictor: tokens must be longer than the depths, "
                 f"got T={tokens.shape[1]}, depths={self.config.depths}"
             )
-        logits = []
+        logits, chain = [], hidden
         for d, depth in enumerate(self.depths, 1):
             assert isinstance(depth, nn.ModuleDict)
-            pair = [
-                depth["hidden_norm"](hidden[:, :-1]),
-                depth["embedding_norm"](embedding(tokens[:, d:])),
-            ]
-            if self.config.concat == "embedding_first":
-                pair.reverse()
-            x = depth["proj"](torch.cat(pair, -1))
-            hidden = depth["block"](x) if run is None else run(depth["block"], x)
-            normed = depth["norm"](hidden)
+            if self.config.parallel:
+                x = hidden[:, :-d]
+            else:
+                pair = [
+                    depth["hidden_norm"](chain[:, :-1]),
+                    depth["embedding_norm"](embedding(tokens[:, d:])),
+                ]
+                if self.config.concat == "embedding_first":
+                    pair.reverse()
+                x = depth["proj"](torch.cat(pair, -1))
+            chain = depth["block"](x) if run is None else run(depth["block"], x)
+            normed = depth["norm"](chain)
             logits.append(head(normed))
-            hidden = normed if self.config.post_norm else hidden
+            chain = normed if self.config.post_norm else chain
         return logits
 
     @staticmethod
     def loss(logits: list[Tensor], labels: Tensor, *, weight: float = 0.3) -> Tensor:
         """``weight / depths`` times the sum of the cross entropies of the depths, each the mean
-        over its kept targets.
+        over its kept targets; Gloeckle et al. have their sum, a weight of `depths`.
 
         labels (B, T) int64: the next token of each position, -100 where it is not to be learned.
         """
