@@ -10,6 +10,7 @@ from omniattn.models import load_model
 from omniattn.models.presets import TRAINED
 from omniattn.models.tasks import Digits
 from omniattn.models.training import TrainConfig, Trainer
+from omniattn.modules import DecoderBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = [name for name in TRAINED if name not in ("llama-tiny", "llama-medium")]
@@ -41,6 +42,24 @@ def test_learns_and_the_reference_learns_the_same(model):
     for _ in range(3):
         reference.train_step()
     assert reference.losses == pytest.approx(ours.losses[:3], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", [n for n in MODELS if hasattr(TRAINED[n], "residual_in_fp32")])
+def test_half_layers_on_a_residual_in_fp32(model):
+    config = replace(TRAINED[model], residual_in_fp32=True)
+    torch.manual_seed(0)
+    half = config.build(dtype=torch.bfloat16)
+    streams = []
+    for module in half.modules():
+        if isinstance(module, DecoderBlock):
+            module.register_forward_hook(lambda *call: streams.append(call[-1][1].dtype))
+    x = torch.randint(config.vocab_size, (2, 33))
+    inputs = (x, x) if config.architecture == "t5" else (x,)
+    loss = half(*inputs, x)
+    loss.backward()
+    assert set(streams) == {torch.float32} and len(streams) >= config.num_layers
+    assert half(*inputs).dtype == torch.bfloat16
+    assert all(p.grad.isfinite().all() for p in half.parameters() if p.grad is not None)
 
 
 def test_experts_train_in_bf16_with_either_backend():

@@ -51,6 +51,7 @@ class Decoder(Model):
                 by sqrt(2 num_layers).
             dropout_p: of the embeddings and of what each layer adds.
             gradient_checkpointing: keep only the input of each block, recompute it in backward.
+            residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
         """
 
         task = LanguageModeling
@@ -62,6 +63,7 @@ class Decoder(Model):
         init_std: float = 0.02
         dropout_p: float = 0.0
         gradient_checkpointing: bool = False
+        residual_in_fp32: bool = False
 
         @abstractmethod
         def block(self, layer: int) -> DecoderBlock.Config:

@@ -82,6 +82,7 @@ class LlamaFamilyConfig(Decoder.Config):
             self.feed_forward(layer),
             self.norm,
             dropout_p=self.dropout_p,
+            residual_in_fp32=self.residual_in_fp32,
         )
 
     def hf_values(self) -> dict[str, Any]:

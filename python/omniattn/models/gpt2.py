@@ -75,7 +75,13 @@ class GPT2Config(Decoder.Config):
             **self.common,
         )
         mlp = MLP.Config(self.dim, 4 * self.dim, "gelu_tanh", **self.common)
-        return DecoderBlock.Config(attention, mlp, self.norm, dropout_p=self.dropout_p)
+        return DecoderBlock.Config(
+            attention,
+            mlp,
+            self.norm,
+            dropout_p=self.dropout_p,
+            residual_in_fp32=self.residual_in_fp32,
+        )
 
     def hf_values(self) -> dict[str, Any]:
         return super().hf_values() | {

@@ -39,6 +39,7 @@ class T5Config(ModelConfig):
         gated: GEGLU instead of ReLU, and an untied head (version 1.1).
         dropout_p: of embeddings, attention weights, hidden layers and what each layer adds.
         norm_eps: of the norms.
+        residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
 
     Reference:
         Raffel et al., "Exploring the Limits of Transfer Learning", 2020, arXiv 1910.10683.
@@ -89,6 +90,7 @@ class T5Config(ModelConfig):
     gated: bool = False
     dropout_p: float = 0.0
     norm_eps: float = 1e-6
+    residual_in_fp32: bool = False
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -159,6 +161,7 @@ class T5Config(ModelConfig):
             self.norm,
             cross=attention(causal=False, cross=True) if decoder else None,
             dropout_p=self.dropout_p,
+            residual_in_fp32=self.residual_in_fp32,
         )
 
 
