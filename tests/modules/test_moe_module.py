@@ -397,6 +397,19 @@ def test_half_precision_and_autocast():
     torch.testing.assert_close(low(x.bfloat16()).float(), y, rtol=0.1, atol=3e-5)
 
 
+@pytest.mark.parametrize("options", [{"router": "sigmoid"}, {"router_grad": "default_vector"}])
+def test_what_moves_in_small_steps_stays_in_float32(options):
+    layer, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(9, 8)
+    (name,) = dict(layer.named_buffers())
+    layer.get_buffer(name).add_(1.0)
+    layer = layer.bfloat16()
+    layer(x.bfloat16())
+    layer.update_bias(1e-3) if "router" in options else layer.update_default_vectors()
+    buffer = layer.get_buffer(name)
+    assert buffer.dtype == torch.float32 and not torch.equal(buffer, buffer.bfloat16().float())
+    assert layer.double().get_buffer(name).dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

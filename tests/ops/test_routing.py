@@ -313,6 +313,16 @@ def test_balance_losses():
     torch.testing.assert_close(ours, torch.stack(each).mean())
 
 
+def test_losses_of_half_scores_are_computed_in_float32():
+    p = logits(3000).softmax(-1).bfloat16()
+    index = F.top_k(p, 2)[1]
+    for kind in F.routing.BALANCE_LOSSES:
+        low, high = (F.load_balance_loss(t, index, kind=kind) for t in (p, p.float()))
+        assert torch.equal(low, high)
+    values = torch.rand(8).bfloat16()
+    assert torch.equal(F.cv_squared(values), F.cv_squared(values.float()))
+
+
 def test_padding_is_in_no_statistic():
     g = logits(30)
     mask = torch.arange(30) < 20

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.routing import Routing
 from omniattn.modules.experts import NO_MOVED_VECTORS, Experts
+from omniattn.modules.layer import Float32Buffers
 from omniattn.modules.moe import MoE
 
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(nn.Module):
+class ExpertParallel(Float32Buffers):
     """The experts of a :class:`MoE`, of which each rank holds E / ranks.
 
     Every rank routes its own tokens; a row travels to the rank of its expert and its result back

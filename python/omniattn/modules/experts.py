@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.routing import Routing
+from omniattn.modules.layer import Float32Buffers
 from omniattn.ops.moe import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ NO_MOVED_VECTORS = (
 )
 
 
-class Experts(nn.Module):
+class Experts(Float32Buffers):
     """The stacked weights of all experts.
 
     Shape:
@@ -50,7 +51,7 @@ class Experts(nn.Module):
         self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
         self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
         self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
-        vectors = torch.empty(c.experts, c.dim, device=device)
+        vectors = torch.empty(c.experts, c.dim, device=device, dtype=torch.float32)
         learns = c.router_grad == "default_vector"
         self.register_buffer("default_vectors", vectors if learns else None)
         self.moved_vectors = None

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from omniattn.functional._checks import BACKENDS
 from omniattn.functional.norm import CASTINGS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Ends of the names of sizes.
 _SIZES = (
@@ -69,6 +74,20 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+class Float32Buffers(nn.Module):
+    """A module whose buffers stay in fp32 where its parameters become half ones: what moves in
+    small steps would stand still."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, buffer.to(moved.device))
+        return self
 
 
 class Layer(nn.Module):

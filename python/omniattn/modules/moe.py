@@ -60,8 +60,8 @@ class MoE(Layer):
         x (..., T, dim) -> (..., T, dim). Parameters gate.weight (E, dim), experts.gate_up_proj (E,
         2 hidden_dim, dim), or (E, hidden_dim, dim) where the activation has no gate,
         experts.down_proj (E, dim, hidden_dim), shared_experts, shared_expert_gate.weight (1, dim);
-        the buffer gate.e_score_correction_bias (E,) of the sigmoid router. Names as in
-        transformers.
+        the buffer gate.e_score_correction_bias (E,) of the sigmoid router, which stays in fp32 when
+        the layer becomes half. Names as in transformers.
 
     Note:
         Logits are computed in fp32. `state` holds counts, losses and what else a training loop

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional._checks import autocast_dtype
 from omniattn.functional.routing import Routing
+from omniattn.modules.layer import Float32Buffers
 from omniattn.reference.philox import new_seed
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
 
-class Router(nn.Module):
+class Router(Float32Buffers):
     """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
 
     Shape:
@@ -45,8 +46,9 @@ class Router(nn.Module):
             if c.router_bias
             else None
         )
-        correction = torch.empty(c.experts, device=device) if c.router == "sigmoid" else None
-        self.register_buffer("e_score_correction_bias", correction)
+        correction = torch.empty(c.experts, device=device, dtype=torch.float32)
+        steered = c.router == "sigmoid"
+        self.register_buffer("e_score_correction_bias", correction if steered else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -67,7 +67,7 @@ def load_balance_loss(
         top_groups: devices that a token may be sent to.
 
     Returns:
-        () in the dtype of the scores. The gradient goes through P alone. 0 for no tokens.
+        () in fp32, or fp64 for fp64 scores. The gradient goes through P alone. 0 for no tokens.
 
     Raises:
         TypeError: scores that are not floating point, an index that is not integers, a token_mask
@@ -100,6 +100,7 @@ def load_balance_loss(
     if token_mask is None:
         token_mask = torch.ones(index.shape[:-1], dtype=torch.bool, device=index.device)
     require_mask(op, token_mask, scores, "scores")
+    scores = widen(scores)
     *leading, experts = scores.shape
     k = max(1, index.shape[-1])
     check_groups(op, experts, groups, top_groups)
@@ -191,6 +192,7 @@ def cv_squared(values: Tensor) -> Tensor:
         tensor(0.2500)
     """
     require_float("cv_squared", "values", values)
+    values = widen(values)
     return values.var(correction=0) / (values.mean().square() + 1e-10)
 
 
