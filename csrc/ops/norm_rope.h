@@ -17,7 +17,7 @@ OptTensor head_weight(const char* op, const OptTensor& weight, const RopeParams&
 
 std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, const Tensor& cos,
                                      const Tensor& sin, const OptTensor& positions, int64_t start,
-                                     bool interleaved, double eps, double offset) {
+                                     bool interleaved, double eps, double offset, bool cast_first) {
   constexpr const char* op = "qk_norm_rotary";
   const DeviceScope scope(x);
   std::array<Tensor, 2> tables;
@@ -34,6 +34,7 @@ std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, c
   p.rstd = rstd.mutable_data_ptr();
   p.eps = eps;
   p.offset = offset;
+  p.cast_first = cast_first;
   run_forward(p, x.size(0));
   return {y, rstd};
 }

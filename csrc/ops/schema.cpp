@@ -107,10 +107,11 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "start, bool interleaved, bool inverse) -> ()");
 
   // norm_rope: the heads of x (B, T, H, D) normalised by their mean square, times weight + offset,
-  // and turned as by rope; rstd (B, T, H)
+  // and turned as by rope; cast_first as in norm, and what the weight makes of it is rounded, too;
+  // rstd (B, T, H)
   define(m, "norm_rope",
          "(Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? positions, int start, bool "
-         "interleaved, float eps, float offset) -> (Tensor y, Tensor rstd)");
+         "interleaved, float eps, float offset, bool cast_first) -> (Tensor y, Tensor rstd)");
   m.def(
       "norm_rope_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? "
       "positions, Tensor rstd, int start, bool interleaved, float offset, bool weight_grad)"

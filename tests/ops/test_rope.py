@@ -164,8 +164,31 @@ def test_qk_norm_rotary_equals_qwen3():
         torch.testing.assert_close(a, b.transpose(1, 2))
 
 
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_llama_casting_of_qk_norm_rotary_is_that_of_two_calls(dtype, interleaved, isa):
+    """Which is transformers' Qwen3 with tables in fp32."""
+    q, weight = torch.randn(2, 9, 3, 82).to(dtype), torch.randn(82).to(dtype)
+    options = {"rotary_start": 5, "interleaved": interleaved}
+    tables = F.rotary_tables(F.rope_frequencies(70), torch.arange(9))
+    normed = F.rms_norm(q, weight, casting="llama")
+    expected, _ = F.apply_rotary(normed, None, *tables, **options)
+
+    def share_of_others(casting):
+        options["casting"] = casting
+        y, _ = F.qk_norm_rotary(q, None, *tables, q_weight=weight, **options)
+        return (y != expected).double().mean().item()
+
+    with testing.isa(isa):
+        assert share_of_others("llama") < 2e-3  # sums in another order
+        assert share_of_others("fp32") > 0.05
+
+
 def test_qk_norm_rotary_says_what_does_not_fit():
     q, k = qk()
+    with pytest.raises(ValueError, match="casting must be one of"):
+        F.qk_norm_rotary(q, k, COS[:5], SIN[:5], casting="bf16")
     with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\)"):
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], q_weight=torch.ones(7))
     with pytest.raises(ValueError, match="eps must be a finite number >= 0"):

@@ -6,7 +6,8 @@
 //
 //   dx = rstd (m - x rstd^2 avg(m x)),  dweight = sum of g x rstd
 //
-// Computed in fp32 (fp64 for fp64), rounded once. A work item is a token with all its heads.
+// Computed in fp32 (fp64 for fp64), rounded once, or x rstd and its product with the weight, too,
+// as by Llama's norm in front of a rotary embedding. A work item is a token with all its heads.
 #pragma once
 
 #include "kernels/rope/rope.h"
@@ -18,6 +19,7 @@ struct NormRopeParams {
   const void* weight;  // (dim) or null
   void* rstd;          // (batch, tokens, heads) in the compute type, or null
   double eps, offset;
+  bool cast_first;  // round x rstd and what the weight makes of it
 };
 
 struct NormRopeBackwardParams {

@@ -1,6 +1,7 @@
 // RMSNorm and rotary embedding of heads, see norm_rope.h.
 #include "kernels/rope/norm_rope.h"
 
+#include "kernels/norm/rounded.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 #include "semantics/rope.h"
@@ -82,7 +83,10 @@ void forward(const NormRopeParams& p, int64_t begin, int64_t end) {
       turn_head<T, kInterleaved>(
           p.rope, token, Vec<C>(C(1)),
           [&](int64_t i, auto part) {
-            return part.load(x + i) * rstd * scale_at(weight, offset, i, part);
+            auto v = part.load(x + i) * rstd;
+            if (p.cast_first) v = rounded_in(y, i, part, v);
+            v = v * scale_at(weight, offset, i, part);
+            return p.cast_first ? rounded_in(y, i, part, v) : v;
           },
           [&](int64_t i, auto part, auto v) { part.store(y + i, v); });
       if (p.rstd != nullptr) static_cast<C*>(p.rstd)[item * tensor.heads + h] = rstd;

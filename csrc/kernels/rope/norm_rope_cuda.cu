@@ -2,6 +2,7 @@
 // reads it again from the caches in its second sweep.
 #include "kernels/rope/norm_rope_cuda.h"
 
+#include "kernels/norm/rounded_cuda.h"
 #include "kernels/rope/rope_turn_cuda.h"
 
 namespace omniattn {
@@ -81,7 +82,10 @@ __global__ void __launch_bounds__(32 * kWarps)
           gpu::load_wide<W>(x + i, v);
           load_scale<W, T>(p.weight, p.offset, i, scale);
 #pragma unroll
-          for (int j = 0; j < W; ++j) v[j] *= rstd * scale[j];
+          for (int j = 0; j < W; ++j) {
+            const C normed = rounded_if<T>(p.cast_first, v[j] * rstd);
+            v[j] = rounded_if<T>(p.cast_first, normed * scale[j]);
+          }
         },
         [&](int64_t i, const C(&v)[W]) { gpu::store_narrow<W>(v, y + i); });
     if (threadIdx.x == 0) static_cast<C*>(p.rstd)[row] = rstd;

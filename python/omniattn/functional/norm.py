@@ -87,7 +87,7 @@ def rms_norm(
         x, residual = _promote("rms_norm", x, residual)
     cols = _check("rms_norm", x, eps)
     require_number("rms_norm", "offset", offset)
-    cast_first = _casts_first("rms_norm", casting)
+    cast_first = casts_first("rms_norm", casting)
     weight = _vector("rms_norm", "weight", weight, x, cols)
     if use_reference("rms_norm", backend, x):
         return reference.rms_norm(
@@ -269,7 +269,7 @@ def rms_norm_gated(
     _check_groups(op, x, cols, num_groups)
     require_bool(op, "norm_before_gate", norm_before_gate)
     require_choice(op, "activation", activation, GATES)
-    cast_first = _casts_first(op, casting)
+    cast_first = casts_first(op, casting)
     gate = cast_like(op, "gate", gate, x)
     require_shape(op, "gate", gate, x.shape)
     weight = _vector(op, "weight", weight, x, cols)
@@ -291,7 +291,7 @@ def rms_norm_gated(
     return y
 
 
-def _casts_first(op: str, casting: str) -> bool:
+def casts_first(op: str, casting: str) -> bool:
     if casting == "fp32":
         return False
     require_choice(op, "casting", casting, CASTINGS)

@@ -21,6 +21,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
+from omniattn.functional.norm import casts_first
 from omniattn.ops import rope as ops
 from omniattn.ops.norm_rope import norm_rope
 from omniattn.reference.rope_scaling import RopeScaling
@@ -332,6 +333,7 @@ def qk_norm_rotary(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     positions: Tensor | int | None = None,
     rotary_start: int = 0,
     interleaved: bool = False,
@@ -349,6 +351,8 @@ def qk_norm_rotary(
             autocast they are cast to q's dtype.
         eps: added to the mean square.
         offset: added to the weights: 1.0 for the Gemma form.
+        casting: where half inputs are rounded: "fp32" once, at the end; "llama" where the two calls
+            with that casting round them (Qwen3), which doubles the error.
         positions, rotary_start, interleaved: see :func:`apply_rotary`.
         backend: see :func:`apply_rotary`.
 
@@ -359,9 +363,9 @@ def qk_norm_rotary(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`apply_rotary`.
 
     Note:
-        Half inputs compute in fp32 and are rounded once, where two calls round twice. Keeps the
-        inputs and one number per head. cos and sin get no gradient. Second and forward-mode
-        derivatives go through the eager definition.
+        Half inputs compute in fp32 and are rounded as `casting` says, which gradients do not see.
+        Keeps the inputs and one number per head. cos and sin get no gradient. Second and
+        forward-mode derivatives go through the eager definition.
 
     Reference:
         Henry et al., Query-Key Normalization for Transformers, 2020, arXiv:2010.04245; this form:
@@ -376,6 +380,7 @@ def qk_norm_rotary(
     _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_number(op, "eps", eps, 0)
     require_number(op, "offset", offset)
+    cast_first = casts_first(op, casting)
     q_weight = _head_weight(op, "q_weight", q_weight, q)
     k_weight = _head_weight(op, "k_weight", k_weight, q)
     if use_reference(op, backend, q):
@@ -388,6 +393,7 @@ def qk_norm_rotary(
             k_weight=k_weight,
             eps=eps,
             offset=offset,
+            casting=casting,
             positions=positions,
             rotary_start=rotary_start,
             interleaved=interleaved,
@@ -402,7 +408,8 @@ def qk_norm_rotary(
     if positions is not None and positions.dtype != torch.int64:
         positions = positions.to(torch.int64)
     table = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rest = (cos.to(table), sin.to(table), positions, rotary_start, interleaved, eps, offset)
+    cos, sin = cos.to(table), sin.to(table)
+    rest = (cos, sin, positions, rotary_start, interleaved, eps, offset, cast_first)
     return (
         norm_rope(q, q_weight, *rest),
         None if k is None else norm_rope(k, k_weight, *rest),

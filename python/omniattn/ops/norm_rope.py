@@ -46,10 +46,10 @@ def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     if grads[0] is None:
-        return (None,) * 9
-    start, interleaved, _, offset = kept
+        return (None,) * 10
+    start, interleaved, _, offset, _ = kept
     dx, dweight = _backward_op(grads[0], *saved, start, interleaved, offset, needs[1])
-    return (dx, dweight.to(dx.dtype) if needs[1] else None, *(None,) * 7)
+    return (dx, dweight.to(dx.dtype) if needs[1] else None, *(None,) * 8)
 
 
 def _formula(
@@ -62,6 +62,7 @@ def _formula(
     interleaved: bool,
     eps: float,
     offset: float,
+    cast_first: bool,
 ) -> Tensor:
     y, _ = reference.qk_norm_rotary(
         x,
@@ -71,6 +72,7 @@ def _formula(
         q_weight=weight,
         eps=eps,
         offset=offset,
+        casting="llama" if cast_first else "fp32",
         positions=positions,
         rotary_start=start,
         interleaved=interleaved,
@@ -78,7 +80,7 @@ def _formula(
     return y
 
 
-#: (x, weight, cos, sin, positions, start, interleaved, eps, offset) -> y
+#: (x, weight, cos, sin, positions, start, interleaved, eps, offset, cast_first) -> y
 norm_rope = DifferentiableOp(
     "norm_rope",
     fake=_fake,

@@ -134,15 +134,19 @@ def qk_norm_rotary(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     positions: torch.Tensor | int | None = None,
     rotary_start: int = 0,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight), rounded once."""
+    """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight): rounded once, or with the
+    "llama" casting where the two round."""
 
     def turn(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        wide = widen(x)
-        normed = rms_norm(wide, None if weight is None else widen(weight), eps=eps, offset=offset)
+        inputs = (x, weight)
+        if casting == "fp32":
+            inputs = (widen(x), None if weight is None else widen(weight))
+        normed = rms_norm(*inputs, eps=eps, offset=offset, casting=casting)
         assert isinstance(normed, torch.Tensor)
         y, _ = apply_rotary(
             normed,

@@ -115,6 +115,7 @@ QK_NORM_ROTARY = OpSpec(
         _heads("partial", 2, 33, 3, 1, 40, 10, WEIGHTS, rotary_start=17, offset=1.0),
         _heads("partialpairs", 2, 33, 3, 1, 41, 10, WEIGHTS, interleaved=True),
         _heads("bare", 1, 5, 2, 2, 130, eps=1e-3),
+        _heads("llama", 2, 9, 2, 1, 41, 30, WEIGHTS, rotary_start=3, casting="llama"),
         _heads("positions", 2, 30, 2, 1, 32, None, ("positions", *WEIGHTS)),
         _heads("offset", 2, 1, 2, 1, 32, None, ("long tables", *WEIGHTS), positions=77),
         _heads("empty", 2, 0, 4, 2, 64, None, WEIGHTS),
