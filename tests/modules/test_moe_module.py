@@ -212,6 +212,11 @@ def test_balance_loss_is_that_of_transformers():
     torch.testing.assert_close(layer.state.balance_loss, expected)
     grad = torch.autograd.grad(layer.state.balance_loss, layer.gate.weight)[0]
     assert grad.abs().sum() > 0
+    layer.eval()(x)
+    torch.testing.assert_close(layer.state.balance_loss, expected)
+    with torch.no_grad():
+        layer(x)
+    assert layer.state.balance_loss == 0  # inference does not compute it
 
 
 def test_switch_layer_drops_over_capacity_in_training_only():

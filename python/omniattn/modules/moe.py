@@ -37,8 +37,9 @@ class RouterState(NamedTuple):
         dropped: () int64, assignments over capacity.
         entropy: () of the mean scores of the real tokens in nats: log E where the load is even, 0
             for no tokens. Detached.
-        balance_loss: () with its coefficient and gradient, 0 without one.
-        z_loss: () with its coefficient and gradient, 0 without one.
+        balance_loss: () with its coefficient and gradient, 0 without one and in inference: in eval
+            under no_grad.
+        z_loss: the same of the z-loss.
     """
 
     experts: Tensor
@@ -386,27 +387,12 @@ class MoE(Layer):
         if c.router_grad == "ste_dense":  # which evaluates the others too, with weight 0
             experts = experts.masked_fill(routing.weights == 0, -1)
         counts = functional.expert_counts(experts, c.experts)
-        zero = routing.scores.new_zeros(())
-        balance_loss = z_loss = zero
-        if c.balance_coefficient and c.balance == IMPORTANCE_LOAD:
-            importance = functional.expert_importance(routing)
-            balance_loss = c.balance_coefficient * (
-                functional.cv_squared(importance) + functional.cv_squared(load)
-            )
-        elif c.balance_coefficient:
-            counted = experts
-            if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
-                counted = functional.top_k(routing.scores, c.top_k)[1]
-                counted = counted if token_mask is None else counted.masked_fill(hidden, -1)
-            balance_loss = c.balance_coefficient * functional.load_balance_loss(
-                routing.scores,
-                counted,
-                kind=c.balance,
-                token_mask=token_mask,
-                groups=c.groups,
-                top_groups=c.top_groups,
-            )
-        if c.z_coefficient:
+        learns = self.training or torch.is_grad_enabled()
+        balance_loss = z_loss = routing.scores.new_zeros(())
+        if c.balance_coefficient and learns:
+            loss = self._imbalance(routing._replace(experts=experts), load, token_mask)
+            balance_loss = c.balance_coefficient * loss
+        if c.z_coefficient and learns:
             z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
         dropped = counts.new_zeros(())
         if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
@@ -417,6 +403,29 @@ class MoE(Layer):
         entropy = torch.special.entr(share).sum()
         state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)
         return routing, state
+
+    def _imbalance(
+        self, routing: Routing, load: Tensor | None, token_mask: Tensor | None
+    ) -> Tensor:
+        """The loss of `config.balance` for the assignments before any is dropped."""
+        c = self.config
+        if c.balance == IMPORTANCE_LOAD:
+            assert load is not None
+            importance = functional.expert_importance(routing)
+            return functional.cv_squared(importance) + functional.cv_squared(load)
+        counted = routing.experts
+        if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
+            counted = functional.top_k(routing.scores, c.top_k)[1]
+            if token_mask is not None:
+                counted = counted.masked_fill(~token_mask[..., None], -1)
+        return functional.load_balance_loss(
+            routing.scores,
+            counted,
+            kind=c.balance,
+            token_mask=token_mask,
+            groups=c.groups,
+            top_groups=c.top_groups,
+        )
 
     def _drop(self, routing: Routing, token_mask: Tensor | None) -> tuple[Routing, Tensor]:
         """The routing without what finds no room, and how much that was."""
