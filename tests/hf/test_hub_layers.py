@@ -55,6 +55,20 @@ def outputs_and_gradients(module, inputs):
     return [*outputs, *torch.autograd.grad(loss, [*leaves, *module.parameters()])]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "norm", ["qwen3_next.Qwen3NextRMSNormGated", "kimi_linear.KimiLinearRMSNormGated"]
+)
+def test_gated_norms_go_by_their_activation(norm, dtype):
+    module, x = make(norm, 24).to(dtype), torch.randn(2, 200, 24, dtype=dtype)
+    nn.init.normal_(module.weight)
+    expected = module(*x)
+    actual = kernel_mapping()["RMSNormGated"]["cpu"].load().forward(module, *x)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-4)
+    if dtype == torch.bfloat16:
+        assert (actual != expected).double().mean() < 2e-3
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_layer_computes_what_the_module_computes(name):
     torch.manual_seed(0)

@@ -51,18 +51,25 @@ class RMSNormZeroCentered(nn.Module):
 
 
 class RMSNormGated(nn.Module):
-    """Norms with a SiLU gate behind them, rounded as Qwen3-Next's."""
+    """Norms with a gate behind them: SiLU, rounded as Qwen3-Next's, or sigmoid, rounded once as
+    Kimi Linear's."""
 
     can_torch_compile = True
     has_backward = True
 
     weight: Tensor
     variance_epsilon: float
+    activation: str
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         """(..., d), (..., d) -> (..., d)."""
         return functional.rms_norm_gated(
-            hidden_states, gate, self.weight, eps=self.variance_epsilon, casting="llama"
+            hidden_states,
+            gate,
+            self.weight,
+            eps=self.variance_epsilon,
+            activation=self.activation,
+            casting="fp32" if self.activation == "sigmoid" else "llama",
         )
 
 
@@ -150,8 +157,8 @@ def kernel_mapping() -> dict[str, Any]:
     among them: one name stands for several formulas. :func:`omniattn.hf.patch` probes each.
 
     Note:
-        gpt-oss and OLMo 2 mark norms that round once as "RMSNorm", too: in half precision those
-        differ by a rounding from the layer here.
+        gpt-oss, OLMo 2, Nemotron-H, DeepSeek-V4 and some others mark norms that round once as
+        "RMSNorm", too: in half precision those differ by a rounding from the layer here.
 
     Example:
         >>> sorted(kernel_mapping()["RMSNorm"])
