@@ -21,7 +21,14 @@ def _norm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 SIZES = [(3, 1), (5, 63), (4, 64), (7, 65), (33, 100), (64, 1024), (3, 4097), (700, 48)]
 EMPTIES = [(0, 8), (3, 0)]
-SPEED = (2048, 1024)
+SPEED = ((2048, 1024), (8192, 512))
+
+
+def _timed(
+    name: str, tensors: tuple[str, ...], dtypes: tuple[torch.dtype, ...], **options: bool
+) -> tuple[Benchmark, ...]:
+    return tuple(Benchmark(rows(name, *s, tensors, **options), dtypes, TRAINING) for s in SPEED)
+
 
 RMS_NORM = OpSpec(
     name="rms_norm",
@@ -45,9 +52,9 @@ RMS_NORM = OpSpec(
         rows("longstream", 3, 4097, ("stream",)),
     ),
     benchmarks=(
-        Benchmark(rows("plain", *SPEED, ("weight",)), (F32, BF16), TRAINING),
-        Benchmark(rows("residual", *SPEED, ("weight", "residual")), (F32,), TRAINING),
-        Benchmark(rows("stream", *SPEED, ("weight", "stream")), (BF16,), TRAINING),
+        *_timed("plain", ("weight",), (F32, BF16)),
+        *_timed("residual", ("weight", "residual"), (F32,)),
+        *_timed("stream", ("weight", "stream"), (BF16,)),
         Benchmark(rows("call", 4, 64, ("weight",)), (F32,), BOTH),
     ),
 )
@@ -70,7 +77,10 @@ LAYER_NORM = OpSpec(
         rows("residual", 33, 65, ("weight", "bias", "residual")),
         rows("stream", 17, 130, ("weight", "bias", "stream")),
     ),
-    benchmarks=(Benchmark(rows("plain", *SPEED, ("weight", "bias")), (F32, BF16), TRAINING),),
+    benchmarks=(
+        *_timed("plain", ("weight", "bias"), (F32, BF16)),
+        *_timed("residual", ("weight", "bias", "residual"), (F32,)),
+    ),
 )
 
 GROUP_NORM = OpSpec(
@@ -136,12 +146,8 @@ RMS_NORM_GATED = OpSpec(
         rows("qwen3next", 17, 130, ("gate", "weight"), casting="llama"),
     ),
     benchmarks=(
-        Benchmark(rows("after", *SPEED, ("gate", "weight")), (F32, BF16), TRAINING),
-        Benchmark(
-            rows("before", *SPEED, ("gate", "weight"), norm_before_gate=False),
-            (F32, BF16),
-            TRAINING,
-        ),
+        *_timed("after", ("gate", "weight"), (F32, BF16)),
+        *_timed("before", ("gate", "weight"), (F32, BF16), norm_before_gate=False),
     ),
 )
 SPECS = (RMS_NORM, LAYER_NORM, GROUP_NORM, RMS_NORM_GATED)
