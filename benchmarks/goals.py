@@ -1,11 +1,15 @@
 """Times variants against what they have to keep up with, and says which goals are met.
 
-    python benchmarks/goals.py [--group masks scores ...] [--threads 2] [--force]
+    python benchmarks/goals.py [--group masks scores ...] [--threads 2] [--keep-memory] [--force]
 
 A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
 share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
 The goal is the most that the call may take of the yardstick's time. Results are merged by name into
 benchmarks/results/goals.csv.
+
+glibc gives blocks of more than 32 MiB back to the system when they are freed, which clears the
+pages of the next ones. --keep-memory keeps them, as jemalloc and tcmalloc do, for both sides of
+each row.
 """
 
 from __future__ import annotations
@@ -435,7 +439,9 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def result(row: Row, ceilings: harness.Ceilings, speed: Callable[[], float]) -> report.Row:
+def result(
+    row: Row, ceilings: harness.Ceilings, speed: Callable[[], float], memory: str
+) -> report.Row:
     timing = harness.interleave({"ours": row.run, "yardstick": row.yardstick}, SECONDS, speed)
     seconds, dtype = timing.seconds["ours"], SHORT_DTYPE[row.dtype]
     rate = 1e-9 * (row.flops or row.bytes) / seconds
@@ -447,6 +453,7 @@ def result(row: Row, ceilings: harness.Ceilings, speed: Callable[[], float]) -> 
         "dtype": dtype,
         "pass": row.pass_,
         "against": row.against,
+        "memory": memory,
         "milliseconds": round(1e3 * seconds, 4),
         "rate": round(rate, 2),
         "unit": "GFLOP/s" if row.flops else "GB/s",
@@ -465,7 +472,7 @@ def save(rows: list[report.Row]) -> None:
     path = report.RESULTS / "goals.csv"
 
     def key(row: report.Row) -> tuple[str, ...]:
-        return row["row"], row["dtype"], row["pass"], row["against"]
+        return tuple(row[name] for name in ("row", "dtype", "pass", "against", "memory"))
 
     old: dict[tuple[str, ...], report.Row] = {}
     if path.exists():
@@ -482,13 +489,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--group", nargs="*", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--keep-memory", action="store_true", help="of freed blocks")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
+    if args.keep_memory:
+        harness.keep_memory()
     isa, ceilings = harness.start(args.threads, args.force)
     speed = harness.cpu_speed(ceilings, args.threads, isa)
     for group in args.group:
         for row in GROUPS[group]():
-            found = result(row, ceilings, speed)
+            found = result(row, ceilings, speed, "kept" if args.keep_memory else "returned")
             save([found])
             tqdm.write(
                 f"{found['row']} {found['dtype']} {report.SHORT_PASS[row.pass_]}: "

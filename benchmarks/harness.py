@@ -83,6 +83,14 @@ def start(threads: int, force: bool) -> tuple[str, Ceilings]:
     return isa, Ceilings.measure(threads, isa)
 
 
+def keep_memory() -> None:
+    """Lets glibc keep freed memory: no blocks of their own, and a heap that never shrinks."""
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = ctypes.CDLL(None).mallopt
+    if not (mallopt(mmap_max, 0) and mallopt(trim_threshold, -1)):
+        raise RuntimeError("mallopt refused to keep memory")
+
+
 def cpu_speed(ceilings: Ceilings, threads: int, isa: str) -> Callable[[], float]:
     """How fast this machine multiplies and adds right now, as a share of `ceilings`."""
     probe = _kernels.Probe(isa)

@@ -10,7 +10,7 @@
 namespace {
 
 // Intermediate arrays of the experts that are worked on together; more only costs memory.
-constexpr int64_t kWaveBytes = int64_t{128} << 20;
+constexpr int64_t kWaveBytes = int64_t{32} << 20;
 
 // The (token, slot) pairs by expert, stable: rows offsets[e] to offsets[e + 1] are of expert e.
 struct Routing {
