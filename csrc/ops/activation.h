@@ -1,5 +1,5 @@
-// glu, glu_backward: checks and allocation for either device. Included by activation_cpu.cpp and
-// activation_cuda.cpp, each of which defines the two run functions.
+// glu, glu_backward, glu_backward_: checks and allocation for either device. Included by
+// activation_cpu.cpp and activation_cuda.cpp, each of which defines the two run functions.
 #pragma once
 #include "kernels/activation/activation.h"
 
@@ -67,6 +67,25 @@ Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act) {
   return y;
 }
 
+// dgate and dup are contiguous; dup is null if both lie side by side, as a packed gate's do.
+void glu_backward_into(const Halves& h, int64_t act, const Rows& grad_y, void* dgate, void* dup) {
+  const int64_t half = h.cols * size_of(h.dtype);
+  GluBackwardParams p{};
+  p.dtype = h.dtype;
+  p.act = static_cast<Activation>(act);
+  p.cols = h.cols;
+  p.grad_y = grad_y.data();
+  p.gate = h.gate_data();
+  p.up = h.up_data();
+  p.dgate = dgate;
+  p.dup = dup != nullptr ? dup : static_cast<char*>(dgate) + half;
+  p.grad_y_row = grad_y.stride;
+  p.gate_row = h.gate.stride;
+  p.up_row = h.up_row();
+  p.dgate_row = p.dup_row = h.gate.cols;
+  run_glu_backward(p, h.gate.rows);
+}
+
 // A packed gate has one packed gradient; dup is then empty.
 std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
                                         const OptTensor& up, int64_t act) {
@@ -77,26 +96,29 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
   sizes.back() = h.cols;
   require_tensor(op, "grad_y", grad_y, h.dtype);
   require_sizes(op, "grad_y", grad_y, {sizes.data(), sizes.size()});
-  const Rows gy = as_rows(op, "grad_y", grad_y);
   const int64_t none = 0;
   const Tensor dgate = empty_tensor(gate.sizes(), h.dtype);
   const Tensor dup = empty_tensor(h.up ? gate.sizes() : Sizes(&none, 1), h.dtype);
-  GluBackwardParams p{};
-  p.dtype = h.dtype;
-  p.act = static_cast<Activation>(act);
-  p.cols = h.cols;
-  p.grad_y = gy.data();
-  p.gate = h.gate_data();
-  p.up = h.up_data();
-  p.dgate = dgate.mutable_data_ptr();
-  p.dup = h.up ? dup.mutable_data_ptr() : static_cast<char*>(p.dgate) + h.cols * size_of(h.dtype);
-  p.grad_y_row = gy.stride;
-  p.gate_row = h.gate.stride;
-  p.up_row = h.up_row();
-  p.dgate_row = h.gate.cols;
-  p.dup_row = h.gate.cols;
-  run_glu_backward(p, h.gate.rows);
+  glu_backward_into(h, act, as_rows(op, "grad_y", grad_y), dgate.mutable_data_ptr(),
+                    h.up ? dup.mutable_data_ptr() : nullptr);
   return {dgate, dup};
+}
+
+// The same without new memory: dgate goes into a tensor of the caller, dup takes grad_y's place.
+void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
+                          const Tensor& dgate) {
+  constexpr const char* op = "glu_backward_";
+  const DeviceScope scope(gate);
+  const Halves h = halves(op, gate, up, act);
+  const auto require_whole = [&](const char* name, const Tensor& t) {
+    require_tensor(op, name, t, h.dtype);
+    require_sizes(op, name, t, gate.sizes());
+    require(t.is_contiguous(), op, name, " must be contiguous");
+  };
+  require_whole("grad_y", grad_y);
+  require_whole("dgate", dgate);
+  glu_backward_into(h, act, as_rows(op, "grad_y", grad_y), dgate.mutable_data_ptr(),
+                    grad_y.mutable_data_ptr());
 }
 
 }  // namespace
@@ -104,4 +126,5 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
 STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
   OMNIATTN_IMPL(m, "glu", glu);
   m.impl("glu_backward", TORCH_BOX(&glu_backward));
+  m.impl("glu_backward_", TORCH_BOX(&glu_backward_inplace));
 }

@@ -122,6 +122,8 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def(
       "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act) -> (Tensor dgate, Tensor "
       "dup)");
+  m.def(
+      "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, Tensor(b!) dgate) -> ()");
 
   // gemm: y = x weight^T + bias with x (..., K), weight (N, K)
   define(m, "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

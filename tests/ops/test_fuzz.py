@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omniattn import functional as F
 from omniattn import testing
+from omniattn.ops.activation import ACTIVATIONS
 from omniattn.testing.properties import recorded_ops
 
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
@@ -45,6 +46,10 @@ def valid_calls():
                 for op, args, kwargs in recorded_ops(call, spec.function):
                     assert not kwargs
                     calls[op._schema.name.split("::")[1]].append((op, args))
+    # Called inside of glu_mlp_backward only.
+    ones = [torch.ones(5, 70) for _ in range(4)]
+    inplace = torch.ops.omniattn.glu_backward_.default
+    calls["glu_backward_"].append((inplace, (*ones[:3], ACTIVATIONS["silu"], ones[3])))
     return calls
 
 

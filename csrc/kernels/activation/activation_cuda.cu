@@ -42,7 +42,7 @@ template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     glu_backward_kernel(const __grid_constant__ GluBackwardParams p, int64_t rows) {
   for_packs<W>(rows, p.cols, [&](int64_t row, int64_t i) {
-    const auto gy = gpu::load_constant<W>(static_cast<const T*>(p.grad_y) + row * p.grad_y_row + i);
+    const auto gy = gpu::load<W>(static_cast<const T*>(p.grad_y) + row * p.grad_y_row + i);
     const auto gate = gpu::load_constant<W>(static_cast<const T*>(p.gate) + row * p.gate_row + i);
     const auto up = gpu::load_constant<W>(static_cast<const T*>(p.up) + row * p.up_row + i);
     Pack<T, W> dgate, dup;

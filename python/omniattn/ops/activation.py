@@ -42,6 +42,13 @@ def _fake_backward(
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
 
 
+@_library.register_fake("glu_backward_")
+def _fake_backward_inplace(
+    grad_y: Tensor, gate: Tensor, up: Tensor, act: int, dgate: Tensor
+) -> None:
+    pass
+
+
 def _backward(
     saved: Any, act: int, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 _linear_op = private_op("linear_raw")
 _linear_backward_op = private_op("linear_backward")
 _glu_op = private_op("glu_raw")
-_glu_backward_op = private_op("glu_backward")
+_glu_backward_op = private_op("glu_backward_")
 _dropout_op = private_op("dropout_raw")
 
 
@@ -152,11 +152,12 @@ def _activate(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
 
 
 def _activate_backward(
-    grad: Tensor, gate: Tensor, up: Tensor | None, act: int
+    grad: Tensor, gate: Tensor, up: Tensor | None, act: int, spare: Tensor
 ) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate and up; with an up they take the memory of `spare` and of `grad`."""
     if up is not None:
-        dgate, dup = _glu_backward_op(grad, gate, up, act)
-        return dgate, dup
+        _glu_backward_op(grad, gate, up, act, spare)
+        return spare, grad
     dgate = _ACTIVATION_BACKWARD[_NAMES[act]](widen(grad), widen(gate))
     return dgate.to(gate.dtype), None
 
@@ -194,12 +195,13 @@ def _backward_op(
         gate, up = a.project()
     else:
         gate, up = kept_gate, None if a.up_weight is None else kept_up
+    hidden = a.hidden(gate, up)
     dhidden, ddown, ddown_bias = _linear_backward(
-        grad_y, a.hidden(gate, up), a.down_weight, a.native, True, down_need, down_bias_need
+        grad_y, hidden, a.down_weight, a.native, True, down_need, down_bias_need
     )
     assert dhidden is not None
-    dgate, dup = _activate_backward(a.drop(dhidden), gate, up, a.act)
-    del dhidden
+    dgate, dup = _activate_backward(a.drop(dhidden), gate, up, a.act, hidden)
+    del dhidden, hidden
     dx, dgate_weight, dgate_bias = _linear_backward(
         dgate, a.x, a.gate_weight, a.native, x_need, gate_need, gate_bias_need
     )
