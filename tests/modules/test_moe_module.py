@@ -451,6 +451,7 @@ def test_bad_config(change, message):
         ((3, 7), None, ValueError, r"x must have shape \(..., T, 8\)"),
         ((3, 8), torch.ones(2, dtype=torch.bool), ValueError, r"token_mask must have shape \(3,\)"),
         ((3, 8), torch.ones(3), TypeError, "token_mask must be a bool tensor"),
+        ((3, 8), [True] * 3, TypeError, "token_mask must be a bool tensor, got list"),
     ],
 )
 def test_bad_input(shape, mask, error, message):

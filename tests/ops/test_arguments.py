@@ -131,7 +131,7 @@ CASES = [
     (lambda: F.sigmoid_top_k(X, 2, scale="1"), "sigmoid_top_k: scale must .* got scale='1'"),
     (lambda: F.sigmoid_top_k(X, 2, bias=1.0), "sigmoid_top_k: bias must .* got bias=1.0"),
     (lambda: F.noisy_top_k(X, X, 1, noise_eps=None), "noisy_top_k: noise_eps must be a finite"),
-    (lambda: F.expert_counts(TARGET, 2.5), "expert_counts: experts must be an int >= 0, got"),
+    (lambda: F.expert_counts(TARGET, 2.5), "expert_counts: experts must be an int >= 1, got"),
     (
         lambda: F.update_router_bias(X[0, :2], TARGET, "1"),
         "update_router_bias: rate must be a finite",

@@ -248,6 +248,8 @@ def test_capacity_against_a_loop(by_priority):
 def test_groups_may_have_capacities_of_their_own():
     g = torch.stack([logits(9, seed=seed) for seed in range(3)])
     tokens = torch.tensor([0, 4, 9])
+    assert F.expert_capacity(tokens, 8, 2, 1e300).tolist() == [0, 4, 9]
+    assert F.expert_capacity(10**18, 8, 2, 1e300) == 10**18
     capacity = F.expert_capacity(tokens, 8, 2, 1.25)
     assert capacity.tolist() == [F.expert_capacity(n, 8, 2, 1.25) for n in (0, 4, 9)]
     routing = F.softmax_top_k(g, 2)
@@ -407,6 +409,33 @@ def test_uniform_values():
             "renormalize must be True or False",
         ),
         (lambda: F.expert_counts(torch.tensor([4]), 4), RuntimeError, "out of bounds"),
+        (lambda: F.expert_counts(torch.tensor([-1]), 0), ValueError, "experts must be an int >= 1"),
+        (
+            lambda: F.drop_over_capacity(ROUTING._replace(experts=torch.ones(2, 1)), 1),
+            TypeError,
+            "routing.experts must be integers",
+        ),
+        (
+            lambda: F.expert_importance(ROUTING._replace(scores=torch.ones(3, 4))),
+            ValueError,
+            r"got experts.shape=\(2, 1\), scores.shape=\(3, 4\)",
+        ),
+        (
+            lambda: F.expert_importance(ROUTING._replace(weights=torch.ones(2, 2))),
+            ValueError,
+            r"routing.weights must have shape \(2, 1\)",
+        ),
+        (
+            lambda: F.drop_over_capacity(F.Routing(*(t[0] for t in ROUTING)), 1),
+            ValueError,
+            r"experts \(..., n, k\), got experts.shape=\(1,\)",
+        ),
+        (
+            lambda: F.load_balance_loss(torch.ones(4), torch.tensor(1)),
+            ValueError,
+            r"index \(..., k\), got index.shape=\(\)",
+        ),
+        (lambda: F.router_z_loss(torch.tensor(1.0)), ValueError, r"logits must have shape"),
         (lambda: F.llama4_top_k(torch.ones(2, 4), 5), ValueError, "1 <= k <= E"),
         (
             lambda: F.default_vector_gradient(
@@ -441,7 +470,7 @@ def test_uniform_values():
         (
             lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(3, 1).long()),
             ValueError,
-            "index must have the leading sizes",
+            r"scores must have shape \(..., E\)",
         ),
         (
             lambda: F.drop_second_at_random(F.softmax_top_k(torch.ones(2, 4), 1), torch.zeros(2)),
@@ -505,7 +534,7 @@ def test_uniform_values():
         (
             lambda: F.expert_counts(torch.ones(4).long(), -1),
             ValueError,
-            "experts must be an int >= 0, got experts=-1",
+            "experts must be an int >= 1, got experts=-1",
         ),
         (
             lambda: F.load_balance_loss(torch.ones(2, 4), torch.zeros(2, 1)),

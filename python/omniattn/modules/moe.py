@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_number
+from omniattn.functional._checks import require_float, require_int, require_number
 from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import check_groups
@@ -370,6 +370,7 @@ class MoE(Layer):
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """The routing that forward executes, and its state."""
         c = self.config
+        require_float("MoE", "x", x)
         if x.dim() < 2 or x.shape[-1] != c.dim:
             raise ValueError(
                 f"MoE: x must have shape (..., T, {c.dim}), got x.shape={tuple(x.shape)}"

@@ -46,10 +46,11 @@ def expert_capacity(
     require_int(op, "least", least, 0)
     if isinstance(tokens, Tensor):
         require_integers(op, "tokens", tokens)
-        slots = (factor * k * tokens.double() / experts).ceil().long()
-        return slots.clamp(min=least).minimum(tokens)
+        slots = (factor * k * tokens.double() / experts).ceil().clamp(min=least)
+        return slots.minimum(tokens.double()).long()
     require_int(op, "tokens", tokens, 0)
-    return min(tokens, max(least, math.ceil(factor * k * tokens / experts)))
+    share = factor * k * tokens / experts
+    return min(tokens, max(least, math.ceil(share) if share < tokens else tokens))
 
 
 def drop_over_capacity(
@@ -84,6 +85,11 @@ def drop_over_capacity(
     """
     op = "drop_over_capacity"
     require_routing(op, routing)
+    if routing.experts.dim() < 2:
+        raise ValueError(
+            f"{op}: routing must have experts (..., n, k), "
+            f"got experts.shape={tuple(routing.experts.shape)}"
+        )
     *leading, n, k = routing.experts.shape
     experts = routing.scores.shape[-1]
     groups = math.prod(leading)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_float, require_number, require_shape
+from omniattn.functional._checks import (
+    require_device,
+    require_float,
+    require_number,
+    require_shape,
+)
 from omniattn.functional.routing._checks import require_float_beside, require_integers_beside
 from omniattn.functional.routing.routers import Routing, expert_counts, require_routing
 
@@ -53,8 +58,7 @@ def default_vector_gradient(
     require_routing(op, routing)
     require_number(op, "scale", scale)
     scores = routing.scores
-    require_float_beside(op, "routing.scores", scores, y, "y")
-    require_integers_beside(op, "routing.experts", routing.experts, y, "y")
+    require_device(op, "routing.scores", scores, y, "y")
     require_float_beside(op, "vectors", vectors, y, "y")
     require_shape(op, "vectors", vectors, (scores.shape[-1], y.shape[-1]))
     experts = scores.shape[-1]

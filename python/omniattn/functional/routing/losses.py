@@ -92,9 +92,9 @@ def load_balance_loss(
         raise ValueError(
             f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={kind!r}"
         )
-    if index.shape[:-1] != scores.shape[:-1]:
+    if 0 in (index.dim(), scores.dim()) or index.shape[:-1] != scores.shape[:-1]:
         raise ValueError(
-            f"{op}: index must have the leading sizes of scores, "
+            f"{op}: scores must have shape (..., E) and index (..., k), "
             f"got index.shape={tuple(index.shape)}, scores.shape={tuple(scores.shape)}"
         )
     if token_mask is None:
@@ -153,6 +153,8 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
         tensor(5.954...)
     """
     require_float("router_z_loss", "logits", logits)
+    if logits.dim() == 0:
+        raise ValueError("router_z_loss: logits must have shape (..., E), got logits.shape=()")
     square = widen(logits).logsumexp(-1).square()
     if token_mask is None:
         return square.sum() / max(1, square.numel())
@@ -165,6 +167,7 @@ def expert_importance(routing: Routing) -> Tensor:
 
     Raises:
         TypeError: no :class:`Routing`.
+        RuntimeError: an index of E or more.
 
     Reference:
         Shazeer et al., 2017, arXiv:1701.06538.

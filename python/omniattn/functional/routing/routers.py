@@ -46,6 +46,16 @@ class Routing(NamedTuple):
 def require_routing(op: str, routing: Routing) -> None:
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be a Routing, got routing={routing!r}")
+    experts, weights, scores = routing
+    require_float(op, "routing.scores", scores)
+    require_float_beside(op, "routing.weights", weights, scores, "routing.scores")
+    require_integers_beside(op, "routing.experts", experts, scores, "routing.scores")
+    require_shape(op, "routing.weights", weights, experts.shape)
+    if 0 in (experts.dim(), scores.dim()) or experts.shape[:-1] != scores.shape[:-1]:
+        raise ValueError(
+            f"{op}: routing must have experts (..., k) and scores (..., E), got "
+            f"experts.shape={tuple(experts.shape)}, scores.shape={tuple(scores.shape)}"
+        )
 
 
 def expert_counts(index: Tensor, experts: int) -> Tensor:
@@ -53,7 +63,7 @@ def expert_counts(index: Tensor, experts: int) -> Tensor:
 
     Raises:
         TypeError: an index that is not integers.
-        ValueError: negative experts.
+        ValueError: less than one expert.
         RuntimeError: an index of E or more.
 
     Example:
@@ -61,7 +71,7 @@ def expert_counts(index: Tensor, experts: int) -> Tensor:
         tensor([1, 0, 2])
     """
     require_integers("expert_counts", "index", index)
-    require_int("expert_counts", "experts", experts, 0)
+    require_int("expert_counts", "experts", experts, 1)
     return count_rows(index.reshape(1, index.numel()).long(), experts)[0]
 
 
