@@ -17,7 +17,7 @@ enum class Reduction : int64_t { none, mean, sum };
 
 struct LossOptions {
   int64_t ignore_index;
-  double label_smoothing, z_loss;
+  double label_smoothing, z_loss, softcap;
   Reduction reduction;
 };
 
@@ -34,9 +34,9 @@ void run_row_weights(const CrossEntropyParams& p, Reduction reduction, const voi
                      void* weights);
 
 LossOptions options_of(const char* op, int64_t ignore_index, double label_smoothing, double z_loss,
-                       int64_t reduction) {
+                       double softcap, int64_t reduction) {
   require(reduction >= 0 && reduction <= 2, op, "reduction must be 0, 1 or 2, got ", reduction);
-  return {ignore_index, label_smoothing, z_loss, static_cast<Reduction>(reduction)};
+  return {ignore_index, label_smoothing, z_loss, softcap, static_cast<Reduction>(reduction)};
 }
 
 Sizes leading_sizes(const Tensor& t) {
@@ -64,6 +64,7 @@ CrossEntropyParams params_of(DType dtype, int64_t rows, int64_t cols, const void
   p.ignore_index = options.ignore_index;
   p.label_smoothing = options.label_smoothing;
   p.z_loss = options.z_loss;
+  p.softcap = options.softcap;
   return p;
 }
 
@@ -88,10 +89,11 @@ Tensor row_weights(const char* op, const Tensor& grad, const CrossEntropyParams&
 
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
                                          int64_t ignore_index, double label_smoothing,
-                                         double z_loss, int64_t reduction) {
+                                         double z_loss, double softcap, int64_t reduction) {
   constexpr const char* op = "cross_entropy";
   const DeviceScope scope(logits);
-  const LossOptions options = options_of(op, ignore_index, label_smoothing, z_loss, reduction);
+  const LossOptions options =
+      options_of(op, ignore_index, label_smoothing, z_loss, softcap, reduction);
   const DType dtype = dtype_of(op, "logits", logits), acc = accumulator(dtype);
   require_tensor(op, "logits", logits, dtype);
   const Rows rows = as_rows(op, "logits", logits);
@@ -120,11 +122,12 @@ DType grad_dtype_of(const char* op, std::optional<ScalarType> wanted, DType dtyp
 // dlogits of `grad_dtype`, by default that of the logits.
 Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
                               const Tensor& lse, int64_t ignore_index, double label_smoothing,
-                              double z_loss, int64_t reduction,
+                              double z_loss, double softcap, int64_t reduction,
                               std::optional<ScalarType> grad_dtype) {
   constexpr const char* op = "cross_entropy_backward";
   const DeviceScope scope(logits);
-  const LossOptions options = options_of(op, ignore_index, label_smoothing, z_loss, reduction);
+  const LossOptions options =
+      options_of(op, ignore_index, label_smoothing, z_loss, softcap, reduction);
   const DType dtype = dtype_of(op, "logits", logits), acc = accumulator(dtype);
   require_tensor(op, "logits", logits, dtype);
   const Rows rows = as_rows(op, "logits", logits);

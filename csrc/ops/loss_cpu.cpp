@@ -177,10 +177,11 @@ struct LinearLoss {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
     const Tensor& x, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-    int64_t ignore_index, double label_smoothing, double z_loss, int64_t reduction, bool x_grad,
-    bool weight_grad, bool bias_grad) {
+    int64_t ignore_index, double label_smoothing, double z_loss, double softcap, int64_t reduction,
+    bool x_grad, bool weight_grad, bool bias_grad) {
   constexpr const char* op = "linear_cross_entropy";
-  const LossOptions options = options_of(op, ignore_index, label_smoothing, z_loss, reduction);
+  const LossOptions options =
+      options_of(op, ignore_index, label_smoothing, z_loss, softcap, reduction);
   const bool wanted = x_grad || weight_grad || bias_grad;
   require(!wanted || options.reduction != Reduction::none, op,
           "gradients of unreduced losses are the backward's, got reduction=none");
@@ -199,10 +200,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     const Tensor& grad, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-    const Tensor& target, int64_t ignore_index, double label_smoothing, double z_loss, bool x_grad,
-    bool weight_grad, bool bias_grad) {
+    const Tensor& target, int64_t ignore_index, double label_smoothing, double z_loss,
+    double softcap, bool x_grad, bool weight_grad, bool bias_grad) {
   constexpr const char* op = "linear_cross_entropy_backward";
-  const LossOptions options{ignore_index, label_smoothing, z_loss, Reduction::none};
+  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap, Reduction::none};
   const LinearLoss loss(op, x, weight, bias, target, options);
   const Tensor weights = row_weights(op, grad, loss.every, Reduction::none, loss.leading);
   return loss.run(weights, loss.dtype, x_grad, weight_grad, bias_grad);

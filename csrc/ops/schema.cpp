@@ -147,21 +147,24 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
 
   // loss: target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum
   define(m, "cross_entropy",
-         "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
+         "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
+         "float softcap,"
          " int reduction) -> (Tensor loss, Tensor lse)");
   m.def(
       "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse,"
-      " int ignore_index, float label_smoothing, float z_loss, int reduction,"
+      " int ignore_index, float label_smoothing, float z_loss, float softcap, int reduction,"
       " ScalarType? grad_dtype=None) -> Tensor");
   // the same of x weight^T + bias, a chunk of tokens at a time; gradients for a gradient of 1,
   // which need a reduction
   define(m, "linear_cross_entropy",
          "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index,"
-         " float label_smoothing, float z_loss, int reduction, bool x_grad, bool weight_grad,"
+         " float label_smoothing, float z_loss, float softcap, int reduction, bool x_grad, bool "
+         "weight_grad,"
          " bool bias_grad) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
       "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias,"
-      " Tensor target, int ignore_index, float label_smoothing, float z_loss, bool x_grad,"
+      " Tensor target, int ignore_index, float label_smoothing, float z_loss, float softcap, bool "
+      "x_grad,"
       " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // moe: sum over the slots of weights (N, k) times expert index (N, k), -1 for none, of x (N, d);

@@ -299,8 +299,12 @@ def test_layers_that_compute_something_else_are_left_alone():
         def forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
             return layer * super().forward(x)
 
+    class ChannelsLayerNorm(nn.LayerNorm):  # DINOv3's ConvNeXt
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
     model = MODELS["llama"][0]()
-    model.other_norms = nn.ModuleList([ScaledRMSNorm(), WeightlessRMSNorm()])
+    model.other_norms = nn.ModuleList([ScaledRMSNorm(), WeightlessRMSNorm(), ChannelsLayerNorm(8)])
     model.other_mlp = DropoutMLP().eval()
     model.more_mlps = nn.ModuleList([UpFirstMLP(), AdaptedMLP()])
     swapped = omniattn.hf.patch(model)
@@ -313,6 +317,7 @@ def test_layers_that_compute_something_else_are_left_alone():
 
 
 def test_rotary_calls_say_where_the_heads_are():
+    from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTAttention
     from transformers.models.efficientloftr.modeling_efficientloftr import EfficientLoFTRAttention
     from transformers.models.pixtral.modeling_pixtral import PixtralAttention
 
@@ -325,6 +330,7 @@ def test_rotary_calls_say_where_the_heads_are():
     ):
         torch.testing.assert_close(a, e)
     assert patch_module._rotary_forward(PixtralAttention) is None  # unsqueeze_dim=0
+    assert patch_module._rotary_forward(DINOv3ViTAttention) is None  # prefix tokens do not turn
 
 
 def test_learned_rotary_tables_get_gradients():

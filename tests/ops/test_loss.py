@@ -25,6 +25,23 @@ def test_cross_entropy_is_torchs(reduction, label_smoothing):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_softcap_caps_the_logits(dtype):
+    """Gemma 2's; rows end within a vector, and a block of columns ends within them."""
+    logits, target = logits_and_target(4, 5003, dtype)
+    logits = logits.mul(20).requires_grad_()
+    logits.data[0, :3] = torch.tensor([torch.inf, -torch.inf, 3e4])
+    wide = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(5 * torch.tanh(wide / 5), target)
+    actual = cross_entropy(logits, target, softcap=5.0)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
+    (grad,), (wanted,) = (
+        torch.autograd.grad(*pair) for pair in ((actual, logits), (expected, wide))
+    )
+    tolerance = float(wanted.abs().max()) * (8e-3 if dtype == torch.bfloat16 else 1e-6)
+    torch.testing.assert_close(grad.double(), wanted, rtol=0, atol=tolerance)
+
+
 def test_extreme_logits():
     logits, target = logits_and_target(4, 5000)
     logits[0] = -torch.inf
@@ -97,7 +114,7 @@ def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
     target[1, 2] = -100
     loss = reference.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)
     expected = torch.autograd.grad(loss.sum(), (x, weight, bias))
-    options = (-100, 0.0, 0.0)
+    options = (-100, 0.0, 0.0, 0.0)
     inputs = (x.detach(), weight.detach(), bias.detach(), target, *options)
     number = ops.REDUCTIONS[reduction]
     wanted = [reduction == "mean"] * 3

@@ -290,9 +290,17 @@ def liger_rope(q, k, cos, sin):
 
 
 def liger_cross_entropy(
-    input, target, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, reduction="mean"
+    input,
+    target,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    lse_square_scale=0.0,
+    reduction="mean",
+    softcap=None,
 ):
     kept = target != ignore_index
+    if softcap is not None:
+        input = softcap * torch.tanh(input / softcap)
     losses, _ = cross_entropy_loss(
         input, target.masked_fill(~kept, -1), label_smoothing, lse_square_scale
     )

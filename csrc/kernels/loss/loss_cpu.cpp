@@ -13,6 +13,31 @@ constexpr int64_t kBlock = 4096;
 OMNIATTN_INLINE VecF softmax_exp(VecF x) { return exp2(x * 1.442695041f); }
 OMNIATTN_INLINE VecD softmax_exp(VecD x) { return exp(x); }
 
+// What the loss takes for a logit, and the derivative of that: itself and 1, or cap tanh(x / cap)
+// and 1 - tanh^2. A tanh costs more than the rest of an element, so that there are kernels without
+// it.
+template <class C, bool kCapped>
+struct Cap {
+  Vec<C> cap;
+
+  explicit Cap(double softcap) : cap(static_cast<C>(softcap)) {}
+
+  OMNIATTN_INLINE Vec<C> operator()(Vec<C> x) const {
+    if constexpr (!kCapped) return x;
+    return cap * tanh(x / cap);
+  }
+  OMNIATTN_INLINE C scalar(C x) const {
+    if constexpr (!kCapped) return x;
+    return (*this)(Vec<C>(x)).v[0];
+  }
+  // dx, times the derivative at the logit of which `capped` was made.
+  OMNIATTN_INLINE Vec<C> back(Vec<C> dx, Vec<C> capped) const {
+    if constexpr (!kCapped) return dx;
+    const Vec<C> t = capped / cap;
+    return dx * (C(1) - t * t);
+  }
+};
+
 template <class C>
 OMNIATTN_INLINE C scalar_exp(C x) {
   return exp(Vec<C>(x)).v[0];
@@ -45,8 +70,8 @@ struct RowStatistics {
   compute_t<T> sum;  // of the logits, where label smoothing asks for it
 };
 
-template <class T>
-RowStatistics<T> statistics(const T* x, int64_t n, bool with_sum) {
+template <class T, bool kCapped>
+RowStatistics<T> statistics(const T* x, int64_t n, Cap<compute_t<T>, kCapped> cap, bool with_sum) {
   using C = compute_t<T>;
   using V = Vec<C>;
   const C lowest = -__builtin_inff();
@@ -54,24 +79,26 @@ RowStatistics<T> statistics(const T* x, int64_t n, bool with_sum) {
   for (int64_t first = 0; first < n; first += kBlock) {
     const T* const block = x + first;
     const int64_t count = n - first < kBlock ? n - first : kBlock;
-    const C block_most = row_max(block, count);
+    const C block_most = cap.scalar(row_max(block, count));
     if (block_most > most) {
       normaliser *= scalar_exp(most - block_most);
       most = block_most;
     }
     const V shift = most == lowest ? C(0) : most;
-    normaliser += row_sum<T>(
-        count, [&](int64_t i, auto part) { return softmax_exp(part.load(block + i) - shift); });
+    normaliser += row_sum<T>(count, [&](int64_t i, auto part) {
+      return softmax_exp(cap(part.load(block + i)) - shift);
+    });
     if (with_sum) {
-      sum += row_sum<T>(count, [&](int64_t i, auto part) { return part.load(block + i); });
+      sum += row_sum<T>(count, [&](int64_t i, auto part) { return cap(part.load(block + i)); });
     }
   }
   return {most + scalar_log(normaliser), sum};
 }
 
-template <class T>
+template <class T, bool kCapped>
 void forward(const CrossEntropyParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
+  const Cap<C, kCapped> cap(p.softcap);
   const C smoothing = static_cast<C>(p.label_smoothing);
   for (int64_t row = begin; row < end; ++row) {
     C& loss = static_cast<C*>(p.loss)[row];
@@ -83,35 +110,42 @@ void forward(const CrossEntropyParams& p, int64_t begin, int64_t end) {
       continue;
     }
     const T* const x = static_cast<const T*>(p.logits) + row * p.stride;
-    const RowStatistics<T> row_statistics = statistics(x, p.cols, smoothing > 0);
+    const RowStatistics<T> row_statistics = statistics(x, p.cols, cap, smoothing > 0);
     lse = row_statistics.lse;
-    loss = lse - (1 - smoothing) * widen(x[target]) + static_cast<C>(p.z_loss) * lse * lse;
+    loss =
+        lse - (1 - smoothing) * cap.scalar(widen(x[target])) + static_cast<C>(p.z_loss) * lse * lse;
     if (smoothing > 0) loss -= smoothing * (row_statistics.sum / static_cast<C>(p.cols));
   }
 }
 
-// y[i] = slope e^(x[i] - lse) - offset, past the caches where the row is aligned for that.
-template <class T>
-void gradient_row(const T* x, T* y, int64_t n, compute_t<T> lse, compute_t<T> slope,
-                  compute_t<T> offset, bool past_caches) {
+// y[i] = slope e^(x[i] - lse) - offset of capped logits, turned back through the cap; past the
+// caches where the row is aligned for that.
+template <class T, bool kCapped>
+void gradient_row(const T* x, T* y, int64_t n, Cap<compute_t<T>, kCapped> cap, compute_t<T> lse,
+                  compute_t<T> slope, compute_t<T> offset, bool past_caches) {
   using V = Vec<compute_t<T>>;
   const V shift = lse, scale = slope, constant = offset;
+  const auto gradient = [&](V logit) {
+    const V capped = cap(logit);
+    return cap.back(fma(scale, softmax_exp(capped - shift), -constant), capped);
+  };
   constexpr int64_t kBytes = V::kWidth * sizeof(T);
   int64_t done = 0;
   if (past_caches && reinterpret_cast<uintptr_t>(y) % kBytes == 0) {
     for (; done + V::kWidth <= n; done += V::kWidth) {
-      stream(y + done, fma(scale, softmax_exp(load(x + done) - shift), -constant));
+      stream(y + done, gradient(load(x + done)));
     }
   }
   for_row<T>(n - done, [&](int64_t i, auto part) {
-    part.store(y + done + i, fma(scale, softmax_exp(part.load(x + done + i) - shift), -constant));
+    part.store(y + done + i, gradient(part.load(x + done + i)));
   });
 }
 
-template <class T>
+template <class T, bool kCapped>
 void backward(const CrossEntropyBackwardParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   const CrossEntropyParams& f = p.forward;
+  const Cap<C, kCapped> cap(f.softcap);
   const C smoothing = static_cast<C>(f.label_smoothing);
   for (int64_t row = begin; row < end; ++row) {
     const T* const x = static_cast<const T*>(f.logits) + row * f.stride;
@@ -125,9 +159,10 @@ void backward(const CrossEntropyBackwardParams& p, int64_t begin, int64_t end) {
     const C lse = static_cast<const C*>(f.lse)[row];
     const C slope = weight * (1 + 2 * static_cast<C>(f.z_loss) * lse);
     const C offset = weight * smoothing / static_cast<C>(f.cols);
-    const C hit = slope * scalar_exp(widen(x[target]) - lse) - offset - weight * (1 - smoothing);
-    gradient_row(x, y, f.cols, lse, slope, offset, p.stream);
-    y[target] = narrow<T>(hit);
+    const C chosen = cap.scalar(widen(x[target]));
+    const C hit = slope * scalar_exp(chosen - lse) - offset - weight * (1 - smoothing);
+    gradient_row(x, y, f.cols, cap, lse, slope, offset, p.stream);
+    y[target] = narrow<T>(cap.back(Vec<C>(hit), Vec<C>(chosen)).v[0]);
   }
   if (p.stream) stream_fence();
 }
@@ -143,10 +178,14 @@ void sum_chunks(const compute_t<T>* sums, int64_t chunks, int64_t n, T* total, i
 }
 
 void forward_any(const CrossEntropyParams& p, int64_t begin, int64_t end) {
-  dispatch(p.dtype, [&]<class T>(T) { forward<T>(p, begin, end); });
+  dispatch(p.dtype, [&]<class T>(T) {
+    p.softcap > 0 ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);
+  });
 }
 void backward_any(const CrossEntropyBackwardParams& p, int64_t begin, int64_t end) {
-  dispatch(p.forward.dtype, [&]<class T>(T) { backward<T>(p, begin, end); });
+  dispatch(p.forward.dtype, [&]<class T>(T) {
+    p.forward.softcap > 0 ? backward<T, true>(p, begin, end) : backward<T, false>(p, begin, end);
+  });
 }
 void sum_chunks_any(DType dtype, const void* sums, int64_t chunks, int64_t n, void* total,
                     int64_t begin, int64_t end) {

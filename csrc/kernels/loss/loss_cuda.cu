@@ -14,25 +14,36 @@ using gpu::Width;
 // 4 packs per thread are in flight before a row gets more threads, up to 512.
 constexpr unsigned kThreads = 512;
 constexpr int kPacksInFlight = 4;
-// f64 has more values in flight than a third of the registers holds.
-template <class T>
-constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1 : 3;
+// f64 has more values in flight than a third of the registers holds, and so have capped logits, for
+// which a half suffices.
+template <class T, bool kCapped>
+constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1 : kCapped ? 2 : 3;
 
 // ex2.approx errs by 2^-22, less than the rounding of lse does.
 __device__ __forceinline__ float softmax_exp(float x) { return gpu::exp2_approx(x * 1.442695041f); }
 __device__ __forceinline__ double softmax_exp(double x) { return exp(x); }
 
+// What the loss takes for a logit.
+template <bool kCapped, class C>
+__device__ __forceinline__ C capped(C x, C cap) {
+  if constexpr (!kCapped) return x;
+  return cap * tanh(x / cap);
+}
+
 // sum = sum exp(x - most), total = sum x over the elements seen so far.
-template <class C>
+template <class C, bool kCapped>
 struct OnlineSoftmax {
+  C cap;
   C most = -INFINITY, sum = 0, total = 0;
 
   // Without an element above -inf there is nothing to shift by.
   static __device__ __forceinline__ C shift(C most) { return most == C(-INFINITY) ? C(0) : most; }
 
   template <class T, int W>
-  __device__ __forceinline__ void add(const Pack<T, W>& x) {
-    C above = most;
+  __device__ __forceinline__ void add(const Pack<T, W>& logits) {
+    C x[W], above = most;
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = capped<kCapped>(C(logits[j]), cap);
 #pragma unroll
     for (int j = 0; j < W; ++j) above = fmax(above, x[j]);
     const C by = shift(above);
@@ -46,12 +57,13 @@ struct OnlineSoftmax {
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
+template <class T, bool kCapped>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kCapped>)
     cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
   using C = compute_t<T>;
   constexpr int W = gpu::kVectorWidth<T>;
   const C smoothing = static_cast<C>(p.label_smoothing), z = static_cast<C>(p.z_loss);
+  const C cap = static_cast<C>(p.softcap);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   for (; row < p.rows; row += step) {
@@ -61,15 +73,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
       GPU_REQUIRE(target >= 0 && target < p.cols,
                   "cross_entropy: target must be in [0, V) or ignore_index");
       const T* const x = static_cast<const T*>(p.logits) + row * p.stride;
-      OnlineSoftmax<C> seen;
+      OnlineSoftmax<C, kCapped> seen{cap};
       const int64_t head = min(gpu::elements_to_boundary<W>(x), p.cols);
       gpu::sweep_unaligned_row<W>(p.cols, head, [&]<int N>(int64_t i, Width<N>) {
         seen.add(gpu::load_constant<N>(x + i));
       });
       const C most = gpu::row_max(seen.most);
-      const C by = OnlineSoftmax<C>::shift(most);
+      const C by = seen.shift(most);
       lse = most + log(gpu::row_sum(seen.sum * softmax_exp(seen.most - by)));
-      loss = lse - (1 - smoothing) * gpu::widen(x[target]) + z * lse * lse;
+      loss = lse - (1 - smoothing) * capped<kCapped>(gpu::widen(x[target]), cap) + z * lse * lse;
       if (smoothing > 0) loss -= smoothing * (gpu::row_sum(seen.total) / static_cast<C>(p.cols));
     }
     if (threadIdx.x == 0) {
@@ -80,13 +92,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
 }
 
 // Gradients in U; the logits may be overwritten with them.
-template <class T, class U>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
+template <class T, class U, bool kCapped>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kCapped>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardParams p) {
   using C = compute_t<T>;
   constexpr int W = gpu::kVectorWidth<U>;
   const CrossEntropyParams& f = p.forward;
   const C smoothing = static_cast<C>(f.label_smoothing), z = static_cast<C>(f.z_loss);
+  const C cap = static_cast<C>(f.softcap);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   for (; row < f.rows; row += step) {
@@ -114,8 +127,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>)
       Pack<U, N> out;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const C d = slope * softmax_exp(in[j] - lse) - offset;
-        out.v[j] = gpu::narrow<U>(i + j == target ? d - hit : d);
+        const C logit = capped<kCapped>(C(in[j]), cap);
+        C d = slope * softmax_exp(logit - lse) - offset;
+        if (i + j == target) d -= hit;
+        if constexpr (kCapped) d *= 1 - (logit / cap) * (logit / cap);
+        out.v[j] = gpu::narrow<U>(d);
       }
       gpu::store(y + i, out);
     });
@@ -159,6 +175,12 @@ dim3 block_of(int64_t cols, int width) {
   return gpu::row_block((cols + width - 1) / width, kPacksInFlight, kThreads);
 }
 
+// f(true_type or false_type): kernels for capped logits, or without the tanh.
+template <class F>
+void with_cap(double softcap, const F& f) {
+  softcap > 0 ? f(std::true_type{}) : f(std::false_type{});
+}
+
 template <class F>
 void with_compute_type(DType dtype, const F& f) {
   dtype == DType::f64 ? f(double{}) : f(float{});
@@ -170,7 +192,10 @@ Status launch_cross_entropy(const CrossEntropyParams& p, Stream stream) {
   if (p.rows == 0) return nullptr;
   dispatch(p.dtype, [&]<class T>(T) {
     const dim3 block = block_of(p.cols, gpu::kVectorWidth<T>);
-    GPU_LAUNCH(cross_entropy_kernel<T>, gpu::row_grid(p.rows, block), block, 0, stream, p);
+    with_cap(p.softcap, [&]<class Capped>(Capped) {
+      GPU_LAUNCH((cross_entropy_kernel<T, Capped::value>), gpu::row_grid(p.rows, block), block, 0,
+                 stream, p);
+    });
   });
   return gpu::launch_status();
 }
@@ -179,8 +204,10 @@ Status launch_cross_entropy_backward(const CrossEntropyBackwardParams& p, Stream
   if (p.forward.rows == 0 || p.forward.cols == 0) return nullptr;
   const auto launch = [&]<class T, class U>(T, U) {
     const dim3 block = block_of(p.forward.cols, gpu::kVectorWidth<U>);
-    GPU_LAUNCH((cross_entropy_backward_kernel<T, U>), gpu::row_grid(p.forward.rows, block), block,
-               0, stream, p);
+    with_cap(p.forward.softcap, [&]<class Capped>(Capped) {
+      GPU_LAUNCH((cross_entropy_backward_kernel<T, U, Capped::value>),
+                 gpu::row_grid(p.forward.rows, block), block, 0, stream, p);
+    });
   };
   dispatch(p.grad_dtype, [&]<class U>(U) {
     if (p.grad_dtype == p.forward.dtype) {

@@ -29,6 +29,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
@@ -43,6 +44,7 @@ def cross_entropy(
         ignore_index: rows with this target give 0 and are not counted by the mean.
         label_smoothing: e in [0, 1].
         z_loss: weight of lse^2, at least 0.
+        softcap: c > 0 takes ``c tanh(logit / c)`` for the logits (Gemma 2), 0 the logits.
         reduction: "mean" over the kept targets (0 if there are none, where torch gives NaN), "sum"
             or "none".
         backend: None for the native kernel of the tensors' device, "cpu" or "cuda" to insist on
@@ -74,7 +76,7 @@ def cross_entropy(
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
     target = _check_target(op, target, logits)
-    number = _check_options(op, ignore_index, label_smoothing, z_loss, reduction)
+    number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if use_reference(op, backend, logits):
         return reference.cross_entropy(
             logits,
@@ -82,9 +84,11 @@ def cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
+            softcap=softcap,
             reduction=reduction,
         )
-    loss: Tensor = ops.cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, number)
+    options = (ignore_index, label_smoothing, z_loss, softcap, number)
+    loss: Tensor = ops.cross_entropy(logits, target, *options)
     return loss
 
 
@@ -97,6 +101,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
@@ -108,7 +113,8 @@ def linear_cross_entropy(
         weight: (V, K) of x's dtype.
         target: (...), see :func:`cross_entropy`.
         bias: (V,) of x's dtype, or None.
-        ignore_index, label_smoothing, z_loss, reduction, backend: see :func:`cross_entropy`.
+        ignore_index, label_smoothing, z_loss, softcap, reduction, backend: see
+            :func:`cross_entropy`.
 
     Returns:
         float32 (float64 for float64): a scalar, or (...) without reduction.
@@ -143,7 +149,7 @@ def linear_cross_entropy(
         require_like(op, "bias", bias, x)
         require_shape(op, "bias", bias, weight.shape[:1])
     target = _check_target(op, target, x)
-    number = _check_options(op, ignore_index, label_smoothing, z_loss, reduction)
+    number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if use_reference(op, backend, x):
         return reference.linear_cross_entropy(
             x,
@@ -153,12 +159,13 @@ def linear_cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
+            softcap=softcap,
             reduction=reduction,
         )
     now = reduction != "none" and torch.is_grad_enabled()
     wanted = [now and t is not None and may_need_gradient(t) for t in (x, weight, bias)]
     loss: Tensor = ops.linear_cross_entropy(
-        x, weight, bias, target, ignore_index, label_smoothing, z_loss, number, *wanted
+        x, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, number, *wanted
     )
     return loss
 
@@ -178,10 +185,16 @@ def _check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_options(
-    op: str, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+    op: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
 ) -> int:
     require_int(op, "ignore_index", ignore_index)
     require_number(op, "label_smoothing", label_smoothing, 0, 1)
     require_number(op, "z_loss", z_loss, 0)
+    require_number(op, "softcap", softcap, 0)
     require_choice(op, "reduction", reduction, ops.REDUCTIONS)
     return ops.REDUCTIONS[reduction]

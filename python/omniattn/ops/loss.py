@@ -39,6 +39,7 @@ def _fake(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    softcap: float,
     reduction: int,
 ) -> tuple[Tensor, Tensor]:
     loss = _loss(logits, reduction)
@@ -57,10 +58,10 @@ def _backward(
 ) -> tuple[Any, ...]:
     grad = grads[0]
     dlogits = None if grad is None else _backward_op(grad, *saved, *options)
-    return dlogits, None, None, None, None, None
+    return dlogits, None, None, None, None, None, None
 
 
-#: (logits, target, ignore_index, label_smoothing, z_loss, reduction) -> loss
+#: (logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction) -> loss
 cross_entropy = DifferentiableOp(
     "cross_entropy",
     fake=_fake,
@@ -81,6 +82,7 @@ def _fake_linear(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    softcap: float,
     reduction: int,
     *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,6 +100,7 @@ def _fake_linear_backward(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    softcap: float,
     *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients_like(x, weight, wanted, x.dtype)
@@ -116,7 +119,7 @@ def _gradients_like(
 
 def _save_linear(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     options = args[4:]
-    if options[3] == REDUCTIONS["none"]:
+    if options[4] == REDUCTIONS["none"]:
         return args[:4], (args[0].dtype, options)
     return output[1:], (args[0].dtype, options)
 
@@ -129,18 +132,18 @@ def _backward_linear(
     dtype, options = kept
     grad = grads[0]
     if grad is None:
-        return (None,) * 11
-    if options[3] == REDUCTIONS["none"]:
-        found = _linear_backward_op(grad, *saved, *options[:3], *needs[:3])
+        return (None,) * 12
+    if options[4] == REDUCTIONS["none"]:
+        found = _linear_backward_op(grad, *saved, *options[:4], *needs[:3])
     else:
         found = tuple((d * grad).to(dtype) for d in saved)
     wanted = (d if need else None for d, need in zip(found, needs[:3], strict=True))
-    return (*wanted, *(None,) * 8)
+    return (*wanted, *(None,) * 9)
 
 
-#: (x, weight, bias, target, ignore_index, label_smoothing, z_loss, reduction, x_grad, weight_grad,
-#: bias_grad) -> loss in the compute dtype; with a reduction the last three must say which gradients
-#: will be asked for, without one they are False
+#: (x, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, reduction, x_grad,
+#: weight_grad, bias_grad) -> loss in the compute dtype; with a reduction the last three must say
+#: which gradients will be asked for, without one they are False
 linear_cross_entropy = DifferentiableOp(
     "linear_cross_entropy",
     fake=_fake_linear,
@@ -176,7 +179,7 @@ def _run_chunks(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    options: tuple[int, float, float],
+    options: tuple[int, float, float, float],
     row_weight: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -222,12 +225,13 @@ def composed_linear_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    softcap: float,
     reduction: int,
     *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of half logits have weight 1 until the end: over the number of tokens they could
     underflow."""
-    options = (ignore_index, label_smoothing, z_loss)
+    options = (ignore_index, label_smoothing, z_loss, softcap)
     tokens = math.prod(x.shape[:-1])
     ones = x.new_ones((tokens,), dtype=_compute_dtype(x)) if any(wanted) else None
     losses, dx, dweight, dbias = _run_chunks(x, weight, bias, target, options, ones, wanted)
@@ -250,9 +254,10 @@ def composed_linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    softcap: float,
     *wanted: bool,
 ) -> tuple[Tensor, ...]:
-    options = (ignore_index, label_smoothing, z_loss)
+    options = (ignore_index, label_smoothing, z_loss, softcap)
     row_weight = grad.reshape(target.numel())
     _, *grads = _run_chunks(x, weight, bias, target, options, row_weight, wanted)
     return tuple(g.to(x.dtype) for g in grads)

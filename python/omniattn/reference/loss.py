@@ -13,14 +13,18 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """(1 - e) (lse - logit_y) + e mean_v(lse - logit_v) + z_loss lse^2, e = label_smoothing.
+    """(1 - e) (lse - logit_y) + e mean_v(lse - logit_v) + z_loss lse^2, e = label_smoothing;
+    logits are softcap tanh(logits / softcap) where softcap > 0.
 
     logits (..., V), target (...). Rows whose target is `ignore_index` give 0. "mean" divides by the
     number of the other rows and gives 0 if there are none (torch gives NaN).
     """
     logits = widen(logits)
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
     kept = target != ignore_index
     lse = logits.logsumexp(-1)
     hit = logits.gather(-1, target.masked_fill(~kept, 0).unsqueeze(-1)).squeeze(-1)
@@ -42,6 +46,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
     """cross_entropy(x W^T + b, target) with logits that are never rounded to a half dtype.
@@ -54,5 +59,6 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        softcap=softcap,
         reduction=reduction,
     )

@@ -48,7 +48,7 @@ OPTIONS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("ignore7", ("ignored",), {"ignore_index": 7, "reduction": "sum"}),
     ("smooth", ("ignored",), {"label_smoothing": 0.1}),
     ("zloss", ("ignored",), {"z_loss": 1e-2, "reduction": "none"}),
-    ("everything", ("ignored",), {"label_smoothing": 0.2, "z_loss": 1e-3}),
+    ("everything", ("ignored",), {"label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 3.0}),
     ("nothing", ("all ignored",), {}),
 )
 
@@ -62,9 +62,10 @@ CROSS_ENTROPY = OpSpec(
     flops=lambda case, pass_: 4.0 * case.sizes["M"] * case.sizes["V"] * (1 + ("+" in pass_)),
     rivals=rivals.CROSS_ENTROPY,
     cases=(
-        _loss("tiny", 3, 5, label_smoothing=0.1, z_loss=1e-2),
+        _loss("tiny", 3, 5, label_smoothing=0.1, z_loss=1e-2, softcap=2.0),
         *(_loss("plain", m, v) for m, v in [(4, 1), (5, 63), (64, 64), (7, 65), (9, 5003)]),
         *(_loss(label, 33, 100, tensors, **kw) for label, tensors, kw in OPTIONS),
+        _loss("softcap", 7, 5003, softcap=4.0),
         _loss("empty", 0, 8),
     ),
     benchmarks=(Benchmark(_loss("plain", 1024, 32000), (F32, BF16), TRAINING),),
@@ -80,7 +81,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     flops=gemm_flops,
     rivals=rivals.LINEAR_CROSS_ENTROPY,
     cases=(
-        _fused_loss("tiny", 3, 5, 4, ("bias",), label_smoothing=0.1, z_loss=1e-2),
+        _fused_loss("tiny", 3, 5, 4, ("bias",), label_smoothing=0.1, z_loss=1e-2, softcap=2.0),
         _fused_loss("plain", 65, 100, 33),
         _fused_loss("plain", 7, 3001, 64, ("bias",)),
         *(
