@@ -17,7 +17,9 @@ constexpr int kPacksInFlight = 4;
 // f64 has more values in flight than a third of the registers holds, and so have capped logits, for
 // which a half suffices.
 template <class T, bool kCapped>
-constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1 : kCapped ? 2 : 3;
+constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1
+                             : kCapped      ? 2
+                                            : 3;
 
 // ex2.approx errs by 2^-22, less than the rounding of lse does.
 __device__ __forceinline__ float softmax_exp(float x) { return gpu::exp2_approx(x * 1.442695041f); }
