@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from omniattn.models import load_model
+from omniattn.models import Routers, load_model
 from omniattn.models.presets import TRAINED
 from omniattn.models.tasks import Digits
 from omniattn.models.training import TrainConfig, Trainer
@@ -107,6 +107,8 @@ def test_routers_are_trained_balanced_and_recorded(model):
     assignments = 2 * 65 * run.routers.layers[0].config.top_k
     assert (run.routers.loads[0].sum(-1) == assignments).all()
     assert all(value > 0 for value in run.routers.losses)
+    total = Routers(run.model, sum_layers=True).loss()
+    torch.testing.assert_close(total, layers * run.routers.loss())
     assert (run.routers.dropped[-1].sum() > 0) == (model == "switch")
     assert run.routers.status().startswith("busiest expert ")
     moves = [(load.double().mean(-1, keepdim=True) - load).sign() for load in run.routers.loads]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run, start
+from torch.utils.checkpoint import checkpoint
 
 from omniattn.functional import Routing
 from omniattn.modules import ExpertParallel, MoE
@@ -28,9 +29,9 @@ def make(tokens, config=CONFIG):
     return layer, torch.randn(sum(tokens), 12, dtype=torch.float64)
 
 
-def grads(layer, x):
+def grads(layer, x, run=None):
     x = x.clone().requires_grad_()
-    y = layer(x)
+    y = (run or layer)(x)
     y.square().sum().backward()
     return y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}
 
@@ -83,12 +84,15 @@ def compare(rank, ranks, port):
         layer.experts = ExpertParallel(layer.experts)
         first = sum(tokens[:rank])
         mine = slice(first, first + tokens[rank])
-        ours = grads(layer, x[mine])
-        torch.testing.assert_close(ours[0], y[mine])
-        torch.testing.assert_close(ours[1], dx[mine])
-        for name in ("gate_up_proj", "down_proj"):
-            own = expected[f"experts.{name}"][local * rank : local * (rank + 1)]
-            torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
+        for repeated in (False, True):
+            layer.zero_grad()
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if repeated else layer
+            ours = grads(layer, x[mine], run)
+            torch.testing.assert_close(ours[0], y[mine])
+            torch.testing.assert_close(ours[1], dx[mine])
+            for name in ("gate_up_proj", "down_proj"):
+                own = expected[f"experts.{name}"][local * rank : local * (rank + 1)]
+                torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
     for tokens in TOKENS[ranks]:
         compare_default_vectors(rank, tokens)
     unlike_ranks(rank, TOKENS[ranks][0])

@@ -13,6 +13,7 @@ class Routers:
 
     Args:
         model: whose layers have equally many experts.
+        sum_layers: whether `loss` is the sum over the layers instead of their mean.
 
     Attributes:
         loads: of each step, assignments (layers, E) int64 before any was dropped, on the CPU.
@@ -20,7 +21,8 @@ class Routers:
         losses: of each step, what `loss` was.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sum_layers: bool = False) -> None:
+        self.sum_layers = sum_layers
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
         self.loads: list[Tensor] = []
         self.dropped: list[Tensor] = []
@@ -30,18 +32,21 @@ class Routers:
         return [layer.state for layer in self.layers if layer.state is not None]
 
     def loss(self) -> Tensor | float:
-        """Balance and z-losses of the last forward, the mean of the layers."""
+        """Balance and z-losses of the last forward, the mean or sum of the layers."""
         losses = [state.balance_loss + state.z_loss for state in self._states()]
-        return torch.stack(losses).mean() if losses else 0.0
+        if not losses:
+            return 0.0
+        return torch.stack(losses).sum() if self.sum_layers else torch.stack(losses).mean()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """After a training step: moves biases and default vectors, records the load."""
+    def step(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        """After a training step: moves biases, by the counts of all ranks of `group`, and default
+        vectors; records the load of this rank."""
         if not self.layers:
             return
         for layer in self.layers:
             if layer.config.router == "sigmoid":
-                layer.update_bias()
+                layer.update_bias(group=group)
             if layer.config.router_grad == "default_vector":
                 layer.update_default_vectors()
         states = self._states()
