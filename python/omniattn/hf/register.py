@@ -25,8 +25,10 @@ def register(name: str = "omniattn") -> None:
     Note:
         A model that computes its attention without transformers' AttentionInterface does not load:
         NotImplementedError at its first mask (BLOOM, MPT), or transformers' own KeyError (Falcon,
-        GPT-J); its `set_attn_implementation` warns and changes nothing. A padded query, which
-        attends to nothing, gives 0 where eager gives the mean of all values.
+        GPT-J); its `set_attn_implementation` warns and changes nothing. A layer that passes what is
+        not computed here, such as the chosen indices of DeepSeek-V3.2 or the compressed keys of V4,
+        raises NotImplementedError. A padded query, which attends to nothing, gives 0 where eager
+        gives the mean of all values.
 
     Example:
         >>> from transformers import AttentionInterface
