@@ -27,6 +27,23 @@ def test_every_remainder(isa, interleaved, dim, half):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize(("dtype", "interleaved"), [(torch.float32, 0), (torch.bfloat16, 1)])
+@pytest.mark.parametrize(("dim", "half"), [(256, 64), (256, 60)])
+def test_results_of_32_mib_are_written_past_the_caches(isa, dtype, interleaved, dim, half):
+    tokens = (32 << 20) // (8 * dim * dtype.itemsize)
+    q = torch.randn(1, tokens, 7, dim, dtype=dtype)
+    k = torch.randn(1, tokens, 1, dim, dtype=dtype)
+    tables = torch.randn(2, tokens, half).unbind()
+    with testing.isa(isa):
+        got = F.apply_rotary(q, k, *tables, rotary_start=32, interleaved=bool(interleaved))
+        for x, turned in zip((q, k), got, strict=True):
+            F.apply_rotary(
+                x, None, *tables, rotary_start=32, interleaved=bool(interleaved), inplace=True
+            )
+            assert torch.equal(turned, x)
+
+
 @pytest.mark.parametrize(
     "positions",
     [

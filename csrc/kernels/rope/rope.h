@@ -34,7 +34,8 @@ struct RopeParams {
   const int64_t* positions;  // (batch, tokens): row of the tables; null: the token's index
   int64_t positions_batch, positions_token;
   bool interleaved;
-  bool inverse;  // turn by the negative angle: the backward
+  bool inverse;      // turn by the negative angle: the backward
+  bool past_caches;  // `out` are new contiguous tensors, too large for the caches
 };
 static_assert(std::is_trivially_copyable_v<RopeParams>);
 
