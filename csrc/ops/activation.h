@@ -1,4 +1,4 @@
-// glu, glu_backward, glu_backward_: checks and allocation for either device. Included by
+// glu and activate with their backwards: checks and allocation for either device. Included by
 // activation_cpu.cpp and activation_cuda.cpp, each of which defines the two run functions.
 #pragma once
 #include "kernels/activation/activation.h"
@@ -29,9 +29,25 @@ struct Halves {
   int64_t up_row() const { return up ? up->stride : gate.stride; }
 };
 
-Halves halves(const char* op, const Tensor& gate, const OptTensor& up, int64_t act) {
+void require_activation(const char* op, int64_t act) {
   require(act >= 0 && act < kActivationCount, op, "act must be in [0, ", kActivationCount,
           "), got act=", act);
+}
+
+// What is activated without an up half.
+struct Plain {
+  DType dtype;
+  Rows rows;
+
+  Plain(const char* op, const Tensor& x, int64_t act)
+      : dtype(dtype_of(op, "x", x)), rows(as_rows(op, "x", x)) {
+    require_activation(op, act);
+    require_tensor(op, "x", x, dtype);
+  }
+};
+
+Halves halves(const char* op, const Tensor& gate, const OptTensor& up, int64_t act) {
+  require_activation(op, act);
   const DType dtype = dtype_of(op, "gate", gate);
   require_tensor(op, "gate", gate, dtype);
   Halves h{as_rows(op, "gate", gate), std::nullopt, 0, dtype};
@@ -104,21 +120,56 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
   return {dgate, dup};
 }
 
+// Requires a tensor that gradients of `x` can be written over.
+void require_like(const char* op, const char* name, const Tensor& t, const Tensor& x, DType dtype) {
+  require_tensor(op, name, t, dtype);
+  require_sizes(op, name, t, x.sizes());
+  require(t.is_contiguous(), op, name, " must be contiguous");
+}
+
 // The same without new memory: dgate goes into a tensor of the caller, dup takes grad_y's place.
 void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
                           const Tensor& dgate) {
   constexpr const char* op = "glu_backward_";
   const DeviceScope scope(gate);
   const Halves h = halves(op, gate, up, act);
-  const auto require_whole = [&](const char* name, const Tensor& t) {
-    require_tensor(op, name, t, h.dtype);
-    require_sizes(op, name, t, gate.sizes());
-    require(t.is_contiguous(), op, name, " must be contiguous");
-  };
-  require_whole("grad_y", grad_y);
-  require_whole("dgate", dgate);
+  require_like(op, "grad_y", grad_y, gate, h.dtype);
+  require_like(op, "dgate", dgate, gate, h.dtype);
   glu_backward_into(h, act, as_rows(op, "grad_y", grad_y), dgate.mutable_data_ptr(),
                     grad_y.mutable_data_ptr());
+}
+
+// act(x) alone.
+Tensor activate(const Tensor& x, int64_t act) {
+  constexpr const char* op = "activate";
+  const DeviceScope scope(x);
+  const Plain plain(op, x, act);
+  const Tensor y = empty_tensor(x.sizes(), plain.dtype);
+  GluParams p{};
+  p.dtype = plain.dtype;
+  p.act = static_cast<Activation>(act);
+  p.cols = p.y_row = plain.rows.cols;
+  p.gate = plain.rows.data();
+  p.gate_row = plain.rows.stride;
+  p.y = y.mutable_data_ptr();
+  run_glu(p, plain.rows.rows);
+  return y;
+}
+
+// dx takes grad_y's place.
+void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t act) {
+  constexpr const char* op = "activate_backward_";
+  const DeviceScope scope(x);
+  const Plain plain(op, x, act);
+  require_like(op, "grad_y", grad_y, x, plain.dtype);
+  GluBackwardParams p{};
+  p.dtype = plain.dtype;
+  p.act = static_cast<Activation>(act);
+  p.cols = p.grad_y_row = p.dgate_row = plain.rows.cols;
+  p.gate = plain.rows.data();
+  p.gate_row = plain.rows.stride;
+  p.grad_y = p.dgate = grad_y.mutable_data_ptr();
+  run_glu_backward(p, plain.rows.rows);
 }
 
 }  // namespace
@@ -127,4 +178,6 @@ STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
   OMNIATTN_IMPL(m, "glu", glu);
   m.impl("glu_backward", TORCH_BOX(&glu_backward));
   m.impl("glu_backward_", TORCH_BOX(&glu_backward_inplace));
+  m.impl("activate", TORCH_BOX(&activate));
+  m.impl("activate_backward_", TORCH_BOX(&activate_backward_inplace));
 }

@@ -124,6 +124,8 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "dup)");
   m.def(
       "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, Tensor(b!) dgate) -> ()");
+  m.def("activate(Tensor x, int act) -> Tensor");
+  m.def("activate_backward_(Tensor(a!) grad_y, Tensor x, int act) -> ()");
 
   // gemm: y = x weight^T + bias with x (..., K), weight (N, K)
   define(m, "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

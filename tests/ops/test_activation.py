@@ -5,6 +5,7 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference, testing
+from omniattn.ops.activation import ACTIVATIONS
 
 FAMILY = ["swiglu", "geglu", "reglu", "bilinear"]
 
@@ -68,3 +69,19 @@ def test_bad_input(name, arguments, error, message):
 def test_bad_approximation():
     with pytest.raises(ValueError, match='approximate must be one of "none", "tanh"'):
         F.geglu(torch.ones(2), approximate="erf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_gradients_written_over_others_are_the_same(act, dtype):
+    ops = torch.ops.omniattn
+    grad, gate, up = torch.randn(3, 9, 83, dtype=dtype).unbind()
+    dgate, dup = ops.glu_backward(grad, gate, up, act)
+    over_grad, spare = grad.clone(), torch.full_like(gate, torch.nan)
+    ops.glu_backward_(over_grad, gate, up, act, spare)
+    assert torch.equal(spare, dgate) and torch.equal(over_grad, dup)
+    ones = torch.ones_like(gate)
+    assert torch.equal(ops.activate(gate, act), ops.glu(gate, ones, act))
+    over_grad = grad.clone()
+    ops.activate_backward_(over_grad, gate, act)
+    assert torch.equal(over_grad, ops.glu_backward(grad, gate, ones, act)[0])

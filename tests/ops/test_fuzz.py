@@ -46,10 +46,15 @@ def valid_calls():
                 for op, args, kwargs in recorded_ops(call, spec.function):
                     assert not kwargs
                     calls[op._schema.name.split("::")[1]].append((op, args))
-    # Called inside of glu_mlp_backward only.
+    # Called inside of other ops only.
     ones = [torch.ones(5, 70) for _ in range(4)]
-    inplace = torch.ops.omniattn.glu_backward_.default
-    calls["glu_backward_"].append((inplace, (*ones[:3], ACTIVATIONS["silu"], ones[3])))
+    silu = ACTIVATIONS["silu"]
+    for name, args in {
+        "glu_backward_": (*ones[:3], silu, ones[3]),
+        "activate": (ones[0], silu),
+        "activate_backward_": (*ones[:2], silu),
+    }.items():
+        calls[name].append((getattr(torch.ops.omniattn, name).default, args))
     return calls
 
 

@@ -30,7 +30,7 @@ def test_every_remainder(isa, interleaved, dim, half):
 @pytest.mark.parametrize("isa", testing.isas())
 @pytest.mark.parametrize(("dtype", "interleaved"), [(torch.float32, 0), (torch.bfloat16, 1)])
 @pytest.mark.parametrize(("dim", "half"), [(256, 64), (256, 60)])
-def test_results_of_32_mib_are_written_past_the_caches(isa, dtype, interleaved, dim, half):
+def test_large_results_are_written_past_the_caches(isa, dtype, interleaved, dim, half):
     tokens = (32 << 20) // (8 * dim * dtype.itemsize)
     q = torch.randn(1, tokens, 7, dim, dtype=dtype)
     k = torch.randn(1, tokens, 1, dim, dtype=dtype)

@@ -2,6 +2,7 @@
 //
 //   dgate = dy * up * act'(gate)      dup = dy * act(gate)
 //
+// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may take dy's place.
 // The backward computes act again from the gate, so that nothing but the inputs is kept. Gate and
 // up are two tensors or the two halves of one packed row; only their strides tell. A work item is a
 // block of at most kGluBlock columns of one row, so that few long rows split over threads as well.
@@ -34,7 +35,7 @@ struct GluParams {
   DType dtype;
   Activation act;
   int64_t cols;
-  const void *gate, *up;            // (rows, cols)
+  const void *gate, *up;            // (rows, cols); up may be null
   void* y;                          // (rows, cols)
   int64_t gate_row, up_row, y_row;  // elements between rows
 };
@@ -43,8 +44,8 @@ struct GluBackwardParams {
   DType dtype;
   Activation act;
   int64_t cols;
-  const void *grad_y, *gate, *up;  // (rows, cols)
-  void *dgate, *dup;               // (rows, cols)
+  const void *grad_y, *gate, *up;  // (rows, cols); up may be null
+  void *dgate, *dup;               // (rows, cols); dup is null without up
   int64_t grad_y_row, gate_row, up_row, dgate_row, dup_row;
 };
 static_assert(std::is_trivially_copyable_v<GluParams>);

@@ -18,16 +18,22 @@ OMNIATTN_INLINE void for_blocks(int64_t cols, int64_t begin, int64_t end, const 
   }
 }
 
+// The rows that start `offset` elements behind p, null where p is.
+template <class T, class P>
+OMNIATTN_INLINE T* row_at(P* p, int64_t offset) {
+  return p != nullptr ? static_cast<T*>(p) + offset : nullptr;
+}
+
 template <class T, Activation kAct>
 void glu(const GluParams& p, int64_t begin, int64_t end) {
   for_blocks(p.cols, begin, end, [&](int64_t row, int64_t first, int64_t n) {
     const T* const gate = static_cast<const T*>(p.gate) + row * p.gate_row + first;
-    const T* const up = static_cast<const T*>(p.up) + row * p.up_row + first;
+    const T* const up = row_at<const T>(p.up, row * p.up_row + first);
     T* const y = static_cast<T*>(p.y) + row * p.y_row + first;
     for_row<T, Order::any>(n, [&](int64_t i, auto part) {
       const auto act =
           lanewise([](auto x) { return activate<kAct>(x).value; }, part.load(gate + i));
-      part.store(y + i, act * part.load(up + i));
+      part.store(y + i, up != nullptr ? act * part.load(up + i) : act);
     });
   });
 }
@@ -37,15 +43,15 @@ void glu_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
   for_blocks(p.cols, begin, end, [&](int64_t row, int64_t first, int64_t n) {
     const T* const grad_y = static_cast<const T*>(p.grad_y) + row * p.grad_y_row + first;
     const T* const gate = static_cast<const T*>(p.gate) + row * p.gate_row + first;
-    const T* const up = static_cast<const T*>(p.up) + row * p.up_row + first;
+    const T* const up = row_at<const T>(p.up, row * p.up_row + first);
     T* const dgate = static_cast<T*>(p.dgate) + row * p.dgate_row + first;
-    T* const dup = static_cast<T*>(p.dup) + row * p.dup_row + first;
+    T* const dup = row_at<T>(p.dup, row * p.dup_row + first);
     for_row<T, Order::any>(n, [&](int64_t i, auto part) {
       const auto g = part.load(grad_y + i), x = part.load(gate + i);
       const auto value = lanewise([](auto v) { return activate<kAct>(v).value; }, x);
       const auto slope = lanewise([](auto v) { return activate<kAct>(v).slope; }, x);
-      part.store(dgate + i, g * part.load(up + i) * slope);
-      part.store(dup + i, g * value);
+      part.store(dgate + i, (up != nullptr ? g * part.load(up + i) : g) * slope);
+      if (dup != nullptr) part.store(dup + i, g * value);
     });
   });
 }

@@ -24,11 +24,20 @@ __device__ __forceinline__ void for_packs(int64_t rows, int64_t cols, const F& f
 }
 
 template <class T, int W>
+__device__ __forceinline__ Pack<T, W> up_or_ones(const void* up, int64_t offset) {
+  if (up != nullptr) return gpu::load_constant<W>(static_cast<const T*>(up) + offset);
+  Pack<T, W> ones;
+#pragma unroll
+  for (int j = 0; j < W; ++j) ones.v[j] = gpu::narrow<T>(compute_t<T>(1));
+  return ones;
+}
+
+template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     glu_kernel(const __grid_constant__ GluParams p, int64_t rows) {
   for_packs<W>(rows, p.cols, [&](int64_t row, int64_t i) {
     const auto gate = gpu::load_constant<W>(static_cast<const T*>(p.gate) + row * p.gate_row + i);
-    const auto up = gpu::load_constant<W>(static_cast<const T*>(p.up) + row * p.up_row + i);
+    const auto up = up_or_ones<T, W>(p.up, row * p.up_row + i);
     Pack<T, W> y;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
@@ -44,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   for_packs<W>(rows, p.cols, [&](int64_t row, int64_t i) {
     const auto gy = gpu::load<W>(static_cast<const T*>(p.grad_y) + row * p.grad_y_row + i);
     const auto gate = gpu::load_constant<W>(static_cast<const T*>(p.gate) + row * p.gate_row + i);
-    const auto up = gpu::load_constant<W>(static_cast<const T*>(p.up) + row * p.up_row + i);
+    const auto up = up_or_ones<T, W>(p.up, row * p.up_row + i);
     Pack<T, W> dgate, dup;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
@@ -53,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
       dup.v[j] = gpu::narrow<T>(gy[j] * act.value);
     }
     gpu::store(static_cast<T*>(p.dgate) + row * p.dgate_row + i, dgate);
-    gpu::store(static_cast<T*>(p.dup) + row * p.dup_row + i, dup);
+    if (p.dup != nullptr) gpu::store(static_cast<T*>(p.dup) + row * p.dup_row + i, dup);
   });
 }
 

@@ -43,10 +43,14 @@ def _fake_backward(
 
 
 @_library.register_fake("glu_backward_")
-def _fake_backward_inplace(
-    grad_y: Tensor, gate: Tensor, up: Tensor, act: int, dgate: Tensor
-) -> None:
-    pass
+@_library.register_fake("activate_backward_")
+def _fake_inplace(*args: Any) -> None:
+    return None
+
+
+@_library.register_fake("activate")
+def _fake_activate(x: Tensor, act: int) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _backward(

@@ -8,7 +8,7 @@ gemm_choice.py; the gated activation is `glu`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
 from omniattn.ops.activation import ACTIVATIONS
-from omniattn.reference.precision import widen
 
 __all__ = ["glu_mlp"]
 
@@ -27,26 +26,9 @@ _linear_op = private_op("linear_raw")
 _linear_backward_op = private_op("linear_backward")
 _glu_op = private_op("glu_raw")
 _glu_backward_op = private_op("glu_backward_")
+_activate_op = private_op("activate")
+_activate_backward_op = private_op("activate_backward_")
 _dropout_op = private_op("dropout_raw")
-
-
-def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    s = torch.sigmoid(1.702 * x)
-    return grad * (s + 1.702 * x * s * (1 - s))
-
-
-# Autograd does not record inside of an op, so the derivatives are called by name.
-_aten = torch.ops.aten
-_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "identity": lambda grad, x: grad,
-    "relu": lambda grad, x: grad * (x > 0),
-    "silu": _aten.silu_backward.default,
-    "gelu": _aten.gelu_backward.default,
-    "gelu_tanh": lambda grad, x: _aten.gelu_backward.default(grad, x, approximate="tanh"),
-    "sigmoid": lambda grad, x: _aten.sigmoid_backward.default(grad, torch.sigmoid(x)),
-    "quick_gelu": _quick_gelu_backward,
-    "relu_squared": lambda grad, x: grad * 2 * x.clamp(min=0),
-}
 
 
 def _require(holds: bool, what: str) -> None:
@@ -145,21 +127,8 @@ def _linear_backward(
 
 
 def _activate(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
-    if up is not None:
-        y: Tensor = _glu_op(gate, up, act)
-        return y
-    return reference.activate(gate, _NAMES[act])
-
-
-def _activate_backward(
-    grad: Tensor, gate: Tensor, up: Tensor | None, act: int, spare: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate and up; with an up they take the memory of `spare` and of `grad`."""
-    if up is not None:
-        _glu_backward_op(grad, gate, up, act, spare)
-        return spare, grad
-    dgate = _ACTIVATION_BACKWARD[_NAMES[act]](widen(grad), widen(gate))
-    return dgate.to(gate.dtype), None
+    y: Tensor = _activate_op(gate, act) if up is None else _glu_op(gate, up, act)
+    return y
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,8 +169,14 @@ def _backward_op(
         grad_y, hidden, a.down_weight, a.native, True, down_need, down_bias_need
     )
     assert dhidden is not None
-    dgate, dup = _activate_backward(a.drop(dhidden), gate, up, a.act, hidden)
-    del dhidden, hidden
+    dhidden = a.drop(dhidden)
+    # The gradients are written over dhidden and hidden.
+    dgate, dup = (dhidden, None) if up is None else (hidden, dhidden)
+    del hidden
+    if up is None:
+        _activate_backward_op(dhidden, gate, a.act)
+    else:
+        _glu_backward_op(dhidden, gate, up, a.act, dgate)
     dx, dgate_weight, dgate_bias = _linear_backward(
         dgate, a.x, a.gate_weight, a.native, x_need, gate_need, gate_bias_need
     )
