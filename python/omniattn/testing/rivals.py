@@ -333,11 +333,13 @@ def _hf_qk_norm_rotary(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    casting: str = "fp32",
     positions: Tensor | int | None = None,
     rotary_start: int = 0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Qwen3's: a norm per head, then the rotation."""
+    _lacks(casting=casting != "fp32")
     q, k = (
         F.rms_norm(x, x.shape[-1:], w if w is None or not offset else w + offset, eps)
         for x, w in ((q, q_weight), (k, k_weight))
@@ -421,9 +423,10 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    _lacks(z_loss=z_loss)
+    _lacks(z_loss=z_loss, softcap=softcap)
     return F.cross_entropy(
         logits.float() if logits.dtype != torch.float64 else logits,
         target,
@@ -446,9 +449,10 @@ def _chunked_linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    _lacks(z_loss=z_loss)
+    _lacks(z_loss=z_loss, softcap=softcap)
     chunks = torch.nn.LinearCrossEntropyOptions()
     loss = F.linear_cross_entropy(x, weight, target, linear_bias=bias, options=chunks, **options)
     return loss.to(torch.promote_types(x.dtype, torch.float32))
