@@ -190,5 +190,5 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("uniform_like(Tensor x, Tensor seed) -> Tensor");
 
   // topk: indices (..., k) int64 of the largest scores (..., n), stable, -1 where there are fewer
-  m.def("top_k(Tensor scores, int k, Tensor? mask) -> Tensor");
+  m.def("top_k(Tensor scores, SymInt k, Tensor? mask) -> Tensor");
 }

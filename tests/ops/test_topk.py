@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import omniattn.functional as F
 from omniattn import reference, testing
@@ -29,6 +30,17 @@ def test_order_of_equal_scores_is_that_of_their_indices():
     scores = torch.zeros(3, 1000)
     scores[:, 700:] = 1
     assert torch.equal(F.top_k(scores, 4)[1], torch.arange(700, 704).expand(3, 4))
+
+
+def test_a_k_that_varies_compiles_once():
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda s: F.top_k(s, s.shape[-1] // 2)[1], backend=counter, fullgraph=True, dynamic=True
+    )
+    for n in (8, 13, 20):
+        scores = torch.randn(2, n)
+        assert torch.equal(compiled(scores), F.top_k(scores, n // 2)[1])
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

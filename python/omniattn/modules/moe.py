@@ -32,7 +32,7 @@ class RouterState(NamedTuple):
     A forward that activation checkpointing repeats in the backward does not count.
 
     Attributes:
-        experts: (tokens, k) int64, as executed: -1 where an assignment was dropped or masked.
+        experts: (..., k) int64, as executed: -1 where an assignment was dropped or masked.
         counts: (E,) int64, assignments before any was dropped.
         dropped: () int64, assignments over capacity.
         entropy: () of the mean scores of the real tokens in nats: log E where the load is even, 0

@@ -49,8 +49,9 @@ def expert_capacity(
         slots = (factor * k * tokens.double() / experts).ceil().clamp(min=least)
         return slots.minimum(tokens.double()).long()
     require_int(op, "tokens", tokens, 0)
-    share = factor * k * tokens / experts
-    return min(tokens, max(least, math.ceil(share) if share < tokens else tokens))
+    if factor * k >= experts:
+        return tokens
+    return min(tokens, max(least, math.ceil(factor * k * tokens / experts)))
 
 
 def drop_over_capacity(
