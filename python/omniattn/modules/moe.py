@@ -179,6 +179,11 @@ class MoE(Layer):
                     "capacity_factor must be None, "
                     f"got capacity={self.capacity}, capacity_factor={self.capacity_factor}"
                 )
+            for name in ("capacity_per_sequence", "capacity_by_score", "capacity_at_eval"):
+                if getattr(self, name) and not self.limited:
+                    raise ValueError(
+                        f"MoE: {name} needs capacity or capacity_factor, got None of both"
+                    )
             if self.capacity is not None:
                 require_int("MoE", "capacity", self.capacity, 0)
             if self.capacity_factor is not None:
@@ -399,7 +404,9 @@ class MoE(Layer):
         if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
             routing, dropped = self._drop(routing, token_mask)
         seen = routing.scores.detach()
-        total = (seen if token_mask is None else seen * token_mask[..., None]).flatten(0, -2).sum(0)
+        if token_mask is not None:
+            seen = seen.masked_fill(~token_mask[..., None], 0.0)
+        total = seen.flatten(0, -2).sum(0)
         share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
         entropy = torch.special.entr(share).sum()
         state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)

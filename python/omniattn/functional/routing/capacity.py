@@ -46,7 +46,8 @@ def expert_capacity(
     require_int(op, "least", least, 0)
     if isinstance(tokens, Tensor):
         require_integers(op, "tokens", tokens)
-        slots = (factor * k * tokens.double() / experts).ceil().clamp(min=least)
+        share = min(factor * k, experts)
+        slots = (share * tokens.double() / experts).ceil().clamp(min=least)
         return slots.minimum(tokens.double()).long()
     require_int(op, "tokens", tokens, 0)
     if factor * k >= experts:
