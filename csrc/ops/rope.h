@@ -107,7 +107,8 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tenso
   const Tensor q_in = with_unit_last_stride(q);
   const Tensor q_out = empty_tensor(q.sizes(), p.dtype);
   add_tensor(p, q_in, q_out);
-  p.past_caches = q.numel() * size_of(p.dtype) >= kLargeBytes;
+  const int64_t k_numel = k.has_value() ? k->numel() : 0;
+  p.past_caches = (q.numel() + k_numel) * size_of(p.dtype) >= kLargeBytes;
   if (!k.has_value()) {
     run(p, q.size(0));
     const int64_t none = 0;
@@ -117,7 +118,6 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tenso
   const Tensor k_in = with_unit_last_stride(*k);
   const Tensor k_out = empty_tensor(k->sizes(), p.dtype);
   add_tensor(p, k_in, k_out);
-  p.past_caches = (q.numel() + k->numel()) * size_of(p.dtype) >= kLargeBytes;
   run(p, q.size(0));
   return {q_out, k_out};
 }

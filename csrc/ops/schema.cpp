@@ -117,7 +117,8 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
       "positions, Tensor rstd, int start, bool interleaved, float offset, bool weight_grad)"
       " -> (Tensor dx, Tensor dweight)");
 
-  // activation: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up
+  // activation: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up;
+  // activate: act(x) alone. The backwards in place write dup, or dx, over grad_y.
   define(m, "glu", "(Tensor gate, Tensor? up, int act) -> Tensor");
   m.def(
       "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act) -> (Tensor dgate, Tensor "
@@ -150,8 +151,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // loss: target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum
   define(m, "cross_entropy",
          "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
-         "float softcap,"
-         " int reduction) -> (Tensor loss, Tensor lse)");
+         "float softcap, int reduction) -> (Tensor loss, Tensor lse)");
   m.def(
       "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, int reduction,"
@@ -160,14 +160,14 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // which need a reduction
   define(m, "linear_cross_entropy",
          "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index,"
-         " float label_smoothing, float z_loss, float softcap, int reduction, bool x_grad, bool "
-         "weight_grad,"
-         " bool bias_grad) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)");
+         " float label_smoothing, float z_loss, float softcap, int reduction, bool x_grad,"
+         " bool weight_grad, bool bias_grad) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor"
+         " dbias)");
   m.def(
       "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias,"
-      " Tensor target, int ignore_index, float label_smoothing, float z_loss, float softcap, bool "
-      "x_grad,"
-      " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      " Tensor target, int ignore_index, float label_smoothing, float z_loss, float softcap,"
+      " bool x_grad, bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor"
+      " dbias)");
 
   // moe: sum over the slots of weights (N, k) times expert index (N, k), -1 for none, of x (N, d);
   // up (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp: alpha and limit of

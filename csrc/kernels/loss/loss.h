@@ -4,10 +4,10 @@
 //   loss_i = (1 - e) (lse_i - x_iy) + e mean_v(lse_i - x_iv) + z lse_i^2
 //   dx_iv = w_i ((1 + 2 z lse_i) exp(x_iv - lse_i) - (1 - e) [v = y_i] - e / V)
 //
-// With a softcap c > 0 the x are c tanh(logits / c), and the gradient is multiplied by 1 - (x /
-// c)^2. Rows whose target is ignore_index give 0. Statistics in fp32 (fp64 for fp64), by the online
-// recurrence of Milakov and Gimelshein 2018 (arXiv 1805.02867): a row comes from memory once.
-// Work items are rows.
+// With a softcap c > 0 the x are c tanh(logits / c), and dx is multiplied by 1 - (x / c)^2. Rows
+// whose target is ignore_index give 0. Statistics in fp32 (fp64 for fp64), by the online recurrence
+// of Milakov and Gimelshein 2018 (arXiv 1805.02867): a row comes from memory once. Work items are
+// rows.
 #pragma once
 
 #include <cstdint>

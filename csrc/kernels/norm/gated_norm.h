@@ -9,8 +9,8 @@
 // Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) gates before the norm, Gated DeltaNet (Yang et al.
 // 2024, arXiv 2412.06464) after it; RetNet and RWKV normalise each head (Wu and He 2018, arXiv
 // 1803.08494). Statistics in fp32 (fp64 for T = fp64). Work items are rows, with all their groups.
-// act(z) is computed again in each sweep over a row, and in the backward: the forward keeps nothing
-// else.
+// act(z) is computed again in each sweep over a row, in the backward's second from the sigmoids of
+// its first where it keeps them. The forward keeps nothing else.
 #pragma once
 
 #include <cstdint>
