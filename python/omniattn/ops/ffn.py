@@ -113,15 +113,27 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, native: bool) -> Ten
 
 
 def _linear_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, native: bool, *needs: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    native: bool,
+    *needs: bool,
+    onto: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, None where not needed."""
+    """Gradients of x (added to `onto`), weight and bias, None where not needed."""
     if native:
         found = _linear_backward_op(grad_y, x, weight, *needs)
-        return tuple(g if need else None for g, need in zip(found, needs, strict=True))  # type: ignore[return-value]
+        dx, dweight, dbias = (g if need else None for g, need in zip(found, needs, strict=True))
+        return dx if dx is None or onto is None else onto.add_(dx), dweight, dbias
     count = math.prod(x.shape[:-1])  # not -1, which is ambiguous where there are no columns
     rows = grad_y.reshape(count, weight.shape[0])
-    dx = torch.mm(rows, weight).view(x.shape) if needs[0] else None
+    if not needs[0]:
+        dx = None
+    elif onto is None:
+        dx = torch.mm(rows, weight).view(x.shape)
+    else:
+        onto.view(count, weight.shape[1]).addmm_(rows, weight)
+        dx = onto
     dweight = torch.mm(rows.T, x.reshape(count, weight.shape[1])) if needs[1] else None
     return dx, dweight, rows.sum(0) if needs[2] else None
 
@@ -182,10 +194,9 @@ def _backward_op(
     )
     dup_weight = dup_bias = None
     if a.up_weight is not None and dup is not None:
-        dx_up, dup_weight, dup_bias = _linear_backward(
-            dup, a.x, a.up_weight, a.native, x_need, up_need, up_bias_need
+        dx, dup_weight, dup_bias = _linear_backward(
+            dup, a.x, a.up_weight, a.native, x_need, up_need, up_bias_need, onto=dx
         )
-        dx = None if dx is None or dx_up is None else dx.add_(dx_up)
     found = (dx, dgate_weight, dup_weight, ddown, dgate_bias, dup_bias, ddown_bias)
     return [a.x.new_empty(0) if g is None else g for g in found]
 
