@@ -322,20 +322,23 @@ def _same(
     x = x.to(like.device, like.dtype)
     tolerance = 20 * torch.finfo(like.dtype).eps
     flags = [(part, part.training) for part in module.modules()]
-    runs: list[Forward] = [module, *(functools.partial(each, module) for each in candidates)]
+
+    def run(forward: Forward, *inputs: Any) -> Tensor:
+        torch.manual_seed(0)  # so that dropout in the same place drops the same
+        y: Tensor = forward(*inputs)
+        return y
+
     try:
         module.train()  # so that dropout shows
         with torch.random.fork_rng(), torch.no_grad():
-            results = []
-            for run in runs:
-                torch.manual_seed(0)  # so that dropout in the same place drops the same
-                results.append(run(x))
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return None
+            try:
+                expected = run(module, x)
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                return None
+            others = [run(each, module, x) for each in candidates]
     finally:
         for part, flag in flags:
             part.training = flag
-    expected, *others = results
     differences = [(other - expected).abs() for other in others]
     bound = tolerance * expected.abs().amax(-1)
     errors = [d.sum().item() if (d.amax(-1) <= bound).all() else math.inf for d in differences]
