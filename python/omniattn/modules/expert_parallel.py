@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.routing import Routing
-from omniattn.modules.experts import NO_MOVED_VECTORS, Experts
-from omniattn.modules.layer import Float32Buffers
+from omniattn.modules.experts import DefaultVectors, Experts
 from omniattn.modules.moe import MoE
 
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(Float32Buffers):
+class ExpertParallel(DefaultVectors):
     """The experts of a :class:`MoE`, of which each rank holds E / ranks.
 
     Every rank routes its own tokens; a row travels to the rank of its expert and its result back
@@ -41,10 +40,6 @@ class ExpertParallel(Float32Buffers):
         Lepikhin et al., "GShard", 2020, arXiv 2006.16668.
     """
 
-    default_vectors: Tensor | None
-    #: Where the last forward in training moves those of my experts to.
-    moved_vectors: Tensor | None
-
     def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.config: MoE.Config = experts.config
@@ -63,7 +58,6 @@ class ExpertParallel(Float32Buffers):
             setattr(experts, name, part)
         self.register_buffer("default_vectors", experts.default_vectors)
         experts.default_vectors = None
-        self.moved_vectors = None
 
     def reset_parameters(self) -> None:
         """Zeroes the default vectors; the experts reset their own."""
@@ -107,22 +101,12 @@ class ExpertParallel(Float32Buffers):
         slots = slots.index_copy(0, rows, back.to(slots.dtype))
         weighted = slots.view(*routing.experts.shape, x.shape[-1]) * weights[..., None]
         y = weighted.sum(-2).to(back.dtype)
-        if self.default_vectors is None or not self.training:
-            return y
         # The results are the outputs of my experts for the tokens of all ranks.
-        moved = self.default_vectors[self.own].clone()
-        decay = self.config.default_decay
-        functional.update_default_vectors(moved, results[:, None], expert, decay=decay)
-        self.moved_vectors = moved
-        scale = self.config.route_scale
-        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
+        return self.reach_others(y, routing, results[:, None], expert)
 
-    @torch.no_grad()
-    def update_default_vectors(self) -> None:
-        """See :meth:`MoE.update_default_vectors`; all ranks call it."""
-        if self.default_vectors is None or self.moved_vectors is None:
-            raise RuntimeError(NO_MOVED_VECTORS)
-        dist.all_gather_into_tensor(self.default_vectors, self.moved_vectors, group=self.group)
+    def gather(self, vectors: Tensor, own: Tensor) -> None:
+        """Those of all ranks."""
+        dist.all_gather_into_tensor(vectors, own, group=self.group)
 
 
 class _AllToAll(torch.autograd.Function):

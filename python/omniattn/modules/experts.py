@@ -15,23 +15,52 @@ from omniattn.ops.moe import ACTIVATIONS
 if TYPE_CHECKING:
     from omniattn.modules.moe import MoE
 
-NO_MOVED_VECTORS = (
-    "MoE: update_default_vectors needs router_grad='default_vector' and a forward in training "
-    "before it"
-)
+
+class DefaultVectors(Float32Buffers):
+    """Experts with what router_grad="default_vector" learns: a vector for each that stands for its
+    output where it is not chosen."""
+
+    config: MoE.Config
+    default_vectors: Tensor | None
+    #: Where the last forward in training moves those of :attr:`own`.
+    moved_vectors: Tensor | None = None
+    own = slice(None)
+
+    def reach_others(self, y: Tensor, routing: Routing, outputs: Tensor, index: Tensor) -> Tensor:
+        """y with the gradient of the experts that were not chosen; remembers where the `outputs`
+        (..., dim) of own experts `index` (...) move their vectors, which happens in training only.
+        """
+        if self.default_vectors is None or not self.training:
+            return y
+        # They stay until after the backward, where checkpointing repeats the forward.
+        moved = self.default_vectors[self.own].clone()
+        decay, scale = self.config.default_decay, self.config.route_scale
+        functional.update_default_vectors(moved, outputs, index, decay=decay)
+        self.moved_vectors = moved
+        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
+
+    @torch.no_grad()
+    def update_default_vectors(self) -> None:
+        """See :meth:`MoE.update_default_vectors`; all ranks call it."""
+        if self.default_vectors is None or self.moved_vectors is None:
+            raise RuntimeError(
+                "MoE: update_default_vectors needs router_grad='default_vector' and a forward in "
+                "training before it"
+            )
+        self.gather(self.default_vectors, self.moved_vectors)
+
+    def gather(self, vectors: Tensor, own: Tensor) -> None:
+        """Writes those of all experts into `vectors`."""
+        vectors.copy_(own)
 
 
-class Experts(Float32Buffers):
+class Experts(DefaultVectors):
     """The stacked weights of all experts.
 
     Shape:
         x (..., dim), Routing of (..., k) -> (..., dim). router_grad="default_vector" has a buffer
         default_vectors (E, dim).
     """
-
-    default_vectors: Tensor | None
-    #: Where the last forward in training moves them to.
-    moved_vectors: Tensor | None
 
     def __init__(
         self,
@@ -54,7 +83,6 @@ class Experts(Float32Buffers):
         vectors = torch.empty(c.experts, c.dim, device=device, dtype=torch.float32)
         learns = c.router_grad == "default_vector"
         self.register_buffer("default_vectors", vectors if learns else None)
-        self.moved_vectors = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -73,20 +101,7 @@ class Experts(Float32Buffers):
         index = routing.experts[..., None]
         outputs = self._run(slots, index, torch.ones_like(index, dtype=routing.weights.dtype))
         y = (outputs * routing.weights[..., None]).sum(-2).to(outputs.dtype)
-        # They stay until after the backward, where checkpointing repeats this forward.
-        moved = self.default_vectors.clone()
-        decay = self.config.default_decay
-        functional.update_default_vectors(moved, outputs, routing.experts, decay=decay)
-        self.moved_vectors = moved
-        scale = self.config.route_scale
-        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
-
-    @torch.no_grad()
-    def update_default_vectors(self) -> None:
-        """See :meth:`MoE.update_default_vectors`."""
-        if self.default_vectors is None or self.moved_vectors is None:
-            raise RuntimeError(NO_MOVED_VECTORS)
-        self.default_vectors.copy_(self.moved_vectors)
+        return self.reach_others(y, routing, outputs, routing.experts)
 
     def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         c = self.config
