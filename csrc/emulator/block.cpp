@@ -241,7 +241,6 @@ void launch(dim3 grid, dim3 size, size_t dynamic_bytes, const std::function<void
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const size_t threads = size_t{size.x} * size.y * size.z;
   const size_t blocks = size_t{grid.x} * grid.y * grid.z;
-  constexpr size_t kMaxShared = 163 << 10;  // of a block on sm_80
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0) {
     throw Error(text("emulator: a block must have full warps and at most ", kMaxThreads,
                      " threads, got ", threads));
@@ -249,9 +248,9 @@ void launch(dim3 grid, dim3 size, size_t dynamic_bytes, const std::function<void
   if (blocks == 0 || grid.x > 0x7fffffffu || grid.y > 0xffffu || grid.z > 0xffffu) {
     throw Error(text("emulator: invalid grid ", grid.x, " x ", grid.y, " x ", grid.z));
   }
-  if (dynamic_bytes > kMaxShared) {
-    throw Error(
-        text("emulator: at most ", kMaxShared, " bytes of shared memory, got ", dynamic_bytes));
+  if (dynamic_bytes > shared_memory_limit) {
+    throw Error(text("emulator: at most ", shared_memory_limit, " bytes of shared memory, got ",
+                     dynamic_bytes));
   }
   const FaultHandler handler;
   Block& b = block();

@@ -32,6 +32,9 @@ struct Schedule {
 };
 inline Schedule schedule;
 
+// Bytes of shared memory that a block can have: 163 KiB on sm_80, 99 KiB on sm_86 and sm_89.
+inline size_t shared_memory_limit = 163 << 10;
+
 // One cp.async of 16 bytes.
 struct AsyncCopy {
   void* shared;

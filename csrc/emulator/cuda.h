@@ -172,6 +172,8 @@ inline int __all_sync(uint32_t mask, int predicate, OMNIATTN_HERE) {
 
 namespace omniattn::gpu {
 
+inline int64_t shared_memory_limit() { return static_cast<int64_t>(emulator::shared_memory_limit); }
+
 inline Status launch_status() { return nullptr; }  // errors are thrown
 
 template <class T>

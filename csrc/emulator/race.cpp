@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include <array>
+#include <bit>
 #include <new>
 
 #include "emulator/block.h"
@@ -19,8 +20,8 @@ namespace {
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 using Clock = std::array<uint32_t, kMaxWarps>;  // per warp: the epoch that is known to be over
 
-// When and where a thread touched a byte. An epoch ends when the thread arrives at a barrier, a
-// phase when the warp synchronises.
+// When and where a thread of a warp touched a byte. An epoch ends when the thread arrives at a
+// barrier, a phase when the warp synchronises.
 struct Access {
   int16_t warp = -1, lane = -1;
   bool several = false;  // further lanes of the warp did the same in the same phase
@@ -29,13 +30,11 @@ struct Access {
 };
 
 struct Byte {
-  static constexpr int kReaders = 4;  // warps remembered; more readers without a barrier are rare
-
-  uint64_t block;  // serial number of the block that the rest belongs to
-  bool pending;    // target of a cp.async that nobody waited for
-  uint8_t next_reader;
+  uint64_t block;    // serial number of the block that the rest belongs to
+  bool pending;      // target of a cp.async that nobody waited for
+  uint32_t readers;  // bit w: warp w has read since the last write, see reads[w]
   Access write;
-  std::array<Access, kReaders> reads;
+  std::array<Access, kMaxWarps> reads;
 };
 
 struct ThreadClock {
@@ -109,7 +108,12 @@ class RaceChecker final : public Observer {
 
   Byte& byte(const void* address, size_t i) {
     Byte& b = bytes_[static_cast<const char*>(address) - shared_begin + static_cast<ptrdiff_t>(i)];
-    if (b.block != serial_) b = Byte{serial_, false, 0, {}, {}};
+    if (b.block != serial_) {
+      b.block = serial_;
+      b.pending = false;
+      b.readers = 0;
+      b.write = {};
+    }
     return b;
   }
 
@@ -140,9 +144,12 @@ class RaceChecker final : public Observer {
                      t.phase,
                      pc};
     if (write) {
-      for (const Access& read : b.reads) {
+      for (uint32_t left = b.readers; left != 0; left &= left - 1) {
+        const Access& read = b.reads[static_cast<size_t>(std::countr_zero(left))];
         if (!ordered(read, thread)) report(read, "read", kind, pc);
       }
+      // Later writes come after this one, and so after the reads before it.
+      b.readers = 0;
       b.write = now;
     } else {
       remember(b, now);
@@ -150,14 +157,13 @@ class RaceChecker final : public Observer {
   }
 
   static void remember(Byte& b, const Access& now) {
-    for (Access& read : b.reads) {
-      if (read.warp != now.warp) continue;
-      const bool joined = read.phase == now.phase && (read.several || read.lane != now.lane);
-      read = now;
-      read.several = joined;
-      return;
-    }
-    b.reads[b.next_reader++ % Byte::kReaders] = now;
+    Access& read = b.reads[static_cast<size_t>(now.warp)];
+    const uint32_t bit = uint32_t{1} << now.warp;
+    const bool joined = (b.readers & bit) != 0 && read.phase == now.phase &&
+                        (read.several || read.lane != now.lane);
+    read = now;
+    read.several = joined;
+    b.readers |= bit;
   }
 
   static std::string code(const void* pc) {

@@ -45,21 +45,8 @@ using Tensors = std::vector<Tensor>;
 using OptInts = std::optional<Ints>;
 using OptTensors = std::optional<Tensors>;
 
-// Score rules: kind, index of the side tensor in aux or -1, index of the first parameter in params
-// or -1. Table rules have a table (B | 1, rows, Hq) and the parameters a and b of TableTerm.
-enum class ScoreKind : int64_t {
-  bias = 0,        // (B | 1, Hq | 1, Tq | 1, Tk)
-  softcap = 1,     // parameter: the cap
-  sinks = 2,       // (Hq,)
-  head_scale = 3,  // (Hq,)
-  sigmoid = 4,
-  relu2 = 5,
-  alibi = 6,  // tables
-  buckets = 7,
-  distances = 8,
-  window = 9,
-};
-constexpr int64_t kScoreKinds = 10;
+// Score rules: ScoreKind, index of the side tensor in aux or -1, index of the first parameter in
+// params or -1.
 constexpr size_t kScoreRuleInts = 3;
 // params: scale, dropout_p, then the parameters of score rules.
 constexpr size_t kFixedParams = 2;
@@ -284,13 +271,14 @@ void decode_score(const char* op, Call& call, const Ints& score, const Floats& p
           " integers per rule, got ", score.size());
   double softcap = 0;
   Normaliser normaliser = Normaliser::softmax;
-  bool seen[kScoreKinds] = {};
   for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
     const int64_t code = score[at], index = score[at + 1], parameter = score[at + 2];
     require(code >= 0 && code < kScoreKinds, op, "score rule must be 0 to ", kScoreKinds - 1,
             ", got ", code);
-    require(!seen[code], op, "one score rule of a kind at most is supported, got two of ", code);
-    seen[code] = true;
+    const auto kind = static_cast<ScoreKind>(code);
+    require((p.terms & term(kind)) == 0, op,
+            "one score rule of a kind at most is supported, got two of ", code);
+    p.terms |= term(kind);
     const auto parameters = [&](int64_t count) {
       require(parameter >= 0 && parameter <= static_cast<int64_t>(params.size()) - count, op,
               "params must hold the parameters a rule names, got index ", parameter, " of ",
@@ -301,15 +289,15 @@ void decode_score(const char* op, Call& call, const Ints& score, const Floats& p
       place = index;
       return side_tensor(op, aux, index);
     };
-    const auto table = [&](TableKind kind) {
+    const auto table = [&](TableKind table_kind) {
       require(call.table < 0, op, "one table term at most is supported");
-      set_table(op, call, kind, parameter_tensor(call.table), parameters(2));
+      set_table(op, call, table_kind, parameter_tensor(call.table), parameters(2));
     };
-    const auto weights = [&](Normaliser kind) {
+    const auto weights = [&](Normaliser other) {
       require(normaliser == Normaliser::softmax, op, "one normaliser at most is supported");
-      normaliser = kind;
+      normaliser = other;
     };
-    switch (static_cast<ScoreKind>(code)) {
+    switch (kind) {
       case ScoreKind::bias:
         set_bias(op, call, parameter_tensor(call.bias));
         break;
@@ -523,7 +511,11 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
   const Tensor out =
       sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
   fill(out, 0);
-  AttentionWeightsParams w{p, lse_rows.const_data_ptr(), nullptr, nullptr, nullptr};
+  AttentionWeightsParams w{.problem = p,
+                           .lse = lse_rows.const_data_ptr(),
+                           .weights = nullptr,
+                           .sums = nullptr,
+                           .scratch = nullptr};
   (sums ? w.sums : w.weights) = out.mutable_data_ptr();
   if (out.numel() > 0 && p.tq > 0) run_weights(w);
   return out;

@@ -69,8 +69,9 @@ Tensor share_workspace(std::vector<Params>& problems, const F& elements) {
   return memory;
 }
 
-// Items of a stage over the threads, those of one problem after the other's, each with a scratch of
-// its thread, and with a workspace of its thread where `workspace_elements` asks for one.
+// Items of a stage over the threads, problem after problem. Each thread has its own scratch, its
+// own workspace where `workspace_elements` asks for one, and its own copy of the parameters of the
+// problem that it works on.
 template <class Params, class Kernel, class Items>
 void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& items,
                int64_t scratch_elements, int64_t workspace_elements = 0) {
@@ -81,17 +82,25 @@ void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& 
   const int64_t threads = thread_count(problems, ends.back());
   const PerThread scratch(threads, scratch_elements, dtype);
   const PerThread workspace(threads, workspace_elements, dtype);
+  struct Copy {
+    size_t problem;
+    Params params;
+  };
+  std::vector<Copy> copies(static_cast<size_t>(threads), {problems.size(), problems.front()});
   parallel_queue(ends.back(), threads, [&](int64_t thread, int64_t item) {
     const auto n =
         static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
-    Params mine = problems[n];
-    mine.scratch = scratch.of(thread);
-    if constexpr (requires { mine.workspace; }) {
-      if (workspace_elements > 0) mine.workspace = workspace.of(thread);
+    Copy& mine = copies[static_cast<size_t>(thread)];
+    if (mine.problem != n) {
+      mine = {n, problems[n]};
+      mine.params.scratch = scratch.of(thread);
+      if constexpr (requires { mine.params.workspace; }) {
+        if (workspace_elements > 0) mine.params.workspace = workspace.of(thread);
+      }
     }
     const int64_t local = n == 0 ? item : item - ends[n - 1];
     const FlushDenormals flush;
-    kernel(mine, local, local + 1);
+    kernel(mine.params, local, local + 1);
   });
 }
 

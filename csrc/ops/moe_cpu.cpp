@@ -123,45 +123,54 @@ class Products {
 
 // out (wave rows, cols) = the rows of x that the wave's rows stand for.
 void gather(const Problem& p, const Routing& routing, const Wave& wave, const Rows& x, void* out) {
-  const MoeGatherParams g{p.dtype,  x.cols, x.stride, routing.token_of_row.data() + wave.row,
-                          x.data(), out};
+  const MoeGatherParams g{.dtype = p.dtype,
+                          .cols = x.cols,
+                          .x_stride = x.stride,
+                          .tokens = routing.token_of_row.data() + wave.row,
+                          .x = x.data(),
+                          .out = out};
   parallel_ranges(wave.rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, x.cols)),
                   [&](int64_t a, int64_t b) { moe_kernels(p.dtype).gather(g, a, b); });
 }
 
 void up(const Problem& p, const Wave& wave, const Products& products, const void* x, void* pre,
         void* hidden) {
-  const MoeUpParams u{p.dtype,
-                      p.hidden,
-                      p.dim,
-                      wave.blocks.data(),
-                      static_cast<int64_t>(wave.blocks.size()),
-                      x,
-                      p.up.forward(),
-                      data_or_null(p.up_bias),
-                      pre,
-                      hidden};
+  const MoeUpParams u{.dtype = p.dtype,
+                      .hidden_of = p.hidden,
+                      .k = p.dim,
+                      .blocks = wave.blocks.data(),
+                      .block_count = static_cast<int64_t>(wave.blocks.size()),
+                      .x = x,
+                      .up = p.up.forward(),
+                      .bias = data_or_null(p.up_bias),
+                      .pre = pre,
+                      .hidden = hidden};
   products.run(u, feature_groups(p), moe_kernels(p.dtype).up);
 }
 
 void project(const Problem& p, const Wave& wave, const Products& products, const void* a, int64_t k,
              const MoeMatrix& b, const OptTensor& bias, void* out) {
-  const MoeProjectParams q{p.dtype,
-                           k,
-                           p.dim,
-                           wave.blocks.data(),
-                           static_cast<int64_t>(wave.blocks.size()),
-                           a,
-                           b,
-                           data_or_null(bias),
-                           out};
+  const MoeProjectParams q{.dtype = p.dtype,
+                           .k = k,
+                           .n = p.dim,
+                           .blocks = wave.blocks.data(),
+                           .block_count = static_cast<int64_t>(wave.blocks.size()),
+                           .a = a,
+                           .b = b,
+                           .bias = data_or_null(bias),
+                           .out = out};
   products.run(q, divide_up(p.dim, kMoeFeatures), moe_kernels(p.dtype).project);
 }
 
 void combine(const Problem& p, const Routing& routing, const Buffer& rows, const void* weight,
              void* y) {
-  const MoeCombineParams c{p.dtype, p.dim, p.slots, rows.row(0), routing.row_of_slot.data(),
-                           weight,  y};
+  const MoeCombineParams c{.dtype = p.dtype,
+                           .cols = p.dim,
+                           .slots = p.slots,
+                           .rows = rows.row(0),
+                           .row_of_slot = routing.row_of_slot.data(),
+                           .weight = weight,
+                           .y = y};
   const int64_t cost = std::max<int64_t>(1, p.dim * std::max<int64_t>(1, p.slots));
   parallel_ranges(p.tokens, std::max<int64_t>(1, 32768 / cost),
                   [&](int64_t a, int64_t b) { moe_kernels(p.dtype).combine(c, a, b); });
@@ -232,8 +241,12 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
   std::vector<int64_t> offsets(first, first + wave.experts + 1);
   for (int64_t& offset : offsets) offset -= wave.row;
   char* const out = static_cast<char*>(result);
-  const MoeBiasGradParams g{p.dtype,  x.cols, offsets.data(),
-                            x.row(0), weight, out + wave.first_expert * x.cols * size_of(p.dtype)};
+  const MoeBiasGradParams g{.dtype = p.dtype,
+                            .cols = x.cols,
+                            .offsets = offsets.data(),
+                            .x = x.row(0),
+                            .weight = weight,
+                            .out = out + wave.first_expert * x.cols * size_of(p.dtype)};
   parallel_ranges(wave.experts, 1,
                   [&](int64_t a, int64_t b) { moe_kernels(p.dtype).bias_grad(g, a, b); });
 }
@@ -278,19 +291,19 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
       up(p, wave, products, gathered_x.row(0), recomputed.row(0), nullptr);
       wave_pre = static_cast<const char*>(recomputed.row(0));
     }
-    const MoeUpBackwardParams u{p.dtype,
-                                p.hidden,
-                                p.dim,
-                                wave.blocks.data(),
-                                static_cast<int64_t>(wave.blocks.size()),
-                                gathered_grad.row(0),
-                                p.down.backward(),
-                                data_or_null(p.down_bias),
-                                wave_pre,
-                                row_weight.row(wave.row),
-                                grad_pre.row(0),
-                                hidden.row(0),
-                                grad_weight.row(wave.row)};
+    const MoeUpBackwardParams u{.dtype = p.dtype,
+                                .hidden_of = p.hidden,
+                                .k = p.dim,
+                                .blocks = wave.blocks.data(),
+                                .block_count = static_cast<int64_t>(wave.blocks.size()),
+                                .grad_y = gathered_grad.row(0),
+                                .down = p.down.backward(),
+                                .down_bias = data_or_null(p.down_bias),
+                                .pre = wave_pre,
+                                .weight = row_weight.row(wave.row),
+                                .grad_pre = grad_pre.row(0),
+                                .weighted_hidden = hidden.row(0),
+                                .grad_weight = grad_weight.row(wave.row)};
     products.run(u, groups, moe_kernels(p.dtype).up_backward);
     if (grads.x != nullptr) {
       project(p, wave, products, grad_pre.row(0), p.columns, p.up.backward(), {},

@@ -74,8 +74,11 @@ MoeRows dense(const Tensor& t) { return {t.const_data_ptr(), nullptr, t.size(1)}
 
 void up(const char* op, const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
         void* pre, void* hidden) {
-  const MoeUpProduct u{product(p, r, gathered(p.x, r), p.up.forward(), p.dim, p.columns), p.hidden,
-                       data_or_null(p.up_bias), pre, hidden};
+  const MoeUpProduct u{.product = product(p, r, gathered(p.x, r), p.up.forward(), p.dim, p.columns),
+                       .hidden_of = p.hidden,
+                       .bias = data_or_null(p.up_bias),
+                       .pre = pre,
+                       .hidden = hidden};
   require_launched(op, kernels.up(u, stream()));
 }
 
@@ -84,11 +87,17 @@ void project(const char* op, const Problem& p, const MoeRouting& r,
              const MoeProductKernels& kernels, const Tensor& a, const MoeMatrix& b,
              const void* bias, const void* weights, void* y) {
   const Tensor rows = empty_rows(r.pairs(), p.dim, p.compute);
-  const MoeProjectProduct q{product(p, r, dense(a), b, a.size(1), p.dim), bias,
-                            rows.mutable_data_ptr()};
+  const MoeProjectProduct q{.product = product(p, r, dense(a), b, a.size(1), p.dim),
+                            .bias = bias,
+                            .out = rows.mutable_data_ptr()};
   require_launched(op, kernels.project(q, stream()));
-  const MoeCombineParams c{p.dtype,       p.dim,   p.slots, rows.const_data_ptr(),
-                           r.row_of_slot, weights, y};
+  const MoeCombineParams c{.dtype = p.dtype,
+                           .cols = p.dim,
+                           .slots = p.slots,
+                           .rows = rows.const_data_ptr(),
+                           .row_of_slot = r.row_of_slot,
+                           .weight = weights,
+                           .y = y};
   require_launched(op, launch_moe_combine(c, p.tokens, stream()));
 }
 
@@ -109,14 +118,14 @@ void run_forward(const Problem& p, void* y, void* pre) {
 // out: gradient of w (E, out, in), sums over rows of grad (rows, out)^T in (rows, in).
 void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
                  const Experts& w, const MoeRows& grad, const MoeRows& in, void* out) {
-  const MoeWeightGrad g{p.dtype,
-                        p.experts,
-                        r.offsets,
-                        w.transposed ? in : grad,
-                        w.transposed ? grad : in,
-                        w.transposed ? w.in : w.out,
-                        w.transposed ? w.out : w.in,
-                        out};
+  const MoeWeightGrad g{.dtype = p.dtype,
+                        .experts = p.experts,
+                        .offsets = r.offsets,
+                        .a = w.transposed ? in : grad,
+                        .b = w.transposed ? grad : in,
+                        .m = w.transposed ? w.in : w.out,
+                        .n = w.transposed ? w.out : w.in,
+                        .out = out};
   require_launched("moe_backward", kernels.weight_grad(g, stream()));
 }
 
@@ -137,14 +146,15 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
   const Tensor grad_weight = empty_rows(r.pairs(), parts, p.compute);
   const MoeRows grad_rows = gathered(grad_y, r);
   const void* const weights = p.weights.const_data_ptr();
-  const MoeUpBackwardProduct u{product(p, r, grad_rows, p.down.backward(), p.dim, features),
-                               p.hidden,
-                               r.slot_of_row,
-                               weights,
-                               pre,
-                               grad_pre.mutable_data_ptr(),
-                               hidden.mutable_data_ptr(),
-                               grad_weight.mutable_data_ptr()};
+  const MoeUpBackwardProduct u{
+      .product = product(p, r, grad_rows, p.down.backward(), p.dim, features),
+      .hidden_of = p.hidden,
+      .slot_of_row = r.slot_of_row,
+      .weights = weights,
+      .pre = pre,
+      .grad_pre = grad_pre.mutable_data_ptr(),
+      .weighted_hidden = hidden.mutable_data_ptr(),
+      .grad_weight = grad_weight.mutable_data_ptr()};
   require_launched(op, kernels.up_backward(u, stream()));
   if (grads.x != nullptr) {
     project(op, p, r, kernels, grad_pre, p.up.backward(), nullptr, nullptr, grads.x);
@@ -156,23 +166,30 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
     weight_grad(p, r, kernels, p.down, grad_rows, dense(hidden), grads.down);
   }
   const auto column_sums = [&](const MoeRows& x, int64_t cols, const void* by, void* out) {
-    const MoeColumnSums s{p.dtype, p.experts, cols, r.offsets, x, r.slot_of_row, by, out};
+    const MoeColumnSums s{.dtype = p.dtype,
+                          .experts = p.experts,
+                          .cols = cols,
+                          .offsets = r.offsets,
+                          .x = x,
+                          .slot_of_row = r.slot_of_row,
+                          .weights = by,
+                          .out = out};
     require_launched(op, launch_moe_column_sums(s, stream()));
   };
   if (grads.up_bias != nullptr) column_sums(dense(grad_pre), p.columns, nullptr, grads.up_bias);
   if (grads.down_bias != nullptr) column_sums(grad_rows, p.dim, weights, grads.down_bias);
   if (grads.weights != nullptr) {
-    const MoeSlotGradParams s{p.dtype,
-                              r.pairs(),
-                              p.slots,
-                              p.dim,
-                              parts,
-                              r.index,
-                              r.row_of_slot,
-                              grad_weight.const_data_ptr(),
-                              {grad_y.data(), nullptr, grad_y.stride},
-                              data_or_null(p.down_bias),
-                              grads.weights};
+    const MoeSlotGradParams s{.dtype = p.dtype,
+                              .pairs = r.pairs(),
+                              .slots = p.slots,
+                              .cols = p.dim,
+                              .parts = parts,
+                              .index = r.index,
+                              .row_of_slot = r.row_of_slot,
+                              .grad_weight = grad_weight.const_data_ptr(),
+                              .grad_y = {grad_y.data(), nullptr, grad_y.stride},
+                              .down_bias = data_or_null(p.down_bias),
+                              .out = grads.weights};
     require_launched(op, launch_moe_slot_grad(s, stream()));
   }
 }

@@ -1,6 +1,5 @@
 // rope, rope_, norm_rope on CUDA.
 #include "kernels/rope/rope_cuda.h"
-#include "kernels/norm/norm_cuda.h"
 #include "kernels/rope/norm_rope_cuda.h"
 
 #include "ops/cuda.h"
@@ -25,8 +24,8 @@ void run_backward(const NormRopeBackwardParams& p, int64_t batch, void* dweight)
   const int64_t sizes[] = {dweight != nullptr ? shards : 0, p.rope.dim};
   const Tensor partial = empty_tensor({sizes, 2}, acc);
   void* const sums = dweight != nullptr ? partial.mutable_data_ptr() : nullptr;
-  require_launched("norm_rope_backward", launch_norm_rope_backward(p, batch, sums, stream()));
-  launch_sum_shards(acc, sums, shards, p.rope.dim, p.rope.dim, dweight, stream());
+  require_launched("norm_rope_backward",
+                   launch_norm_rope_backward(p, batch, sums, dweight, stream()));
 }
 
 }  // namespace

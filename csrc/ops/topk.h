@@ -33,14 +33,14 @@ Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
   sizes.back() = k;
   const Tensor index =
       torch::stable::new_empty(scores, {sizes.data(), sizes.size()}, ScalarType::Long);
-  const TopKParams p{dtype,
-                     rows.cols,
-                     k,
-                     rows.data(),
-                     allowed ? static_cast<const uint8_t*>(allowed->data()) : nullptr,
-                     static_cast<int64_t*>(index.mutable_data_ptr()),
-                     rows.stride,
-                     allowed ? allowed->stride : 0};
+  const TopKParams p{.dtype = dtype,
+                     .n = rows.cols,
+                     .k = k,
+                     .scores = rows.data(),
+                     .mask = allowed ? static_cast<const uint8_t*>(allowed->data()) : nullptr,
+                     .index = static_cast<int64_t*>(index.mutable_data_ptr()),
+                     .scores_stride = rows.stride,
+                     .mask_stride = allowed ? allowed->stride : 0};
   run(p, rows.rows);
   return index;
 }

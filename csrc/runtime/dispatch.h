@@ -1,6 +1,7 @@
 // From a run-time dtype to a storage type.
 #pragma once
 
+#include "runtime/assert.h"
 #include "runtime/dtype.h"
 
 namespace omniattn {
@@ -10,7 +11,7 @@ namespace omniattn {
 template <class F>
 [[gnu::always_inline]] inline void dispatch(DType dtype, const F& f) {
 #if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-  if (dtype == DType::bf16) f(bf16{});
+  if (dtype == DType::bf16) return f(bf16{});
 #else
   switch (dtype) {
     case DType::f64:
@@ -23,6 +24,7 @@ template <class F>
       return f(f16{});
   }
 #endif
+  OMNIATTN_FAIL("a kernel was called with a dtype that it was not built for");
 }
 
 }  // namespace omniattn

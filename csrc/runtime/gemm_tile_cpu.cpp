@@ -1,6 +1,8 @@
 // The register tiles of gemm_tile.h, compiled once for all kernels of an ISA.
 #include "runtime/gemm_tile.h"
 
+#include "runtime/assert.h"
+
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
@@ -126,6 +128,8 @@ template <class T, ALayout kLayout>
 void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate) {
   if (m <= 0) return;
+  OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));
+  OMNIATTN_ASSERT(n == 0 || k == 0 || (a != nullptr && b.data != nullptr && c != nullptr));
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   TileArgs<T> args{a, lda, b.data, b.row_stride, c, ldc, k, kWidth, accumulate};
   for (; n >= kPanelCols<T>; n -= kPanelCols<T>) {

@@ -174,6 +174,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Bytes of shared memory that a block can have on the current GPU.
+inline int64_t shared_memory_limit() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 inline Status launch_status() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -181,3 +189,11 @@ inline Status launch_status() {
 
 }  // namespace omniattn::gpu
 #endif
+
+namespace omniattn::gpu {
+
+__host__ __device__ inline bool aligned_16(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+
+}  // namespace omniattn::gpu

@@ -189,8 +189,4 @@ void dispatch_width(DType dtype, const V& vectorised, const F& f) {
   });
 }
 
-__host__ __device__ inline bool aligned_16(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 }  // namespace omniattn::gpu

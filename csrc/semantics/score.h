@@ -15,6 +15,28 @@ namespace omniattn {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
+// The rules that a call's score is made of. Tables have the shape (B | 1, rows, Hq) and the
+// parameters a and b of TableTerm.
+enum class ScoreKind : int32_t {
+  bias = 0,        // (B | 1, Hq | 1, Tq | 1, Tk)
+  softcap = 1,     // parameter: the cap
+  sinks = 2,       // (Hq,)
+  head_scale = 3,  // (Hq,)
+  sigmoid = 4,
+  relu2 = 5,
+  alibi = 6,  // tables
+  buckets = 7,
+  distances = 8,
+  window = 9,
+};
+constexpr int32_t kScoreKinds = 10;
+
+// Rules as a set of bits.
+OMNIATTN_FN uint32_t term(ScoreKind kind) { return uint32_t{1} << static_cast<int32_t>(kind); }
+// Whether the weight of a pair is 2^(pre q.k - shift) whatever rules are in use: a sink takes part
+// in the sum of a row only. A rule that is not named here is never plain.
+OMNIATTN_FN bool is_plain(uint32_t terms) { return (terms & ~term(ScoreKind::sinks)) == 0; }
+
 // What turns the logits of a row into weights of the values, see softmax.h.
 enum class Normaliser : int32_t { softmax, sigmoid, relu2 };
 

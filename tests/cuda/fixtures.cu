@@ -154,9 +154,28 @@ __global__ void __launch_bounds__(kThreads)
   out[t] = buffer[t];  // at: uninitialised
 }
 
+// Warp 7 overwrites what all eight warps read, having met warps 4 to 6 only.
+constexpr int kManyThreads = 256;
+__global__ void __launch_bounds__(kManyThreads)
+    many_readers_kernel(const float* in, float* out, bool broken) {
+  GPU_SHARED(float, buffer, 32);
+  const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+  if (warp == 7) buffer[lane] = in[lane];
+  __syncthreads();
+  const float x = buffer[lane];  // at: forgotten reader
+  if (broken) {
+    if (warp >= 4) gpu::barrier_sync(1, kManyThreads / 2);
+  } else {
+    __syncthreads();
+  }
+  if (warp == 7) buffer[lane] = -1;  // at: forgotten reader
+  if (warp < 4) out[t] = x;
+}
+
 struct Fixture {
   const char* name;
   void (*kernel)(const float* in, float* out, bool broken);
+  int threads = kThreads;
 };
 constexpr Fixture kFixtures[] = {
     {"reverse", reverse_kernel},
@@ -172,6 +191,7 @@ constexpr Fixture kFixtures[] = {
     {"shuffle", shuffle_kernel},
     {"pending_copy", pending_copy_kernel},
     {"uninitialised", uninitialised_kernel},
+    {"many_readers", many_readers_kernel, kManyThreads},
 };
 
 // One warp: c (16, 8) = a (16, K) b (K, 8), row-major. Half operands come through ldmatrix.
@@ -252,7 +272,7 @@ OMNIATTN_EXPORT const char* run_fixture(const char* name, bool broken, int order
   for (const Fixture& fixture : kFixtures) {
     if (std::strcmp(fixture.name, name) != 0) continue;
     return guarded([&] {
-      GPU_LAUNCH(fixture.kernel, 1, kThreads, 2 * kThreads * sizeof(float), nullptr, in, out,
+      GPU_LAUNCH(fixture.kernel, 1, fixture.threads, 2 * kThreads * sizeof(float), nullptr, in, out,
                  broken);
     });
   }

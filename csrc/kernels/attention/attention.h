@@ -79,6 +79,7 @@ struct AttentionProblem {
   HeadView v;  // (B, Tk, Hkv, Dv)
   PageView pages;
   AttentionMask mask;
+  uint32_t terms;  // the score's rules, see ScoreKind
   Score score;
   ScoreView bias;
   TableTerm table;

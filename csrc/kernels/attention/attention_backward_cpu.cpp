@@ -29,12 +29,12 @@ struct QueryRows {
         count(rows),
         ldq(padded_row(params.problem.d)),
         ldo(padded_row(params.problem.dv)) {
-    Carver<A> carve{static_cast<A*>(params.workspace)};
-    q_ = reinterpret_cast<M*>(carve.take(count * ldq));
-    grad_out_ = reinterpret_cast<M*>(carve.take(count * ldo));
-    grad_q_ = carve.take(count * ldq * params.splits);
-    delta_ = carve.take(count);
-    shift_ = carve.take(count);
+    Arena<A> arena{static_cast<A*>(params.workspace), backward_workspace_elements(params, rows)};
+    q_ = reinterpret_cast<M*>(arena.take(count * ldq));
+    grad_out_ = reinterpret_cast<M*>(arena.take(count * ldo));
+    grad_q_ = arena.take(count * ldq * params.splits);
+    delta_ = arena.take(count);
+    shift_ = arena.take(count);
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
@@ -114,15 +114,16 @@ struct KeySide {
   M *kt, *vt, *k;
   A *grad_k, *grad_v, *p, *ds;
 
-  KeySide(const AttentionProblem& x, void* scratch) {
-    Carver<A> carve{static_cast<A*>(scratch)};
-    kt = reinterpret_cast<M*>(carve.take(kKeyBlock * x.d));
-    vt = reinterpret_cast<M*>(carve.take(kKeyBlock * x.dv));
-    k = reinterpret_cast<M*>(carve.take(kKeyBlock * padded_row(x.d)));
-    grad_k = carve.take(kKeyBlock * padded_row(x.d));
-    grad_v = carve.take(kKeyBlock * padded_row(x.dv));
-    p = carve.take(kQueryBlock * kKeyBlock);
-    ds = carve.take(kQueryBlock * kKeyBlock);
+  explicit KeySide(const AttentionBackwardParams& params) {
+    const AttentionProblem& x = params.problem;
+    Arena<A> arena{static_cast<A*>(params.scratch), backward_scratch_elements(params)};
+    kt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.d));
+    vt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.dv));
+    k = reinterpret_cast<M*>(arena.take(kKeyBlock * padded_row(x.d)));
+    grad_k = arena.take(kKeyBlock * padded_row(x.d));
+    grad_v = arena.take(kKeyBlock * padded_row(x.dv));
+    p = arena.take(kQueryBlock * kKeyBlock);
+    ds = arena.take(kQueryBlock * kKeyBlock);
   }
 };
 
@@ -352,7 +353,7 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
                         int64_t split, int64_t b, int64_t h, Range keys) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const KeySide<T> side(p, params.scratch);
+  const KeySide<T> side(params);
   const int64_t count = keys.end - keys.begin;
   const T* const k = row_of<T>(p.k, b, keys.begin, h);
   const T* const v = row_of<T>(p.v, b, keys.begin, h);

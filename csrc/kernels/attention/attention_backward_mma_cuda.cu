@@ -43,7 +43,7 @@ struct Pair {
 template <class F>
 __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile& tile, float* slots,
                                           float (&x)[8], float (&y)[8], const F& pair) {
-  if (is_plain(p)) {
+  if (is_plain(p.terms)) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const Pair at = pair(i);
@@ -432,11 +432,13 @@ __global__ void __launch_bounds__(Workers::kThreads, 1)
 }  // namespace
 
 bool takes_mma_path(const AttentionBackwardParams& params) {
-  const HeadView& x = params.grad_out;
-  const auto fits = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
   const AttentionProblem& p = params.problem;
-  return takes_mma_path(p) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
-         fits(p.batch, x.stride_b) && fits(p.tq, x.stride_t) && fits(p.hq, x.stride_h);
+  if (!takes_mma_path(p)) return false;
+  int64_t shared_bytes = 0;
+  dispatch_mma(p, [&]<class T, int kD>(T, Head<kD>) {
+    shared_bytes = max(sizeof(DqShared<T, kD>), sizeof(DkdvShared<T, kD>));
+  });
+  return shared_bytes <= shared_memory_limit() && has_aligned_queries(p, params.grad_out);
 }
 
 Status launch_attention_gradients_mma(const AttentionBackwardParams& params, Stream stream) {

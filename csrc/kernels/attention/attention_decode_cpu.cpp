@@ -337,7 +337,7 @@ void weigh_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x,
 template <class T>
 void decode_keys(const AttentionForwardParams& params, const Rows& rows, const KeyRows& at,
                  int64_t split, Range keys, int64_t panel, const compute_t<T>* q,
-                 compute_t<T>* scratch) {
+                 Arena<compute_t<T>> arena) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t count = keys.end - keys.begin;
@@ -348,7 +348,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
     masked = masked || seen != TileClass::full;
   }
   if (skip) return;
-  Carver<A> carve{scratch};
+  const bool tiles = decodes_by_tiles(p);
   KeyTile<T> x;
   x.k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
   x.v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
@@ -356,13 +356,14 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   x.at_v = at.v + (keys.begin - at.first);
   x.count = count;
   x.q = q;
-  x.s = carve.take(rows.count * kKeyPanel);
-  x.transposed = carve.take(kKeyPanel * round_up(rows.count, kKeyPanel));
-  x.wide = carve.next;
+  x.s = arena.take(rows.count * kKeyPanel);
+  if (tiles) {
+    x.transposed = arena.take(kKeyPanel * round_up(rows.count, kKeyPanel));
+    x.wide = arena.take(kKeyPanel * padded_row(p.d > p.dv ? p.d : p.dv));
+  }
   // The partials of one kv head lie one behind the other, as its rows do.
   x.o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
   x.ldo = partial_elements(p);
-  const bool tiles = decodes_by_tiles(p);
   WideRows<A> wide{};
   if (tiles) {
     wide = dot_tiles(p, rows.count, x);
@@ -385,20 +386,20 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
 // The scaled query rows of one kv head, as decode_query_elements says.
 template <class T>
 void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
-                  compute_t<T>* scratch) {
+                  Arena<compute_t<T>> arena) {
   using A = compute_t<T>;
   const int64_t ld = padded_row(p.d);
   const bool tiles = decodes_by_tiles(p);
   const int64_t step = tiles ? kKeyPanel : rows.count;
+  A* const to = tiles ? arena.take(step * ld) : q;
   for (int64_t first = 0; first < rows.count; first += step) {
     const int64_t count = intersect({first, first + step}, {0, rows.count}).end - first;
-    A* const to = tiles ? scratch : q;
     for (int64_t r = 0; r < count; ++r) {
       const int64_t h = rows.head(first + r);
       pack_rows<T>(row_of<T>(p.q, rows.b, rows.query(first + r), h), 0, 1, p.d,
                    query_factor<A>(p, h), to + r * ld);
     }
-    if (tiles) pack_bt(scratch, ld, p.d, count, q + first * p.d);
+    if (tiles) pack_bt(to, ld, p.d, count, q + first * p.d);
   }
 }
 
@@ -411,11 +412,11 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   const Range heads = head_items == 1 ? Range{0, p.hkv} : Range{item % p.hkv, item % p.hkv + 1};
   const int64_t group = group_size(p), head_rows = group * p.tq;
 
-  Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const q = carve.take((heads.end - heads.begin) * decode_query_elements(p));
+  Arena<A> arena{static_cast<A*>(params.scratch), decode_scratch_elements(p)};
+  A* const q = arena.take((heads.end - heads.begin) * decode_query_elements(p));
   for (int64_t h = heads.begin; h < heads.end; ++h) {
     const Rows rows{b, h, head_rows, h * group, p.tq, heads};
-    pack_queries<T>(p, rows, q + (h - heads.begin) * decode_query_elements(p), carve.next);
+    pack_queries<T>(p, rows, q + (h - heads.begin) * decode_query_elements(p), arena);
     for (int64_t r = 0; r < head_rows; ++r) {
       const Partial<A> row = partial_of<A>(params, b, split, rows.head(r), rows.query(r));
       for (int64_t c = 0; c < row.width; ++c) row.o[c] = A(0);
@@ -434,7 +435,7 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const Rows rows{b, h, head_rows, h * group, p.tq, heads};
       decode_keys<T>(params, rows, at, split, keys, panel,
-                     q + (h - heads.begin) * decode_query_elements(p), carve.next);
+                     q + (h - heads.begin) * decode_query_elements(p), arena);
     }
   }
 }

@@ -154,12 +154,12 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const int64_t rows = queries.end - queries.begin;
   const int64_t dq = padded_row(p.d), width = padded_row(p.dv);
 
-  Carver<A> carve{static_cast<A*>(params.scratch)};
-  M* const q = reinterpret_cast<M*>(carve.take(kQueryBlock * dq));
-  A* const s = carve.take(kQueryBlock * kKeyBlock);
-  A* const o = carve.take(kQueryBlock * width);
-  A* const m = carve.take(kQueryBlock);
-  A* const l = carve.take(kQueryBlock * V::kWidth);
+  Arena<A> arena{static_cast<A*>(params.scratch), forward_scratch_elements(p)};
+  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * dq));
+  A* const s = arena.take(kQueryBlock * kKeyBlock);
+  A* const o = arena.take(kQueryBlock * width);
+  A* const m = arena.take(kQueryBlock);
+  A* const l = arena.take(kQueryBlock * V::kWidth);
   const A factor = query_factor<A>(p, h);
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
                kKeepsQueries<T> ? A(1) : factor, q);

@@ -70,7 +70,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
     float x[2 * N];
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) x[i] = s[i / 2][2 * half + i % 2];
-    if (is_plain(p)) {
+    if (is_plain(p.terms)) {
 #pragma unroll
       for (int i = 0; i < 2 * N; ++i) x[i] *= static_cast<float>(p.score.pre);
     } else {
@@ -200,16 +200,13 @@ __global__ void __launch_bounds__(Workers::kThreads, 1)
 }  // namespace
 
 bool takes_mma_path(const AttentionProblem& p) {
-  const auto fits = [&](const HeadView& x, int64_t length, int64_t heads) {
-    const auto stride_fits = [](int64_t size, int64_t stride) {
-      return size <= 1 || stride % 8 == 0;
-    };
-    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && stride_fits(p.batch, x.stride_b) &&
-           stride_fits(length, x.stride_t) && stride_fits(heads, x.stride_h);
-  };
   const auto size_fits = [](int64_t d) { return d > 0 && d <= 256 && d % 8 == 0; };
-  return size_of(p.dtype) == 2 && size_fits(p.d) && size_fits(p.dv) && fits(p.q, p.tq, p.hq) &&
-         fits(p.k, p.tk, p.hkv) && fits(p.v, p.tk, p.hkv);
+  if (size_of(p.dtype) != 2 || !size_fits(p.d) || !size_fits(p.dv)) return false;
+  int64_t shared_bytes = 0;
+  dispatch_mma(p,
+               [&]<class T, int kD>(T, Head<kD>) { shared_bytes = sizeof(ForwardShared<T, kD>); });
+  return shared_bytes <= shared_memory_limit() && has_aligned_queries(p, p.q) &&
+         has_aligned_keys(p, p.k) && has_aligned_keys(p, p.v);
 }
 
 Status launch_attention_mma(const AttentionForwardParams& params, Stream stream) {

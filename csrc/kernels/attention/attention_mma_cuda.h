@@ -225,6 +225,22 @@ __device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const T
   return bits;
 }
 
+// Whether every row of a view of 16-bit elements starts at a multiple of 16 bytes, as cp.async
+// needs. Packed sequences are rows of one batch entry.
+inline bool has_aligned_rows(const HeadView& x, int64_t batch, int64_t rows, int64_t heads) {
+  const auto fits = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  return aligned_16(x.data) && fits(batch, x.stride_b) && fits(rows, x.stride_t) &&
+         fits(heads, x.stride_h);
+}
+inline bool has_aligned_queries(const AttentionProblem& p, const HeadView& x) {
+  const bool packed = p.sequences.q != nullptr;
+  return has_aligned_rows(x, packed ? 1 : p.batch, packed ? p.sequences.rows_q : p.tq, p.hq);
+}
+inline bool has_aligned_keys(const AttentionProblem& p, const HeadView& x) {
+  const bool packed = p.sequences.q != nullptr;
+  return has_aligned_rows(x, packed ? 1 : p.batch, packed ? p.sequences.rows_k : p.tk, p.hkv);
+}
+
 // f(T{}, Head<kD>{}) with a 16-bit dtype and the smallest kD that holds the head sizes.
 template <int kD>
 struct Head {};

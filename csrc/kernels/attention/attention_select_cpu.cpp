@@ -37,10 +37,10 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
   const Range queries = block(item % blocks, kQueryBlock, p.tq);
   const int64_t rows = queries.end - queries.begin;
 
-  Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const kt = carve.take(kKeyBlock * p.d);
-  A* const q = carve.take(kQueryBlock * ldq);
-  A* const s = carve.take(kQueryBlock * kKeyBlock);
+  Arena<A> arena{static_cast<A*>(params.scratch), select_scratch_elements(p)};
+  A* const kt = arena.take(kKeyBlock * p.d);
+  A* const q = arena.take(kQueryBlock * ldq);
+  A* const s = arena.take(kQueryBlock * kKeyBlock);
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
                q);
   Best<A> best[kQueryBlock];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/attention.h"
+#include "runtime/assert.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/vec.h"
 #include "semantics/softmax.h"
@@ -20,13 +21,16 @@ OMNIATTN_INLINE T* row_of(const MutableHeadView& x, int64_t b, int64_t t, int64_
   return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
 }
 
-// Hands out consecutive parts of a buffer.
+// Hands out consecutive parts of a buffer of which `left` elements are unused.
 template <class A>
-struct Carver {
+struct Arena {
   A* next;
+  int64_t left;
   OMNIATTN_INLINE A* take(int64_t elements) {
+    OMNIATTN_ASSERT(0 <= elements && elements <= left);
     A* const part = next;
     next += elements;
+    left -= elements;
     return part;
   }
 };
@@ -268,6 +272,8 @@ struct TilePlan {
 // False: no key of the tile is visible to any of its queries.
 inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range queries, Range keys,
                       TilePlan& plan) {
+  OMNIATTN_ASSERT(contains({0, p.tq}, queries) && contains({0, p.tk}, keys));
+  OMNIATTN_ASSERT(0 <= b && b < p.batch && 0 <= h && h < p.hq);
   plan.queries = queries;
   plan.keys = keys;
   const Range tile = visible_keys_in(p.mask, b, h, queries, keys);

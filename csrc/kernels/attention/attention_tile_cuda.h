@@ -181,12 +181,6 @@ __device__ __forceinline__ bool is_softmax(const AttentionProblem& p) {
   return p.score.normaliser == Normaliser::softmax;
 }
 
-// Whether the weight of a visible pair is that of pre * q.k under the softmax.
-__device__ __forceinline__ bool is_plain(const AttentionProblem& p) {
-  return p.score.post == 0 && p.bias.data == nullptr && p.relative.data == nullptr &&
-         p.head_scale == nullptr && is_softmax(p);
-}
-
 // Weight of a logit by itself, where rows are not normalised, and its derivative.
 template <class A>
 struct Weight {

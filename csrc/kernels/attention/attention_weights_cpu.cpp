@@ -36,11 +36,11 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
   const Range keys = block(item % blocks, kKeyBlock, p.tk);
   const int64_t count = keys.end - keys.begin;
 
-  Carver<A> carve{static_cast<A*>(params.scratch)};
-  A* const kt = carve.take(kKeyBlock * p.d);
-  A* const q = carve.take(kQueryBlock * ldq);
-  A* const s = carve.take(kQueryBlock * kKeyBlock);
-  A* const sums = carve.take(kKeyBlock);
+  Arena<A> arena{static_cast<A*>(params.scratch), weights_scratch_elements(p)};
+  A* const kt = arena.take(kKeyBlock * p.d);
+  A* const q = arena.take(kQueryBlock * ldq);
+  A* const s = arena.take(kQueryBlock * kKeyBlock);
+  A* const sums = arena.take(kKeyBlock);
   pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                        count, kKeyBlock, kt);
   fill_zero(sums, kKeyBlock);

@@ -97,6 +97,8 @@ OMNIATTN_INLINE void with_elements(DType dtype, const void* x, int64_t offset, c
     if constexpr (TypeTraits<T>::kDType == TypeTraits<S>::kDType ||
                   (TypeTraits<T>::kDType == DType::f32 && sizeof(S) == 2)) {
       f(static_cast<const S*>(x) + offset);
+    } else {
+      OMNIATTN_FAIL("gemm: an operand has a dtype that does not widen to the product's");
     }
   });
 }
@@ -133,6 +135,8 @@ void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, in
       pack_rows(a, p.lda, rows, depth, work.a, depth, depth);
     });
     gemm_tile<T>(work.a, depth, b, c, ldc, rows, cols, depth, accumulate);
+  } else {
+    OMNIATTN_FAIL("gemm: rows of a bf16 product must be bf16");
   }
 }
 
@@ -181,6 +185,8 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
           for_row<S>(
               cols, [&](int64_t i, auto part) { part.store(out + i, part.load(c + r * ldc + i)); });
         }
+      } else {
+        OMNIATTN_FAIL("gemm: sums can be narrowed to 16 bits only");
       }
     });
   }

@@ -2,6 +2,7 @@
 // reads it again from the caches in its second sweep.
 #include "kernels/rope/norm_rope_cuda.h"
 
+#include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/rounded_cuda.h"
 #include "kernels/rope/rope_turn_cuda.h"
 
@@ -177,14 +178,16 @@ int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch
 }
 
 Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
-                                 Stream stream) {
-  const int64_t rows = row_count(p.rope, batch);
-  if (rows == 0) return nullptr;
-  const auto blocks = static_cast<unsigned>(norm_rope_backward_shards(p, batch) / kWarps);
+                                 void* dweight, Stream stream) {
+  const int64_t rows = row_count(p.rope, batch), shards = norm_rope_backward_shards(p, batch);
   const int64_t strides = p.x_batch | p.x_token | p.x_head;  // a power of two divides all or not
   dispatch_heads(p.rope, p.weight, p.x, strides, [&]<class T, int W>(T, Width<W>) {
-    GPU_LAUNCH((norm_rope_backward_kernel<T, W>), blocks, dim3(32, kWarps), 0, stream, p, rows,
-               static_cast<compute_t<T>*>(partial));
+    if (shards > 0) {
+      GPU_LAUNCH((norm_rope_backward_kernel<T, W>), static_cast<unsigned>(shards / kWarps),
+                 dim3(32, kWarps), 0, stream, p, rows, static_cast<compute_t<T>*>(partial));
+    }
+    launch_sum_shards(TypeTraits<compute_t<T>>::kDType, partial, shards, p.rope.dim, p.rope.dim,
+                      dweight, stream);
   });
   return gpu::launch_status();
 }

@@ -11,8 +11,8 @@ Status launch_norm_rope(const NormRopeParams& p, int64_t batch, Stream stream);
 // Partial sums of dweight that the backward keeps; depends on the shape only.
 int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch);
 
-// `partial`: (shards, dim) in the compute type, what dweight is the sum of; or null.
+// dweight (dim), the sum of `partial` (shards, dim) in the compute type; or both null.
 Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
-                                 Stream stream);
+                                 void* dweight, Stream stream);
 
 }  // namespace omniattn
