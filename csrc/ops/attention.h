@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ops/seed.h"
+#include "semantics/sequences.h"
 
 namespace {
 
@@ -152,8 +153,6 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
       rule.second_stride_b = keys.stride(0);
       return;
     }
-    case SideTensor::layout:
-      fail(op, "a layout must be the first mask rule, and the only one");
     case SideTensor::blocks: {
       const Tensor codes = keep_rows(call, side_tensor(op, "blocks", aux, index, ScalarType::Int));
       const ScoreStrides s = score_strides(
@@ -187,10 +186,11 @@ void read_seed(Dropout& dropout, const Tensor& seed) {
   dropout.offset = stream.offset;
 }
 
-// Takes the layout rule that `code` holds, see MaskKind: the problem gets a batch of sequences.
-void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code, const Tensors& aux);
+// Takes the layout that `code` starts with: the problem gets a batch of sequences.
+void decode_layout(const char* op, Call& call, LayoutKind kind, const Ints& code,
+                   const Tensors& aux);
 
-bool starts_with(const Ints& mask, MaskKind kind) {
+bool starts_with(const Ints& mask, LayoutKind kind) {
   return !mask.empty() && mask[0] == static_cast<int64_t>(kind);
 }
 
@@ -201,21 +201,22 @@ void decode_mask(const char* op, Call& call, const Ints& mask, const Tensors& au
   require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
           " mask rules are supported, got ", mask.size() / kMaskRuleInts);
   size_t at = 0;
-  if (starts_with(mask, MaskKind::packed) || starts_with(mask, MaskKind::cached) ||
-      starts_with(mask, MaskKind::paged)) {
-    require(mask_parameters_fit(static_cast<MaskKind>(mask[0]), mask[1], mask[2]), op,
+  if (!mask.empty() && is_layout(mask[0])) {
+    const auto fits = [](int64_t longest) { return longest >= 0 && longest < kMaskParamLimit; };
+    require(fits(mask[1]) && fits(mask[2]), op,
             "longest sequences must be >= 0 and below 2^40, got ", mask[1], " and ", mask[2]);
     call.has_layout = true;
-    call.is_packed = mask[0] == static_cast<int64_t>(MaskKind::packed);
+    call.is_packed = starts_with(mask, LayoutKind::packed);
     require(!call.is_packed || p.batch == 1, op,
             "packed sequences must have B = 1, got B=", p.batch);
-    decode_layout(op, call, static_cast<MaskKind>(mask[0]), mask, aux);
+    decode_layout(op, call, static_cast<LayoutKind>(mask[0]), mask, aux);
     at = kMaskRuleInts;
   }
   p.mask = {p.tq, p.tk, 0, {}};
   for (; at < mask.size(); at += kMaskRuleInts) {
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
-    require(kind >= 0 && kind < kMaskKinds, op, "mask rule must be 0 to ", kMaskKinds - 1, ", got ",
+    require(!is_layout(kind), op, "a layout must be the first mask rule, and the only one");
+    require(is_mask_kind(kind), op, "mask rule must be a kind of semantics/mask_rules.h, got ",
             kind);
     MaskRule rule{static_cast<MaskKind>(kind), a, b, nullptr, nullptr, 0, 0, 0, 0};
     require(mask_parameters_fit(rule.kind, a, b), op, "parameters of mask rule ", kind,
@@ -349,7 +350,7 @@ Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor&
   p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
   p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
   p.lse_stride = p.tq;
-  const int64_t rows = starts_with(mask, MaskKind::paged) ? k.size(0) : p.batch;
+  const int64_t rows = starts_with(mask, LayoutKind::paged) ? k.size(0) : p.batch;
   const int64_t k_sizes[] = {rows, p.tk, p.hkv, p.d}, v_sizes[] = {rows, p.tk, p.hkv, p.dv};
   require_sizes(op, "k", k, {k_sizes, 4});
   require_sizes(op, "v", v, {v_sizes, 4});
@@ -423,7 +424,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     Ints mask, Ints score, Floats params, Ints wanted) {
   constexpr const char* op = "attention_backward";
   const DeviceScope scope(q);
-  require(!starts_with(mask, MaskKind::paged), op, "pages must be gathered first");
+  require(!starts_with(mask, LayoutKind::paged), op, "pages must be gathered first");
   const Call call = decode_call(op, q, k, v, aux, seed, mask, score, params);
   const AttentionProblem& p = call.p;
   const int64_t out_sizes[] = {q.size(0), q.size(1), p.hq, p.dv};

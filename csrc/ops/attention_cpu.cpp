@@ -179,14 +179,14 @@ void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor&
 }
 
 // Errors name the public function: what is wrong are values that only this code reads.
-void decode_layout(const char*, Call& call, MaskKind kind, const Ints& code, const Tensors& aux) {
-  const char* const op = kind == MaskKind::packed ? "attention_varlen" : "attention_cached";
+void decode_layout(const char*, Call& call, LayoutKind kind, const Ints& code, const Tensors& aux) {
+  const char* const op = kind == LayoutKind::packed ? "attention_varlen" : "attention_cached";
   AttentionProblem& p = call.p;
-  if (kind == MaskKind::paged) {
+  if (kind == LayoutKind::paged) {
     const Tensor& table = side_tensor(op, aux, code[3]);
     return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
   }
-  if (kind == MaskKind::cached) {
+  if (kind == LayoutKind::cached) {
     const Ints lengths =
         read_rows(op, "cache_seqlens", side_tensor(op, aux, code[3]), p.batch, p.tk);
     for (int64_t b = 0; b < p.batch; ++b) {

@@ -18,7 +18,7 @@ void decode_seed(Call& call, const Tensor& seed) {
 }
 
 // Kernels read the rows of sequences: reading them here would wait for the GPU.
-void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
+void decode_layout(const char* op, Call& call, LayoutKind kind, const Ints& code,
                    const Tensors& aux) {
   AttentionProblem& p = call.p;
   p.sequences.rows_q = p.tq;
@@ -33,7 +33,7 @@ void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
     require_sizes(op, name, side_tensor(op, aux, index), {&count, 1});
     return integers(name, index);
   };
-  if (kind == MaskKind::paged) {
+  if (kind == LayoutKind::paged) {
     const Tensor& table = side_tensor(op, aux, code[3]);
     require(table.dim() == 2 && table.size(0) == p.batch, op,
             "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
@@ -47,7 +47,7 @@ void decode_layout(const char* op, Call& call, MaskKind kind, const Ints& code,
     p.tk *= table.size(1);
     return;
   }
-  if (kind == MaskKind::cached) {
+  if (kind == LayoutKind::cached) {
     p.sequences.k = rows("lengths", code[3], p.batch);
     return;
   }

@@ -37,7 +37,7 @@ struct OwnedMask {
       const int64_t* code = rules.data() + n * kMaskRuleInts;
       MaskRule& rule = mask.rules[n];
       rule = {static_cast<MaskKind>(code[0]), code[1], code[2], nullptr, nullptr, 0, 0, 0, 0};
-      if (!mask_parameters_fit(rule.kind, rule.a, rule.b))
+      if (!is_mask_kind(code[0]) || !mask_parameters_fit(rule.kind, rule.a, rule.b))
         throw py::value_error("mask: parameters without a meaning");
       const SideTensor kind = mask_side_tensor(rule.kind);
       if (kind == SideTensor::none) continue;
