@@ -86,8 +86,8 @@ def preloaded():
 
 @pytest.fixture
 def run_emulated(run_with_library):
-    def run(variant, schedules, selection, *files):
-        env = {
+    def run(variant, schedules, selection, *files, **env):
+        env |= {
             "OMNIATTN_TEST_SCHEDULES": schedules,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/cuda"), *filter(None, sys.path)]),
         }
@@ -117,6 +117,14 @@ def test_kernels_pass_the_tests_of_their_families(run_emulated):
     about a kernel."""
     families = [f"test_{name}" for name in ("activation", "loss", "norm", "random", "rope")]
     run_emulated("value", "shuffled", "not (compiled or many_chunks or large_results)", *families)
+
+
+def test_attention_fits_into_99_kib_of_shared_memory(run_emulated):
+    """Of a block on sm_86 and sm_89: what needs more takes another path."""
+    cases = "-attention-wide or -attention-decode or -attention_cached-decode"
+    selection = f"(forward or backward) and ({cases}) and (f64 or bf16)"
+    limit = str(99 << 10)
+    run_emulated("value", "ascending", selection, "test_specs", OMNIATTN_TEST_SHARED_MEMORY=limit)
 
 
 def test_attention_passes_the_tests_of_tables_sinks_and_sequences(run_emulated):

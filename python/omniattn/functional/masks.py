@@ -39,6 +39,9 @@ __all__ = [
     "sliding_window",
 ]
 
+#: Queries and keys of a tile of the CPU kernels.
+TILE = (96, 128)
+
 
 class Mask:
     """A set of (query, key) pairs that may attend."""
@@ -73,11 +76,11 @@ class Mask:
         *,
         batch: int = 1,
         heads: int = 1,
-        block: tuple[int, int] = (96, 128),
+        block: tuple[int, int] = TILE,
     ) -> float:
         """Share of the area that lies in (queries, keys) blocks with a pair that may attend.
 
-        The default block is the tile of the CPU kernels: what it would cost to visit whole tiles.
+        The default gives what it costs the CPU kernels to visit whole tiles.
         """
         area = 0
         for rows in self._stripes(tq, tk, heads, block[0]):

@@ -14,14 +14,15 @@ from omniattn.testing.environment import current_device
 
 __all__ = ["LAYOUTS", "Layout", "poisoned_memory", "relayout"]
 
-Layout: TypeAlias = Literal["contiguous", "padded", "transposed", "stepped", "far"]
-LAYOUTS: tuple[Layout, ...] = ("padded", "transposed", "stepped")
+Layout: TypeAlias = Literal["contiguous", "padded", "gapped", "transposed", "stepped", "far"]
+LAYOUTS: tuple[Layout, ...] = ("padded", "gapped", "transposed", "stepped")
 
 
 def relayout(t: Tensor, layout: Layout) -> Tensor:
     """The same values elsewhere; every element of the storage that is not one of them is poison.
 
     padded: a hole after each row and around the whole, unit last stride, odd offset.
+    gapped: 4 elements of a hole after each row, at an aligned address: rows off 16 bytes.
     transposed: the leading dimensions lie in reverse order.
     stepped: last stride 2.
     far: the last row lies 2^31 elements after the first; untouched pages cost nothing.
@@ -30,6 +31,8 @@ def relayout(t: Tensor, layout: Layout) -> Tensor:
         return t
     if layout == "padded":
         out = _poisoned([n + 2 for n in t.shape], t)[(slice(1, -1),) * t.dim()]
+    elif layout == "gapped":
+        out = _poisoned([*t.shape[:-1], t.shape[-1] + 4], t)[..., : t.shape[-1]]
     elif layout == "transposed":
         order = [*reversed(range(t.dim() - 1)), t.dim() - 1]
         out = _poisoned([t.shape[i] for i in order], t).permute(order)

@@ -334,6 +334,7 @@ ATTENTION_VARLEN = OpSpec(
         _packed("cross", 5, 70, 200, 4, 2, 32, return_lse=True),
         _packed("short", 9, 20, 20, 4, 1, 16, window_size=(3, 2)),
         _packed("decode", 6, 1, 300, 4, 2, 32, causal=True),
+        _packed("onekey", 3, 20, 1, 1, 1, 8),
         _packed("terms", 4, 120, 120, 4, 2, 16, ("alibi per batch", "sinks", "head scale")),
         _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
         _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),

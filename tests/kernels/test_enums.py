@@ -1,0 +1,70 @@
+"""Numbers that C++ and Python share are the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from omniattn import config
+from omniattn.functional import _attention, masks
+from omniattn.ops.activation import ACTIVATIONS
+from omniattn.ops.gated_norm import GATE_PLACES
+from omniattn.reference.masks import BLOCK, LAYOUTS, MaskKind
+from omniattn.reference.scores import ScoreKind
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def source(path):
+    return re.sub(r"//.*", "", (CSRC / path).read_text())
+
+
+def enumerators(path, name):
+    body = re.search(rf"enum class {name} [^{{]*{{(.*?)}}", source(path), re.S)[1]
+    return {key: int(number) for key, number in re.findall(r"(\w+) = (\d+)", body)}
+
+
+def constant(path, name):
+    expression = re.search(rf"constexpr int64_t {name} = (.*?);", source(path))[1]
+    return eval(re.sub(r"int64_t{(\d+)}", r"\1", expression))
+
+
+def mask_kinds():
+    rules = re.findall(r"rule\((\w+), (\d+), ", source("semantics/mask_rules.h"))
+    return {name: int(number) for name, number in rules}
+
+
+def by_name(kinds):
+    renamed = {"window": "window_bottom_right"}
+    return {renamed.get(kind.name.lower(), kind.name.lower()): int(kind) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("native", "python"),
+    [
+        (mask_kinds(), by_name(set(MaskKind) - set(LAYOUTS))),
+        (enumerators("semantics/sequences.h", "LayoutKind"), by_name(LAYOUTS)),
+        (
+            enumerators("semantics/score.h", "ScoreKind"),
+            {kind.name.lower(): int(kind) for kind in ScoreKind},
+        ),
+        (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
+        (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
+        (
+            enumerators("runtime/cpu_isa.h", "Isa"),
+            {name: number for number, name in enumerate(config.CPU_ISAS)},
+        ),
+    ],
+    ids=["masks", "layouts", "scores", "activations", "gates", "isas"],
+)
+def test_enums_match(native, python):
+    assert native == python
+
+
+def test_constants_match():
+    assert constant("semantics/mask_rules.h", "kPatternBlock") == BLOCK
+    assert constant("semantics/mask_rules.h", "kMaskParamLimit") == _attention._LONGEST + 1
+    tile = [
+        constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
+    ]
+    assert masks.TILE == tuple(tile)
