@@ -68,6 +68,11 @@ def _formula(
     )
 
 
+def is_shared(cos: Tensor, sin: Tensor, positions: Tensor | None) -> bool:
+    """Whether all sequences of a batch turn by the same angles."""
+    return cos.dim() == 2 and (positions is None or positions.dim() == 1)
+
+
 #: (q, k, cos, sin, positions, start, interleaved, inverse) -> (q_out, k_out)
 rope = DifferentiableOp(
     "rope",
@@ -76,6 +81,7 @@ rope = DifferentiableOp(
     backward=_backward,
     formula=_formula,
     differentiable_backward=True,
+    fold=lambda q, k, *tables: (0, 1) if is_shared(*tables[:3]) else (),
 )
 
 
