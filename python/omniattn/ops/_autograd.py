@@ -84,7 +84,7 @@ class Op:
         register_fake(name)(fake)
 
     def __call__(self, *args: Any) -> Any:
-        if peek_interpreter_stack() is None or is_compiling():
+        if is_compiling() or peek_interpreter_stack() is None:
             return self.registered(*args)
         return self._transformed(args)
 
@@ -98,8 +98,8 @@ class Op:
             return None
         return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
 
-    def _set_up(self, ctx: Any, args: Arguments, output: Any) -> None:
-        """What autograd is told about a call."""
+    def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
+        """What autograd is told of a call; the names are those that torch.library calls it by."""
         ctx.mark_non_differentiable(*tree_leaves(output))
 
 
@@ -197,8 +197,8 @@ class DifferentiableOp(Op):
     def _public(self, output: Any) -> Any:
         return output if self.public is None else output[self.public]
 
-    def _set_up(self, ctx: Any, args: Arguments, output: Any) -> None:
-        self._remember(ctx, args, output)
+    def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
+        self._remember(ctx, inputs, output)
         if self.private_outputs:
             ctx.mark_non_differentiable(*output[-self.private_outputs :])
 
