@@ -50,7 +50,7 @@ def cases(spec, selection):
     return {"tiny": spec.cases[:1], "few": [spec.cases[1], *special]}[selection]
 
 
-#: property: (cases, dtypes)
+#: property: (cases, dtypes), or None for the widest that a spec has
 MATRIX = {
     "forward": ("all", (F64, F32, BF16, F16)),
     "backward": ("all", (F64, F32, BF16, F16)),
@@ -67,7 +67,11 @@ MATRIX = {
     "checkpointed": ("tiny", (F32,)),
     "autocast": ("few", (BF16,)),
     "transforms": ("tiny", (F32,)),
+    "mapped": ("few", None),
+    "mapped_pairs": ("few", None),
 }
+#: Properties too slow for every run.
+SLOW = {"mapped_pairs"}
 
 
 #: Properties of gradients.
@@ -80,10 +84,13 @@ def matrix():
             if name in DERIVED and not spec.differentiable:
                 continue
             for case in cases(spec, selection):
-                for dtype in dtypes:
+                for dtype in dtypes or spec.dtypes[:1]:
                     if dtype in spec.dtypes:
                         label = f"{name}-{spec.name}-{case.name}-{SHORT_DTYPE[dtype]}"
-                        yield pytest.param(PROPERTIES[name], spec, case, dtype, id=label)
+                        marks = [pytest.mark.slow] if name in SLOW else []
+                        yield pytest.param(
+                            PROPERTIES[name], spec, case, dtype, id=label, marks=marks
+                        )
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,11 @@ def scratch(gate, up=None):
     return reference.swiglu(gate, up) + 0 * torch.empty_like(gate)
 
 
+def one_scale(gate, up=None):
+    """Reads a value, which a batch does not have."""
+    return reference.swiglu(gate, up) * gate.detach().sum().item()
+
+
 def neighbour(gate, up=None):
     """Right on dense tensors: reads the row as if it were contiguous."""
     y = reference.swiglu(gate, up)
@@ -53,6 +58,7 @@ def graph_break(gate, up=None):
         ("every_isa", slow_isa, "must be within"),
         ("compiled", graph_break, "graph_break"),
         ("exported", reference.swiglu, "not an omniattn op"),
+        ("mapped", one_scale, "item"),
     ],
 )
 def test_a_broken_op_is_found(name, broken, error, monkeypatch):

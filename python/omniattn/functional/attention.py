@@ -38,6 +38,7 @@ from omniattn.reference.attention import (
     Weights,
 )
 from omniattn.reference.masks import MaskKind, Rule
+from omniattn.reference.vmap import is_mapped
 
 __all__ = [
     "attention",
@@ -222,8 +223,8 @@ def attention_varlen(
                 f"{op}: cu_seqlens must both have shape (N + 1,), "
                 f"got {name}.shape={tuple(cu.shape)}"
             )
-    longest_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-    longest_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    longest_q = _longest(op, "q", cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    longest_k = _longest(op, "k", cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
     require_int(op, "max_seqlen_q", longest_q, 0)
     require_int(op, "max_seqlen_k", longest_k, 0)
     layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
@@ -470,7 +471,12 @@ def merge_attention(
     return reference.merge_attention(outs, lses, sinks=sinks)
 
 
-def _longest(cu_seqlens: Tensor) -> int:
+def _longest(op: str, of: str, cu_seqlens: Tensor) -> int:
+    if is_mapped(cu_seqlens):
+        raise ValueError(
+            f"{op}: max_seqlen_{of} must be given where vmap maps over cu_seqlens_{of}, "
+            f"got max_seqlen_{of}=None"
+        )
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 

@@ -73,7 +73,7 @@ def rms_norm(
     Note:
         Statistics and gradients are accumulated in fp32 (fp64 for fp64) and rounded once. Gradients
         flow to x, weight and residual; they do not depend on the number of threads. Second
-        derivatives with a residual need backend="reference".
+        and forward-mode derivatives go through the eager definition.
 
     Reference:
         Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467.

@@ -4,13 +4,17 @@ A call takes one of four paths, so that each costs no more than it must and all 
 
 =====================  ====================================================================
 compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
-functorch transforms   an `autograd.Function` with `setup_context` and a generated vmap rule
+functorch transforms   an `autograd.Function` with `setup_context` and a vmap rule
 gradients needed       an `autograd.Function` whose forward receives ctx: the cheaper form
 nothing of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
 Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
 recomputed from the saved inputs. An op without one raises: it never returns zeros.
+
+vmap over any of the tensors calls the op once per element and stacks the results. Where only
+tensors that have a batch dimension are mapped over, and nothing else depends on the place in the
+batch, the elements become one batch and one call (`Fold`).
 """
 
 from __future__ import annotations
@@ -28,15 +32,19 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._pytree import tree_leaves, tree_map
 
 from omniattn.ops._library import register_fake
 
-__all__ = ["DifferentiableOp", "loop_over_vmap", "private_op"]
+__all__ = ["DifferentiableOp", "Fold", "Op", "private_op", "register_vmap"]
 
 Arguments = tuple[Any, ...]
 Saved = tuple[Tensor | None, ...]
 #: Per argument the length of a list of tensors, or None; None where an op takes no lists.
 Layout = tuple[int | None, ...] | None
+#: From the arguments of an op to the places of those whose first dimension is a batch of problems
+#: that this call solves one by one, with the batch dimension of all outputs first; or to none.
+Fold = Callable[..., Sequence[int]]
 
 _implementations = torch.library.Library("omniattn", "IMPL")
 
@@ -54,7 +62,48 @@ def private_op(name: str) -> Callable[..., Any]:
     return partial(torch._C._dispatch_call_boxed, handle)
 
 
-class DifferentiableOp:
+class Op:
+    """A public op without gradients, callable with the positional arguments of its schema.
+
+    Args:
+        name: name in the `omniattn` namespace.
+        fake: shapes and dtypes of the outputs, from the arguments.
+        fold: how vmap may run it in one call; None where it never does.
+    """
+
+    differentiable_backward = False
+
+    def __init__(self, name: str, *, fake: Callable[..., Any], fold: Fold | None = None) -> None:
+        self.name = name
+        self.registered = getattr(torch.ops.omniattn, name).default
+        self.raw: Callable[..., Any] = self.registered
+        self.fold = fold
+        kinds = [str(argument.type) for argument in self.registered._schema.arguments]
+        self.tensors = [i for i, k in enumerate(kinds) if k in ("Tensor", "Optional[Tensor]")]
+        self.tensor_lists = [i for i, k in enumerate(kinds) if "List[Ten" in k]
+        register_fake(name)(fake)
+
+    def __call__(self, *args: Any) -> Any:
+        if is_compiling() or peek_interpreter_stack() is None:
+            return self.registered(*args)
+        return self._transformed(args)
+
+    def _transformed(self, args: Arguments) -> Any:
+        layout, levels = self._layout(args), _grad_levels()
+        return _TransformedOp.apply(self, layout, levels, *_flatten(layout, args))
+
+    def _layout(self, args: Arguments) -> Layout:
+        """Lengths of the arguments that are lists of tensors, None for the others."""
+        if not self.tensor_lists:
+            return None
+        return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
+
+    def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
+        """What autograd is told of a call; the names are those that torch.library calls it by."""
+        ctx.mark_non_differentiable(*tree_leaves(output))
+
+
+class DifferentiableOp(Op):
     """A public op with gradients, callable with the positional arguments of its schema.
 
     Args:
@@ -71,6 +120,7 @@ class DifferentiableOp:
         restore: (saved tensors, kept) -> the arguments, for `formula`.
         differentiable_backward: `backward` calls differentiable functions only, so that second
             derivatives need no formula.
+        fold: see Op.
     """
 
     def __init__(
@@ -85,9 +135,9 @@ class DifferentiableOp:
         formula: Callable[..., Any] | None = None,
         restore: Callable[[Saved, Any], Arguments] | None = None,
         differentiable_backward: bool = False,
+        fold: Fold | None = None,
     ) -> None:
-        self.name = name
-        self.registered = getattr(torch.ops.omniattn, name).default
+        super().__init__(name, fake=fake, fold=fold)
         self.raw = private_op(name + "_raw")
         self.inference = None if inference is None else private_op(inference)
         self.save = save
@@ -99,23 +149,15 @@ class DifferentiableOp:
         self.formula = formula
         self.restore = restore
         self.differentiable_backward = differentiable_backward
-        kinds = [str(argument.type) for argument in self.registered._schema.arguments]
-        self.tensors = [i for i, k in enumerate(kinds) if k in ("Tensor", "Optional[Tensor]")]
-        self.tensor_lists = [i for i, k in enumerate(kinds) if "List[Ten" in k]
         #: The tensors among the arguments (an op has at least two); and the inverse, from values of
         #: the tensors and one for all others to one per argument.
         self._single_tensors = itemgetter(*self.tensors)
         places = {argument: place for place, argument in enumerate(self.tensors)}
-        self._spread = itemgetter(*(places.get(i, -1) for i in range(len(kinds))))
-        register_fake(name)(fake)
+        arguments = self.registered._schema.arguments
+        self._spread = itemgetter(*(places.get(i, -1) for i in range(len(arguments))))
         register_fake(f"{name}_raw")(fake)
-        loop_over_vmap(f"{name}_raw")
         if inference is not None:
             register_fake(inference)(lambda *args: self._public(fake(*args)))
-
-        def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
-            self._remember(ctx, inputs, output)
-            self._mark_private(ctx, output)
 
         def registered_backward(ctx: Any, *grads: Tensor | None) -> Any:
             needs = ctx.needs_input_grad
@@ -127,7 +169,7 @@ class DifferentiableOp:
             )
 
         torch.library.register_autograd(
-            f"omniattn::{name}", registered_backward, setup_context=setup_context
+            f"omniattn::{name}", registered_backward, setup_context=self._set_up
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -138,8 +180,7 @@ class DifferentiableOp:
         if peek_interpreter_stack() is not None:
             if self.formula is not None and _inside_jvp():
                 return self._call_formula(args)
-            layout, levels = self._layout(args), _grad_levels()
-            return self._public(_TransformedOp.apply(self, layout, levels, *_flatten(layout, args)))
+            return self._public(self._transformed(args))
         if forward_ad._current_level >= 0 and _any_dual(args):
             return self._call_formula(args)
         if is_grad_enabled():
@@ -153,16 +194,11 @@ class DifferentiableOp:
             return self.inference(*args)
         return self._public(self.raw(*args))
 
-    def _layout(self, args: Arguments) -> Layout:
-        """Lengths of the arguments that are lists of tensors, None for the others."""
-        if not self.tensor_lists:
-            return None
-        return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
-
     def _public(self, output: Any) -> Any:
         return output if self.public is None else output[self.public]
 
-    def _mark_private(self, ctx: Any, output: Any) -> None:
+    def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
+        self._remember(ctx, inputs, output)
         if self.private_outputs:
             ctx.mark_non_differentiable(*output[-self.private_outputs :])
 
@@ -256,18 +292,26 @@ _apply_eager = super(torch.autograd.Function, _EagerOp).apply
 class _TransformedOp(torch.autograd.Function):
     """Calls under torch.func transforms, inside `levels` of `torch.func.grad` and its kind."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(op: DifferentiableOp, layout: Layout, levels: int, *flat: Any) -> Any:
+    def forward(op: Op, layout: Layout, levels: int, *flat: Any) -> Any:
         return op.raw(*_unflatten(layout, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
         op, layout, levels, *flat = inputs
-        op._remember(ctx, _unflatten(layout, flat), output)
-        op._mark_private(ctx, output)
+        op._set_up(ctx, _unflatten(layout, flat), output)
         ctx.op, ctx.layout, ctx.levels = op, layout, levels
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Arguments, *inputs: Any) -> Any:
+        """In Python: the dispatcher does not look for a batch in lists that may be None."""
+        op, layout, levels, *flat = inputs
+
+        def call(*args: Any) -> Any:
+            return _TransformedOp.apply(op, layout, levels, *_flatten(layout, args))
+
+        args, dims = _unflatten(layout, flat), _unflatten(layout, in_dims[3:])
+        return _map_batch(op.name, call, op.fold, info.batch_size, args, dims)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -294,31 +338,49 @@ def _second_order_flat(ctx: Any, *grads: Any) -> Any:
     return tuple(_flatten(ctx.layout, ctx.op._second_order(ctx, needs, grads)))
 
 
-def loop_over_vmap(name: str) -> None:
-    """Gives an op a vmap rule: one call per element. torch's own fallback cannot batch lists."""
+def register_vmap(name: str, fold: Fold | None = None) -> None:
+    """Gives an op that only this package calls a vmap rule; `fold` as for Op."""
     op = getattr(torch.ops.omniattn, name).default
 
+    def rule(info: Any, in_dims: Arguments, *args: Any) -> Any:
+        return _map_batch(name, op, fold, info.batch_size, args, in_dims)
+
+    torch.library.register_vmap(f"omniattn::{name}", rule)
+
+
+def _map_batch(
+    name: str,
+    call: Callable[..., Any],
+    fold: Fold | None,
+    size: int,
+    args: Arguments,
+    dims: Arguments,
+) -> tuple[Any, int]:
+    """The results of `call` on a batch of arguments, and their batch dimension.
+
+    `dims` tells for each tensor of `args` which dimension is the batch, None where all share it.
+    """
+    if size == 0:
+        raise ValueError(f"{name}: vmap must be over at least one element, got a batch size of 0")
+
+    def batch(t: Tensor, dim: int | None) -> Tensor:
+        return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
     def select(value: Any, dim: Any, i: int) -> Any:
-        if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
+        if isinstance(value, (list, tuple)):
             return [select(v, d, i) for v, d in zip(value, dim, strict=True)]
         return value if dim is None else value.select(dim, i)
 
-    def stack(results: Sequence[Any]) -> tuple[Any, Any]:
-        """One output, or a tuple or list of outputs, of all calls; and its batch dimensions."""
-        if isinstance(results[0], Tensor):
-            return torch.stack(tuple(results)), 0
-        pairs = [stack(each) for each in zip(*results, strict=True)]
-        kind = type(results[0])
-        return kind(output for output, _ in pairs), kind(dim for _, dim in pairs)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        calls = [
-            op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return stack(calls)
-
-    torch.library.register_vmap(f"omniattn::{name}", rule)
+    places = () if fold is None else fold(*args)
+    batches = {i: batch(args[i], dims[i]) for i in places if args[i] is not None}
+    mapped = {i for i, dim in enumerate(dims) if any(d is not None for d in tree_leaves(dim))}
+    if mapped <= batches.keys() and all(t.dim() > 2 for t in batches.values()):
+        folded = (batches[i].flatten(0, 1) if i in batches else a for i, a in enumerate(args))
+        return tree_map(lambda t: t.unflatten(0, (size, len(t) // size)), call(*folded)), 0
+    calls = [
+        call(*(select(a, dim, i) for a, dim in zip(args, dims, strict=True))) for i in range(size)
+    ]
+    return tree_map(lambda *results: torch.stack(results), *calls), 0
 
 
 def _flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:

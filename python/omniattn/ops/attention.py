@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, Op, private_op, register_vmap
 from omniattn.reference.attention import Rules
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
@@ -175,10 +175,23 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
 
 #: (q, k, v, aux, seed, mask, score, params) -> (out, lse)
 attention = DifferentiableOp(
-    "attention", fake=_fake, save=_save, backward=_backward, formula=formula, restore=_restore
+    "attention",
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    formula=formula,
+    restore=_restore,
+    fold=lambda q, k, v, aux, seed, *_: () if aux or seed is not None else (0, 1, 2),
 )
 
-loop_over_vmap("attention_backward")
+
+def _fold_backward(
+    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, aux: Any, seed: Any, *_: Any
+) -> tuple[int, ...]:
+    return () if aux or seed is not None else (0, 1, 2, 3, 4, 7, 8)
+
+
+register_vmap("attention_backward", _fold_backward)
 
 
 def _fake_weights(
@@ -236,11 +249,6 @@ def _weights_backward(
     return (*found[:3], found[3:], None, None, None, None)
 
 
-#: (q, k, aux, mask, score, params) -> (index, top); no gradient
-attention_select = torch.ops.omniattn.attention_select.default
-
-
-@_library.register_fake("attention_select")
 def _fake_select(
     q: Tensor, k: Tensor, aux: Any, mask: Any, score: Any, params: Any
 ) -> tuple[Tensor, Tensor]:
@@ -248,7 +256,10 @@ def _fake_select(
     return q.new_empty(shape, dtype=torch.int64), q.new_empty(shape, dtype=_accumulator(q))
 
 
-loop_over_vmap("attention_select")
+#: (q, k, aux, mask, score, params) -> (index, top); no gradient
+attention_select = Op(
+    "attention_select", fake=_fake_select, fold=lambda q, k, aux, *_: () if aux else (0, 1)
+)
 
 
 #: (q, k, lse, aux, mask, score, params, sums) -> weights
@@ -259,4 +270,5 @@ attention_weights = DifferentiableOp(
     backward=_weights_backward,
     formula=weights_formula,
     restore=_restore_weights,
+    fold=lambda q, k, lse, aux, *_: () if aux else (0, 1, 2),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 from omniattn.ops.activation import ACTIVATIONS
 
 __all__ = ["glu_mlp"]
@@ -252,7 +252,7 @@ for _name, _implementation in (
 ):
     torch.library.impl(f"omniattn::{_name}", _ANY_DEVICE)(_implementation)
 _library.register_fake("glu_mlp_backward")(_fake_backward)
-loop_over_vmap("glu_mlp_backward")
+register_vmap("glu_mlp_backward")
 
 
 def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
@@ -293,4 +293,5 @@ glu_mlp = DifferentiableOp(
     private_outputs=2,
     formula=_formula,
     restore=lambda saved, kept: (*saved[:8], *kept),
+    fold=lambda *args: () if args[7] is not None else (0,),
 )

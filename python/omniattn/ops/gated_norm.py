@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 from omniattn.ops.activation import ACTIVATIONS
 
 __all__ = ["GATE_PLACES", "gated_norm"]
@@ -105,6 +105,8 @@ gated_norm = DifferentiableOp(
     inference="gated_norm_only",
     formula=_formula,
     restore=lambda saved, kept: (*saved[:4], *kept),
+    fold=lambda *_: (0, 1),
 )
 
-loop_over_vmap("gated_norm_backward")
+# The gradients of weight and bias are one per element.
+register_vmap("gated_norm_backward", lambda *args: () if args[-2] or args[-1] else (0, 1, 2, 5))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 
 __all__ = ["linear"]
 
@@ -52,9 +52,11 @@ linear = DifferentiableOp(
     backward=_backward,
     formula=reference.linear,
     restore=lambda saved, _: saved,
+    fold=lambda *_: (0,),
 )
 
-loop_over_vmap("linear_backward")
+# The gradients of weight and bias are one per element.
+register_vmap("linear_backward", lambda *args: () if args[-2] or args[-1] else (0, 1))
 
 
 def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

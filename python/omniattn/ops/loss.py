@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 
 __all__ = ["REDUCTIONS", "cross_entropy", "linear_cross_entropy"]
 
@@ -152,8 +152,8 @@ linear_cross_entropy = DifferentiableOp(
     private_outputs=3,
 )
 
-loop_over_vmap("cross_entropy_backward")
-loop_over_vmap("linear_cross_entropy_backward")
+register_vmap("cross_entropy_backward")
+register_vmap("linear_cross_entropy_backward")
 
 
 # linear_cross_entropy on CUDA: products of cuBLAS around the kernels of cross_entropy -------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 from omniattn.ops.activation import ACTIVATIONS as _ACT
 
 __all__ = ["ACTIVATIONS", "CLAMPED", "moe"]
@@ -152,4 +152,4 @@ moe = DifferentiableOp(
     restore=lambda saved, options: (*saved[:7], *options, False),
 )
 
-loop_over_vmap("moe_backward")
+register_vmap("moe_backward")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
 
 __all__ = ["add_norm", "norm"]
 
@@ -127,6 +127,7 @@ norm = DifferentiableOp(
     inference="norm_only",
     formula=lambda x, *args: _formula(x, None, *args),
     restore=lambda saved, kept: (*saved[:3], *kept),
+    fold=lambda *_: (0,),
 )
 
 #: (x, residual, weight, bias, center, eps, offset, cast_first) -> (y, h)
@@ -139,6 +140,8 @@ add_norm = DifferentiableOp(
     inference="add_norm_only",
     formula=_formula,
     restore=_restore_add_norm,
+    fold=lambda *_: (0, 1),
 )
 
-loop_over_vmap("norm_backward")
+# The gradients of weight and bias are one per element.
+register_vmap("norm_backward", lambda *args: () if args[-2] or args[-1] else (0, 1, 2, 4))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap, private_op
+from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
+from omniattn.ops.rope import is_shared
 
 __all__ = ["norm_rope"]
 
@@ -89,6 +90,16 @@ norm_rope = DifferentiableOp(
     private_outputs=1,
     formula=_formula,
     restore=lambda saved, kept: (*saved[:5], *kept),
+    fold=lambda x, weight, *tables: (0,) if is_shared(*tables[:3]) else (),
 )
 
-loop_over_vmap("norm_rope_backward")
+
+def _fold_backward(
+    grad_y: Any, x: Any, weight: Any, cos: Tensor, sin: Tensor, positions: Tensor | None, *rest: Any
+) -> tuple[int, ...]:
+    """The gradient of the weight is one per element."""
+    weight_grad = rest[-1]
+    return (0, 1, 6) if is_shared(cos, sin, positions) and not weight_grad else ()
+
+
+register_vmap("norm_rope_backward", _fold_backward)

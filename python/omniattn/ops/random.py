@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, loop_over_vmap
+from omniattn.ops._autograd import DifferentiableOp, Op
 
 __all__ = ["dropout", "uniform_like"]
 
 #: (x, seed) -> fp32 in [0, 1) of x's shape; no gradient
-uniform_like = torch.ops.omniattn.uniform_like.default
-
-
-@_library.register_fake("uniform_like")
-def _fake_uniform(x: Tensor, seed: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-loop_over_vmap("uniform_like")
+uniform_like = Op("uniform_like", fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.float32))
 
 
 def _backward(

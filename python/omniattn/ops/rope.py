@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, is_transformed
+from omniattn.reference.vmap import is_mapped
 
 __all__ = ["rope", "rope_inplace"]
 
@@ -68,6 +69,11 @@ def _formula(
     )
 
 
+def is_shared(cos: Tensor, sin: Tensor, positions: Tensor | None) -> bool:
+    """Whether all sequences of a batch turn by the same angles."""
+    return cos.dim() == 2 and (positions is None or positions.dim() == 1)
+
+
 #: (q, k, cos, sin, positions, start, interleaved, inverse) -> (q_out, k_out)
 rope = DifferentiableOp(
     "rope",
@@ -76,6 +82,7 @@ rope = DifferentiableOp(
     backward=_backward,
     formula=_formula,
     differentiable_backward=True,
+    fold=lambda q, k, *tables: (0, 1) if is_shared(*tables[:3]) else (),
 )
 
 
@@ -117,8 +124,13 @@ def rope_inplace(
     """Turns q and k in place, with gradients; options: start, interleaved, inverse."""
     tensors = [x for x in (q, k) if x is not None]
     if is_transformed(*tensors):
-        turned = rope(q, k, cos, sin, positions, *options)
-        for x, y in zip(tensors, turned, strict=False):
+        for x in tensors:  # one by one: where vmap maps over one of two, both results are batches
+            y, _ = rope(x, None, cos, sin, positions, *options)
+            if is_mapped(y) and not is_mapped(x):
+                raise ValueError(
+                    "apply_rotary: with inplace q and k must be mapped over by vmap where cos, sin "
+                    f"or positions are, got one {'q' if x is q else 'k'} for all"
+                )
             x.copy_(y)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         for x in tensors:

@@ -12,6 +12,7 @@ from torch import Tensor
 from omniattn.reference import masks, philox
 from omniattn.reference.precision import widen
 from omniattn.reference.scores import ScoreKind, table_bias
+from omniattn.reference.vmap import require_not_mapped
 
 
 class MaskRules(Protocol):
@@ -159,6 +160,8 @@ def attention_varlen(
     cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N, Hq,
     max_seqlen_q, max_seqlen_k). Rows of no sequence give O = 0, lse = -inf.
     """
+    require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
+    require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     options = AttentionOptions(
         Visibility(causal, window_size, mask),
@@ -207,6 +210,7 @@ def attention_cached(
 
     With block_table (B,N) k and v are pages (pages,size,Hkv,.), and sequence b has those of row b.
     """
+    require_not_mapped("attention_cached", "cache_seqlens", cache_seqlens)
     if block_table is not None:
         k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
     options = AttentionOptions(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from omniattn.reference.precision import widen
+from omniattn.reference.vmap import require_not_mapped
 
 
 def _clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -63,6 +64,7 @@ def moe_experts(
     the even rows; (E, F, d) where the activation has no gate; down (E, d, F). With `weigh_inputs`
     the weights multiply x and not what the experts make of it.
     """
+    require_not_mapped("moe_experts", "index", index)
     outside = index[(index < -1) | (index >= up.shape[0])]
     if outside.numel() > 0:
         raise RuntimeError(

@@ -6,12 +6,14 @@ registry, and the `omniattn_check` fixture runs them on a user's own sizes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from omniattn.testing.environment import current_device, isa, isas, threads
@@ -193,14 +195,9 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """torch.func: grad equals autograd's, vmap of the op and of its grad a loop, or they raise."""
+    """torch.func.grad equals autograd's gradients, bitwise."""
     call = spec.call(case, dtype)
-    grads = output_gradients(call.run(spec.function))
-
-    def loss(leaves: dict[str, Tensor]) -> Tensor:
-        results = Call({**call.tensors, **leaves}, call.options).run(spec.function)
-        return torch.stack([(r * g).sum() for r, g in zip(results, grads, strict=True)]).sum()
-
+    loss = _loss(spec, call)
     named = {name: call.tensors[name] for name in call.differentiable}
     found = torch.func.grad(loss)(named)
     leaves = {n: t.detach().requires_grad_() for n, t in named.items()}
@@ -208,24 +205,98 @@ def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     for (name, actual), wanted in zip(found.items(), expected, strict=True):
         _assert_same(f"{spec.name}: torch.func.grad of {name}", actual, wanted)
 
-    def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-        stacked = dict(zip(named, tensors, strict=True))
-        return Call({**call.tensors, **stacked}, call.options).run(spec.function)
 
-    batch = [torch.stack([t, t.flip(-1)]) for t in named.values()]
+def _loss(spec: OpSpec, call: Call) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A number whose gradient has something of all outputs, as a function of some tensors."""
+    grads = output_gradients(call.run(spec.function))
 
-    def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.func.grad(loss)(dict(zip(named, tensors, strict=True))).values())
+    def loss(tensors: dict[str, Tensor]) -> Tensor:
+        results = Call({**call.tensors, **tensors}, call.options).run(spec.function)
+        pairs = zip(results, grads, strict=True)
+        return torch.stack([(r * g).sum() for r, g in pairs if r.is_floating_point()]).sum()
 
-    for function in (one, gradients):
+    return loss
+
+
+def mapped(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """vmap over any tensor alone, and over all, equals a loop; also in and around derivatives."""
+    call = spec.call(case, dtype)
+    for names in (*((name,) for name in call.tensors), tuple(call.tensors)):
+        _assert_mapped(spec, call, names)
+
+
+def mapped_pairs(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """The same of any two tensors."""
+    call = spec.call(case, dtype)
+    for names in itertools.combinations(call.tensors, 2):
+        _assert_mapped(spec, call, names)
+
+
+def _assert_mapped(spec: OpSpec, call: Call, names: tuple[str, ...]) -> None:
+    """vmap over `names`, refused only where the error says so and names one of them."""
+    loss = _loss(spec, call)
+    dims = {name: min(1, call.tensors[name].dim()) for name in names}
+    pairs = {name: (call.tensors[name], _other(name, call.tensors[name])) for name in names}
+    batch = {name: torch.stack(pair, dims[name]) for name, pair in pairs.items()}
+
+    def results(tensors: dict[str, Tensor]) -> Any:
+        return Call({**call.tensors, **tensors}, call.options).run(spec.function)
+
+    def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors.get(name, call.tensors[name]) for name in call.differentiable}
+
+    def gradients(tensors: dict[str, Tensor]) -> Any:
+        return torch.func.grad(lambda leaves: loss({**tensors, **leaves}))(leaves_of(tensors))
+
+    def tangent(tensors: dict[str, Tensor]) -> Any:
+        leaves = leaves_of(tensors)
+        ones = {name: torch.ones_like(t) for name, t in leaves.items()}
+        return torch.func.jvp(lambda leaves: loss({**tensors, **leaves}), (leaves,), (ones,))[1]
+
+    def second_derivatives(tensors: dict[str, Tensor]) -> Any:
+        def slope(leaves: dict[str, Tensor]) -> Tensor:
+            return torch.stack([g.sum() for g in gradients({**tensors, **leaves}).values()]).sum()
+
+        return torch.func.grad(slope)(leaves_of(tensors))
+
+    functions: list[Callable[[dict[str, Tensor]], Any]] = [results]
+    functions += [gradients] if call.differentiable else []
+    if spec.second_order and len(names) > 1:  # in plain torch and slow
+        functions += [tangent, second_derivatives]
+    for function in functions:
         try:
-            mapped = torch.func.vmap(function)(*batch)
-        except NotImplementedError:
-            return
-        for i in range(2):
-            single = function(*(t[i] for t in batch))
-            for m, s in zip(mapped, single, strict=True):
-                torch.testing.assert_close(m[i], s)
+            together = torch.func.vmap(function, (dims,))(batch)
+        except (NotImplementedError, ValueError) as error:
+            told = str(error)
+            assert "mapped over by vmap" in told and any(name in told for name in names), told
+            continue
+        each = [function({n: t.select(dims[n], i) for n, t in batch.items()}) for i in range(2)]
+        torch.testing.assert_close(together, tree_map(lambda *one: torch.stack(one), *each))
+    if call.differentiable and not call.options.get("inplace"):
+        leaves = {name: batch.get(name, call.tensors[name]) for name in call.differentiable}
+
+        def mapped_sum(leaves: dict[str, Tensor]) -> Tensor:
+            tensors = {**batch, **leaves}
+            return torch.func.vmap(loss, ({n: dims.get(n) for n in tensors},))(tensors).sum()
+
+        def looped_sum(leaves: dict[str, Tensor]) -> Tensor:
+            tensors = {**batch, **leaves}
+            each = (
+                {n: t.select(dims[n], i) if n in dims else t for n, t in tensors.items()}
+                for i in range(2)
+            )
+            return torch.stack([loss(one) for one in each]).sum()
+
+        torch.testing.assert_close(
+            torch.func.grad(mapped_sum)(leaves), torch.func.grad(looped_sum)(leaves)
+        )
+
+
+def _other(name: str, t: Tensor) -> Tensor:
+    """Other values that are as valid as those of `t`."""
+    if t.is_floating_point():
+        return t / 2 + 0.125
+    return t[-1] - t.flip(0) if name.startswith("cu_seqlens") else t.flip(0)
 
 
 PROPERTIES: dict[str, Property] = {
@@ -246,6 +317,8 @@ PROPERTIES: dict[str, Property] = {
         checkpointed,
         autocast,
         transforms,
+        mapped,
+        mapped_pairs,
     )
 }
 

@@ -1,0 +1,24 @@
+"""What a definition that reads the values of a tensor has to know of torch.vmap."""
+
+import torch
+from torch._C import _functorch
+
+
+def is_mapped(t: torch.Tensor) -> bool:
+    """Whether torch.vmap maps over `t`: it then has no values that Python could read."""
+    if torch.compiler.is_compiling():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            return True
+        t = _functorch.get_unwrapped(t)
+    return False
+
+
+def require_not_mapped(op: str, name: str, t: torch.Tensor) -> None:
+    """For tensors whose values decide sizes."""
+    if is_mapped(t):
+        raise NotImplementedError(
+            f"{op}: {name} must not be mapped over by vmap in the eager definition, which forward-"
+            f"mode and second derivatives run and which reads its values, got {name}={t!r}"
+        )
