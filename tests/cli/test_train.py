@@ -350,10 +350,3 @@ def test_wrong_options_are_a_usage_error(tmp_path, options):
     with pytest.raises(SystemExit) as caught:
         train(tmp_path / "o", *options)
     assert caught.value.code == 2
-
-
-def test_info_names_versions_instruction_set_and_ops(capsys):
-    assert main(["info"]) == 0
-    printed = capsys.readouterr().out
-    for word in (torch.__version__, "found", "ops cpu", "norm", "threads"):
-        assert word in printed

@@ -236,7 +236,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         )
     source = config.data or "default data"
     try:
-        task = model.task.load(config.data and Path(config.data), config.length)
+        task = model.task.load(Path(config.data) if config.data else None, config.length)
     except OSError as error:
         moved = "; name the new place of the run's data with --data" if args.resume else ""
         raise CommandError(f"cannot read {source}: {error.strerror or error}{moved}") from error
