@@ -14,7 +14,7 @@ from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache
@@ -148,6 +148,7 @@ class Attention(Layer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

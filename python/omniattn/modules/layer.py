@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -91,18 +92,51 @@ class Float32Buffers(nn.Module):
 
 
 class Layer(nn.Module):
-    """A module whose first argument is a value of its nested class `Config`."""
+    """A module that is built from a value of its nested class `Config`, or from its fields."""
 
     Config: ClassVar[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before __init__ binds its arguments; copy and pickle pass none.
-        given = (*args, *kwargs.values())
-        if given and not any(isinstance(value, cls.Config) for value in given):
-            name = cls.__name__
-            sizes = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-            raise TypeError(
-                f"{name}: config must be a {name}.Config, got {sizes}; "
-                f"write {name}({name}.Config({sizes}))"
-            )
-        return super().__new__(cls)
+
+def config_or_fields(
+    kind: type[LayerConfig],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
+
+    `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
+    device="cuda")`: what else `__init__` takes is then given by name. The signature shows the
+    fields; type checkers take any arguments.
+    """
+    layer = kind.__qualname__.removesuffix(".Config")
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        self_, _, *others = inspect.signature(init).parameters.values()
+        keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+        names = {keyword.name for keyword in keywords}
+
+        @functools.wraps(init)
+        def init_from_either(self: Layer, *args: Any, **kwargs: Any) -> None:
+            if "config" in kwargs and not isinstance(kwargs["config"], kind):
+                got = f"config={kwargs['config']!r}"
+                raise TypeError(f"{layer}: config must be a {layer}.Config, got {got}")
+            if "config" in kwargs or (args and isinstance(args[0], kind)):
+                init(self, *args, **kwargs)
+                return
+            own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
+            try:
+                config = kind(*args, **kwargs)
+            except TypeError as error:
+                if str(error).startswith(f"{layer}: "):
+                    raise
+                given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+                raise TypeError(
+                    f"{layer}: must have a {layer}.Config or its fields, "
+                    f"got {given or 'nothing'} ({error})"
+                ) from error
+            init(self, config, **own)
+
+        fields = inspect.signature(kind).parameters.values()
+        signature = inspect.Signature([self_, *fields, *keywords])
+        init_from_either.__signature__ = signature  # type: ignore[attr-defined]
+        return init_from_either
+
+    return decorate
