@@ -216,6 +216,14 @@ def test_a_subclass_may_have_arguments_of_its_own():
         (lambda: RMSNorm.Config(4, eps="1"), "RMSNorm: eps must be float, got eps='1'"),
         (lambda: MoE.Config(6, 4, 2, [1]), "MoE: top_k must be int, got top_k=[1]"),
         (lambda: MLP.Config(6, 4, dropout_p=math.inf), "MLP: dropout_p must be finite, got"),
+        (lambda: RMSNorm.Config(True), "RMSNorm: dim must be int, got dim=True"),
+        (lambda: MLP.Config(6, 4, init_std=-1.0), "MLP: init_std must be"),
+        (lambda: MLP.Config(6, 4, dropout_p=1.5), "MLP: dropout_p must be"),
+        (lambda: MultiheadAttention.Config(8, 2, dropout=-1.0), "MultiheadAttention: dropout must"),
+        (
+            lambda: modules.DifferentialAttention.Config(8, 2, 1, window_size=(1,)),
+            "DifferentialAttention: window_size must be two ints",
+        ),
         (lambda: build(Linear.Config(4, 4)), "build: config must be one of Attention.Config, Dif"),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number, require_pair
+from omniattn.functional._checks import require_number
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.jagged import sequences_of
@@ -121,8 +121,6 @@ class Attention(Layer):
                     f"got dim={self.dim}, num_heads={self.num_heads}"
                 )
             require_number("Attention", "softcap", self.softcap, 0)
-            require_number("Attention", "dropout_p", self.dropout_p, 0, 1)
-            require_pair("Attention", "window_size", self.window_size, -1)
             if self.cross and self.causal:
                 raise ValueError("Attention: cross must have causal=False, got causal=True")
             for name, value, known in (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omniattn.functional._checks import BACKENDS
+from omniattn.functional._checks import BACKENDS, require_number, require_pair
 from omniattn.functional.norm import CASTINGS
 
 if TYPE_CHECKING:
@@ -58,12 +58,19 @@ def check_fields(config: Any) -> None:
             annotation = inspect.formatannotation(annotation)
         kinds = annotation.split(" | ")
         allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
-        if len(allowed) == len(kinds) and not isinstance(value, allowed):
+        wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
+        if len(allowed) == len(kinds) and wrong:
             raise TypeError(f"{op}: {name} must be {annotation}, got {name}={value!r}")
         if name.endswith("eps") and not 0 <= value < math.inf:
             raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
+        if name.endswith("init_std") and value is not None:
+            require_number(op, name, value, 0)
+        if name.endswith(("dropout_p", "dropout")):
+            require_number(op, name, value, 0, 1)
+        if name == "window_size":
+            require_pair(op, name, value, -1)
         for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
             if name == option and value not in choices:
                 raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_number
+from omniattn.functional._checks import require_int, require_integers
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -179,10 +179,6 @@ class LearnedPositional(Layer):
         max_positions: int
         dim: int
         init_std: float = 0.02
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            require_number("LearnedPositional", "init_std", self.init_std, 0)
 
     @config_or_fields(Config)
     def __init__(
