@@ -1,4 +1,14 @@
-"""omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA."""
+"""omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA.
+
+`functional` has the ops, `reference` their eager definitions, `modules` and `models` what is built
+from them, `hf` runs Hugging Face transformers on them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from omniattn import config as _config
 
@@ -8,8 +18,29 @@ if _config.LIBRARY_DIR is not None:
 from omniattn import functional, reference
 from omniattn.ops import _library
 
+if TYPE_CHECKING:
+    from omniattn import hf as hf
+    from omniattn import models, modules
+
 _library.explain_missing()
 
 __version__ = "0.1.0"
 
-__all__ = ["functional", "reference"]
+# Without hf, so that `from omniattn import *` needs no transformers.
+__all__ = ["functional", "models", "modules", "reference"]
+
+_LAZY = ("hf", "models", "modules")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports a subpackage at its first use: `import omniattn` takes no longer for them."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:  # hasattr and help() take nothing but an AttributeError
+        raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -32,21 +33,27 @@ def train(out: Path, *options: object) -> int:
     return main(["train", *SMALL, "--out", str(out), *map(str, options)])
 
 
-def start(out: Path, *options: object, limit: int | None = None) -> subprocess.Popen[str]:
-    """The command in a process of its own, with an optional limit on the size of its files."""
+def start(
+    out: Path,
+    *options: object,
+    limits: dict[int, int] | None = None,
+    stdout: int | IO[str] = subprocess.PIPE,
+    **env: str,
+) -> subprocess.Popen[str]:
+    """The command in a process of its own, within limits on its resources."""
 
-    def limit_files() -> None:
-        if limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for kind, value in (limits or {}).items():
+            resource.setrlimit(kind, (value, value))
 
     return subprocess.Popen(
         [sys.executable, "-m", "omniattn", "train", *SMALL, "--out", out, *map(str, options)],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=limit_files,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        preexec_fn=limit,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | env,
     )
 
 
@@ -60,7 +67,7 @@ def test_writes_checkpoint_plot_and_sample(tmp_path, text, capsys):
     difference = re.search(r"largest difference in loss (\S+) over 3 steps", printed)
     assert difference is not None
     assert float(difference[1]) < 1e-4
-    assert re.search(r"speed-up \d+\.\d\dx", printed)
+    assert "no speed-up: it takes 10 steps and 2 s on both sides, training ran 12 st" in printed
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def ")
     assert load_model(out / "checkpoint.safetensors").config.dim == 64
@@ -82,11 +89,15 @@ def test_a_model_with_experts_shows_its_load_and_losses(tmp_path, text, capsys):
 def test_a_vision_model_shows_its_accuracy(tmp_path, text, capsys):
     pytest.importorskip("sklearn")
     out = tmp_path / "run"
-    assert train(out, "--model", "vit", "--steps", 2, "--compare", 1) == 0
+    vit = ["train", "--model", "vit", "--batch", "2", "--out", str(out)]
+    assert main([*vit, "--steps", "2", "--compare", "1"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"nats per image after 2 steps, accuracy \d+\.\d%, [\d,]+ images/s", printed)
     assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png"}
-    assert "digits" in fails(capsys, tmp_path / "o", "--model", "vit", "--data", text)
+    assert main([*vit, "--resume", "--data", str(text)]) == 1
+    assert "digits" in capsys.readouterr().err
+    message = fails(capsys, tmp_path / "o", "--model", "vit")
+    assert "vit trains on images, which have no --length" in message
 
 
 @pytest.mark.parametrize("model", ["t5", "bert"])
@@ -112,11 +123,11 @@ def test_interrupted_and_resumed_equals_straight(tmp_path, text):
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    step = re.search(r"interrupted at step (\d+) of 30; .* --resume --data", rest)
+    step = re.search(r"interrupted at step (\d+) of 30; .* --resume --out \S+broken\n", rest)
     assert step is not None, rest
     assert 0 < int(step[1]) < 30
 
-    assert train(tmp_path / "broken", *options, "--resume") == 0
+    assert train(tmp_path / "broken", "--resume", "--compare", 0) == 0
     a, b = (
         read_checkpoint(tmp_path / run / "checkpoint.safetensors")[0]
         for run in ("straight", "broken")
@@ -204,6 +215,26 @@ def test_resume_checks_run_options_and_text(tmp_path, text, capsys):
     assert "other data" in fails(capsys, tmp_path / "o", *options, "--resume")
 
 
+def test_a_run_remembers_its_data(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train(tmp_path / "o", "--data", "text", "--steps", 2, "--compare", 0) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resume = ("--resume", "--compare", 0)
+    assert train(tmp_path / "o", *resume, "--steps", 3) == 0
+
+    moved = text.rename(tmp_path / "moved")
+    message = fails(capsys, tmp_path / "o", *resume)
+    assert f"cannot read {text}: No such file" in message
+    assert "name the new place of the run's data with --data" in message
+    assert train(tmp_path / "o", *resume, "--data", moved) == 0
+    assert train(tmp_path / "o", *resume, "--data", moved, "--steps", 4) == 0
+    assert train(tmp_path / "o", *resume, "--steps", 5) == 0  # the new place is remembered
+    (tmp_path / "other").write_bytes(moved.read_bytes()[::-1])
+    message = fails(capsys, tmp_path / "o", *resume, "--data", tmp_path / "other")
+    assert f"was trained on other data than {tmp_path / 'other'} has now" in message
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "step", "name", "other"])
 def test_damaged_checkpoint_is_named_and_kept(tmp_path, text, capsys, damage):
     assert train(tmp_path / "o", "--data", text, "--steps", 2, "--compare", 0) == 0
@@ -237,11 +268,48 @@ def test_checkpoint_of_another_version_is_named(tmp_path, text, capsys):
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, text):
     assert train(tmp_path / "o", "--data", text, "--steps", 20, "--compare", 0) == 0
-    process = start(tmp_path / "full", "--data", text, "--steps", 20, limit=100_000)
+    limits = {resource.RLIMIT_FSIZE: 100_000}
+    process = start(tmp_path / "full", "--data", text, "--steps", 20, limits=limits)
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 1, out
     assert re.search(r"train: cannot write .* at step 2: .* \(checkpoint: none yet\)", errors)
     assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_more_than_fits_into_memory(tmp_path, text):
+    options = ("--data", text, "--batch", 10**9)
+    process = start(tmp_path / "o", *options, limits={resource.RLIMIT_AS: 8 * 2**30})
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors == (
+        "train: not enough memory for --batch 1000000000 and --length 32; take smaller ones\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_standard_output_that_cannot_be_written(tmp_path, text):
+    with open("/dev/full", "w") as full:
+        process = start(tmp_path / "o", "--data", text, stdout=full, PYTHONUNBUFFERED="")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors == "train: cannot write to standard output: No space left on device\n"
+
+
+def test_standard_output_that_lacks_characters(tmp_path, text):
+    options = ("--data", text, "--steps", 1, "--compare", 0)
+    process = start(tmp_path / "o", *options, PYTHONIOENCODING="ascii")
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "?" in printed.partition("sample:")[2]
+
+
+def test_a_speed_up_of_what_was_timed_for_long_enough(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setattr("omniattn.cli.train._TIMED_SECONDS", 1e-3)
+    options = ("--data", text, "--steps", 12, "--compare", 10)
+    assert train(tmp_path / "o", *options) == 0
+    assert re.search(r"[\d,]+ tokens/s, speed-up \d+\.\dx", capsys.readouterr().out)
+    assert train(tmp_path / "o", *options, "--resume") == 0  # trains no more
+    assert "training ran 0 steps" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there(tmp_path, text, capsys):
@@ -272,6 +340,7 @@ def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
     [
         ["--steps", "0"],
         ["--steps", "x"],
+        ["--batch", str(2**31)],
         ["--model", "gpt"],
         ["--seed", str(2**63)],
         ["--data", ""],
@@ -281,10 +350,3 @@ def test_wrong_options_are_a_usage_error(tmp_path, options):
     with pytest.raises(SystemExit) as caught:
         train(tmp_path / "o", *options)
     assert caught.value.code == 2
-
-
-def test_info_names_versions_instruction_set_and_ops(capsys):
-    assert main(["info"]) == 0
-    printed = capsys.readouterr().out
-    for word in (torch.__version__, "found", "ops cpu", "norm", "threads"):
-        assert word in printed

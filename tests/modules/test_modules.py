@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 import re
@@ -25,8 +26,10 @@ from omniattn.modules import (
     RMSNorm,
     RollingCache,
     RotaryEmbedding,
+    WindowAttention,
 )
 from omniattn.modules.build import build
+from omniattn.modules.layer import Layer
 
 
 @pytest.fixture(autouse=True)
@@ -102,22 +105,96 @@ def test_gated_mlp_names_an_unknown_activation():
         GatedMLP.Config(6, 10, "swish")
 
 
+ATTENTION, NORM = Attention.Config(8, 2), RMSNorm.Config(8)
+
+#: Fields of the Config of every module, and what else the module must have.
+FIELDS = {
+    "ALiBi": {"num_heads": 2, "trainable": True},
+    "Attention": {"dim": 8, "num_heads": 2, "causal": False},
+    "DecoderBlock": {"attention": ATTENTION, "mlp": MLP.Config(8, 16), "norm": NORM},
+    "DifferentialAttention": {"dim": 8, "num_heads": 2, "depth": 1},
+    "DisentangledAttention": {"dim": 8, "num_heads": 2},
+    "GatedAttentionUnit": {"dim": 8, "key_dim": 4},
+    "GatedMLP": {"dim": 8, "hidden_dim": 16},
+    "GroupNorm": {"dim": 8, "num_groups": 2},
+    "LayerNorm": {"dim": 8, "bias": False},
+    "LearnedPositional": {"max_positions": 4, "dim": 8},
+    "Linear": {"in_features": 8, "out_features": 4},
+    "MLP": {"dim": 8, "hidden_dim": 16},
+    "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
+    "MultiHeadLatentAttention": {
+        **{"dim": 8, "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 4},
+        **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4},
+    },
+    "MultiTokenPredictor": {"dim": 8, "depths": 2},
+    "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
+    "PatchMerging": {"dim": 8},
+    "RMSNorm": {"dim": 8, "eps": 1e-3},
+    "RMSNormGated": {"dim": 8},
+    "RotaryEmbedding": {"rotary_dim": 8},
+    "SinCosPositional2d": {"dim": 8},
+    "SinusoidalPositional": {"dim": 8},
+    "SpatialReductionAttention": {"dim": 8, "num_heads": 2, "sr_ratio": 2},
+    "SwinBlock": {"attention": WindowAttention.Config(8, 2)},
+    "T5RelativeBias": {"num_heads": 2},
+    "TransformerXLAttention": {"dim": 8, "num_heads": 2},
+    "WindowAttention": {"dim": 8, "num_heads": 2},
+}
+OTHERS = {"MultiTokenPredictor": {"block": torch.nn.Identity}}
+LAYERS = [n for n in modules.__all__ if issubclass(getattr(modules, n), Layer)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_takes_its_config_or_the_fields_of_it(name):
+    module, fields, others = getattr(modules, name), FIELDS[name], OTHERS.get(name, {})
+    config = module.Config(**fields)
+    first, *rest = fields  # fields in the order of the config, at first without names
+    for built in (
+        module(config, **others),
+        module(config=config, **others),
+        module(**fields, **others),
+        module(fields[first], **{n: fields[n] for n in rest}, **others),
+    ):
+        assert getattr(built, "config", config) == config
+    parameters = inspect.signature(module).parameters
+    assert [*parameters][: len(dataclasses.fields(config))] == [
+        field.name for field in dataclasses.fields(config)
+    ]
+    if "device" in parameters:
+        built = module(**fields, **others, device="meta")
+        assert all(p.is_meta for p in built.parameters())
+    message = f"{name}: must have a {name}.Config or its fields, got nothing"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        module()
+    with pytest.raises(TypeError, match=re.escape(f"{name}: config must be a {name}.Config")):
+        module(config=8, **others)
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "error", "message"),
     [
-        (lambda: RMSNorm(32), "got 32; write RMSNorm(RMSNorm.Config(32))"),
-        (lambda: RMSNorm(dim=32), "got dim=32; write RMSNorm(RMSNorm.Config(dim=32))"),
+        (lambda: RMSNorm(0), ValueError, "RMSNorm: dim must be an integer >= 1, got dim=0"),
+        (lambda: RMSNorm("8"), TypeError, "RMSNorm: dim must be int, got dim='8'"),
+        (lambda: RMSNorm(8, epsilon=1.0), TypeError, "got 8, epsilon=1.0 (RMSNorm.Config."),
+        (lambda: RMSNorm(NORM, eps=1.0), TypeError, "unexpected keyword argument 'eps'"),
         (
-            lambda: MultiheadAttention(32, 4),
-            "config must be a MultiheadAttention.Config, got 32, 4; "
-            "write MultiheadAttention(MultiheadAttention.Config(32, 4))",
+            lambda: GatedMLP(MLP.Config(6, 10)),
+            TypeError,
+            "GatedMLP: must have a GatedMLP.Config or its fields, got MLP.Config(dim=6",
         ),
-        (lambda: GatedMLP(MLP.Config(6, 10)), "GatedMLP: config must be a GatedMLP.Config"),
     ],
 )
-def test_a_module_without_its_config_says_what_to_write(call, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
+def test_wrong_fields_of_a_module_are_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_a_subclass_may_have_arguments_of_its_own():
+    class Wide(RMSNorm):
+        def __init__(self, *, factor: int) -> None:
+            super().__init__(8 * factor, device="meta")
+
+    assert Wide(factor=2).weight.shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +216,14 @@ def test_a_module_without_its_config_says_what_to_write(call, message):
         (lambda: RMSNorm.Config(4, eps="1"), "RMSNorm: eps must be float, got eps='1'"),
         (lambda: MoE.Config(6, 4, 2, [1]), "MoE: top_k must be int, got top_k=[1]"),
         (lambda: MLP.Config(6, 4, dropout_p=math.inf), "MLP: dropout_p must be finite, got"),
+        (lambda: RMSNorm.Config(True), "RMSNorm: dim must be int, got dim=True"),
+        (lambda: MLP.Config(6, 4, init_std=-1.0), "MLP: init_std must be"),
+        (lambda: MLP.Config(6, 4, dropout_p=1.5), "MLP: dropout_p must be"),
+        (lambda: MultiheadAttention.Config(8, 2, dropout=-1.0), "MultiheadAttention: dropout must"),
+        (
+            lambda: modules.DifferentialAttention.Config(8, 2, 1, window_size=(1,)),
+            "DifferentialAttention: window_size must be two ints",
+        ),
         (lambda: build(Linear.Config(4, 4)), "build: config must be one of Attention.Config, Dif"),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),

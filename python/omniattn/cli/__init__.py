@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,10 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run, name=name)
     args = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample or a path may hold any character
     try:
         code: int = args.run(args)
+        print(end="", flush=True)
     except CommandError as error:
         print(f"{args.name}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # What is left in the buffer would fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{args.name}: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{args.name}: interrupted", file=sys.stderr)

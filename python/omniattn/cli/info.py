@@ -1,11 +1,16 @@
-"""Show versions, instruction sets, loaded libraries, ops per device and thread settings."""
+"""Show what runs here: CPU, instruction set, threads, CUDA, libraries and ops.
+
+Where CUDA is not used, it says why and what to do.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -15,6 +20,16 @@ from omniattn.ops import _library, gemm_choice
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+#: What runs on each instruction set; all of them have all dtypes.
+_MEANING = {
+    "baseline": "portable code for any CPU, much slower than the others; "
+    "bfloat16 and float16 are computed in float32",
+    "avx2": "256-bit vectors; bfloat16 and float16 are computed in float32",
+    "avx512": "512-bit vectors; bfloat16 and float16 are computed in float32",
+    "avx512_bf16": "512-bit vectors; matrix products multiply bfloat16 directly and sum in "
+    "float32, all else of bfloat16, and float16, is computed in float32",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command has no options."""
@@ -22,32 +37,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table."""
+    table = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    table.subsequent_indent = " " * 14
     for name, value in _rows():
-        print(f"{name:<16} {value}")
+        table.initial_indent = f"{name:<14}"
+        print(table.fill(value))
+    print("`python -m omniattn check` compares every op with its definition on this machine.")
     return 0
 
 
 def _rows() -> Iterator[tuple[str, str]]:
+    yield "omniattn", f"{omniattn.__version__} in {Path(omniattn.__file__).parent}"
+    yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
+    yield "CPU", _cpu()
+    yield "kernels", _kernels()
+    yield "linear", _linear()
+    yield "threads", _threads()
+    yield "CUDA", _cuda()
+    every = _library.ops_of("cpu")
+    for device, path in _library.loaded.items():
+        given = " (by OMNIATTN_LIBRARY_DIR)" if path.parent == config.LIBRARY_DIR else ""
+        ops = _library.ops_of(device)
+        missing = sorted(set(every).difference(ops))
+        without = f", without {', '.join(missing)}" if missing else ""
+        yield f"{device} library", f"{path}{given}, {len(ops)} native ops{without}"
+
+
+def _cpu() -> str:
+    """The name that the processor gives itself, and the numbers that tell models apart."""
+    cpuinfo = Path("/proc/cpuinfo")
+    entries: dict[str, str] = {}  # of the first processor
+    for line in cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else ():
+        key, _, value = line.partition(":")
+        entries.setdefault(key.strip(), value.strip())
+    parts = [entries.get("model name", platform.processor())]
+    parts += [f"{key} {entries[key]}" for key in ("cpu family", "model") if key in entries]
+    return ", ".join(filter(None, (*parts, platform.machine())))
+
+
+def _kernels() -> str:
     found = config.CPU_ISAS[torch.ops.omniattn.detected_cpu_isa()]
     chosen = config.CPU_ISAS[torch.ops.omniattn.cpu_isa()]
-    capped = f", capped by OMNIATTN_CPU_ISA={config.CPU_ISA}" if config.CPU_ISA else ""
-    yield "omniattn", omniattn.__version__
-    yield "torch", torch.__version__
-    yield "python", f"{platform.python_version()} on {platform.machine()}"
-    yield "cpu", f"{found} found, {chosen} used{capped}"
-    if _library.cuda_unavailable is None:
-        yield "cuda", f"used, {torch.cuda.get_device_name()}"
+    if chosen == found:
+        choice = "the best that this CPU runs, told by its instructions, not by its name"
     else:
-        yield "cuda", f"not used: {_library.cuda_unavailable}"
-    for device, path in _library.loaded.items():
-        yield f"library {device}", str(path)
-    for line in gemm_choice.describe():
-        name, _, choice = line.partition(": ")
-        yield name, choice
-    for device in _library.loaded:
-        yield f"ops {device}", ", ".join(_library.ops_of(device))
-    variables = (f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ)
-    yield (
-        "threads",
-        f"{torch.get_num_threads()} of {os.cpu_count()} CPUs {' '.join(variables)}".rstrip(),
+        choice = f"although this CPU has {found}: OMNIATTN_CPU_ISA={config.CPU_ISA}"
+    return f"{chosen} ({choice}): {_MEANING[chosen]}"
+
+
+def _linear() -> str:
+    """Whose matrix product `linear` runs on."""
+    ours, torchs = (
+        [str(d).removeprefix("torch.") for d, r in gemm_choice.CHOICE.items() if r.native is native]
+        for native in (True, False)
     )
+    parts = [f"{', '.join(ours)} by omniattn"] if ours else []
+    parts += [f"{', '.join(torchs)} by torch"] if torchs else []
+    return (
+        f"products of {'; '.join(parts)}: the faster one on such a CPU, as far as that is measured;"
+        ' backend="cpu" forces omniattn'
+    )
+
+
+def _threads() -> str:
+    variables = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
+    given = f" ({', '.join(variables)})" if variables else ""
+    return (
+        f"{torch.get_num_threads()}{given}, CPUs: {os.cpu_count()}; "
+        "torch.set_num_threads or OMP_NUM_THREADS changes it"
+    )
+
+
+def _cuda() -> str:
+    if _library.cuda_unavailable is None:
+        return f"used, on {torch.cuda.get_device_name()}"
+    if torch.version.cuda is None:
+        todo = (
+            "for an NVIDIA GPU, install a torch with CUDA (see pytorch.org), then omniattn again, "
+            "with nvcc 12 or newer on the PATH"
+        )
+    elif not torch.cuda.is_available():
+        todo = "see if nvidia-smi lists a GPU and if CUDA_VISIBLE_DEVICES hides it"
+    elif _library.find(_library.CUDA_LIBRARY) is None:
+        todo = "install omniattn again, with nvcc 12 or newer on the PATH"
+    else:
+        todo = "install omniattn again, to build it with the torch that is here now"
+    return f"not used: {_library.cuda_unavailable}; {todo}"

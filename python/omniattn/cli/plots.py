@@ -33,19 +33,19 @@ def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None
     """Losses against steps: of training, of the held-out examples, and of the reference."""
     figure = _figure(figsize=(8, 5))
     axes = figure.subplots()
-    items = trainer.task.items
     axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
     points = [(point["step"], point["loss"]) for point in trainer.held_out]
     axes.plot(*zip(*points, strict=True), "o-", color="tab:orange", label="held out")
     if reference is not None:
-        label = f"training, plain-torch reference ({reference.items_per_second:,.0f} {items}/s)"
-        axes.plot(reference.losses, "--", lw=2, color="black", label=label)
+        axes.plot(
+            reference.losses, "--", lw=2, color="black", label="training, plain-torch reference"
+        )
     c = trainer.config
     axes.set_title(
-        f"{c.model}, {trainer.model.config.num_parameters:,} parameters, {c.dtype}, "
-        f"{trainer.items_per_second:,.0f} {items}/s on {trainer.device}"
+        f"{c.model}, {trainer.model.config.num_parameters:,} parameters, {c.dtype} "
+        f"on {trainer.device}"
     )
-    axes.set_xlabel(f"step of {c.batch * trainer.task.items_per_example:,} {items}")
+    axes.set_xlabel(f"step of {c.batch * trainer.task.items_per_example:,} {trainer.task.items}")
     axes.set_ylabel(f"loss ({trainer.task.unit})")
     axes.grid(alpha=0.3)
     axes.legend()

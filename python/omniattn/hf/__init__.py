@@ -5,6 +5,14 @@ omniattn.hf.register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="omniattn")
 """
 
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError(
+        "omniattn.hf: needs transformers, which is not installed; "
+        "install it with: pip install 'omniattn[hf]'"
+    )
+
 from omniattn.hf.hub_layers import kernel_mapping
 from omniattn.hf.patch import patch, unpatch
 from omniattn.hf.register import register

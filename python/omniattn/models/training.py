@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,10 +28,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What determines a training run besides the data.
+    """What determines a training run, but for the content of its data.
 
     Args:
         model: a name in PRESETS.
+        data: path of the file or folder; None: what comes with the machine.
         steps, batch, length: optimizer steps; examples per step; tokens per example of text.
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
         seed: of the weights and of the batches.
@@ -41,6 +43,7 @@ class TrainConfig:
     """
 
     model: str = "llama"
+    data: str | None = None
     steps: int = 200
     batch: int = 8
     length: int = 256
@@ -122,7 +125,7 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
         self.further: dict[str, list[float]] = {}
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of the steps of this process
         self.held_out: list[dict[str, float]] = []
 
     def _autocast(self) -> torch.autocast:
@@ -174,11 +177,10 @@ class Trainer:
 
     @property
     def items_per_second(self) -> float:
-        """Training speed in tokens or images, from the median time of a step."""
+        """Training speed of this process in tokens or images, from the median time of a step."""
         if not self.seconds:
             return 0.0
-        median = sorted(self.seconds)[len(self.seconds) // 2]
-        return self.config.batch * self.task.items_per_example / median
+        return self.config.batch * self.task.items_per_example / statistics.median(self.seconds)
 
     def save(self, path: Path) -> None:
         """Writes the whole state atomically. `models.load_model` reads the weights of this file."""
@@ -195,13 +197,12 @@ class Trainer:
             "step": self.step,
             "losses": self.losses,
             "further": self.further,
-            "seconds": self.seconds,
             "held_out": self.held_out,
         }
         write_checkpoint(path, tensors, model_metadata(self.model) | {"run": json.dumps(run)})
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote; config and data must be the same.
+        """Restores what `save` wrote; the config and the content of the data must be the same.
 
         Raises:
             OSError, CheckpointError: if the file cannot be read, is damaged or is of another run.
@@ -210,7 +211,8 @@ class Trainer:
         run = _run_of(path, metadata)
         if run["data"] != self.task.digest:
             raise CheckpointError(
-                f"checkpoint: {path} was trained on other data "
+                f"checkpoint: {path} was trained on other data than "
+                f"{self.config.data or 'the default'} has now "
                 f"(length-crc32 {run['data']}, got {self.task.digest})"
             )
         self.model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n})
@@ -226,7 +228,7 @@ class Trainer:
                 routers[rest] = tensor
         self.routers.restore(routers)
         torch.set_rng_state(tensors["rng/cpu"])
-        self.step, self.losses, self.seconds = run["step"], run["losses"], run["seconds"]
+        self.step, self.losses = run["step"], run["losses"]
         self.held_out, self.further = run["held_out"], run.get("further", {})
 
 

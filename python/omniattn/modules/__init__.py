@@ -1,4 +1,4 @@
-"""Layers with parameters, each built from a frozen `Config` and named as in the field."""
+"""Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
 
 from omniattn.modules.attention import Attention
 from omniattn.modules.decoder_block import DecoderBlock

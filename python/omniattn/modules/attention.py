@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number, require_pair
+from omniattn.functional._checks import require_number
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache
@@ -121,8 +121,6 @@ class Attention(Layer):
                     f"got dim={self.dim}, num_heads={self.num_heads}"
                 )
             require_number("Attention", "softcap", self.softcap, 0)
-            require_number("Attention", "dropout_p", self.dropout_p, 0, 1)
-            require_pair("Attention", "window_size", self.window_size, -1)
             if self.cross and self.causal:
                 raise ValueError("Attention: cross must have causal=False, got causal=True")
             for name, value, known in (
@@ -148,6 +146,7 @@ class Attention(Layer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -9,7 +9,7 @@ from omniattn.modules.attention import Attention
 from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.kv_cache import Cache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.reference.precision import widen
 
 
@@ -60,6 +60,7 @@ class DecoderBlock(Layer):
         dropout_p: float = 0.0
         residual_in_fp32: bool = False
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

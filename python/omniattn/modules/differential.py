@@ -14,7 +14,7 @@ from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -117,6 +117,7 @@ class DifferentialAttention(Layer):
             """l0."""
             return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -14,7 +14,7 @@ from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 
 
@@ -82,6 +82,7 @@ class GatedAttentionUnit(Layer):
                         f"GatedAttentionUnit: {name} must be one of {known}, got {value!r}"
                     )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omniattn.functional._checks import BACKENDS
+from omniattn.functional._checks import BACKENDS, require_number, require_pair
 from omniattn.functional.norm import CASTINGS
 
 if TYPE_CHECKING:
@@ -57,12 +58,19 @@ def check_fields(config: Any) -> None:
             annotation = inspect.formatannotation(annotation)
         kinds = annotation.split(" | ")
         allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
-        if len(allowed) == len(kinds) and not isinstance(value, allowed):
+        wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
+        if len(allowed) == len(kinds) and wrong:
             raise TypeError(f"{op}: {name} must be {annotation}, got {name}={value!r}")
         if name.endswith("eps") and not 0 <= value < math.inf:
             raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
+        if name.endswith("init_std") and value is not None:
+            require_number(op, name, value, 0)
+        if name.endswith(("dropout_p", "dropout")):
+            require_number(op, name, value, 0, 1)
+        if name == "window_size":
+            require_pair(op, name, value, -1)
         for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
             if name == option and value not in choices:
                 raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")
@@ -91,18 +99,51 @@ class Float32Buffers(nn.Module):
 
 
 class Layer(nn.Module):
-    """A module whose first argument is a value of its nested class `Config`."""
+    """A module that is built from a value of its nested class `Config`, or from its fields."""
 
     Config: ClassVar[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before __init__ binds its arguments; copy and pickle pass none.
-        given = (*args, *kwargs.values())
-        if given and not any(isinstance(value, cls.Config) for value in given):
-            name = cls.__name__
-            sizes = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-            raise TypeError(
-                f"{name}: config must be a {name}.Config, got {sizes}; "
-                f"write {name}({name}.Config({sizes}))"
-            )
-        return super().__new__(cls)
+
+def config_or_fields(
+    kind: type[LayerConfig],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
+
+    `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
+    device="cuda")`: what else `__init__` takes is then given by name. The signature shows the
+    fields; type checkers take any arguments.
+    """
+    layer = kind.__qualname__.removesuffix(".Config")
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        self_, _, *others = inspect.signature(init).parameters.values()
+        keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+        names = {keyword.name for keyword in keywords}
+
+        @functools.wraps(init)
+        def init_from_either(self: Layer, *args: Any, **kwargs: Any) -> None:
+            if "config" in kwargs and not isinstance(kwargs["config"], kind):
+                got = f"config={kwargs['config']!r}"
+                raise TypeError(f"{layer}: config must be a {layer}.Config, got {got}")
+            if "config" in kwargs or (args and isinstance(args[0], kind)):
+                init(self, *args, **kwargs)
+                return
+            own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
+            try:
+                config = kind(*args, **kwargs)
+            except TypeError as error:
+                if str(error).startswith(f"{layer}: "):
+                    raise
+                given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+                raise TypeError(
+                    f"{layer}: must have a {layer}.Config or its fields, "
+                    f"got {given or 'nothing'} ({error})"
+                ) from error
+            init(self, config, **own)
+
+        fields = inspect.signature(kind).parameters.values()
+        signature = inspect.Signature([self_, *fields, *keywords])
+        init_from_either.__signature__ = signature  # type: ignore[attr-defined]
+        return init_from_either
+
+    return decorate

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
 class Linear(Layer):
@@ -35,6 +35,7 @@ class Linear(Layer):
         init_std: float = 0.02
         backend: str | None = None
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -14,7 +14,7 @@ from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -108,6 +108,7 @@ class MultiHeadLatentAttention(Layer):
             """Factor on the scores."""
             return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

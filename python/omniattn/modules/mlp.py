@@ -8,7 +8,7 @@ import torch
 
 from omniattn import functional
 from omniattn.modules.jagged import token_wise
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.ops.activation import ACTIVATIONS
 
@@ -67,6 +67,7 @@ class MLP(Layer):
                     f"{', '.join(self.activations)}, got activation={self.activation!r}"
                 )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -126,6 +127,7 @@ class GatedMLP(Layer):
         activation: str = "swiglu"
         bias: bool = False
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -16,7 +16,7 @@ from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import check_groups
 from omniattn.modules.experts import Experts
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.router import ROUTERS, Router
@@ -327,6 +327,7 @@ class MoE(Layer):
 
     state: RouterState | None
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

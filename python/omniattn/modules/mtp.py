@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 
@@ -74,6 +74,7 @@ class MultiTokenPredictor(Layer):
                     f"got concat={self.concat!r}"
                 )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

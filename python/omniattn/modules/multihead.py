@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
 from omniattn.modules.jagged import Sequences, sequences_of
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.reference.masks import visible
 
@@ -71,6 +71,7 @@ class MultiheadAttention(Layer):
             """Whether the three projections are one parameter."""
             return self.kdim in (None, self.embed_dim) and self.vdim in (None, self.embed_dim)
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

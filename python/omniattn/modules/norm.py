@@ -9,7 +9,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.norm import GATES
 from omniattn.modules.jagged import token_wise
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -44,6 +44,7 @@ class RMSNorm(Layer):
         casting: str = "fp32"
         backend: str | None = None
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -107,6 +108,7 @@ class LayerNorm(Layer):
         bias: bool = True
         backend: str | None = None
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -174,6 +176,7 @@ class GroupNorm(Layer):
             super().__post_init__()
             _check_groups("GroupNorm", self.dim, self.num_groups)
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -256,6 +259,7 @@ class RMSNormGated(Layer):
             _check_groups("RMSNormGated", self.dim, self.num_groups)
             require_choice("RMSNormGated", "activation", self.activation, GATES)
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

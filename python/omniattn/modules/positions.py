@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_number
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.functional._checks import require_int, require_integers
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
 def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
@@ -69,6 +69,7 @@ class SinusoidalPositional(Layer):
                 nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
             )
 
+    @config_or_fields(Config)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -116,6 +117,7 @@ class SinCosPositional2d(Layer):
             super().__post_init__()
             functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
 
+    @config_or_fields(Config)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -178,10 +180,7 @@ class LearnedPositional(Layer):
         dim: int
         init_std: float = 0.02
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            require_number("LearnedPositional", "init_std", self.init_std, 0)
-
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -276,6 +275,7 @@ class ALiBi(Layer):
 
     slopes: Tensor
 
+    @config_or_fields(Config)
     def __init__(self, config: Config, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 
 P2C_INDICES = ("code", "paper")
@@ -48,6 +48,7 @@ class T5RelativeBias(Layer):
         bidirectional: bool = True
         init_std: float = 0.02
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -126,6 +127,7 @@ class TransformerXLAttention(Layer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -297,6 +299,7 @@ class DisentangledAttention(Layer):
             """Half the number of position embeddings."""
             return self.buckets or self.max_distance
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers, require_number
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.reference import RopeScaling
 
 
@@ -98,6 +98,7 @@ class RotaryEmbedding(Layer):
 
     longest: Tensor
 
+    @config_or_fields(Config)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config

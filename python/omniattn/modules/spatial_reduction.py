@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 
@@ -58,6 +58,7 @@ class SpatialReductionAttention(Layer):
                     f" got dim={self.dim}, num_heads={self.num_heads}, sr_ratio={self.sr_ratio}"
                 )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

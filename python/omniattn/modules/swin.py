@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
-from omniattn.modules.layer import Layer, LayerConfig
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
 from omniattn.modules.residual import DropPath
@@ -67,6 +67,7 @@ class WindowAttention(Layer):
                     f"got shift={self.shift}, window={self.window}"
                 )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -170,6 +171,7 @@ class SwinBlock(Layer):
         drop_path_p: float = 0.0
         norm_eps: float = 1e-5
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,
@@ -228,6 +230,7 @@ class PatchMerging(Layer):
         init_std: float = 0.02
         backend: str | None = None
 
+    @config_or_fields(Config)
     def __init__(
         self,
         config: Config,

@@ -1,0 +1,58 @@
+"""python -m omniattn info: what it says of this machine, and what to do where CUDA is not used."""
+
+import re
+
+import pytest
+import torch
+
+import omniattn
+from omniattn.cli import info, main
+from omniattn.config import CPU_ISAS
+from omniattn.ops import _library
+from omniattn.testing import isa, isas
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    """On one line, however it is wrapped."""
+    assert main(["info"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_names_versions_kernels_threads_and_libraries(capsys):
+    text = printed(capsys)
+    for word in (omniattn.__version__, torch.__version__, str(_library.loaded["cpu"])):
+        assert word in text
+    assert re.search(
+        rf"kernels {isas()[-1]} \(the best that this CPU runs.* not by its name\)", text
+    )
+    assert re.search(rf"threads {torch.get_num_threads()}\b", text)
+    assert re.search(r"\d\d native ops", text)
+
+
+def test_every_instruction_set_is_explained():
+    assert tuple(info._MEANING) == CPU_ISAS
+
+
+def test_a_lowered_instruction_set_is_named(capsys):
+    if len(isas()) == 1:
+        pytest.skip("this CPU has the lowest one only")
+    with isa("baseline"):
+        assert f"kernels baseline (although this CPU has {isas()[-1]}" in printed(capsys)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "library", "advice"),
+    [
+        (None, False, False, "install a torch with CUDA"),
+        ("13.0", False, True, "see if nvidia-smi lists a GPU"),
+        ("13.0", True, False, "install omniattn again, with nvcc 12"),
+        ("13.0", True, True, "to build it with the torch that is here now"),
+    ],
+)
+def test_says_what_to_do_for_cuda(capsys, monkeypatch, cuda, available, library, advice):
+    monkeypatch.setattr(_library, "cuda_unavailable", "some reason")
+    monkeypatch.setattr(_library, "loaded", {"cpu": _library.loaded["cpu"]})
+    monkeypatch.setattr(_library, "find", lambda name: name if library else None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert re.search(rf"not used: some reason; .*{advice}", printed(capsys))

@@ -1,0 +1,50 @@
+"""`import omniattn` is enough for all subpackages, and loads only what it needs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import omniattn
+
+LAZY = ("hf", "models", "modules")
+
+
+def run(program: str) -> None:
+    """In a process of its own: this one has imported everything."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_subpackages_are_imported_at_their_first_use():
+    run(
+        "import sys, omniattn\n"
+        f"for name in {LAZY}:\n"
+        "    assert name in dir(omniattn) and f'omniattn.{name}' not in sys.modules, name\n"
+        "assert 'transformers' not in sys.modules\n"
+        "assert omniattn.modules.RMSNorm is sys.modules['omniattn.modules'].RMSNorm\n"
+        "assert 'llama' in omniattn.models.PRESETS\n"
+    )
+
+
+def test_hf_without_transformers_names_the_extra():
+    run(
+        "import sys\n"
+        "sys.modules['transformers'] = None\n"
+        "import omniattn\n"
+        "assert not hasattr(omniattn, 'hf')\n"
+        "from omniattn import *\n"
+        "help(omniattn)\n"
+        "for program in ('omniattn.hf', 'import omniattn.hf', 'from omniattn import hf'):\n"
+        "    try:\n"
+        "        exec(program)\n"
+        "    except (AttributeError, ImportError) as error:\n"
+        "        assert \"pip install 'omniattn[hf]'\" in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError(program)\n"
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'omniattn' has no attribute 'module'"):
+        _ = omniattn.module
