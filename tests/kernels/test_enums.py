@@ -67,4 +67,4 @@ def test_constants_match():
     tile = [
         constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
     ]
-    assert masks.TILE == tuple(tile)
+    assert tuple(tile) == masks.TILE
