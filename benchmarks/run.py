@@ -111,7 +111,7 @@ TRAINING = {"training": "training step"}
 def training_task() -> Task:
     """A training step of `omniattn train`'s default model, against Hugging Face's Llama."""
     from omniattn.models import PRESETS, Llama
-    from omniattn.models.training import TrainConfig
+    from omniattn.training import TrainConfig
 
     training = TrainConfig()
     config = PRESETS[training.model]

@@ -1,7 +1,7 @@
 """omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA.
 
 `functional` has the ops, `reference` their eager definitions, `modules` and `models` what is built
-from them, `hf` runs Hugging Face transformers on them.
+from them, `training` trains the models, `hf` runs Hugging Face transformers on the ops.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from omniattn.ops import _library
 
 if TYPE_CHECKING:
     from omniattn import hf as hf
-    from omniattn import models, modules
+    from omniattn import models, modules, training
 
 _library.explain_missing()
 
 __version__ = "0.1.0"
 
 # Without hf, so that `from omniattn import *` needs no transformers.
-__all__ = ["functional", "models", "modules", "reference"]
+__all__ = ["functional", "models", "modules", "reference", "training"]
 
-_LAZY = ("hf", "models", "modules")
+_LAZY = ("hf", "models", "modules", "training")
 
 
 def __getattr__(name: str) -> ModuleType:

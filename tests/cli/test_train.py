@@ -16,7 +16,7 @@ import torch
 from omniattn.cli import main
 from omniattn.models import load_model
 from omniattn.models.checkpoint import read_checkpoint, write_checkpoint
-from omniattn.models.training import TrainConfig, learning_rate, saved_config
+from omniattn.training import TrainConfig, learning_rate, saved_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--model", "llama-tiny", "--batch", "2", "--length", "32"]

@@ -7,7 +7,7 @@ import pytest
 
 import omniattn
 
-LAZY = ("hf", "models", "modules")
+LAZY = ("hf", "models", "modules", "training")
 
 
 def run(program: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omniattn.models.training import Trainer
+from omniattn.training import Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

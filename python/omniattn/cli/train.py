@@ -29,8 +29,7 @@ from omniattn.cli.errors import CommandError, require
 from omniattn.cli.plots import plot_load, plot_losses
 from omniattn.models import PRESETS, CheckpointError
 from omniattn.models.presets import TRAINED
-from omniattn.models.tasks import TextTask
-from omniattn.models.training import TrainConfig, Trainer, saved_config
+from omniattn.training import TextTask, TrainConfig, Trainer, recipe_of, saved_config
 
 _RUNS = Path("runs")
 # The words of torch's CPU allocator, as an op of torch and as one of ours hands them on.
@@ -198,7 +197,7 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
         given["data"] = str(args.data.absolute())
     if saved is None:
         config = TrainConfig(model=given.get("model", TrainConfig.model))
-        return replace(config, **PRESETS[config.model].recipe | given)
+        return replace(config, **{**recipe_of(PRESETS[config.model]).options, **given})
     saved = replace(saved, data=given.pop("data", saved.data))  # its content is checked
     steps = given.pop("steps", saved.steps)
     if steps < saved.steps:
@@ -228,7 +227,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     config = _config(args, saved)
 
     model = PRESETS[config.model]
-    if args.length is not None and not issubclass(model.task, TextTask):
+    if args.length is not None and not issubclass(recipe_of(model).task, TextTask):
         raise CommandError(f"{config.model} trains on images, which have no --length")
     if model.longest is not None and config.length > model.longest:
         raise CommandError(
@@ -236,7 +235,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         )
     source = config.data or "default data"
     try:
-        task = model.task.load(Path(config.data) if config.data else None, config.length)
+        task = recipe_of(model).task.load(Path(config.data) if config.data else None, config.length)
     except OSError as error:
         moved = "; name the new place of the run's data with --data" if args.resume else ""
         raise CommandError(f"cannot read {source}: {error.strerror or error}{moved}") from error

@@ -13,7 +13,6 @@ from omniattn.functional.masks import Mask
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart
 from omniattn.models.model import Embedding, Model
-from omniattn.models.tasks import MaskedLanguageModeling
 from omniattn.modules import (
     MLP,
     Attention,
@@ -73,10 +72,9 @@ class BertConfig(EncoderConfig):
             (r"^head_bias", "cls.predictions.bias"),
         ),
     )
-    task = MaskedLanguageModeling
 
     norm_eps: float = 1e-12
-    vocab_size: int = MaskedLanguageModeling.vocab_size
+    vocab_size: int = 257  # bytes and the mask
     dim: int = 192
     num_layers: int = 4
     num_heads: int = 6

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
-from omniattn.models.tasks import LanguageModeling
 from omniattn.modules import (
     Cache,
     DecoderBlock,
@@ -53,8 +52,6 @@ class Decoder(Model):
             gradient_checkpointing: keep only the input of each block, recompute it in backward.
             residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
         """
-
-        task = LanguageModeling
 
         vocab_size: int = 256
         dim: int = 192

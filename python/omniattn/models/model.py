@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from omniattn.models.hf import Counterpart, copy_weights
-from omniattn.models.tasks import Task
 from omniattn.modules.layer import check_fields
 from omniattn.reference import RopeScaling
 
@@ -109,10 +108,6 @@ class ModelConfig(ABC):
 
     #: Name of the architecture in files.
     architecture: ClassVar[str]
-    #: What `omniattn train` trains it on.
-    task: ClassVar[type[Task]]
-    #: Where that training differs from the defaults of `TrainConfig`.
-    recipe: ClassVar[dict[str, Any]] = {}
     #: Its names in transformers, None where that does not have it.
     hf: ClassVar[Counterpart | None] = None
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.models.hf import Counterpart
 from omniattn.models.model import Embedding, Model, ModelConfig
-from omniattn.models.tasks import SpanCorruption
 from omniattn.modules import (
     MLP,
     Attention,
@@ -77,9 +76,8 @@ class T5Config(ModelConfig):
             (r"down_proj", "wo"),
         ),
     )
-    task = SpanCorruption
 
-    vocab_size: int = SpanCorruption.vocab_size
+    vocab_size: int = 358  # bytes, sentinels, end and start
     dim: int = 160
     num_layers: int = 3
     num_heads: int = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from omniattn import functional
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model
-from omniattn.models.tasks import Digits
 from omniattn.modules import (
     DecoderBlock,
     LayerNorm,
@@ -49,9 +48,6 @@ class VisionConfig(EncoderConfig):
     Args:
         classes, channels, image, patch: sizes; images are square, `patch` divides their side.
     """
-
-    task = Digits
-    recipe: ClassVar[dict[str, Any]] = {"batch": 64}
 
     classes: int = 10
     channels: int = 1

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from omniattn.models.tasks import Digits, MaskedLanguageModeling, SpanCorruption
+from omniattn.training import Digits, MaskedLanguageModeling, SpanCorruption
 
 TEXT = bytes(range(256)) * 40
 

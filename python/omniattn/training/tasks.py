@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.models.data import ByteData, read_documents
 from omniattn.models.generate import generate
 from omniattn.reference import philox
+from omniattn.training.data import ByteData, read_documents
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,9 +7,14 @@ import torch
 
 from omniattn.models import PRESETS, CheckpointError, Llama, load_model
 from omniattn.models.checkpoint import write_checkpoint
-from omniattn.models.data import read_documents, standard_library
-from omniattn.models.tasks import LanguageModeling
-from omniattn.models.training import TrainConfig, Trainer, learning_rate, parameter_groups
+from omniattn.training import (
+    LanguageModeling,
+    TrainConfig,
+    Trainer,
+    learning_rate,
+    parameter_groups,
+)
+from omniattn.training.data import read_documents, standard_library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in range(20))

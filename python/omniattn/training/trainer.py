@@ -20,8 +20,8 @@ from omniattn.models.checkpoint import (
 )
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
-from omniattn.models.tasks import Batch, Task
 from omniattn.modules import LearnedPositional, T5RelativeBias, WindowAttention
+from omniattn.training.tasks import Batch, Task
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -8,9 +8,8 @@ import torch
 
 from omniattn.models import Routers, load_model
 from omniattn.models.presets import TRAINED
-from omniattn.models.tasks import Digits
-from omniattn.models.training import TrainConfig, Trainer
 from omniattn.modules import DecoderBlock
+from omniattn.training import Digits, TrainConfig, Trainer, recipe_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = [name for name in TRAINED if name not in ("llama-tiny", "llama-medium")]
@@ -21,12 +20,12 @@ TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in ra
 
 def trainer(model: str, backend: str | None = None, dtype: str = "float32") -> Trainer:
     config = TRAINED[model]
-    if config.task is Digits:
+    if recipe_of(config).task is Digits:
         pytest.importorskip("sklearn")
         task = Digits()
     else:
-        task = config.task(TEXT, 65)
-    batch = config.recipe.get("batch", 2)
+        task = recipe_of(config).task(TEXT, 65)
+    batch = recipe_of(config).options.get("batch", 2)
     run = TrainConfig(model, 8, batch, 65, dtype, warmup=2, lr=5e-3)
     return Trainer(run, task, backend=backend)
 
