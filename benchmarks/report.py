@@ -73,8 +73,7 @@ def save(name: str, record: dict[str, Any]) -> None:
 
 def other_rows(name: str, ops: list[str]) -> list[Row]:
     """What an earlier record of this name says about ops that are not in `ops`."""
-    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in rows if row["op"] not in ops]
+    return [row for row in read(name)["rows"] if row["op"] not in ops]
 
 
 def label(row: Row) -> str:

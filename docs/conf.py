@@ -3,7 +3,12 @@
 python -m sphinx -W -c docs . build/site
 """
 
+from typing import Any
+
 from sphinx.application import Sphinx
+from sphinx.util.inspect import signature, stringify_signature
+
+from omniattn.modules.layer import Layer
 
 project = "omniattn"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -14,6 +19,7 @@ html_theme = "furo"
 html_title = "omniattn"
 
 default_role = "code"
+smartquotes = False
 napoleon_custom_sections = ["Shape", "Reference"]
 napoleon_use_ivar = True
 autodoc_default_options = {
@@ -44,5 +50,14 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
 
 
+def init_signature(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -> Any:
+    """What a module takes: Sphinx shows __new__, with which Layer only checks the arguments."""
+    if what != "class" or not issubclass(obj, Layer):
+        return None
+    found = signature(obj.__init__, bound_method=True)
+    return stringify_signature(found, show_return_annotation=False, unqualified_typehints=True), ""
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
+    app.connect("autodoc-process-signature", init_signature)
