@@ -1,21 +1,33 @@
-"""Records of a run: JSON and CSV, a plot from the CSV, the table of the README from the JSON."""
+"""Records of benchmark runs: JSON and CSV, and from the JSON a figure and docs/benchmarks.md.
+
+    python benchmarks/report.py [--check]
+
+writes the page and the figures from all benchmarks/results/*.json, or checks that the page is
+current.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
 import platform
+import statistics
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from omniattn.testing import registry
 from omniattn.testing.table import replace_block
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
 Row = dict[str, Any]
 
 
@@ -48,7 +60,8 @@ def commit() -> str:
 
 
 def save(name: str, record: dict[str, Any]) -> None:
-    """Writes <name>.json, .csv and .png; called after each task, so that a stopped run is kept."""
+    """Writes <name>.json and .csv; called after each task, so that a stopped run is kept."""
+    record["machine"]["date"] = time.strftime("%Y-%m-%d")
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     rows = record["rows"]
@@ -60,8 +73,7 @@ def save(name: str, record: dict[str, Any]) -> None:
 
 def other_rows(name: str, ops: list[str]) -> list[Row]:
     """What an earlier record of this name says about ops that are not in `ops`."""
-    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in rows if row["op"] not in ops]
+    return [row for row in read(name)["rows"] if row["op"] not in ops]
 
 
 def label(row: Row) -> str:
@@ -71,52 +83,129 @@ def label(row: Row) -> str:
 SHORT_PASS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd", "step": "step"}
 
 
+#: Baselines by what they are. A provider that is not listed is named as it is.
+KINDS = {
+    "torch's op": ("aten", "chunked", "cudnn", "flash", "grouped"),
+    "torch.compile, flex_attention": ("compiled", "flex"),
+    "eager formula or model": ("eager", "hf", "loop", "math", "sort"),
+}
+#: Titles of ops that are shown apart from their family, and of families.
+TITLES = {
+    "attention_varlen": "attention, packed sequences",
+    "attention_cached": "attention, decoding on a cache",
+    "attention_weights": "attention, weights and selection",
+    "select_attention": "attention, weights and selection",
+    "norm": "norms",
+    "rope": "rotary embeddings",
+    "activation": "gated activations",
+    "ffn": "feed-forward layers",
+    "gemm": "linear",
+    "loss": "losses",
+    "moe": "mixture of experts",
+    "topk": "top-k",
+    "random": "dropout and noise",
+}
+
+
+def by_family(rows: list[Row]) -> dict[tuple[str, str], list[float]]:
+    """Speed-ups by family and kind of baseline, one for each case and baseline."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["provider"] == "ours":
+            continue
+        op, provider = row["op"], row["provider"]
+        family = registry()[op].family if op in registry() else op
+        title = TITLES.get(op, TITLES.get(family, family))
+        kind = next((kind for kind, names in KINDS.items() if provider in names), provider)
+        found.setdefault((title, kind), []).append(row["ratio"])
+    return found
+
+
+def read(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return record
+
+
 def plot(name: str) -> None:
-    """Speed-up over each rival, one line per task; left of 1 is a loss."""
+    """Speed-ups of each family over each kind of baseline: median, least and greatest."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    with open(RESULTS / f"{name}.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["provider"] != "ours"]
-    labels = list(dict.fromkeys(label(row) for row in rows))
-    providers = sorted({row["provider"] for row in rows})
-    figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(labels) + 1.5))
-    for color, provider in enumerate(providers):
-        points = [row for row in rows if row["provider"] == provider]
-        x = [float(row["ratio"]) for row in points]
-        low = [value - float(row["ratio_low"]) for value, row in zip(x, points, strict=True)]
-        high = [float(row["ratio_high"]) - value for value, row in zip(x, points, strict=True)]
-        y = [labels.index(label(row)) for row in points]
-        axes.errorbar(x, y, xerr=(low, high), fmt="o", ms=4, color=f"C{color}", label=provider)
-    axes.axvline(1, color="black", lw=0.8)
+    record = read(name)
+    found = by_family(record["rows"])
+    families = list(dict.fromkeys(family for family, _ in found))
+    kinds = list(dict.fromkeys([*KINDS, *(kind for _, kind in found)]))
+    figure, axes = pyplot.subplots(figsize=(9, 0.52 * len(families) + 1.6))
+    for i, kind in enumerate(kinds):
+        color, entry = f"C{i}", kind
+        for place, family in enumerate(families):
+            if ratios := found.get((family, kind)):
+                y = place + 0.24 * (i - (len(kinds) - 1) / 2)
+                median = statistics.median(ratios)
+                axes.hlines(y, min(ratios), max(ratios), color=color, lw=2, alpha=0.45)
+                axes.plot(median, y, "o", ms=5, color=color, label=entry)
+                text = f"{median:.1f}" if median < 10 else f"{median:.0f}"
+                axes.text(max(ratios) * 1.06, y, text, va="center", fontsize=7, color=color)
+                entry = None  # one in the legend
+    for place in range(1, len(families), 2):
+        axes.axhspan(place - 0.5, place + 0.5, color="0.95", zorder=0)
+    axes.axvline(1, color="black", lw=1)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.grid(axis="x", which="both", alpha=0.3)
-    axes.set_xlabel("times faster than the rival")
-    axes.legend(loc="best", fontsize=7)
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%gx"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set_yticks(range(len(families)), families)
+    axes.set_ylim(len(families) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("speed-up: time of the baseline / time of omniattn (log scale)")
+    axes.set_title(
+        f"{machine_line(record['machine'])}\n"
+        "dot and number: median over the cases; bar: least to greatest",
+        fontsize=9,
+    )
+    axes.legend(loc="lower right", fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    pyplot.close(figure)
 
 
-def readme_table(name: str) -> str:
-    record = json.loads((RESULTS / f"{name}.json").read_text())
-    info, rows = record["machine"], record["rows"]
+def machine_line(info: dict[str, Any]) -> str:
+    parts = [info.get("gpu") or info.get("cpu"), info.get("isa"), f"torch {info['torch']}"]
+    if "threads" in info:
+        parts.insert(2, f"{info['threads']} threads")
+    return ", ".join(str(part) for part in [*parts, info.get("date")] if part)
+
+
+def section(name: str) -> str:
+    """The part of the page for one record."""
+    record = read(name)
+    rows = record["rows"]
     lines = [
-        f"{info['cpu']}, {info['isa']}, torch {info['torch']}, threads: {info['threads']}, load "
-        f"before the run: {info['load']}. Ceilings probed in the same process: "
-        f"{_ceilings(rows, 'compute')} GFLOP/s, {_ceilings(rows, 'memory')} GB/s from memory. "
-        "Ratio: time of the rival over ours, median of interleaved rounds with its 95 % interval; "
-        "above 1 we are faster.",
+        f"## {machine_line(record['machine'])}",
         "",
-        "| op, case | dtype | pass | ours | rate | of ceiling | best rival | ratio |",
+        f"Ceilings probed in the same process: {_ceilings(rows, 'compute')} GFLOP/s, "
+        f"{_ceilings(rows, 'memory')} GB/s. Record: `benchmarks/results/{name}.json`.",
+        "",
+        f"![Speed-up of each family over its baselines](../benchmarks/results/{name}.png)",
+        "",
+        "| family | baseline | cases | median | least | greatest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (family, kind), ratios in by_family(rows).items():
+        low, median, high = (f"{f(ratios):.2f}" for f in (min, statistics.median, max))
+        lines.append(f"| {family} | {kind} | {len(ratios)} | {median} | {low} | {high} |")
+    lines += [
+        "",
+        "Every case with its fastest baseline:",
+        "",
+        "| op, case | dtype | pass | time | rate | of ceiling | fastest baseline | speed-up |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for ours in (row for row in rows if row["provider"] == "ours"):
-        rivals = [r for r in rows if label(r) == label(ours) and r is not ours]
-        best = min(rivals, key=lambda r: r["ratio"], default=None)
+        others = [r for r in rows if label(r) == label(ours) and r is not ours]
+        best = min(others, key=lambda r: r["ratio"], default=None)
         against = (
             f"{best['provider']} | {best['ratio']:.2f} [{best['ratio_low']:.2f}, "
             f"{best['ratio_high']:.2f}]"
@@ -127,11 +216,13 @@ def readme_table(name: str) -> str:
             f"| {ours['op']} {ours['case']} | {ours['dtype']} | {SHORT_PASS[ours['pass']]} | "
             f"{ours['milliseconds']:.3g} ms | {_rate(ours)} | {_share(ours)} | {against} |"
         )
-    return "\n".join([*lines, "", f"![speed-up over each rival](benchmarks/results/{name}.png)"])
+    return "\n".join(lines)
 
 
 def _ceilings(rows: list[Row], bound: str) -> str:
     found = [row["ceiling"] for row in rows if row["bound"] == bound]
+    if not found:
+        return "-"
     low, high = (f"{f(found):.3g}" for f in (min, max))
     return low if low == high else f"{low} to {high}"
 
@@ -146,6 +237,26 @@ def _share(row: Row) -> str:
     return f"{row['of_ceiling']:.0%}" if row["of_ceiling"] else "-"
 
 
-def update_readme(name: str) -> None:
-    path = ROOT / "README.md"
-    path.write_text(replace_block(path.read_text(), "benchmark table", readme_table(name)))
+def page() -> str:
+    """docs/benchmarks.md with a section for each record."""
+    sections = [section(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    return replace_block(PAGE.read_text(), "records", "\n\n".join(sections))
+
+
+def publish() -> None:
+    PAGE.write_text(page())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
+    if parser.parse_args().check:
+        current = PAGE.read_text() == page()
+        sys.exit(0 if current else f"{PAGE} is out of date: run python benchmarks/report.py")
+    for path in RESULTS.glob("*.json"):
+        plot(path.stem)
+    publish()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
     python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--keep]
 
 Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
-benchmarks/results/<name>.{json,csv,png}; --readme also writes the table of README.md.
+benchmarks/results/<name>.{json,csv,png}; --publish also writes docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--name", default="cpu", help="of the files in benchmarks/results")
     parser.add_argument("--keep", action="store_true", help="keep the record's rows of other ops")
-    parser.add_argument("--readme", action="store_true", help="write the table of README.md")
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
     isa, ceilings = harness.start(args.threads, args.force)
@@ -236,8 +236,8 @@ def main() -> None:
         line = ", ".join(f"{n} {1e3 * s:.3g} ms" for n, s in timing.seconds.items())
         tqdm.write(f"{task.op} {task.case} {task.dtype} {task.pass_}: {line}")
     report.plot(args.name)
-    if args.readme:
-        report.update_readme(args.name)
+    if args.publish:
+        report.publish()
     sys.exit(1 if failures else 0)
 
 

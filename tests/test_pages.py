@@ -1,5 +1,6 @@
-"""The Python code of README.md and of docs/*.md runs: block by block, in one namespace a page."""
+"""The Python code of README.md and docs/*.md runs, block by block, in one namespace per page."""
 
+import importlib
 import os
 import re
 import sys
@@ -38,6 +39,13 @@ def test_distributed():
 
 def test_caches(one_thread):
     run_page("docs/caches.md")
+
+
+@pytest.mark.parametrize("package", ["functional", "modules", "models", "training", "hf"])
+def test_api_reference_lists_every_public_name(package):
+    text = (ROOT / f"docs/api/{package}.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. (?:auto\w+|data):: (\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(importlib.import_module(f"omniattn.{package}").__all__)
 
 
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)

@@ -188,9 +188,10 @@ def attention_varlen(
         cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
         max_seqlen_q: at least the longest sequence of queries; None looks (on a GPU it waits).
         max_seqlen_k: the same of keys.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
-            normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`. Tensors per
-            batch entry or position are those of a batch (N, Hq, max_seqlen_q, max_seqlen_k).
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
+            :func:`attention`. Tensors per batch entry or position have the shape of a batch
+            (N, Hq, max_seqlen_q, max_seqlen_k).
+        sinks, head_scale, normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`.
 
     Returns:
         O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q). Rows of no sequence give O = 0
@@ -274,9 +275,9 @@ def attention_cached(
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
             share pages; entries behind a sequence's last page are not read.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
-            normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`, with Tk the
-            capacity in the shapes of mask and bias.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
+            :func:`attention`, with Tk the capacity in the shapes of mask and bias.
+        sinks, head_scale, normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`.
 
     Returns:
         O (B, Tq, Hq, Dv), and with return_lse lse (B, Hq, Tq).
@@ -370,8 +371,8 @@ def attention_weights(
         q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).
         k: see q.
         lse: (B, Hq, Tq) as attention returned it, sinks included; not read but with softmax.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, sinks, head_scale,
-            normaliser, backend: those of the call.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: as in that call.
+        sinks, head_scale, normaliser, backend: as in that call.
         column_sums: the sums over queries instead, what each key received (the statistic of H2O,
             Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
 

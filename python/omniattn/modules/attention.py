@@ -267,9 +267,9 @@ class Attention(Layer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: queries, and keys and values of self-attention. A jagged nested tensor (B, *, dim)
-                gives one; mask and bias are then those of the longest sequences, as in
-                `functional.attention_varlen`, and there is no cache.
+            x: queries, and keys and values of self-attention. A jagged nested tensor
+                ``(B, *, dim)`` gives one; mask and bias are then those of the longest sequences, as
+                in `functional.attention_varlen`, and there is no cache.
             source: (B, S, source_dim), of cross-attention; may be left out once it is in `cache`.
                 Nested if x is.
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;

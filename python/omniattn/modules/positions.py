@@ -242,7 +242,7 @@ class LearnedPositional(Layer):
 
 
 class ALiBi(Layer):
-    """The bias -m_h |i - j| of attention, slopes m as `functional.alibi_slopes`.
+    """The bias ``-m_h |i - j|`` of attention, slopes m as `functional.alibi_slopes`.
 
     Args:
         config: heads and options.

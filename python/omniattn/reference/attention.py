@@ -334,7 +334,7 @@ def select_attention(
 ) -> Tensor:
     """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
 
-    E = scale |q - k|^2 / 2, or -scale q.k; 0 where E exceeds theta or no key is allowed.
+    ``E = scale |q - k|^2 / 2``, or ``-scale q.k``; 0 where E exceeds theta or no key is allowed.
     The gradient of q and k is that of softmax(-E / tau) v, or nothing; v's is that of the choice.
     """
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]

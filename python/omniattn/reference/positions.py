@@ -126,7 +126,8 @@ def alibi_slopes(
 def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance") -> Tensor:
     """Added to the scores of query i, which is key position i + k_len - q_len.
 
-    (1, H, q_len, k_len): -slope |i + k_len - q_len - j|; form="bloom" (1, H, 1, k_len): slope j.
+    (1, H, q_len, k_len): ``-slope |i + k_len - q_len - j|``; form="bloom" (1, H, 1, k_len):
+    slope j.
     """
     key = torch.arange(k_len, device=slopes.device)
     if form == "bloom":

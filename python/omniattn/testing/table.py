@@ -1,6 +1,6 @@
-"""The README's tables of supported ops and variants.
+"""The tables of docs/ops.md and docs/variants.md.
 
-python -m omniattn.testing.table [--check] [README.md]
+python -m omniattn.testing.table [--check] [docs]
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from omniattn.config import CPU_ISAS
 from omniattn.testing.registry import registry
 from omniattn.testing.spec import SHORT_DTYPE, OpSpec
 from omniattn.testing.variants import VARIANTS, Variant
@@ -20,18 +19,11 @@ _HEAD = """\
 | op | dtypes | forward | backward | second order | CPU | CUDA | paper |
 |---|---|---|---|---|---|---|---|"""
 
-_NOTE = f"""\
-CPU kernels: {", ".join(CPU_ISAS)}; the best of the machine is chosen at run time.
-CUDA: *native* kernels have passed their tests on a GPU, whose record is in benchmarks/results.
-*Emulated* ones compile for sm_80 and newer and pass these tests, races and memory checks included,
-under the emulator of [docs/cuda.md](docs/cuda.md); they await a run on a GPU. `linear` multiplies
-on torch's cuBLAS there, and so does `linear_cross_entropy`."""
-
 
 def support_table() -> str:
     """One row per OpSpec."""
     rows = [_row(spec) for spec in registry().values()]
-    return "\n".join([_HEAD, *rows, "", _NOTE])
+    return "\n".join([_HEAD, *rows])
 
 
 def variant_table() -> str:
@@ -71,17 +63,22 @@ def replace_block(text: str, name: str, block: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes the README's table of supported ops.")
-    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
-    parser.add_argument("--check", action="store_true", help="exit 1 if it is out of date")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("docs", type=Path, nargs="?", default=Path("docs"), help="folder")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
     args = parser.parse_args()
-    text = args.readme.read_text()
-    wanted = replace_block(text, "support table", support_table())
-    wanted = replace_block(wanted, "variant table", variant_table())
-    if args.check:
-        hint = f"{args.readme} is out of date: run python -m omniattn.testing.table"
-        sys.exit(hint if text != wanted else 0)
-    args.readme.write_text(wanted)
+    for page, name, table in (
+        ("ops.md", "support table", support_table()),
+        ("variants.md", "variant table", variant_table()),
+    ):
+        path = args.docs / page
+        text = path.read_text()
+        wanted = replace_block(text, name, table)
+        if text == wanted:
+            continue
+        if args.check:
+            sys.exit(f"{path} is out of date: run python -m omniattn.testing.table")
+        path.write_text(wanted)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Sphinx: README.md, CONTRIBUTING.md, docs/ and the docstrings as one site.
+
+python -m sphinx -W -c docs . build/site
+"""
+
+from sphinx.application import Sphinx
+
+project = "omniattn"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+# The source folder is the repository, so that relative links work here and on the forge.
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.rst"]
+root_doc = "README"
+html_theme = "furo"
+html_title = "omniattn"
+
+default_role = "code"
+smartquotes = False
+napoleon_custom_sections = ["Shape", "Reference"]
+napoleon_use_ivar = True
+autodoc_default_options = {
+    "members": True,
+    "exclude-members": "extra_repr, reset_parameters",
+}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+myst_heading_anchors = 3
+# An inherited __init__ names the nested Config of its base, which no longer is in scope.
+suppress_warnings = ["ref.python"]
+
+CONTENTS = {
+    "Guides": ["migration", "caches", "distributed"],
+    "API": ["functional", "masks", "modules", "models", "training", "hf", "reference"],
+    "Support and speed": ["ops", "variants", "benchmarks", "cuda", "cuda_resources"],
+    "Development": ["architecture", "adding", "/CONTRIBUTING"],
+}
+
+
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """Appends the contents of the site to the README, which is its first page."""
+    if page == root_doc:
+        for title, pages in CONTENTS.items():
+            folder = "docs/api" if title == "API" else "docs"
+            entries = "\n".join(p if p.startswith("/") else f"{folder}/{p}" for p in pages)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_contents)
