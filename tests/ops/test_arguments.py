@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_upper_left
 
 from omniattn import functional as F
 from omniattn.functional import masks, scores
@@ -69,7 +70,34 @@ CASES = [
         f"{SDPA}: key must have .* of query",
     ),
     (lambda: F.scaled_dot_product_attention(Q, Q[..., 1:], Q), f"{SDPA}: query and key must have"),
-    (lambda: F.scaled_dot_product_attention(Q, Q, Q[:, 1:]), f"{SDPA}: key and value must have"),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q[:, :, 1:]), f"{SDPA}: key and value must have"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q[:, 1:]),
+        rf"{SDPA}: .* must be broadcastable .* got query.shape=\(1, 3, 2, 4\), key.shape=",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q[:, 1:], Q[:, 1:], enable_gqa=True),
+        f"{SDPA}: the heads of query must be a multiple of those of key, got query.shape=",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(X, X, X, enable_gqa=True),
+        f"{SDPA}: query must have at least 3 dimensions with enable_gqa=True, got query.shape=",
+    ),
+    (lambda: F.scaled_dot_product_attention(X[0], X, X), f"{SDPA}: query must have at least 2"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 3)),
+        rf"{SDPA}: attn_mask must be made for \(Tq, Tk\)=\(2, 2\), got a CausalBias of \(2, 3\)",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 2), is_causal=True),
+        f"{SDPA}: is_causal must be False with a CausalBias",
+    ),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q, is_causal=1), f"{SDPA}: is_causal must be"),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q, enable_gqa=1), f"{SDPA}: enable_gqa must be"),
+    (
+        lambda: F.attention(Q, Q, Q, mask=causal_upper_left(3, 4)),
+        r"attention: mask must be made for \(Tq, Tk\)=\(3, 3\), got a CausalBias of \(3, 4\)",
+    ),
     (
         lambda: F.scaled_dot_product_attention(Q, Q, Q, 1),
         f"{SDPA}: attn_mask must be a torch.Tensor",

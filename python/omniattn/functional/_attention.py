@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from omniattn.functional._checks import (
     autocast_dtype,
@@ -119,7 +120,9 @@ def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> 
     found: list[Mask] = []
     if visibility.causal or left >= 0 or right >= 0:
         found.append(SlidingWindow(left, 0 if visibility.causal else right))
-    if isinstance(mask, Tensor):
+    if isinstance(mask, CausalBias):
+        found.append(causal_mask(op, "mask", mask, full))
+    elif isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"{op}: mask must be bool, True = attend (additive masks go to bias), "
@@ -134,6 +137,16 @@ def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> 
         (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full))
         for kind, a, b, side in All(tuple(found)).rules()
     ]
+
+
+def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
+    """The rule that a tensor of torch without values stands for."""
+    size = (bias.seq_len_q, bias.seq_len_kv)
+    if size != full[-2:]:
+        raise ValueError(
+            f"{op}: {name} must be made for (Tq, Tk)={full[-2:]}, got a CausalBias of {size}"
+        )
+    return SlidingWindow(-1, 0, top_left=bias.variant == CausalVariant.UPPER_LEFT)
 
 
 def _side_tensors(
