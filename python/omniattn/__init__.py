@@ -9,6 +9,7 @@ from omniattn import functional, reference
 from omniattn.ops import _library
 
 _library.explain_missing()
+_library.explain_layouts()
 
 __version__ = "0.1.0"
 

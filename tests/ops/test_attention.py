@@ -315,6 +315,16 @@ def test_sdpa_joins_mask_and_is_causal():
         assert_sdpa_is_torch_s((q, k, k), attn_mask=mask, is_causal=True)
 
 
+@pytest.mark.parametrize(
+    "scale,softcap", [(1e38, 0), (1e-45, 0), (1, 1e-38), (1, 1e38), (-1e20, 1e-18)]
+)
+def test_extreme_factors_do_not_make_nan(scale, softcap):
+    for tq in (1, 40):
+        q, k, v = qkv(1, tq, 70, 1, 1, 4)
+        out = attention(0 * q, k, v, scale=scale, softcap=softcap)
+        torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))
+
+
 DERIVATIVES = {
     "causal": {"causal": True},
     "softcap": {"softcap": 2.0},

@@ -31,6 +31,7 @@ from omniattn.reference.attention import (
 from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.scores import ScoreKind
 
+_LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
 _LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
 
 
@@ -95,9 +96,17 @@ def encode(
     scale, dropout_p = options.logits.scale, options.weights.dropout_p
     if scale is not None:
         require_number(op, "scale", scale)
-    require_number(op, "softcap", options.logits.softcap, 0)
+    softcap = options.logits.softcap
+    require_number(op, "softcap", softcap, 0)
     require_number(op, "dropout_p", dropout_p, 0, 1)
     params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
+    # The factors of the kernels (semantics/score.h), which 0 times infinity would make NaN.
+    factor = abs(params[0]) / softcap if softcap else abs(params[0])
+    if q.dtype != torch.float64 and not max(factor, softcap) < _LARGEST_FACTOR:
+        raise ValueError(
+            f"{op}: scale, softcap and scale / softcap must be below {_LARGEST_FACTOR:.2g} "
+            f"but for float64, got scale={params[0]}, softcap={softcap}"
+        )
     rules = _mask(op, options.visibility, q, full)
     aux: list[Tensor] = []
     mask: list[int] = []

@@ -29,12 +29,12 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
     """Whether `backend` asks for the eager definition; raises where its kernel cannot run."""
     if backend is None and x.is_cpu:
         return False
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={backend!r}")
     if backend == "reference":
         return True
     device = x.device.type
     if backend is not None and backend != device:
-        if backend not in BACKENDS:
-            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={backend!r}")
         raise ValueError(
             f"{op}: backend must match the device of the tensors, got backend={backend!r}, "
             f"device={device!r}"
