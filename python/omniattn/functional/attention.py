@@ -574,7 +574,7 @@ def _leading_shape(
             f"{op}: key and value must have the same Tk, "
             f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
         )
-    shapes = [t.shape[:-2] for t in (query, key, value)]
+    shapes: list[tuple[int, ...]] = [t.shape[:-2] for t in (query, key, value)]
     if enable_gqa:
         heads = query.shape[-3]
         for name, t in (("key", key), ("value", value)):
