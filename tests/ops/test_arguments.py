@@ -135,6 +135,10 @@ CASES = [
     (lambda: scores.T5Bias(ARRAY), "T5Bias: table must be a torch.Tensor"),
     (lambda: scores.WindowBias(X, 3), "WindowBias: window must be two ints >= 1, got window=3"),
     (lambda: F.rms_norm(X, eps="bad"), "rms_norm: eps must be .* >= 0, got eps='bad'"),
+    (
+        lambda: F.rms_norm(X, eps=-1e-6),
+        "rms_norm: eps must be a finite number >= 0, got eps=-1e-06",
+    ),
     (lambda: F.rms_norm(X, offset=math.nan), "rms_norm: offset must be a finite number, got"),
     (
         lambda: F.group_norm(X, 2.0),
