@@ -8,7 +8,7 @@ namespace omniattn::ops {
 
 inline void require_seed(const char* op, const Tensor& seed) {
   require(seed.scalar_type() == ScalarType::Long && seed.dim() == 1 && seed.size(0) == 2 &&
-              (seed.is_cpu() || is_here(seed)),
+              (seed.is_cpu() || is_here(seed)) && has_memory(seed),
           op, "seed must be an int64 tensor [seed, offset] on the CPU or the device of the call");
 }
 

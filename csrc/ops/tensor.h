@@ -71,12 +71,17 @@ inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
 // dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
 inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
+// Freed storages and subclasses of torch.Tensor that hold their data elsewhere have none; the
+// dispatcher does not look for those in optional lists.
+inline bool has_memory(const Tensor& t) { return t.const_data_ptr() != nullptr || t.numel() == 0; }
+
 #if defined(OMNIATTN_CUDA)
 #define OMNIATTN_DISPATCH_KEY CUDA
-inline constexpr const char* kDeviceName = "the CUDA device of the first argument";
+inline constexpr const char* kDeviceName =
+    "the CUDA device of the first argument, with memory of its own";
 inline int32_t device_index() { return torch::stable::accelerator::getCurrentDeviceIndex(); }
 inline bool is_here(const Tensor& t) {
-  return t.is_cuda() && t.get_device_index() == device_index();
+  return t.is_cuda() && t.get_device_index() == device_index() && has_memory(t);
 }
 inline int32_t device_type() { return aoti_torch_device_type_cuda(); }
 // Makes the device of an op's first argument the current one.
@@ -89,9 +94,9 @@ class DeviceScope {
 };
 #else
 #define OMNIATTN_DISPATCH_KEY CPU
-inline constexpr const char* kDeviceName = "the CPU";
+inline constexpr const char* kDeviceName = "the CPU, with memory of its own";
 inline int32_t device_index() { return 0; }
-inline bool is_here(const Tensor& t) { return t.is_cpu(); }
+inline bool is_here(const Tensor& t) { return t.is_cpu() && has_memory(t); }
 inline int32_t device_type() { return aoti_torch_device_type_cpu(); }
 struct DeviceScope {
   explicit DeviceScope(const Tensor&) {}

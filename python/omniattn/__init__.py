@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omniattn import models, modules, training
 
 _library.explain_missing()
+_library.explain_layouts()
 
 __version__ = "0.1.0"
 

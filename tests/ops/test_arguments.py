@@ -2,13 +2,18 @@
 
 import math
 import re
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_upper_left
+from torch.utils._pytree import tree_map_only
 
 from omniattn import functional as F
 from omniattn.functional import masks, scores
+from omniattn.testing import registry
 
 X = torch.ones(2, 4)
 Q = torch.ones(1, 3, 2, 4)
@@ -31,6 +36,21 @@ CASES = [
     ),
     (lambda: F.attention(Q, Q, Q, softcap=math.nan), "attention: softcap .* >= 0, got softcap=nan"),
     (lambda: F.attention(Q, Q, Q, scale=ARRAY), "attention: scale must be a finite number, got"),
+    (
+        lambda: F.attention(Q, Q, Q, softcap=1e-40),
+        r"attention: scale, softcap and scale / softcap must be below 1.7e\+38 but for float64",
+    ),
+    (lambda: F.attention(Q, Q, Q, softcap=3e38), "attention: scale, softcap and scale / softcap"),
+    (lambda: F.attention(Q, Q, Q, scale=-1e39), "attention: scale, softcap and .* got scale=-1e"),
+    (
+        lambda: F.attention(Q, Q, Q, backend=ARRAY),
+        r"attention: backend must be one of .*, got backend=array\(",
+    ),
+    (
+        lambda: F.linear(X, X.to_sparse()),
+        "linear: weight must be strided and not quantized, got weight.layout=torch.sparse_coo",
+    ),
+    (lambda: F.top_k(X.to_mkldnn(), 1), "top_k: scores must be strided .*=torch._mkldnn, scores."),
     (lambda: F.attention(Q, Q, Q, dropout_p=1.5), "attention: dropout_p .* >= 0 and <= 1, got"),
     (lambda: F.attention(Q, Q, Q, window_size=4), "attention: window_size .* got window_size=4"),
     (
@@ -69,7 +89,34 @@ CASES = [
         f"{SDPA}: key must have .* of query",
     ),
     (lambda: F.scaled_dot_product_attention(Q, Q[..., 1:], Q), f"{SDPA}: query and key must have"),
-    (lambda: F.scaled_dot_product_attention(Q, Q, Q[:, 1:]), f"{SDPA}: key and value must have"),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q[:, :, 1:]), f"{SDPA}: key and value must have"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q[:, 1:]),
+        rf"{SDPA}: .* must be broadcastable .* got query.shape=\(1, 3, 2, 4\), key.shape=",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q[:, 1:], Q[:, 1:], enable_gqa=True),
+        f"{SDPA}: the heads of query must be a multiple of those of key, got query.shape=",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(X, X, X, enable_gqa=True),
+        f"{SDPA}: query must have at least 3 dimensions with enable_gqa=True, got query.shape=",
+    ),
+    (lambda: F.scaled_dot_product_attention(X[0], X, X), f"{SDPA}: query must have at least 2"),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 3)),
+        rf"{SDPA}: attn_mask must be made for \(Tq, Tk\)=\(2, 2\), got a CausalBias of \(2, 3\)",
+    ),
+    (
+        lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 2), is_causal=True),
+        f"{SDPA}: is_causal must be False with a CausalBias",
+    ),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q, is_causal=1), f"{SDPA}: is_causal must be"),
+    (lambda: F.scaled_dot_product_attention(Q, Q, Q, enable_gqa=1), f"{SDPA}: enable_gqa must be"),
+    (
+        lambda: F.attention(Q, Q, Q, mask=causal_upper_left(3, 4)),
+        r"attention: mask must be made for \(Tq, Tk\)=\(3, 3\), got a CausalBias of \(3, 4\)",
+    ),
     (
         lambda: F.scaled_dot_product_attention(Q, Q, Q, 1),
         f"{SDPA}: attn_mask must be a torch.Tensor",
@@ -88,6 +135,10 @@ CASES = [
     (lambda: scores.T5Bias(ARRAY), "T5Bias: table must be a torch.Tensor"),
     (lambda: scores.WindowBias(X, 3), "WindowBias: window must be two ints >= 1, got window=3"),
     (lambda: F.rms_norm(X, eps="bad"), "rms_norm: eps must be .* >= 0, got eps='bad'"),
+    (
+        lambda: F.rms_norm(X, eps=-1e-6),
+        "rms_norm: eps must be a finite number >= 0, got eps=-1e-06",
+    ),
     (lambda: F.rms_norm(X, offset=math.nan), "rms_norm: offset must be a finite number, got"),
     (
         lambda: F.group_norm(X, 2.0),
@@ -178,3 +229,81 @@ def test_takes_numbers_of_numpy_and_tensors():
         F.attention(Q, Q, Q, scale=torch.tensor(0.5), window_size=[1, 0]),
     )
     assert torch.equal(varlen(max_seqlen_q=CU[1], max_seqlen_k=np.int64(3)), varlen())
+
+
+class Tagged(torch.Tensor):
+    """A tensor with another name."""
+
+
+class Asked(torch.Tensor):
+    """Its values are elsewhere: what calls of functions get, by __torch_function__."""
+
+    @staticmethod
+    def of(t):
+        self = t.new_empty(t.shape).as_subclass(Asked)
+        self.values_elsewhere = t
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda t: t.__dict__["values_elsewhere"], (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """It has no memory: what calls of ops get, by __torch_dispatch__."""
+
+    @staticmethod
+    def __new__(cls, t):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
+        )
+        self.inner = t
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def calls_by_tensor(spec):
+    """The first case of the op with each of its tensors, by the tensor's name."""
+    calls = {}
+    for case in spec.cases:
+        call = spec.call(case, torch.float32)
+        calls = {name: call for name in call.tensors} | calls
+    return calls
+
+
+@pytest.mark.parametrize("spec", registry().values(), ids=registry())
+@pytest.mark.parametrize("kind", [lambda t: t.as_subclass(Tagged), Asked.of, Wrapped])
+def test_a_subclass_is_its_tensor_or_refused(spec, kind):
+    for name, call in calls_by_tensor(spec).items():
+        torch.manual_seed(0)
+        want = call.run(spec.function)
+        tensors = {**call.tensors, name: kind(call.tensors[name])}
+        torch.manual_seed(0)
+        try:
+            got = replace(call, tensors=tensors).run(spec.function)
+        except RuntimeError as error:  # the dispatcher does not see what is in optional lists
+            assert kind is Wrapped
+            assert "with memory of its own" in str(error)
+            continue
+        got = [t.as_subclass(torch.Tensor) for t in got]
+        torch.testing.assert_close(got, list(want), rtol=0, atol=0, msg=f"{spec.name}: {name}")
+
+
+@pytest.mark.parametrize("spec", registry().values(), ids=registry())
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_causal_bias_is_a_mask_alone(spec, backend):
+    """It has memory, which nobody has written."""
+    for name, call in calls_by_tensor(spec).items():
+        if name in ("mask", "attn_mask") and spec.family == "attention":
+            continue
+        shape = call.tensors[name].shape
+        bias = causal_upper_left(*shape[-2:]) if len(shape) > 1 else causal_upper_left(1, *shape)
+        call = replace(call, tensors={**call.tensors, name: bias})
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call.run(partial(spec.function, backend=backend))
+        assert re.match(rf"{spec.name}: .*{name}", str(caught.value))

@@ -25,6 +25,7 @@ FLOATS = (0.0, -1.0, math.nan, math.inf, -math.inf, 6e4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 OTHER_DTYPES = (torch.bool, torch.uint8, torch.complex64)
 SPECS = testing.registry()
+COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 
 
@@ -150,8 +151,25 @@ def test_a_tensor_without_memory_beside_others_is_refused(name):
         meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), args[at])
         others = {op._schema.arguments[i].name for i in places if i != at}
         if at > 0 or others - {"seed"}:  # a seed may lie on the CPU
-            with pytest.raises(RuntimeError, match=r"must be on the (device of .*=meta|CPU$)"):
+            with pytest.raises(RuntimeError, match=r"must be on the (device of .*=meta|CPU, with)"):
                 op(*args[:at], meta, *args[at + 1 :])
+
+
+@pytest.mark.parametrize("name", sorted(set(valid_calls()) - COMPOSED))
+def test_freed_memory_is_refused(name):
+    """FSDP frees what it gathers; a subclass of Tensor without memory looks the same."""
+    op, args = valid_calls()[name][0]
+    for at, value in enumerate(args):
+        values = value if isinstance(value, list) else [value]
+        for i, t in enumerate(values):
+            if not torch.is_tensor(t) or t.numel() == 0:
+                continue
+            freed = t.clone()
+            freed.untyped_storage().resize_(0)
+            changed = [*values[:i], freed, *values[i + 1 :]]
+            changed = changed if isinstance(value, list) else freed
+            with pytest.raises(RuntimeError, match=r"with memory of its own|seed must be"):
+                op(*args[:at], changed, *args[at + 1 :])
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))

@@ -214,6 +214,22 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     return _attend(query, key, value, seen=seen, scale=scale)[0]
 
 
+# x-transformers
+
+
+class Attend:
+    def __init__(self, *, causal=False):
+        self.causal = causal
+
+    def __call__(self, q, k, v):
+        """(B, H, T, D); output and intermediates."""
+        k, v = (t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
+        tq, tk = q.shape[2], k.shape[2]
+        seen = torch.ones(tq, tk).tril(tk - tq if self.causal else tk).bool()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return _attend(q, k, v, seen=seen)[0].transpose(1, 2), None
+
+
 # fla, mamba-ssm
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from omniattn.functional._checks import (
     autocast_dtype,
@@ -30,6 +31,7 @@ from omniattn.reference.attention import (
 from omniattn.reference.masks import BLOCK, MaskKind, Rule
 from omniattn.reference.scores import ScoreKind
 
+_LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
 _LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
 
 
@@ -94,9 +96,17 @@ def encode(
     scale, dropout_p = options.logits.scale, options.weights.dropout_p
     if scale is not None:
         require_number(op, "scale", scale)
-    require_number(op, "softcap", options.logits.softcap, 0)
+    softcap = options.logits.softcap
+    require_number(op, "softcap", softcap, 0)
     require_number(op, "dropout_p", dropout_p, 0, 1)
     params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
+    # The factors of the kernels (semantics/score.h), which 0 times infinity would make NaN.
+    factor = abs(params[0]) / softcap if softcap else abs(params[0])
+    if q.dtype != torch.float64 and not max(factor, softcap) < _LARGEST_FACTOR:
+        raise ValueError(
+            f"{op}: scale, softcap and scale / softcap must be below {_LARGEST_FACTOR:.2g} "
+            f"but for float64, got scale={params[0]}, softcap={softcap}"
+        )
     rules = _mask(op, options.visibility, q, full)
     aux: list[Tensor] = []
     mask: list[int] = []
@@ -119,7 +129,9 @@ def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> 
     found: list[Mask] = []
     if visibility.causal or left >= 0 or right >= 0:
         found.append(SlidingWindow(left, 0 if visibility.causal else right))
-    if isinstance(mask, Tensor):
+    if isinstance(mask, CausalBias):
+        found.append(causal_mask(op, "mask", mask, full))
+    elif isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"{op}: mask must be bool, True = attend (additive masks go to bias), "
@@ -134,6 +146,16 @@ def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> 
         (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full))
         for kind, a, b, side in All(tuple(found)).rules()
     ]
+
+
+def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
+    """The rule that a tensor of torch without values stands for."""
+    size = (bias.seq_len_q, bias.seq_len_kv)
+    if size != full[-2:]:
+        raise ValueError(
+            f"{op}: {name} must be made for (Tq, Tk)={full[-2:]}, got a CausalBias of {size}"
+        )
+    return SlidingWindow(-1, 0, top_left=bias.variant == CausalVariant.UPPER_LEFT)
 
 
 def _side_tensors(

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from omniattn import reference
 from omniattn.functional._attention import (
     autocast,
+    causal_mask,
     check_shapes,
     encode,
     full_shape,
@@ -496,15 +498,17 @@ def scaled_dot_product_attention(
     """Drop-in for torch.nn.functional.scaled_dot_product_attention, computed by :func:`attention`.
 
     Args:
-        query: (..., Hq, Tq, D).
-        key: (..., Hkv, Tk, D).
-        value: (..., Hkv, Tk, Dv).
-        attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk).
+        query: (..., Hq, Tq, D) or (Tq, D).
+        key: (..., Hkv, Tk, D) or (Tk, D). All dimensions before T of the three are broadcast.
+        value: (..., Hkv, Tk, Dv) or (Tk, Dv).
+        attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk), or a
+            `torch.nn.attention.bias.CausalBias` of (Tq, Tk).
         dropout_p: applied whenever positive, as in torch. The mask of dropped weights is drawn from
             torch's generator, but is not torch's own.
-        is_causal: query i sees keys up to i: aligned top-left, as in torch.
+        is_causal: query i sees keys up to i: aligned top-left, as in torch. With an attn_mask both
+            apply, as in torch's CPU kernel.
         scale: None is 1 / sqrt(D).
-        enable_gqa: allow Hq to be a multiple of Hkv.
+        enable_gqa: key and value may have fewer heads, each a number that divides Hq.
         backend: see :func:`attention`.
 
     Returns:
@@ -520,44 +524,32 @@ def scaled_dot_product_attention(
     """
     op = "scaled_dot_product_attention"
     query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() < 3 or t.dim() != query.dim():
-            raise ValueError(
-                f"{op}: {name} must have at least 3 dimensions and as many as query, "
-                f"got {name}.shape={tuple(t.shape)}"
-            )
-    if key.shape[:-3] != query.shape[:-3] or key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"{op}: query and key must have the same leading sizes and D, "
-            f"got query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
-        )
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"{op}: key and value must have the same sizes but the last, "
-            f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
-        )
-    heads, kv_heads = query.shape[-3], key.shape[-3]
-    if heads != kv_heads and (not enable_gqa or kv_heads == 0 or heads % kv_heads != 0):
-        raise ValueError(
-            f"{op}: Hq must be Hkv, or with enable_gqa a multiple of it, "
-            f"got Hq={heads}, Hkv={kv_heads}"
-        )
-    mask: Mask | None = None
+    require_bool(op, "is_causal", is_causal)
+    require_bool(op, "enable_gqa", enable_gqa)
+    lead = _leading_shape(op, query, key, value, enable_gqa)
+    *batch, heads = lead or (1,)
+    full = (*batch, heads, query.shape[-2], key.shape[-2])
+    mask: Mask | None = SlidingWindow(-1, 0, top_left=True) if is_causal else None
     bias: Tensor | None = None
-    if attn_mask is not None:
+    if isinstance(attn_mask, CausalBias):
         if is_causal:
-            raise ValueError(f"{op}: attn_mask must be None with is_causal=True")
+            raise ValueError(f"{op}: is_causal must be False with a CausalBias, got is_causal=True")
+        mask = causal_mask(op, "attn_mask", attn_mask, full)
+    elif attn_mask is not None:
         if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
             require_bias(op, "attn_mask", attn_mask, query, "query")
-        full = (*query.shape[:-1], key.shape[-2])
         require_broadcastable(op, "attn_mask", attn_mask, query, full, "query")
         if attn_mask.dtype == torch.bool:
-            mask = BoolMask(_as_four_dims(attn_mask, full))
+            dense = BoolMask(_mask_of_batch(attn_mask, full))
+            mask = dense if mask is None else mask & dense
         else:
-            bias = _as_four_dims(attn_mask, full)
-    elif is_causal:
-        mask = SlidingWindow(-1, 0, top_left=True)
-    q, k, v = (_merge_batch(t).transpose(1, 2) for t in (query, key, value))
+            bias = _mask_of_batch(attn_mask, full)
+    q, k, v = (_of_batch(t if t.dim() > 2 else t[None], batch) for t in (query, key, value))
+    if q.shape[1] != heads:
+        q = q.expand(-1, heads, -1, -1)
+    if k.shape[1] != v.shape[1]:
+        k, v = (t.repeat_interleave(heads // max(t.shape[1], 1), 1) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     options = AttentionOptions(
         Visibility(False, (-1, -1), mask),
         Logits(scale, None, 0.0, bias, None, None),
@@ -565,15 +557,60 @@ def scaled_dot_product_attention(
     )
     out = _run(op, q, k, v, full_shape(q, k), options, False, backend)
     assert isinstance(out, Tensor)
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    return out.transpose(1, 2).reshape(*lead, query.shape[-2], value.shape[-1])
 
 
-def _as_four_dims(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+def _leading_shape(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[int, ...]:
+    """(..., H) of the result, () where all three are (T, D); checks the shapes."""
+    least = 3 if enable_gqa else 2
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() < least:
+            raise ValueError(
+                f"{op}: {name} must have at least {least} dimensions with "
+                f"enable_gqa={enable_gqa}, got {name}.shape={tuple(t.shape)}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{op}: query and key must have the same D, "
+            f"got query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"{op}: key and value must have the same Tk, "
+            f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+        )
+    shapes: list[tuple[int, ...]] = [t.shape[:-2] for t in (query, key, value)]
+    if enable_gqa:
+        heads = query.shape[-3]
+        for name, t in (("key", key), ("value", value)):
+            if t.shape[-3] != heads and (t.shape[-3] == 0 or heads % t.shape[-3] != 0):
+                raise ValueError(
+                    f"{op}: the heads of query must be a multiple of those of {name}, "
+                    f"got query.shape={tuple(query.shape)}, {name}.shape={tuple(t.shape)}"
+                )
+        shapes = [(*shape[:-1], heads) for shape in shapes]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return tuple(shapes[0])
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: the leading dimensions of query, key and value must be broadcastable (heads "
+            f"may be grouped with enable_gqa), got query.shape={tuple(query.shape)}, "
+            f"key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+        ) from None
+
+
+def _mask_of_batch(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
     mask = mask[(None,) * (len(full) - mask.dim())]
-    return mask if len(full) == 4 else _merge_batch(mask.expand(*full[:-3], *mask.shape[-3:]))
+    return mask if len(full) == 4 else _of_batch(mask, full[:-3])
 
 
-def _merge_batch(t: Tensor) -> Tensor:
-    """(..., H, T, D) as (prod(...), H, T, D)."""
-    return t if t.dim() == 4 else t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
+def _of_batch(t: Tensor, batch: Sequence[int]) -> Tensor:
+    """(..., H, T, D), broadcastable to (*batch, H, T, D), as (prod(batch), H, T, D)."""
+    if t.shape[:-3] != tuple(batch):
+        t = t.expand(*batch, *t.shape[-3:])
+    return t if t.dim() == 4 else t.reshape(math.prod(batch), *t.shape[-3:])

@@ -84,6 +84,8 @@ def glu_mlp(
     tensors = _autocast(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     _check(op, activation, dropout_p, *tensors, names=("gate_weight", "gate_bias"))
     x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
+    require_bool(op, "recompute", recompute)
+    seed = require_seed(op, seed, x) if dropout_p > 0 else None
     if use_reference(op, backend, x):
         return reference.glu_mlp(
             x,
@@ -148,6 +150,8 @@ def mlp(
     tensors = _autocast(x, up_weight, None, down_weight, up_bias, None, down_bias)
     _check(op, activation, dropout_p, *tensors, names=("up_weight", "up_bias"))
     x, up_weight, _, down_weight, up_bias, _, down_bias = tensors
+    require_bool(op, "recompute", recompute)
+    seed = require_seed(op, seed, x) if dropout_p > 0 else None
     if use_reference(op, backend, x):
         return reference.mlp(
             x,
@@ -225,8 +229,6 @@ def _run(
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
-    require_bool(op, "recompute", recompute)
-    seed = require_seed(op, seed, tensors[0]) if dropout_p > 0 else None
     native = native_is_faster(tensors[0]) if backend is None else backend == "cpu"
     y: Tensor = op_glu_mlp(*tensors, seed, dropout_p, ACTIVATIONS[activation], recompute, native)
     return y

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._checks import require_float, require_number, require_seed, use_reference
+from omniattn.functional._checks import (
+    require_float,
+    require_number,
+    require_seed,
+    require_tensor,
+    use_reference,
+)
 from omniattn.ops import random as ops
 
 __all__ = ["dropout", "normal_like", "uniform_like"]
@@ -100,7 +106,7 @@ def uniform_like(x: Tensor, *, seed: Tensor | None = None, backend: str | None =
         True
     """
     op = "uniform_like"
-    _require_tensor(op, x)
+    require_tensor(op, "x", x)
     seed = require_seed(op, seed, x)
     if use_reference(op, backend, x):
         return reference.uniform_like(x, seed=seed)
@@ -130,13 +136,8 @@ def normal_like(x: Tensor, *, seed: Tensor | None = None) -> Tensor:
         >>> normal_like(torch.empty(2, 3), seed=torch.tensor([1, 0])).shape
         torch.Size([2, 3])
     """
-    _require_tensor("normal_like", x)
+    require_tensor("normal_like", "x", x)
     seed = require_seed("normal_like", seed, x)
     pairs = x.new_empty((*x.shape, 2))
     radius, angle = uniform_like(pairs, seed=seed).unbind(-1)
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)
-
-
-def _require_tensor(op: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a torch.Tensor, got x={x!r}")

@@ -177,6 +177,9 @@ class DifferentiableOp(Op):
             return self._public(self.registered(*args))
         if has_torch_function(args):
             return handle_torch_function(self, args, *args)
+        for i in self.tensor_lists:
+            if has_torch_function(args[i]):
+                return handle_torch_function(self, args[i], *args)
         if peek_interpreter_stack() is not None:
             if self.formula is not None and _inside_jvp():
                 return self._call_formula(args)

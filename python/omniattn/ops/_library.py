@@ -144,6 +144,28 @@ def _explain(name: str) -> Callable[..., NoReturn]:
     return missing
 
 
+def explain_layouts() -> None:
+    """Gives each op kernels for the tensors it does not take, which say so, as above."""
+    for name in _registered("cpu"):
+        for layout in ("Sparse", "SparseCsr", "Mkldnn", "Quantized"):
+            _kernels.impl(name, _refuse_layout(name), f"{layout}CPU")
+
+
+def _refuse_layout(name: str) -> Callable[..., NoReturn]:
+    def refused(*args: Any, **kwargs: Any) -> NoReturn:
+        arguments = getattr(torch.ops.omniattn, name).default._schema.arguments
+        for argument, value in zip(arguments, args, strict=False):
+            if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized):
+                raise TypeError(
+                    f"{name.removesuffix('_raw')}: {argument.name} must be strided and not "
+                    f"quantized, got {argument.name}.layout={value.layout}, "
+                    f"{argument.name}.dtype={value.dtype}"
+                )
+        raise TypeError(f"{name}: all tensors must be strided and not quantized")
+
+    return refused
+
+
 _check_torch()
 _load("cpu", config.CPU_LIBRARY)
 cuda_unavailable = _load_cuda()
