@@ -46,7 +46,7 @@ def wheel(tmp_path_factory):
     warnings and the GPU architecture of the editable build, so that ccache has its objects."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
-    defines = ["WERROR=ON", "CUDA_ARCHS=80-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
+    defines = ["WERROR=ON", "CUDA_ARCHS=80-real;90a-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
     command += [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
     with FileLock(f"{folder}.lock"):  # the processes of a run share one
