@@ -39,7 +39,7 @@ LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K"
 DRY_SIZE = 8
 COMPILED = ("compiled", "flex")
 TOOL_SECONDS = 180.0
-MESSAGE = 3000
+MESSAGE, OUTPUT = 3_000, 50_000  # characters that are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def tool(options: Options, command: list[str], step: str, op: str, **env: str) -
     )
     if result.returncode:
         raise RuntimeError(f"exit code {result.returncode}: {result.stdout[-MESSAGE:]}")
-    return [{"output": result.stdout[-MESSAGE:]}]
+    return [{"output": result.stdout[-OUTPUT:]}]
 
 
 def sanitizers(options: Options) -> Iterator[Item]:
@@ -171,22 +171,23 @@ def sanitizers(options: Options) -> Iterator[Item]:
 
 def profile(options: Options) -> Iterator[Item]:
     """The time of each kernel by torch's profiler, and counters, where ncu is installed."""
-    for item, make in timed(options):
+    tasks = timed(options)
+    for item, make in tasks:
         yield dataclasses.replace(item, run=functools.partial(kernels, options, make))
     path = None if options.here else shutil.which("ncu")
     if path is None:
         return
-    command = [path, "--clock-control", "none", "--profile-from-start", "off"]
-    for op in options.ops:
+    command = [path, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    for op in dict.fromkeys(item.labels["op"] for item, _ in tasks):
         make = functools.partial(tool, options, command, "profile", op)
         yield Item({"op": op, "case": "ncu"}, make, op, TOOL_SECONDS)
 
 
-def kernels(options: Options, make: Callable[[], run.Task]) -> list[report.Row]:
+def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    ours = make().providers["ours"]
+    ours = make(rivals={}).providers["ours"]
     ours()
     if options.here:  # under a profiler, which is to see this call only
         with contextlib.nullcontext() if options.dry_run else torch.cuda.profiler.profile():
@@ -330,7 +331,7 @@ CPU = Machine("cpu", once, lambda function: 0.0, 64)
 GPU = Machine("cuda", gpu_clock, gpu_memory, 8192)
 
 
-def timed(options: Options) -> list[tuple[Item, Callable[[], run.Task]]]:
+def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
     """The first task of every op comes before the second of any."""
     found = []
     for spec in options.specs:
@@ -346,7 +347,7 @@ def timed(options: Options) -> list[tuple[Item, Callable[[], run.Task]]]:
             if options.dry_run:
                 benchmark = shrunk(benchmark)
             make = functools.partial(
-                run.op_task, spec, benchmark, dtype, pass_, providers, LONGEST_CHECK
+                run.op_task, spec, benchmark, dtype, pass_, rivals=providers, longest=LONGEST_CHECK
             )
             labels = {"op": spec.name, "case": benchmark.case.name, "dtype": SHORT_DTYPE[dtype]}
             labels["pass"] = pass_
