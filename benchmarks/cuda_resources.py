@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/cuda_resources.md"
 ARCHS = ("sm_80", "sm_90a")
-LONGEST_COMPILATION = 60.0
+LONGEST_COMPILATION = 60.0 * len(ARCHS)
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -49,12 +49,13 @@ script and the development build fail where one does. Written by
 """
 
 
-def compile_for(source: Path, arch: str) -> str:
+def compiled(source: Path) -> str:
     """What ptxas says about a file; an error where compiling takes too long to work with."""
+    targets = [arch.removeprefix("sm_") for arch in ARCHS]
     with tempfile.TemporaryDirectory() as folder:
         command = [*filter(None, [shutil.which("ccache")]), "nvcc", "-std=c++20", "-O3", "-c"]
-        command += [f"-arch={arch}", "-Xptxas=-v", f"-I{ROOT / 'csrc'}", str(source)]
-        command += ["-o", f"{folder}/kernel.o"]
+        command += [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
+        command += ["-Xptxas=-v", f"-I{ROOT / 'csrc'}", str(source), "-o", f"{folder}/kernel.o"]
         report = Path(folder, "report")
         with report.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -68,9 +69,9 @@ def compile_for(source: Path, arch: str) -> str:
         sys.exit(text)
     # Of the processor, not of the clock: a busy machine is no reason.
     if (seconds := usage.ru_utime + usage.ru_stime) > LONGEST_COMPILATION:
-        sys.exit(f"{source.name}: {seconds:.0f} s for {arch}; split its instantiations")
+        sys.exit(f"{source.name}: {seconds:.0f} s; split its instantiations")
     if spilled := SPILLED.search(text):
-        sys.exit(f"{source.name}: {spilled.group()} for {arch}")
+        sys.exit(f"{source.name}: {spilled.group()}")
     if calls := set(re.findall(r"\bcuda(\w+)", undefined)) - LAUNCHING:
         sys.exit(f"{source.name}: launchers may not call {', '.join(f'cuda{c}' for c in calls)}")
     return text
@@ -83,21 +84,21 @@ def demangled(names: list[str]) -> list[str]:
     return [short.sub(r"\1", "::" + line.removeprefix("void ")) for line in lines]
 
 
-def measure(arch: str) -> dict[str, str]:
-    """kernel -> "registers / bytes" of all kernels."""
+def measure() -> dict[str, list[str]]:
+    """kernel -> "registers / bytes" of all kernels, for each of ARCHS."""
     sources = sorted((ROOT / "csrc/kernels").glob("*/*.cu"))
     with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(lambda source: compile_for(source, arch), sources)
-        lines = [line for report in reports for line in report.splitlines()]
-    found: dict[str, str] = {}
-    name = ""
+        lines = [line for report in pool.map(compiled, sources) for line in report.splitlines()]
+    found: dict[str, dict[str, str]] = {arch: {} for arch in ARCHS}
     for line in lines:
         if entry := ENTRY.search(line):
-            name = entry.group(1)
+            name, arch = entry.groups()
         elif used := USED.search(line):
             shared = SHARED.search(line)
-            found[name] = f"{used.group(1)} / {shared.group(1) if shared else 0}"
-    return dict(sorted(zip(demangled(list(found)), found.values(), strict=True)))
+            found[arch][name] = f"{used.group(1)} / {shared.group(1) if shared else 0}"
+    names = list(found[ARCHS[0]])
+    rows = [[column[name] for column in found.values()] for name in names]
+    return dict(sorted(zip(demangled(names), rows, strict=True)))
 
 
 def read_table() -> dict[str, list[str]]:
@@ -108,23 +109,19 @@ def read_table() -> dict[str, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", choices=ARCHS, help="compare this column instead of writing")
-    check = parser.parse_args().check
-    if check:
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    if parser.parse_args().check:
         if f"with nvcc {release()}." not in TABLE.read_text():
             print(f"{TABLE.name} is of another nvcc than {release()}: not compared")
             return
-        column = ARCHS.index(check)
-        expected = {kernel: cells[column] for kernel, cells in read_table().items()}
-        actual = measure(check)
+        expected, actual = read_table(), measure()
         changed = [k for k in {**expected, **actual} if expected.get(k) != actual.get(k)]
         for kernel in changed:
             print(f"{kernel}: was {expected.get(kernel)}, now {actual.get(kernel)}")
         if changed:
             sys.exit("run python benchmarks/cuda_resources.py and review the difference")
         return
-    columns = [measure(arch) for arch in ARCHS]
-    rows = [f"| `{k}` | {' | '.join(c[k] for c in columns)} |\n" for k in columns[0]]
+    rows = [f"| `{kernel}` | {' | '.join(cells)} |\n" for kernel, cells in measure().items()]
     TABLE.write_text(heading() + "".join(rows))
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from omniattn import _kernels
 from omniattn.config import CPU_ISAS
 from omniattn.testing.timing import once
 
@@ -45,6 +44,8 @@ class Ceilings:
 
     @staticmethod
     def measure(threads: int, isa: str) -> Ceilings:
+        from omniattn import _kernels  # a GPU's benchmark does without
+
         probe = _kernels.Probe(isa)
         operand = {dtype: probe.operand(dtype) for dtype in ("f64", "f32", "bf16", "f16")}
         compute = {o: probe.peak(o, threads, 0.5) for o in sorted(set(operand.values()))}
@@ -93,6 +94,8 @@ def keep_memory() -> None:
 
 def cpu_speed(ceilings: Ceilings, threads: int, isa: str) -> Callable[[], float]:
     """How fast this machine multiplies and adds right now, as a share of `ceilings`."""
+    from omniattn import _kernels
+
     probe = _kernels.Probe(isa)
     return lambda: probe.peak("f32", threads, PROBE_SECONDS) / ceilings.compute["f32"]
 

@@ -53,8 +53,16 @@ def _lines(path: str) -> list[str]:
 
 
 def commit() -> str:
+    """The checked-out commit; "unknown" of a copy without its repository, or where git is not."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "unknown"
+    if head.returncode:
+        return "unknown"
     dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True)
     return head.stdout.strip() + ("-dirty" if dirty.returncode else "")
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import harness
 import report
 import torch
-from tqdm import tqdm
 
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
+from omniattn.testing.environment import current_device
 from omniattn.testing.spec import SHORT_DTYPE, Function
 
 #: A rival may round more often than we do: it is wrong beyond this many of our budgets.
@@ -32,7 +32,8 @@ SECONDS, QUICK_SECONDS = 3.0, 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the benchmark: providers that do the same work, ours first."""
+    """One line of the benchmark: providers that do the same work, ours first, and why some are
+    missing."""
 
     op: str
     case: str
@@ -42,6 +43,7 @@ class Task:
     flops: float
     bytes: float
     providers: dict[str, Callable[[], object]]
+    missing: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
 def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
@@ -57,17 +59,21 @@ def op_task(
     spec: OpSpec, benchmark, dtype: torch.dtype, pass_, rivals=None, longest=LONGEST_CHECK
 ) -> Task:
     """Ours and the rivals, by default the spec's; `longest` limits sizes where they are checked."""
+    rivals = spec.rivals if rivals is None else rivals
     torch._dynamo.reset()  # a compiled rival would count this shape as a recompilation
-    call = spec.call(benchmark.case, dtype)
-    providers = {}
-    for name, function in {"ours": spec.public, **(rivals or spec.rivals)}.items():
+    with current_device():  # draws the inputs there
+        call = spec.call(benchmark.case, dtype)
+    providers: dict[str, Callable[[], object]] = {}
+    missing: dict[str, Exception] = {}
+    for name, function in {"ours": spec.public, **rivals}.items():
         try:
             check(spec, benchmark.case, dtype, pass_, name, function, longest)
-            providers[name] = prepare(call, function, pass_)
-        except (NotImplementedError, WrongProvider) as reason:
+            with current_device():
+                providers[name] = prepare(call, function, pass_)
+        except Exception as reason:
             if name == "ours":
                 raise
-            tqdm.write(f"{spec.name} {benchmark.case.name}: no {name}: {reason}")
+            missing[name] = reason.with_traceback(None)  # frames would keep their tensors
     with torch.no_grad():
         outputs = call.run(spec.function)
     return Task(
@@ -79,6 +85,7 @@ def op_task(
         spec.flops(benchmark.case, pass_),
         spec.bytes(call, outputs, pass_),
         providers,
+        missing,
     )
 
 
@@ -207,6 +214,8 @@ def main() -> None:
     parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
+    from tqdm import tqdm
+
     isa, ceilings = harness.start(args.threads, args.force)
     commit = report.commit()
     record = {
@@ -228,6 +237,8 @@ def main() -> None:
             tqdm.write(f"FAILED: {error}")
             failures += 1
             continue
+        for name, reason in task.missing.items():
+            tqdm.write(f"{task.op} {task.case}: no {name}: {reason}")
         seconds = QUICK_SECONDS if args.quick else SECONDS
         timing = harness.interleave(task.providers, seconds, speed)
         record["rows"] += rows_of(task, timing, ceilings, commit, harness.peak_memory)

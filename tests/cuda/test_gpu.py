@@ -14,7 +14,7 @@ import torch
 
 from omniattn import functional
 from omniattn.ops import _library
-from omniattn.testing import on_device, registry
+from omniattn.testing import Random, on_device, registry
 from omniattn.testing.spec import output_gradients
 
 needs_gpu = pytest.mark.skipif("cuda" not in _library.loaded, reason="no GPU, or no CUDA library")
@@ -178,6 +178,24 @@ def test_matrix_wrappers_multiply(kind):
     assert torch.equal(c, a.float() @ b.float())
 
 
+class Undrawn(Random):
+    """Shapes of inputs, on the default device: the meta device has no generator."""
+
+    def __init__(self, name, dtype):
+        self.dtype, self.generator = dtype, None
+
+
+@pytest.mark.parametrize("op", [s.name for s in SPECS if s.name != "attention_varlen"])
+def test_inputs_are_drawn_on_the_default_device(op):
+    """Of the benchmark, where copying them would take longer than timing the op; the shapes of
+    packed sequences depend on values."""
+    spec = registry()[op]
+    case = spec.cases[0]
+    with torch.device("meta"):
+        tensors = spec.inputs(case, Undrawn(case.name, torch.float32))
+    assert {t.device.type for t in tensors.values()} == {"meta"}
+
+
 def test_the_docs_say_of_every_op_whether_a_gpu_has_run_it():
     text = (ROOT / "docs/cuda.md").read_text().split("## State")[1].split("## Build")[0]
     rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
@@ -186,26 +204,106 @@ def test_the_docs_say_of_every_op_whether_a_gpu_has_run_it():
         assert ("awaiting a GPU run" in states[spec.name]) == (spec.cuda == "emulated")
 
 
-def test_the_script_for_a_gpu_runs_dry(tmp_path):
-    """benchmarks/gpu.py on the CPU, with something in the place of compute-sanitizer."""
+#: Of a machine lent for an hour: git, the extras of this package and its development module.
+ABSENT = ("expecttest", "hypothesis", "matplotlib", "pandas", "tqdm", "omniattn._kernels")
+BENCHMARK = f"""
+import os, sys, time
+sys.modules |= dict.fromkeys({ABSENT})
+sys.path.insert(0, "{ROOT / "benchmarks"}")
+import torch
+import gpu
+"""
+#: Ours in place of an op: wrong, lost in a loop on the sizes of the dry run, dead in bf16.
+BROKEN = """
+from omniattn import functional
+def fails(*args, **kwargs):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def hangs(x, *args, lost=functional.linear_cross_entropy, **kwargs):
+    while len(x) == 8:
+        time.sleep(1)
+    return lost(x, *args, **kwargs)
+def crashes(scores, *args, works=functional.top_k, **kwargs):
+    if scores.dtype == torch.bfloat16:
+        os.abort()
+    return works(scores, *args, **kwargs)
+functional.apply_rotary = fails
+functional.linear_cross_entropy = hangs
+functional.top_k = crashes
+"""
+#: What CUDA says in a child of a process that used it; a process that starts anew knows no better.
+POISONED = """
+import gpu_steps
+def ready(*args):
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+gpu_steps.ready = ready
+"""
+
+
+@pytest.fixture
+def run_dry(tmp_path):
+    """benchmarks/gpu.py on the CPU, in a process that `prelude` has changed: its rows and code."""
+
+    def run(prelude, *arguments):
+        script = BENCHMARK + prelude + "gpu.main()"
+        command = [sys.executable, "-c", script, "--dry-run", "--results", str(tmp_path)]
+        env = os.environ | {"PATH": str(tmp_path)}
+        result = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
+        path = tmp_path / "dry-run.jsonl"
+        assert path.exists(), result.stdout[-3000:] + result.stderr[-3000:]
+        return [json.loads(line) for line in path.read_text().splitlines()], result.returncode
+
+    return run
+
+
+def test_the_script_for_a_gpu_runs_dry(run_dry, tmp_path):
+    """All steps, with something in the place of compute-sanitizer that finds a race."""
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\n[ "$1 $2" = "--tool racecheck" ] && exit 9 || exit 0\n')
+    tool.write_text(
+        '#!/bin/sh\n[ $2 = racecheck ] && echo "a race" && exit 9\n[ $2 = memcheck ] || exit 0\n'
+        'while [ $1 != 9 ]; do shift; done; shift; exec "$@"\n'
+    )
     tool.chmod(0o755)
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run"]
-    command += ["--op", "rms_norm", "linear_cross_entropy", "--results", str(tmp_path)]
-    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-3000:]
-    record = json.loads((tmp_path / "cuda.json").read_text())
-    assert record["machine"]["checks"] == {
-        "tests": "passed",
-        "memcheck": "passed",
-        "racecheck": "failed with exit code 9",
-        "synccheck": "passed",
-        "initcheck": "passed",
-    }
-    assert {row["op"] for row in record["rows"]} == {"rms_norm", "linear_cross_entropy"}
-    assert (tmp_path / "cuda.png").exists() and not record["failures"]
+    rows, code = run_dry("", "--op", "linear_cross_entropy")
+    assert code == 1
+    assert rows[0]["commit"] == "unknown" and rows[0]["start"] == "fork"
+    failed = [row for row in rows if "error" in row]
+    assert {row["case"] for row in failed} == {"racecheck"}
+    assert all("exit code 9: a race" in row["message"] for row in failed)
+    steps = dict.fromkeys(row["step"] for row in rows)
+    assert list(steps) == ["machine", "wrappers", "specs", "timing", "sanitizers", "profile"]
+    assert {row["op"] for row in rows[1:]} == {"linear_cross_entropy"}
+    providers = {row["provider"] for row in rows if row["step"] == "timing"}
+    assert {"ours", "aten"} <= providers and not providers & {"compiled", "flex"}
+
+
+def test_a_case_that_fails_hangs_or_crashes_ends_alone(run_dry):
+    ops = ("apply_rotary", "linear_cross_entropy", "top_k", "layer_norm")
+    steps = ("--only", "wrappers", "timing", "--timeout", "10")
+    rows, code = run_dry(BROKEN, *steps, "--op", *ops)
+    assert code == 1
+    timed = {row["op"]: row for row in rows if row["step"] == "timing"}
+    assert timed["apply_rotary"]["error"] == "RuntimeError"
+    assert "illegal memory access" in timed["apply_rotary"]["message"]
+    assert timed["linear_cross_entropy"]["error"] == "Timeout"
+    assert timed["layer_norm"]["milliseconds"] > 0 and timed["top_k"]["milliseconds"] > 0
+    tiny = {(row["op"], row["dtype"]): row for row in rows if row["step"] == "wrappers"}
+    assert tiny["top_k", "bf16"]["error"] == "Crash"
+    assert not any("error" in tiny["top_k", dtype] for dtype in ("f64", "f32", "f16"))
+    assert all("error" in row for (op, _), row in tiny.items() if op == "apply_rotary")
+
+
+def test_the_budget_ends_a_run(run_dry):
+    ops = ("linear_cross_entropy", "layer_norm")
+    rows, code = run_dry(BROKEN, "--only", "timing", "--budget", "5", "--op", *ops)
+    assert code == 1
+    assert [row.get("error") for row in rows] == [None, "Timeout", None]
+    assert rows[-1] == {"step": "timing", "not reached": 2}
+
+
+def test_processes_start_anew_where_a_fork_cannot_use_cuda(run_dry):
+    rows, code = run_dry(POISONED, "--only", "wrappers", "--op", "top_k", "--workers", "1")
+    assert code == 0 and rows[0]["start"] == "spawn"
+    assert {row["dtype"] for row in rows[1:]} == {"f64", "f32", "bf16", "f16"}
 
 
 @pytest.mark.skipif("cuda" in _library.loaded, reason="there is a GPU")

@@ -43,10 +43,11 @@ pytestmark = pytest.mark.timeout(1500)  # the first test builds everything for a
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel of this tree, with both libraries; its objects are left in build/wheel. With the
-    warnings and the GPU architecture of the editable build, so that ccache has its objects."""
+    warnings and the GPU architectures of the editable build, so that ccache has its objects."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
-    defines = ["WERROR=ON", "CUDA_ARCHS=80-real", f"CUDA={'ON' if shutil.which('nvcc') else 'OFF'}"]
+    cuda = "ON" if shutil.which("nvcc") else "OFF"
+    defines = ["WERROR=ON", "CUDA_ARCHS=80-real;90a-real", f"CUDA={cuda}"]
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
     command += [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
     with FileLock(f"{folder}.lock"):  # the processes of a run share one
