@@ -86,6 +86,9 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        if not all(map(_is_plain, projections)):
+            return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
         return functional.glu_mlp(
             x,
             self.gate_proj.weight,
@@ -95,6 +98,20 @@ class SwiGLUMLP(nn.Module):
             up_bias=self.up_proj.bias,
             down_bias=self.down_proj.bias,
         )
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a linear is no more than its weight and bias: no adapter (PEFT), hook, quantised or
+    sharded weight, of which only a call would know."""
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in linear.__dict__
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not linear._backward_hooks
+        and not linear._backward_pre_hooks
+        and not hasattr(type(linear.weight), "__tensor_flatten__")
+    )
 
 
 class MegaBlocksMoeMLP(nn.Module):
