@@ -23,7 +23,8 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextInpu
 from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
 
 import omniattn.hf
-from omniattn.hf.patch import causal_lm_loss
+from omniattn.hf.layers import causal_lm_loss
+from omniattn.hf.rotary import rotary_forward
 
 #: The file, whose name `omniattn.hf.patch` is that of the function.
 patch_module = importlib.import_module("omniattn.hf.patch")
@@ -259,7 +260,7 @@ def test_a_patched_model_survives_pickle(name, monkeypatch):
     # As in a process that has not patched yet.
     monkeypatch.delitem(hf.AttentionInterface._global_mapping, "omniattn")
     patch_module._subclass.cache_clear()
-    patch_module._rotary_forward.cache_clear()
+    rotary_forward.cache_clear()
     loaded = torch.load(io.BytesIO(stored.getvalue()), weights_only=False)
     for each in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         patched = [hasattr(type(module), "omniattn_original") for module in each.modules()]
@@ -330,7 +331,7 @@ def test_layers_that_compute_something_else_are_left_alone():
 
 def test_parameters_at_their_initial_values_hide_nothing():
     """Weights of one and biases of zero, and activations too small for a clamp."""
-    assert patch_module._find_norm(LlamaRMSNorm(24)).__name__ == "_rms_norm_llama"
+    assert patch_module._find_norm(LlamaRMSNorm(24)).__name__ == "rms_norm_llama"
     config = hf.DeepseekV4Config(hidden_size=24, intermediate_size=40, moe_intermediate_size=40)
     layers = [VitDetLayerNorm(24), MuseSparkTextInputScaledRMSNorm(24)]
     for left in map(patch_module._find_norm, layers):
@@ -355,16 +356,16 @@ def test_rotary_calls_say_where_the_heads_are():
     from transformers.models.pixtral.modeling_pixtral import PixtralAttention
 
     theirs = EfficientLoFTRAttention.forward.__globals__["apply_rotary_pos_emb"]
-    ours = patch_module._rotary_forward(EfficientLoFTRAttention).__globals__["apply_rotary_pos_emb"]
+    ours = rotary_forward(EfficientLoFTRAttention).__globals__["apply_rotary_pos_emb"]
     q, k, angles = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 4)
     table = angles.repeat_interleave(2, -1)
     for a, e in zip(
         *(f(q, k, table.cos(), table.sin(), unsqueeze_dim=2) for f in (ours, theirs)), strict=True
     ):
         torch.testing.assert_close(a, e)
-    left = patch_module._rotary_forward(PixtralAttention)  # unsqueeze_dim=0
+    left = rotary_forward(PixtralAttention)  # unsqueeze_dim=0
     assert left.reason == "it calls apply_rotary_pos_emb with arguments that ours does not have"
-    left = patch_module._rotary_forward(DINOv3ViTAttention)  # prefix tokens do not turn
+    left = rotary_forward(DINOv3ViTAttention)  # prefix tokens do not turn
     assert left.reason == "its apply_rotary_pos_emb computes something else"
 
 
@@ -372,7 +373,7 @@ def test_learned_rotary_tables_get_gradients():
     from transformers.models.lightglue.modeling_lightglue import LightGlueAttention
 
     theirs = LightGlueAttention.forward.__globals__["apply_rotary_pos_emb"]
-    ours = patch_module._rotary_forward(LightGlueAttention).__globals__["apply_rotary_pos_emb"]
+    ours = rotary_forward(LightGlueAttention).__globals__["apply_rotary_pos_emb"]
     q, k, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 4)
     angles.requires_grad_()
     table = angles.repeat_interleave(2, -1)

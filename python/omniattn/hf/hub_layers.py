@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.hf import layers
 from omniattn.hf.experts import experts_forward
 
 __all__ = ["LocalLayer", "kernel_mapping"]
@@ -29,9 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
-        y: Any = functional.rms_norm(
-            hidden_states, self.weight, eps=self.variance_epsilon, casting="llama"
-        )
+        y: Tensor = layers.rms_norm_llama(self, hidden_states)
         return y
 
 
@@ -46,7 +45,7 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
-        y: Any = functional.rms_norm(x, self.weight, eps=self.eps, offset=1.0)
+        y: Tensor = layers.rms_norm_gemma(self, x)
         return y
 
 
@@ -88,7 +87,8 @@ class SwiGLUMLP(nn.Module):
         """(..., d) -> (..., d)."""
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         if not all(map(_is_plain, projections)):
-            return self.down_proj(functional.swiglu(self.gate_proj(x), self.up_proj(x)))
+            y: Tensor = layers.swiglu_mlp(self, x)
+            return y
         return functional.glu_mlp(
             x,
             self.gate_proj.weight,

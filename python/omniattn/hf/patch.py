@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
 import inspect
 import itertools
 import logging
 import math
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -21,26 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from omniattn import functional
+from omniattn.hf import layers
 from omniattn.hf.experts import why_unsupported
+from omniattn.hf.probe import Finding, Forward, Left, same, twin
 from omniattn.hf.register import register
+from omniattn.hf.rotary import rotary_forward
 
 __all__ = ["patch", "unpatch"]
 
-Forward = Callable[..., Any]
-
 _log = logging.getLogger("omniattn")
-
-
-@dataclass(frozen=True)
-class _Left:
-    """Why a layer stays as it is: for the log, as a warning where it is no choice of the model."""
-
-    reason: str
-    level: int = logging.DEBUG
-
-
-Finding = Forward | _Left | None
 
 
 def patch(
@@ -114,26 +100,26 @@ def patch(
     if rope:
         finders["rope"] = _find_rotary
     count: Counter[str] = Counter()
-    left: list[tuple[str, nn.Module, _Left]] = []
+    left: list[tuple[str, nn.Module, Left]] = []
     for module, (name, find) in itertools.product(list(inner.modules()), finders.items()):
         found = find(module)
-        if isinstance(found, _Left):
+        if isinstance(found, Left):
             left.append((name, module, found))
         elif found is not None and "forward" in module.__dict__:
             reason = "its forward was replaced on the instance, as accelerate and kernelize do"
-            left.append((name, module, _Left(reason, logging.WARNING)))
+            left.append((name, module, Left(reason, logging.WARNING)))
         elif found is not None:
             kind: Any = type(module)
             module.__class__ = _subclass(kind, found)
             count[name] += 1
     if loss and inner.loss_function is ForCausalLMLoss:
-        inner.loss_function = causal_lm_loss
+        inner.loss_function = layers.causal_lm_loss
         count["loss"] = 1
     for name, module, why_not in _set_interfaces(inner, attention, experts):
         if why_not is None:
             count[name] += 1
         else:
-            left.append((name, module, _Left(why_not, logging.WARNING)))
+            left.append((name, module, Left(why_not, logging.WARNING)))
     lines = Counter((each.level, name, type(m).__name__, each.reason) for name, m, each in left)
     for (level, name, kind, reason), times in lines.items():
         _log.log(level, "patch: %s: %d %s unchanged: %s", name, times, kind, reason)
@@ -183,37 +169,11 @@ def unpatch(model: nn.Module) -> None:
         kind: Any = type(module)
         if hasattr(kind, "omniattn_original"):
             module.__class__ = _original(kind)
-        if module.__dict__.get("_loss_function") is causal_lm_loss:
+        if module.__dict__.get("_loss_function") is layers.causal_lm_loss:
             del module._loss_function
     for part in _pretrained_parts(model):
         for name, before in part.__dict__.pop("_omniattn_before", {}).items():
             setattr(part.config, name, before)
-
-
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """transformers' ForCausalLMLoss without its fp32 copy of the logits."""
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    total = functional.cross_entropy(
-        logits.view(-1, vocab_size),
-        shift_labels.reshape(-1).to(logits.device),
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    if num_items_in_batch is None:
-        return total
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -252,18 +212,19 @@ def _subclass(original: Any, forward: Forward) -> Any:
     DataParallel."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # A rotary forward is made anew from the class; all others are functions of this file.
-        named = None if forward is _rotary_forward(original) else forward
+        # A rotary forward is made anew from the class; all others are functions of layers.py.
+        named = None if forward is rotary_forward(original) else forward
         state = original.__reduce_ex__(self, max(protocol, 2))[2]
         return _patched_instance, (original, named), state
 
+    reads_weight = forward is layers.linear or forward in layers.NORMS
     body = {
-        "forward": forward,
+        "forward": _or_original(forward) if reads_weight else forward,
         "omniattn_original": original,
         "__module__": original.__module__,
         "__reduce_ex__": reduce,
     }
-    if forward is _linear_forward:
+    if forward is layers.linear:
         body["qconfig"] = property(_no_qconfig, _refuse_qconfig)
     return type(original.__name__, (original,), body)
 
@@ -295,7 +256,7 @@ def _refuse_qconfig(self: Any, _: Any) -> NoReturn:
 def _patched_instance(original: Any, forward: Forward | None) -> Any:
     """An empty module of the subclass, for pickle; the process may not have patched anything."""
     register()
-    kind = _subclass(original, _rotary_forward(original) if forward is None else forward)
+    kind = _subclass(original, rotary_forward(original) if forward is None else forward)
     return kind.__new__(kind)
 
 
@@ -338,14 +299,14 @@ def _find_linear(module: nn.Module) -> Finding:
     if not isinstance(module, nn.Linear):
         if not kind.__name__.endswith("Linear"):
             return None
-        return _Left(f"it is of {kind.__module__}")  # quantised, or an adapter around an nn.Linear
+        return Left(f"it is of {kind.__module__}")  # quantised, or an adapter around an nn.Linear
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return None  # nn.MultiheadAttention's, which reads its weight alone
     if kind.forward is not nn.Linear.forward:
-        return _Left("it has a forward of its own")
+        return Left("it has a forward of its own")
     if not _holds_plain_weight(module):
-        return _Left(f"its weight is a {type(module.weight).__name__}", logging.WARNING)
-    return _linear_forward
+        return Left(f"its weight is a {type(module.weight).__name__}", logging.WARNING)
+    return layers.linear
 
 
 def _or_original(forward: Forward) -> Forward:
@@ -370,94 +331,28 @@ def _or_original(forward: Forward) -> Forward:
     return checked
 
 
-@_or_original
-def _linear_forward(self: Any, x: Tensor) -> Tensor:
-    return functional.linear(x, self.weight, self.bias)
-
-
-def _eps(module: Any) -> float:
-    """eps of a norm, NaN if it has none."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
-        if isinstance(getattr(module, name, None), float):
-            return float(getattr(module, name))
-    return math.nan
-
-
-@_or_original
-def _rms_norm(self: Any, x: Tensor) -> Any:
-    return functional.rms_norm(x, self.weight, eps=_eps(self))
-
-
-@_or_original
-def _rms_norm_llama(self: Any, x: Tensor) -> Any:
-    return functional.rms_norm(x, self.weight, eps=_eps(self), casting="llama")
-
-
-@_or_original
-def _rms_norm_gemma(self: Any, x: Tensor) -> Any:
-    return functional.rms_norm(x, self.weight, eps=_eps(self), offset=1.0)
-
-
-@_or_original
-def _layer_norm(self: Any, x: Tensor) -> Any:
-    return functional.layer_norm(x, self.weight, getattr(self, "bias", None), eps=_eps(self))
-
-
-_NORMS = (_rms_norm, _rms_norm_llama, _rms_norm_gemma, _layer_norm)
-
-
 def _find_norm(module: nn.Module) -> Finding:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return None
     # FalconMamba's norm without a weight has ones in a buffer of that name.
     if not isinstance(weight, nn.Parameter):
-        return _Left("it has no weight")
+        return Left("it has no weight")
     if weight.dim() != 1 or weight.numel() == 0:
-        return _Left(f"its weight has the shape {tuple(weight.shape)}")
-    if math.isnan(_eps(module)):
-        return _Left("it has no eps")
+        return Left(f"its weight has the shape {tuple(weight.shape)}")
+    if math.isnan(layers.eps(module)):
+        return Left("it has no eps")
     if module._modules:
-        return _Left("it has layers of its own")
+        return Left("it has layers of its own")
     if not _holds_plain_weight(module):
-        return _Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
+        return Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
     size = weight.shape[0]
     # In bf16 forms differ that round in other places.
-    return _same(
-        lambda dtype: _twin(module, dtype, {}), _NORMS, size, [torch.float32, torch.bfloat16]
+    return same(
+        lambda dtype: twin(module, dtype, {}), layers.NORMS, size, [torch.float32, torch.bfloat16]
     )
 
 
-def _mlp(self: Any, x: Tensor, glu: Callable[..., Tensor]) -> Any:
-    """A gated MLP with projections of one of the names in _MLP_PARTS."""
-    if hasattr(self, "gate_proj"):
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
-    if hasattr(self, "gate_up_proj"):
-        return self.down_proj(glu(self.gate_up_proj(x)))
-    hidden = self.dropout(glu(self.wi_0(x), self.wi_1(x)))
-    weight = self.wo.weight  # T5 may keep it in fp32; quantised it is a method, or int8
-    if isinstance(weight, Tensor) and weight.is_floating_point():
-        hidden = hidden.to(weight.dtype)
-    return self.wo(hidden)
-
-
-def _swiglu_mlp(self: Any, x: Tensor) -> Any:
-    return _mlp(self, x, functional.swiglu)
-
-
-def _geglu_tanh_mlp(self: Any, x: Tensor) -> Any:
-    return _mlp(self, x, functools.partial(functional.geglu, approximate="tanh"))
-
-
-def _geglu_mlp(self: Any, x: Tensor) -> Any:
-    return _mlp(self, x, functional.geglu)
-
-
-def _reglu_mlp(self: Any, x: Tensor) -> Any:
-    return _mlp(self, x, functional.reglu)
-
-
-_MLPS = (_swiglu_mlp, _geglu_tanh_mlp, _geglu_mlp, _reglu_mlp)
 #: The modules of a gated MLP: of the gate and up, or of both at once, and down; T5's dropout.
 _MLP_PARTS: tuple[dict[str, tuple[int, int] | None], ...] = (
     {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)},
@@ -471,7 +366,7 @@ def _find_mlp(module: nn.Module) -> Finding:
     if parts is None:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:
-        return _Left("its forward takes more than x")  # as the adapters of Zamba 2
+        return Left("its forward takes more than x")  # as the adapters of Zamba 2
     others = {
         name: each
         for name, each in module._modules.items()
@@ -479,13 +374,13 @@ def _find_mlp(module: nn.Module) -> Finding:
     }
     inner = [each for other in others.values() for each in other.modules()]
     if module._parameters or any(each._parameters for each in inner):
-        return _Left("it has further parameters")
+        return Left("it has further parameters")
     if any(each._forward_hooks or each._forward_pre_hooks for each in inner):
-        return _Left("its activation has a hook, which would not be called", logging.WARNING)
+        return Left("its activation has a hook, which would not be called", logging.WARNING)
 
     # Our forward calls the projections, whatever these are: adapters, quantised, sharded. So small
     # ones tell whether the formula between them is ours.
-    def twin(dtype: torch.dtype) -> Any:
+    def small(dtype: torch.dtype) -> Any:
         generator = torch.Generator().manual_seed(0)
         fresh = {name: copy.deepcopy(each).train() for name, each in others.items()}
         for name, size in parts.items():
@@ -493,199 +388,11 @@ def _find_mlp(module: nn.Module) -> Finding:
                 linear = fresh[name] = nn.Linear(*size, device="cpu", dtype=dtype)
                 nn.init.normal_(linear.weight, generator=generator)
                 nn.init.normal_(linear.bias, generator=generator)
-        return _twin(module, dtype, fresh)
+        return twin(module, dtype, fresh)
 
-    return _same(twin, _MLPS, 8, [torch.float32])
-
-
-def _twin(module: nn.Module, dtype: torch.dtype, modules: dict[str, nn.Module]) -> Any:
-    """A copy of `module` on the CPU with `modules`, in training so that dropout shows, and without
-    hooks. Its parameters are random, as zeros or ones would hide what they do."""
-    generator = torch.Generator().manual_seed(0)
-    twin: Any = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__ | nn.Module().__dict__)
-    for name, p in module._parameters.items():
-        random = None if p is None else torch.randn(p.shape, generator=generator, device="cpu")
-        twin._parameters[name] = None if random is None else nn.Parameter(random.to(dtype))
-    twin._buffers = dict(module._buffers)
-    twin._modules = modules
-    return twin
-
-
-def _same(
-    twin: Callable[[torch.dtype], Any],
-    candidates: Sequence[Forward],
-    size: int,
-    dtypes: Sequence[torch.dtype],
-) -> Forward | _Left:
-    """The candidate that computes what the module of `twin` does, in all dtypes; the closest in the
-    last one where several do. A module that takes no rows has none (norms over channels in front,
-    I-BERT's)."""
-    generator = torch.Generator().manual_seed(0)
-    # Off centre to tell RMSNorm from LayerNorm; small rows to tell one eps from another, large ones
-    # for activations that are clamped.
-    rows = torch.randn(3, 4, size, generator=generator, device="cpu") + 0.5
-    rows = (rows * torch.tensor([1e-3, 1.0, 1e2], device="cpu").view(3, 1, 1)).flatten(0, 1)
-    errors: dict[Forward, float] = dict.fromkeys(candidates, 0.0)
-
-    def run(forward: Forward, module: nn.Module, x: Tensor) -> Tensor:
-        torch.manual_seed(0)  # so that dropout in the same place drops the same
-        y: Tensor = forward(module, x)
-        return y
-
-    with torch.random.fork_rng(), torch.no_grad():
-        for dtype in dtypes:
-            module, x = twin(dtype), rows.to(dtype)
-            try:
-                expected = run(type(module).forward, module, x)
-            except Exception as error:
-                return _Left(f"its forward does not take rows ({type(error).__name__}: {error})")
-            if not isinstance(expected, Tensor):
-                return _Left("its forward does not return a tensor")
-            bound = 20 * torch.finfo(dtype).eps * expected.abs().amax(-1)
-            differences = {each: (run(each, module, x) - expected).abs() for each in errors}
-            errors = {
-                each: difference.sum().item()
-                for each, difference in differences.items()
-                if (difference.amax(-1) <= bound).all()
-            }
-    if not errors:
-        return _Left("it computes something else")
-    return min(errors, key=errors.__getitem__)
+    return same(small, layers.MLPS, 8, [torch.float32])
 
 
 def _find_rotary(module: nn.Module) -> Finding:
     kind: Any = type(module)
-    return _rotary_forward(kind)
-
-
-@functools.cache
-def _rotary_forward(kind: Any) -> Finding:
-    """The forward of an attention layer with our rotary function in place of its module's."""
-    forward, name = kind.forward, "apply_rotary_pos_emb"
-    if not isinstance(forward, FunctionType):
-        return None
-    used = [each for each in forward.__code__.co_names if each.startswith(name)]
-    if not used:
-        return None
-    if used != [name]:
-        return _Left(f"it calls {' and '.join(used)}")
-    original = forward.__globals__.get(name)
-    if original is None or list(inspect.signature(original).parameters)[:4] != list(_ROTARY):
-        return _Left(f"its {name} does not take {', '.join(_ROTARY)}")
-    layout = _layout(forward, original)
-    if layout is None:
-        return _Left(f"it calls {name} with arguments that ours does not have")
-    rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours, layout)), None)
-    if rotary is None:
-        return _Left(f"its {name} computes something else")
-    # A copy of the function that finds another name; without __name__, by which torch.compile
-    # would look globals up in the module.
-    scope = {**forward.__globals__, name: rotary}
-    scope.pop("__name__")
-    patched = FunctionType(
-        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    patched.__kwdefaults__ = forward.__kwdefaults__
-    patched.__module__ = forward.__module__
-    return patched
-
-
-_ROTARY = ("q", "k", "cos", "sin")
-_LAYOUTS: tuple[dict[str, int], ...] = ({}, {"unsqueeze_dim": 1}, {"unsqueeze_dim": 2})
-
-
-def _layout(forward: FunctionType, original: Forward) -> dict[str, int] | None:
-    """The unsqueeze_dim that the calls of `original` in `forward` have, if they do: 1 for heads
-    (B, H, T, D), 2 for (B, T, H, D); None where they have others, or further arguments."""
-    signature, found = inspect.signature(original), []
-    try:
-        source = textwrap.dedent(inspect.getsource(forward))
-    except OSError:
-        return None  # a forward without source
-    for call in ast.walk(ast.parse(source)):
-        if not isinstance(call, ast.Call) or getattr(call.func, "id", None) != original.__name__:
-            continue
-        keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
-        given = signature.bind_partial(*call.args, **keywords).arguments
-        others = {name: node for name, node in given.items() if name not in _ROTARY}
-        found.append({name: getattr(node, "value", None) for name, node in others.items()})
-    return next((each for each in _LAYOUTS if found and found == [each] * len(found)), None)
-
-
-def _rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, turned by cos, sin (B, T, Dr / 2)."""
-    heads_first = unsqueeze_dim == 1
-    q, k_or_none = functional.apply_rotary(
-        q.transpose(1, 2) if heads_first else q,
-        k.transpose(1, 2) if heads_first else k,
-        cos,
-        sin,
-        interleaved=interleaved,
-        backend="reference" if cos.requires_grad else None,  # LightGlue learns its tables
-    )
-    assert k_or_none is not None
-    return (q.transpose(1, 2), k_or_none.transpose(1, 2)) if heads_first else (q, k_or_none)
-
-
-def _once(table: Tensor) -> Tensor:
-    """The first half of a table that holds all angles twice, one after the other."""
-    return table[..., : table.shape[-1] // 2]
-
-
-def _rotary_half(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, cos, sin, unsqueeze_dim)
-
-
-def _rotary_half_twice(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, _once(cos), _once(sin), unsqueeze_dim)
-
-
-def _rotary_pairs_twice(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, _once(cos), _once(sin), unsqueeze_dim, interleaved=True)
-
-
-def _rotary_pairs_each(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, cos[..., ::2], sin[..., ::2], unsqueeze_dim, interleaved=True)
-
-
-#: Our rotary functions, and how the tables that each takes hold the angles.
-_ROTARIES: dict[Forward, Callable[[Tensor], Tensor]] = {
-    _rotary_half_twice: lambda angles: torch.cat([angles, angles], -1),
-    _rotary_half: lambda angles: angles,
-    _rotary_pairs_twice: lambda angles: torch.cat([angles, angles], -1),
-    _rotary_pairs_each: lambda angles: angles.repeat_interleave(2, -1),
-}
-
-
-def _same_rotary(original: Forward, ours: Forward, layout: dict[str, int]) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)
-    if layout.get("unsqueeze_dim") == 2:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    angles = _ROTARIES[ours](torch.randn(1, 3, 4, generator=generator))
-    cos, sin = angles.cos(), angles.sin()
-    try:
-        expected = original(q, k, cos, sin, **layout)
-    except (RuntimeError, ValueError):
-        return False  # tables of another shape
-    try:
-        original(q, k, cos[:, 1:], sin[:, 1:], **layout)
-    except (RuntimeError, ValueError):
-        pass
-    else:
-        return False  # it lets prefix tokens pass (DINOv3)
-    return all(
-        torch.allclose(a, e, rtol=1e-5, atol=1e-6)
-        for a, e in zip(ours(q, k, cos, sin, **layout), expected, strict=True)
-    )
+    return rotary_forward(kind)
