@@ -3,6 +3,7 @@
 import importlib
 from types import MethodType
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -81,6 +82,21 @@ def test_layer_computes_what_the_module_computes(name):
     module.forward = MethodType(layer.forward, module)  # as kernelize does
     for a, e in zip(outputs_and_gradients(module, inputs), expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["adapter", "hook", "instance"])
+def test_projections_that_are_more_than_a_weight_are_called(change):
+    module, x = MODULES["SwiGLUMLP"][0](), torch.randn(3, 24)
+    if change == "adapter":
+        config = peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, module)
+    elif change == "hook":
+        module.up_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        module.up_proj.forward = lambda x: nn.Linear.forward(module.up_proj, x) + 1
+    expected = module(x)
+    actual = kernel_mapping()["SwiGLUMLP"]["cpu"].load().forward(module, x)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_every_layer_is_tested():

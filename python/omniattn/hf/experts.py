@@ -70,13 +70,15 @@ def experts_forward(
     )
 
 
-def is_supported(experts: Any) -> bool:
-    """Whether :func:`experts_forward` computes what the module does."""
+def why_unsupported(experts: Any) -> str | None:
+    """Why :func:`experts_forward` does not compute what the module does; None if it does."""
+    if experts.has_post_expert_norm:
+        return f"{type(experts).__name__} has a norm after each expert"
     try:
         _activation(experts)
-    except NotImplementedError:
-        return False
-    return not experts.has_post_expert_norm
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def _activation(experts: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.hf import layers
 from omniattn.hf.experts import experts_forward
 
 __all__ = ["LocalLayer", "kernel_mapping"]
@@ -29,9 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
-        y: Any = functional.rms_norm(
-            hidden_states, self.weight, eps=self.variance_epsilon, casting="llama"
-        )
+        y: Tensor = layers.rms_norm_llama(self, hidden_states)
         return y
 
 
@@ -46,7 +45,7 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
-        y: Any = functional.rms_norm(x, self.weight, eps=self.eps, offset=1.0)
+        y: Tensor = layers.rms_norm_gemma(self, x)
         return y
 
 
@@ -86,6 +85,10 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        if not all(map(_is_plain, projections)):
+            y: Tensor = layers.swiglu_mlp(self, x)
+            return y
         return functional.glu_mlp(
             x,
             self.gate_proj.weight,
@@ -95,6 +98,20 @@ class SwiGLUMLP(nn.Module):
             up_bias=self.up_proj.bias,
             down_bias=self.down_proj.bias,
         )
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a linear is no more than its weight and bias: no adapter (PEFT), hook, quantised or
+    sharded weight, of which only a call would know."""
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in linear.__dict__
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not linear._backward_hooks
+        and not linear._backward_pre_hooks
+        and not hasattr(type(linear.weight), "__tensor_flatten__")
+    )
 
 
 class MegaBlocksMoeMLP(nn.Module):

@@ -1,0 +1,82 @@
+"""Finds the forward that computes what a module does, by running both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Finding", "Forward", "Left", "same", "twin"]
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Why a layer stays as it is: for the log, as a warning where it is no choice of the model."""
+
+    reason: str
+    level: int = logging.DEBUG
+
+
+Finding = Forward | Left | None
+
+
+def twin(module: nn.Module, dtype: torch.dtype, modules: dict[str, nn.Module]) -> Any:
+    """A copy of `module` on the CPU with `modules`, in training so that dropout shows, and without
+    hooks. Its parameters are random, as zeros or ones would hide what they do."""
+    generator = torch.Generator().manual_seed(0)
+    made: Any = object.__new__(type(module))
+    made.__dict__.update(module.__dict__ | nn.Module().__dict__)
+    for name, p in module._parameters.items():
+        random = None if p is None else torch.randn(p.shape, generator=generator, device="cpu")
+        made._parameters[name] = None if random is None else nn.Parameter(random.to(dtype))
+    made._buffers = dict(module._buffers)
+    made._modules = modules
+    return made
+
+
+def same(
+    twin: Callable[[torch.dtype], Any],
+    candidates: Sequence[Forward],
+    size: int,
+    dtypes: Sequence[torch.dtype],
+) -> Forward | Left:
+    """The candidate that computes what the module of `twin` does, in all dtypes; the closest in the
+    last one where several do. A module that takes no rows has none (norms over channels in front,
+    I-BERT's)."""
+    generator = torch.Generator().manual_seed(0)
+    # Off centre to tell RMSNorm from LayerNorm; small rows to tell one eps from another, large ones
+    # for activations that are clamped.
+    rows = torch.randn(3, 4, size, generator=generator, device="cpu") + 0.5
+    rows = (rows * torch.tensor([1e-3, 1.0, 1e2], device="cpu").view(3, 1, 1)).flatten(0, 1)
+    errors: dict[Forward, float] = dict.fromkeys(candidates, 0.0)
+
+    def run(forward: Forward, module: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # so that dropout in the same place drops the same
+        y: Tensor = forward(module, x)
+        return y
+
+    with torch.random.fork_rng(), torch.no_grad():
+        for dtype in dtypes:
+            module, x = twin(dtype), rows.to(dtype)
+            try:
+                expected = run(type(module).forward, module, x)
+            except Exception as error:
+                return Left(f"its forward does not take rows ({type(error).__name__}: {error})")
+            if not isinstance(expected, Tensor):
+                return Left("its forward does not return a tensor")
+            bound = 20 * torch.finfo(dtype).eps * expected.abs().amax(-1)
+            differences = {each: (run(each, module, x) - expected).abs() for each in errors}
+            errors = {
+                each: difference.sum().item()
+                for each, difference in differences.items()
+                if (difference.amax(-1) <= bound).all()
+            }
+    if not errors:
+        return Left("it computes something else")
+    return min(errors, key=errors.__getitem__)
