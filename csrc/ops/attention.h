@@ -336,7 +336,8 @@ void decode_score(const char* op, Call& call, const Ints& score, const Floats& p
   }
   require(normaliser == Normaliser::softmax || p.sinks == nullptr, op,
           "sinks need weights normalised by softmax");
-  p.score = make_score(params[0], softcap, normaliser);
+  const bool plain = call.bias < 0 && call.table < 0 && call.sinks < 0;
+  p.score = make_score(params[0], softcap, plain, normaliser);
 }
 
 Call decode_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -394,9 +395,9 @@ bool has_work(const AttentionProblem& p) {
   return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     OptTensors aux, const OptTensor& seed, OptInts mask,
-                                     OptInts score, Floats params) {
+std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, OptTensors aux,
+                                  const OptTensor& seed, OptInts mask, OptInts score, Floats params,
+                                  Tensor* lse_tail) {
   const DeviceScope scope(q);
   const Call call =
       decode_call("attention", q, k, v, list(aux), seed, list(mask), list(score), params);
@@ -405,23 +406,40 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   const int64_t lse_sizes[] = {q.size(0), p.hq, q.size(1)};
   const Tensor out = empty_tensor({out_sizes, 4}, p.dtype);
   const Tensor lse = empty_tensor({lse_sizes, 3}, accumulator(p.dtype));
+  if (lse_tail != nullptr) *lse_tail = empty_tensor({lse_sizes, 3}, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse};
   // Rows of no sequence, and all rows where there are no keys, see nothing.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, p.score.normaliser == Normaliser::softmax ? -INFINITY : 0);
+    if (lse_tail != nullptr) fill(*lse_tail, 0);
   }
   if (has_work(p)) {
-    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), nullptr, nullptr},
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(),
+                 lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr, nullptr},
                 call.sequences);
   }
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             OptTensors aux, const OptTensor& seed, OptInts mask,
+                                             OptInts score, Floats params) {
+  Tensor lse_tail;
+  auto [out, lse] = attend(q, k, v, aux, seed, mask, score, params, &lse_tail);
+  return {out, lse, lse_tail};
+}
+
+std::tuple<Tensor, Tensor> attention_only(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          OptTensors aux, const OptTensor& seed, OptInts mask,
+                                          OptInts score, Floats params) {
+  return attend(q, k, v, aux, seed, mask, score, params, nullptr);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
     const Tensor& v, Tensors aux, const OptTensor& seed, const Tensor& out, const Tensor& lse,
-    Ints mask, Ints score, Floats params, Ints wanted) {
+    const Tensor& lse_tail, Ints mask, Ints score, Floats params, Ints wanted) {
   constexpr const char* op = "attention_backward";
   const DeviceScope scope(q);
   require(!starts_with(mask, LayoutKind::paged), op, "pages must be gathered first");
@@ -435,7 +453,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   require_sizes(op, "grad_out", grad_out, {out_sizes, 4});
   require_tensor(op, "lse", lse, accumulator(p.dtype));
   require_sizes(op, "lse", lse, {lse_sizes, 3});
+  require_tensor(op, "lse_tail", lse_tail, accumulator(p.dtype));
+  require_sizes(op, "lse_tail", lse_tail, {lse_sizes, 3});
   const Tensor lse_rows = torch::stable::contiguous(lse);
+  const Tensor tail_rows = torch::stable::contiguous(lse_tail);
   OptTensor grad_lse_rows;
   if (grad_lse.has_value()) {
     require_tensor(op, "grad_lse", *grad_lse, accumulator(p.dtype));
@@ -449,6 +470,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   b.out = view_of(out_rows);
   b.grad_out = view_of(grad_rows);
   b.lse = lse_rows.const_data_ptr();
+  b.lse_tail = tail_rows.const_data_ptr();
   b.grad_lse = data_or_null(grad_lse_rows);
   b.grad_q = mutable_view_of(grad_q);
   b.grad_k = mutable_view_of(grad_k);
@@ -543,6 +565,7 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
 
 STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
   OMNIATTN_IMPL(m, "attention", attention);
+  m.impl("attention_only", TORCH_BOX(&attention_only));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   OMNIATTN_IMPL(m, "attention_weights", attention_weights);
   m.impl("attention_select", TORCH_BOX(&attention_select));

@@ -284,8 +284,10 @@ int64_t stat_offset(const AttentionProblem& p, const Sequence& s) {
 
 AttentionForwardParams of_sequence(AttentionForwardParams f, const Sequence& s) {
   const AttentionProblem& p = f.problem;
+  const int64_t wide = size_of(accumulator(p.dtype));
   move_rows(f.out, s, s.q_begin, size_of(p.dtype));
-  f.lse = moved(f.lse, stat_offset(p, s), size_of(accumulator(p.dtype)));
+  f.lse = moved(f.lse, stat_offset(p, s), wide);
+  f.lse_tail = moved(f.lse_tail, stat_offset(p, s), wide);
   f.problem = problem_of(p, s);
   return f;
 }
@@ -299,6 +301,7 @@ AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s
   move_rows(x.grad_k, s, s.k_begin, size);
   move_rows(x.grad_v, s, s.k_begin, size);
   x.lse = moved(x.lse, stat_offset(p, s), wide);
+  x.lse_tail = moved(x.lse_tail, stat_offset(p, s), wide);
   x.grad_lse = moved(x.grad_lse, stat_offset(p, s), wide);
   x.grad_bias = moved(x.grad_bias, s.b * x.grad_bias_stride_b, wide);
   x.problem = problem_of(p, s);
@@ -355,7 +358,7 @@ Tensor expand_table(AttentionProblem& p) {
     const auto* const table = static_cast<const A*>(p.table.data);
     for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
       const int64_t row = table_row(p.table, i, k) * p.hq;
-      const double factor = table_factor(p.table, i, k) * kLog2E;
+      const double factor = table_factor(p.table, i, k);
       for (int64_t b = 0; b < batches; ++b) {
         for (int64_t h = 0; h < p.hq; ++h) {
           out[(b * p.hq + h) * plane + e] =

@@ -31,16 +31,20 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
   // kind, aux index, params index per rule (ops/attention.h); params: scale, dropout_p, parameters
-  // of score rules; seed: [seed, offset]. lse (B, Hq, Tq). None is an empty list: AOTInductor's
-  // runner makes it of one.
+  // of score rules; seed: [seed, offset]. lse (B, Hq, Tq), and lse_tail of the same shape, what lse
+  // lost when it was rounded (semantics/softmax.h); attention_only gives none. None is an empty
+  // list: AOTInductor's runner makes it of one.
   define(
       m, "attention",
       "(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask, int[]? score, "
-      "float[] params) -> (Tensor out, Tensor lse)");
+      "float[] params) -> (Tensor out, Tensor lse, Tensor lse_tail)");
+  m.def(
+      "attention_only(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, int[]? mask, "
+      "int[]? score, float[] params) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
-      "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, SymInt[] mask, int[] score, "
-      "float[] params, int[] wanted)"
+      "Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, Tensor lse_tail, SymInt[] mask, "
+      "int[] score, float[] params, int[] wanted)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
   // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,

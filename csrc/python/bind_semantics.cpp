@@ -57,8 +57,8 @@ struct OwnedMask {
   }
 };
 
-py::tuple score_values(double scale, double softcap) {
-  const Score s = make_score(scale, softcap);
+py::tuple score_values(double scale, double softcap, bool plain) {
+  const Score s = make_score(scale, softcap, plain);
   return py::make_tuple(s.pre, s.post, s.chain);
 }
 
@@ -113,8 +113,12 @@ void bind_semantics(py::module_& m) {
   m.def("make_score", &score_values);
   m.def("softmax_shift", [](double x) { return softmax_shift(x); });
   m.def("softmax_normaliser", [](double x) { return softmax_normaliser(x); });
-  m.def("softmax_lse", [](double x, double l, double ln_l) { return softmax_lse(x, l, ln_l); });
-  m.def("softmax_backward_shift", [](double x) { return softmax_backward_shift(x); });
+  m.def("softmax_lse", [](bool plain, double x, double l, double ln_l) {
+    const Lse<double> lse = softmax_lse(make_score(1, 0, plain), x, l, ln_l);
+    return std::pair{lse.value, lse.tail};
+  });
+  m.def("softmax_backward_shift",
+        [](bool plain, double x) { return softmax_backward_shift(make_score(1, 0, plain), x); });
 
   m.def("rope_pair", [](int64_t n, int64_t half, bool interleaved) {
     const RopePair p = rope_pair(n, half, interleaved);

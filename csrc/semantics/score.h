@@ -1,9 +1,11 @@
 // From q.k to the logit (spec attention 1): s = f(s_h scale q.k) + bias + table term, f the
 // identity or cap * tanh(. / cap), s_h a factor per head.
 //
-// Kernels keep logits in units of log2(e), so that the softmax is a power of two. The factor `pre`
-// is folded into q when it is packed: x = pre * (q.k), then s * log2(e) = x, or post * tanh(x) with
-// a softcap.
+// The factor `pre` is folded into q when it is packed: x = pre * (q.k), then the logit is x, or
+// post * tanh(x) with a softcap, plus what is added to it. Where nothing is, kernels keep logits in
+// units of ln 2, s log2(e), so that the softmax is a power of two. What is added may be anywhere in
+// the range of its type (a mask of finfo.min), where s log2(e) overflows: then a logit is s itself,
+// and only differences of logits, which may overflow to -inf, are multiplied by log2(e).
 #pragma once
 
 #include <cstdint>
@@ -42,16 +44,36 @@ enum class Normaliser : int32_t { softmax, sigmoid, relu2 };
 
 struct Score {
   double pre;   // factor on q.k
-  double post;  // cap * log2(e); 0: no softcap
+  double post;  // cap in the unit of logits; 0: no softcap
   double
       chain;  // d(scale * q.k) / dx = scale / pre: what turns dx into the gradient of scale * q.k
+  bool natural;  // logits are s, else s log2(e)
   Normaliser normaliser;
 };
 
-OMNIATTN_FN Score make_score(double scale, double softcap,
+// `plain`: nothing is added to scale * q.k or joins it in the softmax. Weights that are not
+// normalised are those of natural logits.
+OMNIATTN_FN Score make_score(double scale, double softcap, bool plain,
                              Normaliser normaliser = Normaliser::softmax) {
-  return softcap > 0 ? Score{scale / softcap, softcap * kLog2E, softcap, normaliser}
-                     : Score{scale * kLog2E, 0.0, kLn2, normaliser};
+  const bool natural = !plain || normaliser != Normaliser::softmax;
+  const double unit = natural ? 1.0 : kLog2E;
+  return softcap > 0 ? Score{scale / softcap, softcap * unit, softcap, natural, normaliser}
+                     : Score{scale * unit, 0.0, natural ? 1.0 : kLn2, natural, normaliser};
+}
+
+// e^(a - b) = 2^(factor * (a - b)) of logits a and b.
+template <class T>
+OMNIATTN_FN T exponent_factor(const Score& score) {
+  return score.natural ? T(kLog2E) : T(1);
+}
+
+template <class T>
+OMNIATTN_FN T from_logit(const Score& score, T logit) {
+  return score.natural ? logit : logit * T(kLn2);
+}
+template <class T>
+OMNIATTN_FN T to_logit(const Score& score, T s) {
+  return score.natural ? s : s * T(kLog2E);
 }
 
 // Derivative of cap * tanh(z / cap) by z, given t = tanh(z / cap).

@@ -1,7 +1,8 @@
-// Online softmax in units of log2(e): a row keeps its running maximum m, the sum l of 2^(s - m) and
-// the unnormalised output. What a row without a visible key gives is defined here and nowhere else:
-// output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row has seen before any
-// other. Weights that are not normalised (sigmoid, relu^2) need no m and l; their lse is 0.
+// Online softmax: a row keeps its running maximum m in the unit of logits (see score.h), the sum l
+// of e^(s - m) and the unnormalised output. What a row without a visible key gives is defined here
+// and nowhere else: output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row has
+// seen before any other. Weights that are not normalised (sigmoid, relu^2) need no m and l; their
+// lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -33,16 +34,28 @@ OMNIATTN_FN T softmax_normaliser(T l) {
   return l > T(0) ? T(1) / l : T(0);
 }
 
-// Natural-log lse from m (log2 units), l and ln(l).
+// The natural-log lse of a row, and what it lost when it was rounded: a sum l of any size where m
+// is at an end of the range. Only value + tail gives probabilities whose sum is 1.
 template <class T>
-OMNIATTN_FN T softmax_lse(T m, T l, T ln_l) {
-  return l > T(0) ? m * T(kLn2) + ln_l : negative_infinity<T>();
+struct Lse {
+  T value, tail;
+};
+template <class T>
+OMNIATTN_FN Lse<T> softmax_lse(const Score& score, T m, T l, T ln_l) {
+  if (!(l > T(0))) return {negative_infinity<T>(), T(0)};
+  const T value = from_logit(score, m) + ln_l;
+  return {value, score.natural ? (m - value) + ln_l : T(0)};
 }
 
-// Shift of the backward's 2^(s - shift): +inf makes every probability of a fully masked row 0.
+// The backward's probabilities are e^(s - shift) times a row's factor, e^-tail = 2^exponent. A
+// shift of +inf makes every probability of a fully masked row 0.
 template <class T>
-OMNIATTN_FN T softmax_backward_shift(T lse) {
-  return lse == negative_infinity<T>() ? -negative_infinity<T>() : lse * T(kLog2E);
+OMNIATTN_FN T softmax_backward_shift(const Score& score, T lse) {
+  return lse == negative_infinity<T>() ? -negative_infinity<T>() : to_logit(score, lse);
+}
+template <class T>
+OMNIATTN_FN T softmax_tail_exponent(T tail) {
+  return tail * -T(kLog2E);
 }
 
 // What a row ends with, for any normaliser.
@@ -51,8 +64,9 @@ OMNIATTN_FN T row_factor(Normaliser normaliser, T l) {
   return normaliser == Normaliser::softmax ? softmax_normaliser(l) : T(1);
 }
 template <class T>
-OMNIATTN_FN T row_lse(Normaliser normaliser, T m, T l, T ln_l) {
-  return normaliser == Normaliser::softmax ? softmax_lse(m, l, ln_l) : T(0);
+OMNIATTN_FN Lse<T> row_lse(const Score& score, T m, T l, T ln_l) {
+  if (score.normaliser != Normaliser::softmax) return {T(0), T(0)};
+  return softmax_lse(score, m, l, ln_l);
 }
 
 // Derivative of a weight that is not normalised by its logit, given the weight: w (1 - w) of

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -283,10 +284,11 @@ def test_dropout_bits_follow_the_position(p):
 
 
 def test_score_factors():
-    for scale, cap in [(0.125, 0.0), (0.125, 20.0), (-0.5, 3.0), (0.0, 0.0)]:
-        pre, post, chain = kernels.make_score(scale, cap)
+    factors = [(0.125, 0.0), (0.125, 20.0), (-0.5, 3.0), (0.0, 0.0)]
+    for (scale, cap), plain in itertools.product(factors, (True, False)):
+        pre, post, chain = kernels.make_score(scale, cap, plain)
         x = pre * 1.7
-        logit = (post * math.tanh(x) if cap else x) / math.log2(math.e)
+        logit = (post * math.tanh(x) if cap else x) / (math.log2(math.e) if plain else 1)
         want = cap * math.tanh(scale * 1.7 / cap) if cap else scale * 1.7
         assert logit == pytest.approx(want)
         assert pre * chain == pytest.approx(scale)
@@ -321,9 +323,19 @@ def test_softmax_rules_of_an_empty_row():
     inf = math.inf
     assert kernels.softmax_shift(-inf) == 0 and kernels.softmax_shift(2.5) == 2.5
     assert kernels.softmax_normaliser(0.0) == 0 and kernels.softmax_normaliser(4.0) == 0.25
-    assert kernels.softmax_lse(-inf, 0.0, -inf) == -inf
-    assert kernels.softmax_lse(1.0, 8.0, math.log(8)) == pytest.approx(4 * math.log(2))
-    assert kernels.softmax_backward_shift(-inf) == inf
+    for plain in (True, False):
+        assert kernels.softmax_lse(plain, -inf, 0.0, -inf) == (-inf, 0)
+        assert kernels.softmax_backward_shift(plain, -inf) == inf
+    lse, tail = kernels.softmax_lse(True, 1.0, 8.0, math.log(8))
+    assert lse == pytest.approx(4 * math.log(2)) and tail == 0
+
+
+@pytest.mark.parametrize("m", [0.0, -3.5, 1e9, -1e17, -sys.float_info.max, sys.float_info.max])
+def test_lse_and_its_tail_hold_m_and_l(m):
+    lse, tail = kernels.softmax_lse(False, m, 8.0, math.log(8))
+    assert lse == m + math.log(8)
+    assert (lse - m) + tail == pytest.approx(math.log(8), rel=1e-15, abs=1e-15)
+    assert kernels.softmax_backward_shift(False, lse) == lse
 
 
 def test_rope_pairs_and_rotation():

@@ -52,6 +52,32 @@ def assert_matches_fp64(inputs, **options):
         )
 
 
+def torch_attention(q, k, v, bias, *, return_lse):
+    """torch's own softmax, with as many key heads as query heads."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+    top = s.detach().amax(-1, keepdim=True)  # the gradient of torch.logsumexp takes e^(s - lse)
+    lse = (s - top).exp().sum(-1).log() + top[..., 0]
+    return (torch.softmax(s, -1) @ v).transpose(1, 2), lse
+
+
+@pytest.mark.parametrize("end", [-math.inf, -1.0, -0.3, -1e-8, -1e-29, 1e-29, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [F64, F32], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 50, 300, 2, 2, 16), (2, 1, 300, 4, 4, 16)], ids=str)
+def test_rows_at_the_ends_of_the_range_are_those_of_torch(sizes, dtype, end):
+    """A bias of so many times the largest number on all keys of a row, and on some."""
+    batch, tq, tk, heads = sizes[:4]
+    bias = torch.zeros(batch, heads, tq, tk, dtype=dtype)
+    bias[:1, :, :, : 7 if end == -math.inf else tk] = end * torch.finfo(dtype).max
+    bias[1:, :, :, ::3] = end * torch.finfo(dtype).max
+    inputs = [*qkv(*sizes, dtype=dtype), bias]
+    for name in isas():
+        with isa(name):
+            got = gradients(attention, inputs)
+        for a, w in zip(got, gradients(torch_attention, inputs), strict=True):
+            torch.testing.assert_close(a, w, rtol=0, atol=TOLERANCE[dtype] * max(1, w.abs().max()))
+
+
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -472,10 +498,10 @@ def test_bias_of_no_pair_has_no_gradient(sizes):
 def test_the_gradient_of_a_parameter_is_wanted_once():
     q, bias = torch.zeros(1, 3, 1, 4), torch.zeros(1, 1, 3, 3)
     rules = ([], [0, 0, -1], [0.5, 0.0])
-    out, lse = torch.ops.omniattn.attention(q, q, q, [bias], None, *rules)
+    out, *stats = torch.ops.omniattn.attention(q, q, q, [bias], None, *rules)
     with pytest.raises(RuntimeError, match="wanted must hold each index once, got two of 0"):
         torch.ops.omniattn.attention_backward(
-            out, None, q, q, q, [bias], None, out, lse, *rules, [0, 0]
+            out, None, q, q, q, [bias], None, out, *stats, *rules, [0, 0]
         )
 
 

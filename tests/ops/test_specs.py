@@ -21,9 +21,11 @@ SPECIAL = {
     "attention": [
         *("offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"),
         *("predicate", "alibi", "sinks", "headscale", "sigmoid", "relu2"),
+        *("ends", "endsdecode", "endsoneach", "endsinks"),
     ],
     "scaled_dot_product_attention": ["gqa", "bool"],
     "attention_cached": ["pages"],
+    "attention_weights": ["ends"],
     "select_attention": ["mask"],
     "rms_norm": ["bareresidual", "llama", "stream"],
     "layer_norm": ["residual"],

@@ -49,7 +49,7 @@ struct ScoreView {
 };
 
 // The table's term of all pairs, expanded by the op: element origin + b stride_b + h stride_h + q
-// stride_q + k, in the compute type and log2 units; on the CPU readable for 64 keys behind Tk.
+// stride_q + k, in the compute type; on the CPU readable for 64 keys behind Tk.
 struct RelativeView {
   const void* data;  // null: none
   int64_t origin, stride_b, stride_h, stride_q;
@@ -108,7 +108,7 @@ template <class A>
 OMNIATTN_FN A initial_maximum(const AttentionProblem& p, int64_t h) {
   if (p.score.normaliser != Normaliser::softmax) return A(0);
   if (p.sinks == nullptr) return negative_infinity<A>();
-  return static_cast<const A*>(p.sinks)[h] * static_cast<A>(kLog2E);
+  return static_cast<const A*>(p.sinks)[h];
 }
 
 // Rows are padded to a multiple of 16 elements, and off multiples of 256 bytes, which would put the
@@ -134,9 +134,17 @@ struct AttentionForwardParams {
   AttentionProblem problem;
   MutableHeadView out;  // (B, Tq, Hq, Dv)
   void* lse;            // (B, Hq, lse_stride) in the compute type
+  void* lse_tail;       // the same, for the backward (see Lse), or null
   void* workspace;      // forward_workspace_elements or decode_workspace_elements
   void* scratch;        // of the calling thread, *_scratch_elements
 };
+
+// `at`: the row's number in lse.
+template <class A>
+OMNIATTN_FN void store_lse(const AttentionForwardParams& params, int64_t at, Lse<A> lse) {
+  static_cast<A*>(params.lse)[at] = lse.value;
+  if (params.lse_tail != nullptr) static_cast<A*>(params.lse_tail)[at] = lse.tail;
+}
 
 // How pairs reach the gradient of a bias: added where many share an element; else each writes its
 // own, past the caches if these cannot hold them.
@@ -147,6 +155,7 @@ struct AttentionBackwardParams {
   HeadView out;          // (B, Tq, Hq, Dv)
   HeadView grad_out;     // the same shape
   const void* lse;       // (B, Hq, lse_stride) in the compute type
+  const void* lse_tail;  // the same
   const void* grad_lse;  // the same, or null
   MutableHeadView grad_q, grad_k, grad_v;
   // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is

@@ -3,9 +3,9 @@
 //
 //   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
 //
-// with dx = dS * slope of the softcap. dK and dV of the block stay in L2 and are written once.
-// Products read operands M, see attention_forward_cpu.cpp; x_q of bf16 is q, and dx of dK is
-// scaled.
+// with dx = dS * slope of the softcap. The factor of a row of P (see Lse) multiplies the row's dO
+// instead, and with it Delta. dK and dV of the block stay in L2 and are written once. Products read
+// operands M, see attention_forward_cpu.cpp; x_q of bf16 is q, and dx of dK is scaled.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -14,8 +14,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Workspace: x_q = pre * q, dO, dQ once per split, Delta and shift, for rows [first, first + count)
-// of all (b, h, q).
+// Workspace: x_q = pre * q, dO times the factor of its row of P, dQ once per split, Delta and
+// shift, for rows [first, first + count) of all (b, h, q).
 template <class T>
 struct QueryRows {
   using A = compute_t<T>;
@@ -78,26 +78,29 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   const int64_t count = x.queries.end - x.queries.begin;
   pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
                kKeepsQueries<T> ? A(1) : query_factor<A>(p, x.h), rows.q(x.row));
-  pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin, x.h), params.grad_out.stride_t,
-               count, p.dv, A(1), rows.grad_out(x.row));
   const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // place in lse
   const A* const lse = static_cast<const A*>(params.lse) + stat;
+  const A* const tail = static_cast<const A*>(params.lse_tail) + stat;
   const A* const grad_lse = static_cast<const A*>(params.grad_lse);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = x.row + r;
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
-    const auto* const grad = rows.grad_out(row);
+    const A factor = exp2(V(softmax_tail_exponent(tail[r]))).v[0];
+    auto* const grad = rows.grad_out(row);
+    pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin + r, x.h), 0, 1, p.dv, factor,
+                 grad);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
-    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? grad_lse[stat + r] : A(0));
-    rows.shift(row) = softmax_backward_shift(lse[r]);
+    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat + r] : A(0));
+    rows.shift(row) = softmax_backward_shift(p.score, lse[r]);
   }
   if (params.part_sinks != nullptr) {
     A sum = A(0);
     for (int64_t row = x.row; row < x.row + count; ++row) {
-      sum -= exp2(V(initial_maximum<A>(p, x.h) - rows.shift(row))).v[0] * rows.delta(row);
+      const A distance = initial_maximum<A>(p, x.h) - rows.shift(row);
+      sum -= exp2(V(distance * exponent_factor<A>(p.score))).v[0] * rows.delta(row);
     }
     static_cast<A*>(params.part_sinks)[part_of(p, x)] = sum;
   }
@@ -129,12 +132,14 @@ struct KeySide {
 
 // From logits in p and dP in ds: the weights and dS.
 template <class A>
-OMNIATTN_INLINE void softmax_row(A* p, A* ds, Range columns, A shift, A delta) {
+OMNIATTN_INLINE void softmax_row(const Score& score, A* p, A* ds, Range columns, A shift, A delta) {
   using V = Vec<A>;
-  for_columns<A>(columns, [&](int64_t n) {
-    const V e = exp2(load(p + n) - V(shift));
-    store(p + n, e);
-    store(ds + n, e * (load(ds + n) - V(delta)));
+  with_exponent<A>(score, [&](auto exponent) {
+    for_columns<A>(columns, [&](int64_t n) {
+      const V e = exp2(exponent(load(p + n) - V(shift)));
+      store(p + n, e);
+      store(ds + n, e * (load(ds + n) - V(delta)));
+    });
   });
 }
 template <class A>
@@ -182,7 +187,7 @@ void gradient_row(const RowScore<A>& score, A* p, A* ds, Range columns, A shift,
   };
   drop(ds);
   if (x.score.normaliser == Normaliser::softmax) {
-    softmax_row(p, ds, columns, shift, delta);
+    softmax_row(x.score, p, ds, columns, shift, delta);
   } else {
     pointwise_row(x.score.normaliser, p, ds, columns);
   }

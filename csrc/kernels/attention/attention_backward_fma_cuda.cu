@@ -40,8 +40,10 @@ __global__ void __launch_bounds__(32 * kDeltaRows)
     if (threadIdx.x != 0) continue;
     static_cast<A*>(params.workspace)[stat] = sum;
     if (params.part_sinks != nullptr) {
-      const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[stat]);
-      static_cast<A*>(params.part_sinks)[stat] = -exp2(initial_maximum<A>(p, h) - shift) * sum;
+      const RowStats<A> stats = stats_of<A>(params, stat);
+      const A distance = initial_maximum<A>(p, h) - stats.shift;
+      static_cast<A*>(params.part_sinks)[stat] =
+          -stats.factor * exp2(exponent_factor<A>(p.score) * distance) * sum;
     }
   }
 }

@@ -16,17 +16,15 @@ using namespace gpu;
 using Workers = Team<4>;
 constexpr int kRows = 16 * 4;  // queries or keys that a block owns
 
-// lse in log2 units and Delta of a query; those beyond the end have P = 0.
-struct RowStats {
-  float shift, delta;
-};
-__device__ __forceinline__ RowStats row_stats(const AttentionBackwardParams& params,
-                                              const Sequence& s, int64_t h, int64_t q) {
+// Of a query; those beyond the end have P = 0. The shift is that of the exponent, in which logits
+// that are plain come in units of ln 2: a sink may have made them natural.
+__device__ __forceinline__ RowStats<float> row_stats(const AttentionBackwardParams& params,
+                                                     const Sequence& s, int64_t h, int64_t q) {
   const AttentionProblem& p = params.problem;
-  if (q >= s.tq) return {-negative_infinity<float>(), 0};
-  const int64_t row = row_index(p, s, h, q);
-  return {softmax_backward_shift(static_cast<const float*>(params.lse)[row]),
-          static_cast<const float*>(params.workspace)[row]};
+  if (q >= s.tq) return {-negative_infinity<float>(), 1, 0};
+  RowStats<float> stats = stats_of<float>(params, row_index(p, s, h, q));
+  if (is_plain(p.terms)) stats.shift *= exponent_factor<float>(p.score);
+  return stats;
 }
 
 // Place of a pair in its tile, whether it is visible, and the factor of dropout.
@@ -35,7 +33,7 @@ struct Pair {
   bool sees;
   float z;
   float factor;  // of the gradient of q.k
-  RowStats stats;
+  RowStats<float> stats;
 };
 
 // For 8 pairs of this thread, pair(i): x from q.k to the weight of v, y from dP to the gradient of
@@ -44,10 +42,11 @@ template <class F>
 __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile& tile, float* slots,
                                           float (&x)[8], float (&y)[8], const F& pair) {
   if (is_plain(p.terms)) {
+    const float pre = static_cast<float>(p.score.pre) * exponent_factor<float>(p.score);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const Pair at = pair(i);
-      const float e = exp2_approx(static_cast<float>(p.score.pre) * x[i] - at.stats.shift);
+      const float e = exp2_approx(pre * x[i] - at.stats.shift);
       x[i] = at.sees ? e * at.z : 0;
       y[i] = at.sees ? e * (at.z * y[i] - at.stats.delta) : 0;
     }
@@ -58,8 +57,8 @@ __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile&
     apply_in_loop<kStep>(slots, x, [&](int i, float dot) {
       const Pair at = pair(i);
       float& slot = other[i * kStep + static_cast<int>(threadIdx.x)];
-      const PairGradient<float> g = gradient_of(p, tile, at.query, at.key, at.sees, at.z, dot, slot,
-                                                at.stats.shift, at.stats.delta);
+      const PairGradient<float> g =
+          gradient_of(p, tile, at.query, at.key, at.sees, at.z, dot, slot, at.stats);
       slot = at.factor * g.dot;
       return g.weight;
     });
@@ -168,8 +167,8 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params, S
         row_of<T>(params.grad_out, sequence.entry, sequence.q + item.q, item.h),
         params.grad_out.stride_t, sequence.tq - item.q, p.dv);
     load(shared.plans[slot], 0);
-    const RowStats stats[2] = {row_stats(params, sequence, item.h, item.q + first + g),
-                               row_stats(params, sequence, item.h, item.q + first + g + 8)};
+    const RowStats<float> stats[2] = {row_stats(params, sequence, item.h, item.q + first + g),
+                                      row_stats(params, sequence, item.h, item.q + first + g + 8)};
     float dq[kDqColumns<kD> / 8][4];
     clear(dq);
     for (int stage = 0; block_of(shared.plans[slot]) >= 0; stage ^= 1) {
@@ -250,7 +249,7 @@ struct QueryPlan {
   Tile tile;
   int64_t q, grad_out, queries;  // elements before their first rows, and rows from there on
   uint64_t visible[kQueries];    // keys of each query, if masked
-  RowStats stats[kQueries];
+  RowStats<float> stats[kQueries];
 
   // By the planner: the first tile of `column` (whose queries do not matter) with a visible pair
   // from block n of its head on.

@@ -207,9 +207,9 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
     store(s + n, x);
     top = max(top, x);
   }
-  const A highest = reduce_max(top);
+  const A highest = reduce_max(top), exponent = exponent_factor<A>(p.score);
   if (p.score.normaliser == Normaliser::softmax && highest > row.m()) {
-    const V alpha = exp2(V(row.m() - highest));
+    const V alpha = exp2(V((row.m() - highest) * exponent));
     row.l() *= alpha.v[0];
     for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
     row.m() = highest;
@@ -219,7 +219,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   for (int64_t n = 0; n < keys; n += V::kWidth) {
     const V x = load(s + n);
     const V e = p.score.normaliser == Normaliser::softmax
-                    ? exp2(x - shift)
+                    ? exp2((x - shift) * V(exponent))
                     : PointwiseWeight<A>(p.score.normaliser, x).weight;
     sum += e;
     store(s + n, e);
@@ -454,10 +454,13 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
     const A top = Partial<A>{first.o + n * stride, first.width}.m();
     if (top > m) m = top;
   }
-  A l = exp2(V(sink - softmax_shift(m))).v[0];  // of the sink; 0 without one
-  for (int64_t n = 0; n < splits; ++n) {        // m of a partial becomes its weight
+  const auto weight = [&](A top) {
+    return exp2(V((top - softmax_shift(m)) * exponent_factor<A>(p.score))).v[0];
+  };
+  A l = weight(sink);                     // 0 without one
+  for (int64_t n = 0; n < splits; ++n) {  // m of a partial becomes its weight
     const Partial<A> part{first.o + n * stride, first.width};
-    part.m() = exp2(V(part.m() - softmax_shift(m))).v[0];
+    part.m() = weight(part.m());
     l += part.m() * part.l();
   }
   for (int64_t c = 0; c < p.dv; c += V::kWidth) {
@@ -469,8 +472,7 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
     store(first.o + c, sum);
   }
   store_row(first.o, row_factor(p.score.normaliser, l), p.dv, row_of<T>(params.out, b, q, h));
-  static_cast<A*>(params.lse)[(b * p.hq + h) * p.lse_stride + q] =
-      row_lse(p.score.normaliser, m, l, log(V(l)).v[0]);
+  store_lse(params, (b * p.hq + h) * p.lse_stride + q, row_lse(p.score, m, l, log(V(l)).v[0]));
 }
 
 void decode(const AttentionForwardParams& p, int64_t begin, int64_t end) {

@@ -96,12 +96,12 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
     top = max(top, s[n]);
   }
   top = is_softmax(p) ? warp_reduce(top, [](A x, A y) { return max(x, y); }) : A(0);
-  const A shift = softmax_shift(top);
+  const A shift = softmax_shift(top), exponent = exponent_factor<A>(p.score);
   A l = 0;
   for (int n = lane; n < kSplit; n += 32) {
     const bool keeps = (__shfl_sync(0xffffffffu, keep, n / 64) >> n % 64 & 1) != 0;
     if (n >= count) continue;
-    const A e = is_softmax(p) ? exp2(s[n] - shift) : weight_of(p, s[n]).value;
+    const A e = is_softmax(p) ? exp2(exponent * (s[n] - shift)) : weight_of(p, s[n]).value;
     l += e;
     s[n] = drops ? (keeps ? e * static_cast<A>(p.dropout.scale) : A(0)) : e;
   }
@@ -209,22 +209,23 @@ __global__ void __launch_bounds__(kThreads)
     const A before = initial_maximum<A>(p, h);
     A m = before;
     for (int64_t n = 0; n < splits; ++n) m = max(m, first[n * step + p.dv]);
-    const A shift = softmax_shift(m);
-    A l = softmax_initial_sum(before) * exp2(before - shift);
+    const auto weight = [&](A top) {
+      return exp2(exponent_factor<A>(p.score) * (top - softmax_shift(m)));
+    };
+    A l = softmax_initial_sum(before) * weight(before);
     for (int64_t n = 0; n < splits; ++n) {
-      l += exp2(first[n * step + p.dv] - shift) * first[n * step + p.dv + 1];
+      l += weight(first[n * step + p.dv]) * first[n * step + p.dv + 1];
     }
     T* const out = row_of<T>(params.out, s.entry, s.q + q, h);
     for (int64_t c = threadIdx.x; c < p.dv; c += kThreads) {
       A sum = 0;
       for (int64_t n = 0; n < splits; ++n) {
-        sum += exp2(first[n * step + p.dv] - shift) * first[n * step + c];
+        sum += weight(first[n * step + p.dv]) * first[n * step + c];
       }
       out[c] = gpu::narrow<T>(sum * row_factor(p.score.normaliser, l));
     }
     if (threadIdx.x == 0) {
-      static_cast<A*>(params.lse)[row_index(p, s, h, q)] =
-          row_lse(p.score.normaliser, m, l, log(l));
+      store_lse(params, row_index(p, s, h, q), row_lse(p.score, m, l, log(l)));
     }
   }
 }

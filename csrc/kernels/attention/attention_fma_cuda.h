@@ -193,14 +193,13 @@ __device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& par
   for (int i = 0; i < 4; ++i) {
     const int r = 4 * ty + i;
     const int64_t row = row_index(p, s, tile.h, min(tile.q + r, s.tq - 1));
-    const A shift = softmax_backward_shift(static_cast<const A*>(params.lse)[row]);
-    const A delta = static_cast<const A*>(params.workspace)[row];
+    const RowStats<A> stats = stats_of<A>(params, row);
 #pragma unroll 1
     for (int c = tx; c < kTile; c += 16) {
       const int at = place<kSum>(r, c);
       f(at, gradient_of(p, tile, r, c, shared.bits.sees(tile, r, c),
                         shared.bits.template factor<A>(p, r, c), shared.tile[at], shared.other[at],
-                        shift, delta));
+                        stats));
     }
   }
 }

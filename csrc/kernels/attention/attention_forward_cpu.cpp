@@ -44,7 +44,7 @@ struct SoftmaxRow {
   A* s;           // logits in, probabilities out
   A* o;           // unnormalised output
   int64_t width;  // of o, padded
-  A* m;           // running maximum, log2 units
+  A* m;           // running maximum
   A* l;           // running sum, one part per lane
 };
 
@@ -60,10 +60,10 @@ OMNIATTN_INLINE A row_maximum(const A* s, Range columns) {
 
 // Raises the running maximum to `top`, rescaling what was summed under the old one.
 template <class A>
-OMNIATTN_INLINE void raise_maximum(const SoftmaxRow<A>& row, A top) {
+OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row, A top) {
   using V = Vec<A>;
   if (!(top > *row.m)) return;
-  const V alpha = exp2(V(*row.m - top));
+  const V alpha = exp2(V((*row.m - top) * exponent_factor<A>(score)));
   store(row.l, load(row.l) * alpha);
   for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
   *row.m = top;
@@ -71,16 +71,18 @@ OMNIATTN_INLINE void raise_maximum(const SoftmaxRow<A>& row, A top) {
 
 // Probabilities of one row, up to the normaliser.
 template <class A>
-OMNIATTN_INLINE void exponentiate(const SoftmaxRow<A>& row, Range columns) {
+OMNIATTN_INLINE void exponentiate(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
   const V shift(softmax_shift(*row.m));
-  V sum = load(row.l);
-  for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-    const V e = exp2(load(row.s + n) - shift);
-    store(row.s + n, e);
-    sum += e;
-  }
-  store(row.l, sum);
+  with_exponent<A>(score, [&](auto exponent) {
+    V sum = load(row.l);
+    for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+      const V e = exp2(exponent(load(row.s + n) - shift));
+      store(row.s + n, e);
+      sum += e;
+    }
+    store(row.l, sum);
+  });
 }
 
 // Weights of one row that are not normalised.
@@ -128,8 +130,8 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
       for (int64_t r = part.begin; r < part.end; ++r) {
         const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
         if (normalised) {
-          raise_maximum(row, top[r - first]);
-          exponentiate(row, columns);
+          raise_maximum(p.score, row, top[r - first]);
+          exponentiate(p.score, row, columns);
         } else {
           weigh(p.score.normaliser, row.s, columns);
         }
@@ -183,12 +185,12 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
                     packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }
 
-  A* const lse = static_cast<A*>(params.lse) + (b * p.hq + h) * p.lse_stride + queries.begin;
+  const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // place in lse
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = reduce_add(load(l + r * V::kWidth));
     store_row(o + r * width, row_factor(p.score.normaliser, sum), p.dv,
               row_of<T>(params.out, b, queries.begin + r, h));
-    lse[r] = row_lse(p.score.normaliser, m[r], sum, log(V(sum)).v[0]);
+    store_lse(params, stat + r, row_lse(p.score, m[r], sum, log(V(sum)).v[0]));
   }
 }
 

@@ -59,14 +59,15 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         }
         if (is_softmax(p)) {
           top = reduce_row(top, [](A a, A b) { return max(a, b); });
-          const A shift = softmax_shift(top), alpha = exp2(m[i] - shift);
+          const A shift = softmax_shift(top), exponent = exponent_factor<A>(p.score);
+          const A alpha = exp2(exponent * (m[i] - shift));
           m[i] = top;
           l[i] *= alpha;
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            x[i][j] = exp2(x[i][j] - shift);
+            x[i][j] = exp2(exponent * (x[i][j] - shift));
             l[i] += x[i][j];
           }
         }
@@ -86,8 +87,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       factor[i] = row_factor(p.score.normaliser, l[i]);
       const int64_t query = tile.q + 4 * ty + i;
       if (first == 0 && tx == 0 && query < s.tq) {
-        static_cast<A*>(params.lse)[row_index(p, s, tile.h, query)] =
-            row_lse(p.score.normaliser, m[i], l[i], log(l[i]));
+        store_lse(params, row_index(p, s, tile.h, query), row_lse(p.score, m[i], l[i], log(l[i])));
       }
     }
     store_rows(o, factor, row_of<T>(params.out, s.entry, s.q + tile.q, tile.h), params.out.stride_t,

@@ -96,11 +96,20 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
         top = max(top, x[i]);
       }
       top = reduce_row(top, [](float a, float b) { return max(a, b); });
-      const float shift = softmax_shift(top), alpha = exp2_approx(rows.m[half] - shift);
+      const float shift = softmax_shift(top);
+      float old = rows.m[half] - shift;
+#pragma unroll
+      for (int i = 0; i < 2 * N; ++i) x[i] -= shift;
+      if (p.score.natural) {
+        old *= static_cast<float>(kLog2E);
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) x[i] *= static_cast<float>(kLog2E);
+      }
+      const float alpha = exp2_approx(old);
       float sum = alpha * rows.l[half];
 #pragma unroll
       for (int i = 0; i < 2 * N; ++i) {
-        x[i] = exp2_approx(x[i] - shift);
+        x[i] = exp2_approx(x[i]);
         sum += x[i];
       }
       rows.m[half] = top;
@@ -177,8 +186,8 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
       const int64_t q = end.q + first + 8 * half + lane_id() / 4;
       if (q >= end.sequence.tq) continue;
       if (lane_id() % 4 == 0) {
-        static_cast<float*>(params.lse)[row_index(p, end.sequence, end.h, q)] =
-            row_lse(p.score.normaliser, rows.m[half], l, log(l));
+        store_lse(params, row_index(p, end.sequence, end.h, q),
+                  row_lse(p.score, rows.m[half], l, log(l)));
       }
       store_row(rows.o, half, row_factor(p.score.normaliser, l),
                 row_of<T>(params.out, end.sequence.entry, end.sequence.q + q, end.h), p.dv);

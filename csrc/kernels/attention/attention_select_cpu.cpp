@@ -10,7 +10,7 @@ namespace {
 // What a row has found so far.
 template <class A>
 struct Best {
-  A top;  // log2 units
+  A top;
   int64_t key;
 };
 
@@ -66,7 +66,7 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t at = head * p.tq + queries.begin + r;
     params.index[at] = best[r].key;
-    static_cast<A*>(params.top)[at] = best[r].top * static_cast<A>(kLn2);
+    static_cast<A*>(params.top)[at] = from_logit(p.score, best[r].top);
   }
 }
 

@@ -17,7 +17,7 @@ OMNIATTN_FN int64_t select_blocks(const AttentionProblem& p) {
 // What has been found so far; NaN is never chosen.
 template <class A>
 struct Best {
-  A top;  // log2 units
+  A top;
   int64_t key;
 
   __device__ __forceinline__ void meet(A logit, int64_t at) {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       const int64_t q = tile.q + 4 * ty + i;
       if (tx != 0 || q >= s.tq) continue;
       params.index[row_index(p, s, h, q)] = best[i].key;
-      static_cast<A*>(params.top)[row_index(p, s, h, q)] = best[i].top * static_cast<A>(kLn2);
+      static_cast<A*>(params.top)[row_index(p, s, h, q)] = from_logit(p.score, best[i].top);
     }
   }
 }

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t h = n / plane % p.hq, b = n / plane / p.hq;
     const int64_t row = table_row(p.table, at.i, at.k);
     const A value = static_cast<const A*>(p.table.data)[b * p.table.stride_b + row * p.hq + h];
-    out[n] = value * static_cast<A>(table_factor(p.table, at.i, at.k) * kLog2E);
+    out[n] = value * static_cast<A>(table_factor(p.table, at.i, at.k));
   }
 }
 

@@ -130,18 +130,29 @@ OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F&
   }
 }
 
-// Weight of a logit x (log2 units) by itself and its derivative, where rows are not normalised.
+// f(e), where 2^e(x) is e^x of a difference x of logits: only natural ones take a product.
+template <class A, class F>
+OMNIATTN_INLINE void with_exponent(const Score& score, const F& f) {
+  using V = Vec<A>;
+  if (score.natural) {
+    f([](V x) { return x * V(static_cast<A>(kLog2E)); });
+  } else {
+    f([](V x) { return x; });
+  }
+}
+
+// Weight of a logit x by itself and its derivative, where rows are not normalised.
 template <class A>
 struct PointwiseWeight {
   Vec<A> weight, slope;
   OMNIATTN_INLINE PointwiseWeight(Normaliser normaliser, Vec<A> x) {
     using V = Vec<A>;
     if (normaliser == Normaliser::sigmoid) {
-      const V e = exp2(min(V(A(126)), x));  // 0 of a hidden key
+      const V e = exp2(min(V(A(126)), x * V(static_cast<A>(kLog2E))));  // 0 of a hidden key
       weight = e * reciprocal(V(A(1)) + e);
       slope = sigmoid_slope(weight);
     } else {
-      const V root = max(x * V(static_cast<A>(kLn2)), zero<A>());
+      const V root = max(x, zero<A>());
       weight = root * root;
       slope = relu2_slope(root);
     }
@@ -182,8 +193,8 @@ struct RowScore {
   int64_t b, h, q, key;
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
 
-  // Turns x = pre * q.k into logits in log2 units: softcap, bias, table term, mask. Where there is
-  // a softcap and `t` is not null it receives tanh(x).
+  // Turns x = pre * q.k into logits: softcap, bias, table term, mask. Where there is a softcap and
+  // `t` is not null it receives tanh(x).
   void to_logits(A* x, Range columns, A* t = nullptr) const {
     using V = Vec<A>;
     if (p.score.post != 0) {
@@ -199,7 +210,7 @@ struct RowScore {
       with_score_row<A>(s, offset, [&](const auto* row) {
         for_columns<A>(columns, [&](int64_t n) {
           const V bias = load_as<A>(row + n, p.tk - key - n);
-          store(x + n, fma(bias, V(static_cast<A>(kLog2E)), load(x + n)));
+          store(x + n, load(x + n) + bias);
         });
       });
     }

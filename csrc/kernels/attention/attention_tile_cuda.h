@@ -144,7 +144,7 @@ __device__ __forceinline__ A score_at(const ScoreView& x, int64_t offset) {
   }
 }
 
-// A logit in log2 units, -inf where hidden, and its derivative by pre * q.k.
+// A logit, -inf where hidden, and its derivative by pre * q.k.
 template <class A>
 struct Logit {
   A value, slope;
@@ -165,7 +165,7 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   if (p.bias.data != nullptr) {
     const int64_t offset = tile.b * p.bias.stride_b + tile.h * p.bias.stride_h +
                            (tile.q + r) * p.bias.stride_q + tile.k + n;
-    x += static_cast<A>(kLog2E) * score_at<A>(p.bias, offset);
+    x += score_at<A>(p.bias, offset);
   }
   if (p.relative.data != nullptr) {
     const RelativeView& t = p.relative;
@@ -189,11 +189,26 @@ struct Weight {
 template <class A>
 __device__ __forceinline__ Weight<A> weight_of(const AttentionProblem& p, A logit) {
   if (p.score.normaliser == Normaliser::sigmoid) {
-    const A weight = A(1) / (A(1) + exp2(-logit));
+    const A weight = A(1) / (A(1) + exp2(static_cast<A>(-kLog2E) * logit));
     return {weight, sigmoid_slope(weight)};
   }
-  const A root = max(logit * static_cast<A>(kLn2), A(0));
+  const A root = max(logit, A(0));
   return {root * root, relu2_slope(root)};
+}
+
+// P of a row's logits is factor * e^(logit - shift), see Lse.
+template <class A>
+struct RowStats {
+  A shift, factor, delta;
+};
+// Of number `row` in lse.
+template <class A>
+__device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& params,
+                                                int64_t row) {
+  const A lse = static_cast<const A*>(params.lse)[row];
+  const A tail = static_cast<const A*>(params.lse_tail)[row];
+  return {softmax_backward_shift(params.problem.score, lse), exp2(softmax_tail_exponent(tail)),
+          static_cast<const A*>(params.workspace)[row]};
 }
 
 // The gradients of one pair.
@@ -204,11 +219,11 @@ struct PairGradient {
   A dot;     // by query_factor * q.k, in units of the natural logarithm
 };
 
-// From q.k and dP = dO.v, with z of dropout and lse in log2 units as `shift`, to the gradients.
+// From q.k and dP = dO.v, with z of dropout, to the gradients.
 template <class A>
 __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p, const Tile& tile,
                                                        int r, int n, bool sees, A z, A dot, A dp,
-                                                       A shift, A delta) {
+                                                       const RowStats<A>& stats) {
   if (!sees) return {0, 0, 0};  // whatever a hidden key holds
   const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
   if (!is_softmax(p)) {
@@ -216,8 +231,8 @@ __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p
     const A grad = weight.slope * z * dp;
     return {weight.value * z, grad, grad * logit.slope};
   }
-  const A e = exp2(logit.value - shift);
-  const A grad = e * (z * dp - delta);
+  const A e = stats.factor * exp2(exponent_factor<A>(p.score) * (logit.value - stats.shift));
+  const A grad = e * (z * dp - stats.delta);
   return {e * z, grad, grad * logit.slope};
 }
 

@@ -11,7 +11,9 @@ namespace {
 
 template <class A>
 OMNIATTN_INLINE Vec<A> weight(const AttentionProblem& p, Vec<A> logit, A shift) {
-  if (p.score.normaliser == Normaliser::softmax) return exp2(logit - Vec<A>(shift));
+  if (p.score.normaliser == Normaliser::softmax) {
+    return exp2((logit - Vec<A>(shift)) * Vec<A>(exponent_factor<A>(p.score)));
+  }
   return PointwiseWeight<A>(p.score.normaliser, logit).weight;
 }
 
@@ -60,7 +62,7 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
       if (is_empty(columns)) continue;
       const RowScore<A> score{
           p, b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
-      weigh_row(score, s + r * kKeyBlock, columns, softmax_backward_shift(lse[r]), sums);
+      weigh_row(score, s + r * kKeyBlock, columns, softmax_backward_shift(p.score, lse[r]), sums);
       if (params.weights == nullptr) continue;
       T* const row = static_cast<T*>(params.weights) + (head * p.tq + queries.begin + r) * p.tk;
       store_row(s + r * kKeyBlock + columns.begin, A(1),

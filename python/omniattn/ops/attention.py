@@ -35,10 +35,11 @@ def _groups(codes: Sequence[int], size: int) -> list[Sequence[int]]:
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, aux: Any, seed: Any, mask: Any, score: Any, params: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, tq, heads, _ = q.shape
     out = q.new_empty((batch, tq, heads, v.shape[3]))
-    return out, q.new_empty((batch, heads, tq), dtype=_accumulator(q))
+    lse = q.new_empty((batch, heads, tq), dtype=_accumulator(q))
+    return out, lse, torch.empty_like(lse)
 
 
 @_library.register_fake("attention_backward")
@@ -52,6 +53,7 @@ def _fake_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    lse_tail: Tensor,
     mask: Sequence[int],
     score: Sequence[int],
     params: Sequence[float],
@@ -69,8 +71,8 @@ def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    q, k, v, seed, out, lse, *aux = saved
-    grad_out, grad_lse = grads
+    q, k, v, seed, out, lse, lse_tail, *aux = saved
+    grad_out, grad_lse, *_ = grads
     if grad_out is None:
         if grad_lse is None:
             return (None,) * 8
@@ -83,8 +85,9 @@ def _backward(
         contiguous, mask = (k[pages].flatten(1, 2), v[pages].flatten(1, 2)), _as_cached(mask)
     else:
         contiguous = k, v
+    rows = (out, lse, lse_tail)
     *grads_qkv, found = _backward_op(
-        grad_out, grad_lse, q, *contiguous, aux, seed, out, lse, mask, score, params, wanted
+        grad_out, grad_lse, q, *contiguous, aux, seed, *rows, mask, score, params, wanted
     )
     if pages is not None:
         for i, t in ((1, k), (2, v)):
@@ -103,7 +106,7 @@ def _as_cached(mask: Sequence[int]) -> list[int]:
 
 
 def _restore(saved: Any, kept: Any) -> tuple[Any, ...]:
-    q, k, v, seed, _, _, *aux = saved
+    q, k, v, seed, _, _, _, *aux = saved
     return (q, k, v, aux, seed, *kept)
 
 
@@ -179,6 +182,8 @@ attention = DifferentiableOp(
     fake=_fake,
     save=_save,
     backward=_backward,
+    private_outputs=1,
+    inference="attention_only",
     formula=formula,
     restore=_restore,
     fold=lambda q, k, v, aux, seed, *_: () if aux or seed is not None else (0, 1, 2),
@@ -188,7 +193,7 @@ attention = DifferentiableOp(
 def _fold_backward(
     grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, aux: Any, seed: Any, *_: Any
 ) -> tuple[int, ...]:
-    return () if aux or seed is not None else (0, 1, 2, 3, 4, 7, 8)
+    return () if aux or seed is not None else (0, 1, 2, 3, 4, 7, 8, 9)
 
 
 register_vmap("attention_backward", _fold_backward)

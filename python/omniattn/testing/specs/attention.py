@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,12 +49,14 @@ def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
     makers: dict[str, Callable[[], dict[str, Tensor]]] = {
         "bias": lambda: {"bias": random.normal(1, h, tq, tk)},
         "bias per batch": lambda: {"bias": random.normal(b, h, tq, tk)},
+        "ends": lambda: {"bias": _ends_of_the_range(random, b, h, tq, tk)},
         "bias per key": lambda: {"bias": random.normal(b, 1, 1, tk)},
         "mask": lambda: {"mask": _mask_with_empty_row(random, b, tq, tk)},
         "padding": lambda: {"mask": torch.arange(tk) < random.integers(tk + 1, b, 1, 1, 1)},
         "alibi": lambda: {"alibi_slopes": random.normal(h) / 8},
         "alibi per batch": lambda: {"alibi_slopes": random.normal(b, h) / 8},
         "sinks": lambda: {"sinks": random.normal(h)},
+        "sinks at the ends": lambda: {"sinks": _ends(random, h)},
         "head scale": lambda: {"head_scale": random.normal(h)},
         "seed": lambda: {"seed": torch.tensor([1234, 5])},
         "block table": lambda: {
@@ -75,6 +78,25 @@ def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "v": random.normal(pages, tk, g, case.sizes.get("Dv", d)),
     }
     return made | _attention_tensors(case, random)
+
+
+def _ends(random: Random, count: int) -> Tensor:
+    """Numbers at both ends of the range of the dtype and not far from them, in turn."""
+    top = torch.finfo(random.dtype).max
+    values = torch.tensor([-top, top, -0.3 * top, 0.3 * top, -math.inf], dtype=random.dtype)
+    return values[torch.arange(count) % len(values)]
+
+
+def _ends_of_the_range(random: Random, *shape: int) -> Tensor:
+    """A bias whose rows, in turn, have such a number on all keys, on some, or on some with -inf on
+    all others."""
+    bias = random.normal(*shape)
+    rows = math.prod(shape[:-1])
+    end = _ends(random, rows).view(*shape[:-1], 1)
+    where = (torch.arange(rows) // 5 % 3).view(*shape[:-1], 1)
+    some = random.uniform(*shape) < 0.5
+    bias = torch.where((where == 0) | some, end, bias)
+    return bias.masked_fill((where == 2) & ~some, -math.inf)
 
 
 def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
@@ -170,6 +192,15 @@ ATTENTION = OpSpec(
         _qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
         _qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
         _qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+        _qkv("ends", 2, 60, 70, 4, 2, 16, None, ("ends",), causal=True, return_lse=True),
+        _qkv("endsdecode", 2, 3, 300, 6, 2, 16, None, ("ends",), return_lse=True),
+        _qkv("endswide", 1, 65, 70, 2, 2, 136, None, ("ends", "mask")),
+        _qkv("endsoneach", 2, 33, 70, 2, 2, 16, None, ("ends",), normaliser="sigmoid"),
+        _qkv(
+            *("endsinks", 1, 70, 63, 5, 1, 16, None, ("ends", "sinks at the ends", "mask")),
+            return_lse=True,
+        ),
+        _qkv("onlyendsinks", 2, 9, 20, 5, 1, 16, None, ("sinks at the ends",), causal=True),
         _qkv("onlysinks", 2, 5, 0, 2, 1, 8, None, ("sinks",), return_lse=True),
         *(_qkv(name, 2, 160, 160, 4, 2, 16, mask=mask) for name, mask in PATTERNS.items()),
         _qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
@@ -214,6 +245,7 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
         _qkv("plain", 2, 65, 100, 2, 2, 32),
         _qkv("topleft", 1, 65, 100, 2, 2, 32, is_causal=True),
         _qkv("topleft+", 1, 100, 65, 2, 2, 32, is_causal=True),
+        _qkv("ends", 1, 33, 50, 4, 4, 32, None, ("ends",)),
         _qkv("gqa", 1, 33, 50, 4, 2, 32, enable_gqa=True, scale=0.2),
         _qkv("bool", 2, 33, 50, 2, 2, 32, None, ("mask",)),
         _qkv("nokeys", 1, 3, 0, 2, 2, 4),
@@ -229,7 +261,10 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
 def _weights_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, tq, h = (case.sizes[k] for k in ("B", "Tq", "H"))
     made = _attention_inputs(case, random)
-    del made["v"]
+    v = made.pop("v")
+    if "ends" in case.tensors:
+        _, lse = reference.attention(**made, v=v, return_lse=True)
+        return made | {"lse": lse}
     wide = torch.float64 if random.dtype == torch.float64 else torch.float32
     return made | {"lse": random.normal(b, h, tq).to(wide) + 4}
 
@@ -252,6 +287,7 @@ ATTENTION_WEIGHTS = OpSpec(
         _qkv("sums", 2, 200, 300, 4, 2, 32, causal=True, column_sums=True),
         _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), column_sums=True),
         _qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
+        _qkv("ends", 1, 33, 70, 4, 2, 16, None, ("ends",)),
         _qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
     benchmarks=(
@@ -337,6 +373,7 @@ ATTENTION_VARLEN = OpSpec(
         _packed("onekey", 3, 20, 1, 1, 1, 8),
         _packed("terms", 4, 120, 120, 4, 2, 16, ("alibi per batch", "sinks", "head scale")),
         _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
+        _packed("ends", 3, 40, 70, 4, 2, 16, ("ends",), return_lse=True),
         _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),
         _packed("strided", 4, 150, 150, 4, 2, 16, mask=masks.Strided(40, 9)),
         _packed("prefix", 2, 150, 150, 2, 2, 16, mask=masks.PrefixLM(torch.tensor([0, 70]))),
@@ -392,6 +429,7 @@ ATTENTION_CACHED = OpSpec(
         _qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
         _qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
         _qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
+        _qkv("ends", 3, 2, 100, 4, 2, 16, None, ("ends",), return_lse=True),
         _paged("pages", 3, 1, 5, 16, 4, 2, 32, causal=True, return_lse=True),
         _paged("oddpages", 4, 3, 90, 7, 4, 2, 16, ("sinks",), causal=True),
         _paged("pagesoftokens", 2, 2, 40, 1, 4, 2, 16, ("alibi",), window_size=(20, 0)),
