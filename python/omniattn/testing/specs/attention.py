@@ -263,7 +263,8 @@ def _weights_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     made = _attention_inputs(case, random)
     v = made.pop("v")
     if "ends" in case.tensors:
-        _, lse = reference.attention(**made, v=v, return_lse=True)
+        options: dict[str, Any] = {**made, "v": v, "return_lse": True}
+        _, lse = reference.attention(**options)
         return made | {"lse": lse}
     wide = torch.float64 if random.dtype == torch.float64 else torch.float32
     return made | {"lse": random.normal(b, h, tq).to(wide) + 4}
