@@ -3,13 +3,12 @@
 import importlib
 import os
 import re
-import sys
 from pathlib import Path
 
 import libraries
 import pytest
 import torch
-from processes import run
+from processes import main, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,4 +75,4 @@ def test_readme(one_thread):
 
 
 if __name__ == "__main__":
-    distributed(*map(int, sys.argv[2:]))
+    main({"distributed": distributed})

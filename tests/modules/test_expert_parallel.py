@@ -3,12 +3,11 @@
 import functools
 import itertools
 import os
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run, start
+from processes import main, run, start
 from torch.utils.checkpoint import checkpoint
 
 from omniattn.functional import Routing
@@ -135,4 +134,4 @@ def test_processes(work, ranks):
 
 
 if __name__ == "__main__":
-    WORK[sys.argv[1]](*map(int, sys.argv[2:]))
+    main(WORK)
