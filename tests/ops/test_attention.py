@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from omniattn import reference
-from omniattn.functional import attention, masks, scaled_dot_product_attention
+from omniattn.functional import attention, attention_weights, masks, scaled_dot_product_attention
 from omniattn.reference import philox
 from omniattn.testing import isa, isas, poisoned_memory, threads
 
@@ -74,8 +74,11 @@ def test_rows_at_the_ends_of_the_range_are_those_of_torch(sizes, dtype, end):
     for name in isas():
         with isa(name):
             got = gradients(attention, inputs)
+            weights = attention_weights(*inputs[:2], got[1], bias=bias)
         for a, w in zip(got, gradients(torch_attention, inputs), strict=True):
             torch.testing.assert_close(a, w, rtol=0, atol=TOLERANCE[dtype] * max(1, w.abs().max()))
+        want = reference.attention_weights(*inputs[:2], got[1], bias=bias)
+        torch.testing.assert_close(weights, want, rtol=0, atol=TOLERANCE[dtype])
 
 
 OPTIONS = {

@@ -61,6 +61,17 @@ def test_tables_match_fp64(name, dtype, tq, tk):
         assert_close(got, want, dtype)
 
 
+@pytest.mark.parametrize("end", [-1.0, -0.3, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["t5", "swin"])
+def test_tables_at_the_ends_of_the_range(name, end):
+    """One head reads such a number for all keys, another one for some."""
+    inputs, make = inputs_for(name, F32, 100, 130, batch=1)
+    for table in (inputs[3][:, 0], inputs[3][::2, 1]):
+        table.fill_(end * torch.finfo(F32).max)
+    want = gradients(reference.attention, [t.double() for t in inputs], make)
+    assert_close(gradients(attention, inputs, make), want, F32)
+
+
 @pytest.mark.parametrize("name", isas())
 def test_every_isa(name):
     with isa(name):

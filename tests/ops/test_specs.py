@@ -25,7 +25,6 @@ SPECIAL = {
     ],
     "scaled_dot_product_attention": ["gqa", "bool"],
     "attention_cached": ["pages"],
-    "attention_weights": ["ends"],
     "select_attention": ["mask"],
     "rms_norm": ["bareresidual", "llama", "stream"],
     "layer_norm": ["residual"],
