@@ -587,7 +587,7 @@ def raw_calls(draw):
 def test_raw_op_raises_or_is_right(args):
     q, k, v, aux, seed, mask, score, params = args
     try:
-        out, lse = torch.ops.omniattn.attention_raw(*args)
+        out, lse, tail = torch.ops.omniattn.attention_raw(*args)
     except (RuntimeError, TypeError) as error:
         assert "attention: " in str(error) or "expected" in str(error).lower(), error
         return
@@ -598,7 +598,7 @@ def test_raw_op_raises_or_is_right(args):
     )
     wanted = [i for kind, i, _ in zip(*[iter(score)] * 3, strict=True) if kind == 0]
     grads = torch.ops.omniattn.attention_backward(
-        torch.ones_like(out), None, q, k, v, aux, seed, out, lse, mask, score, params, wanted
+        torch.ones_like(out), None, q, k, v, aux, seed, out, lse, tail, mask, score, params, wanted
     )
     assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     assert [g.shape for g in grads[3]] == [aux[i].shape for i in wanted]

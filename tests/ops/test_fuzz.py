@@ -201,10 +201,12 @@ def test_public_function(name, data):
 def test_nan_and_inf_stay_in_their_rows(name, data):
     """Where the reference is finite we are finite and close, in outputs and gradients.
 
-    Except the gradient of relu, which torch selects and we multiply: 0 where it is not NaN.
+    Except the gradient of relu, which torch selects and we multiply: 0 where it is not NaN. And
+    except keys that a bias of -inf hides: they are multiplied by 0, where a mask leaves them out.
     """
     spec = SPECS[name]
-    call = spec.call(data.draw(st.sampled_from(spec.cases[:8])), torch.float32)
+    cases = [case for case in spec.cases[:8] if "ends" not in case.tensors]
+    call = spec.call(data.draw(st.sampled_from(cases)), torch.float32)
     tensors = dict(call.tensors)
     changed = data.draw(st.sampled_from(call.differentiable))
     if tensors[changed].numel() == 0:

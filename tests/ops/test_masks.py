@@ -286,7 +286,7 @@ def test_a_code_without_its_bits_hides():
     codes = torch.tensor([2, 3, 2**31 - 1, -5], dtype=torch.int32)
     for code, h in itertools.product(codes, (1, 4)):
         aux = [code.expand(1, h, 1, 1).contiguous(), torch.full((1, 64), -1)]
-        out, _ = torch.ops.omniattn.attention_raw(
+        out, *_ = torch.ops.omniattn.attention_raw(
             q, k, v, aux, None, [12, 0, 0, 0], [], [0.25, 0.0]
         )
         want = functional.attention(q, k, v, scale=0.25) if code == 2 else torch.zeros_like(out)

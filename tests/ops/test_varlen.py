@@ -219,7 +219,7 @@ def test_tables_of_the_wrong_shape():
     with pytest.raises(RuntimeError, match="pages must be gathered first"):
         out, lse, pages = torch.zeros(2, 1, H, D), torch.zeros(2, H, 1), [table[:2], lengths]
         torch.ops.omniattn.attention_backward(
-            out, None, q, k, k, pages, None, out, lse, [15, 0, 0, 0], [], [1.0, 0.0], []
+            out, None, q, k, k, pages, None, out, lse, lse, [15, 0, 0, 0], [], [1.0, 0.0], []
         )
 
 

@@ -91,8 +91,8 @@ def attention(
             `functional.masks`. Everything is ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
-            -inf hides a key; a finite value never does by itself: where finfo.min is on all keys of
-            a row it cancels in the softmax.
+            -inf hides a key, whose k and v must be finite (a mask does not read them); a finite
+            value never does by itself: finfo.min on all keys of a row cancels in the softmax.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.

@@ -414,17 +414,27 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's signature and layout (B,H,T,D); `is_causal` aligns top-left, as in torch."""
+    """torch's signature and layout (..., H, T, D); `is_causal` aligns top-left, as in torch."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (key, value))
+    lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))
     tq, tk = query.shape[-2], key.shape[-2]
+    count = math.prod(lead)
     mask = bias = None
     if is_causal:
         rule = (masks.MaskKind.WINDOW_TOP_LEFT, -1, 0, ())
         mask = masks.visible([rule], tq, tk, query.device)
-    elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        mask = attn_mask
-    else:
-        bias = attn_mask
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if attn_mask is not None:
+        given = attn_mask.expand(*lead, tq, tk).reshape(count, 1, tq, tk)
+        if given.dtype == torch.bool:
+            mask = given if mask is None else given & mask
+        else:
+            bias = given
+    q, k, v = (
+        t.expand(*lead, *t.shape[-2:]).reshape(count, 1, *t.shape[-2:]).transpose(1, 2)
+        for t in (query, key, value)
+    )
     out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     assert isinstance(out, Tensor)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).reshape(*lead, tq, value.shape[-1])
