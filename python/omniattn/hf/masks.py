@@ -4,21 +4,25 @@ transformers describes a mask as a Python predicate on (batch, head, query, key)
 its masking_utils are recognised and become rules for the kernels, which then skip masked tiles; any
 other predicate becomes the bool tensor that transformers' own sdpa_mask makes of it. Nothing is
 guessed: what is not recognised is only slower.
+
+Some modules outside attention read the mask as well: NLLB-MoE's router, the compressor of
+DeepSeek-V4, Gemma 4's audio blocks. All of them know the mask of eager attention, only some know
+another one, so that this is what they see.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedConfig
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     prepare_padding_mask,
     sdpa_mask,
 )
@@ -31,10 +35,11 @@ Predicate = Callable[..., Any]
 
 
 class RuleMask(torch.Tensor):
-    """A bool mask (B, 1, Tq, Tk) that is held as rules.
+    """A mask (B, 1, Tq, Tk) that is held as rules.
 
     `omniattn.hf` reads `rules`, which apply to the first `keys` keys (the others are invisible).
-    Any other operation, such as a model that combines masks, sees the bool tensor.
+    Any other operation, such as a model that combines masks, sees the tensor that is added to the
+    scores of eager attention.
     """
 
     rules: masks.Mask
@@ -45,13 +50,14 @@ class RuleMask(torch.Tensor):
     def __new__(
         cls,
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         device: torch.device | str,
         rules: masks.Mask,
         keys: int,
         make_dense: Callable[[], Tensor],
     ) -> RuleMask:
         self: RuleMask = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=torch.bool, device=torch.device(device)
+            cls, torch.Size(shape), dtype=dtype, device=torch.device(device)
         )
         self.rules = rules
         self.keys = keys
@@ -59,7 +65,7 @@ class RuleMask(torch.Tensor):
         return self
 
     def dense(self) -> Tensor:
-        """The same mask as a plain bool tensor."""
+        """The same mask as a plain additive tensor."""
         return self._make_dense()
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents
@@ -85,83 +91,71 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of one forward pass; the arguments are those of transformers' sdpa_mask.
+    """The mask of one forward pass; the arguments are those of transformers' eager_mask.
 
     Returns:
-        A RuleMask, or a bool tensor (B, 1, Tq, Tk) for a predicate that is not recognised. Under
-        torch.compile and torch.export what sdpa_mask returns, which may be None for plain causal.
+        A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the mask
+        of eager attention, (B, 1, Tq, Tk).
 
     Raises:
-        NotImplementedError: the model computes its attention itself, so that this mask would be
-            read by code that expects another kind.
         ValueError: a padding mask that is not (B, T).
     """
-    require_attention_interface(config)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             "omniattn.hf: attention_mask must have shape (B, T) or (B, H, Tq, Tk), "
             f"got attention_mask.shape={tuple(attention_mask.shape)}"
         )
 
-    def dense(*, causal_skip: bool = False) -> Any:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=causal_skip,
-            # A missing mask would have to be told apart from a missing causal mask.
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-
+    # A missing mask would have to be told apart from a missing causal mask: never skipped.
+    given: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
     if torch.compiler.is_compiling():
-        return dense(causal_skip=allow_is_causal_skip)
-    rules = None if use_vmap else _rules(mask_function)
+        if allow_is_causal_skip and sdpa_mask(**given, local_size=local_size) is None:
+            return None
+        return eager_mask(**given, dtype=dtype)
+    rules, keys = _aligned_rules(q_length, kv_length, q_offset, kv_offset, mask_function, use_vmap)
+    if rules is None:
+        seen: Any = sdpa_mask(**given, allow_is_causal_skip=False)
+        rules = [masks.BoolMask(seen)]
+    elif (padding := prepare_padding_mask(attention_mask, kv_length, kv_offset)) is not None:
+        rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
+    shape = (batch_size, 1, q_length, kv_length)
+    dense = functools.partial(eager_mask, **given, dtype=dtype)
+    return RuleMask(shape, dtype, device, masks.All(tuple(rules)), keys, dense)
+
+
+def _aligned_rules(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    predicate: Predicate,
+    use_vmap: bool,
+) -> tuple[list[masks.Mask] | None, int]:
+    """The rules of a predicate, None if they cannot say it, and how many keys they apply to."""
+    rules = None if use_vmap else _rules(predicate)
     if rules is None or (kv_offset and any(isinstance(rule, masks.Chunked) for rule in rules)):
-        return dense()
+        return None, kv_length
     # The rules meet the last query with the last key; keys beyond it, in the unfilled part of a
     # static cache, are cut off, which only a causal mask allows.
     last = int(q_offset) + q_length - kv_offset
     causal = any(isinstance(rule, masks.Causal) for rule in rules)
     keys = last if causal else kv_length
     aligned = last == keys or not rules
-    if not aligned or not 0 < keys <= kv_length:
-        return dense()
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
-    shape = (batch_size, 1, q_length, kv_length)
-    return RuleMask(shape, device, masks.All(tuple(rules)), keys, dense)
-
-
-def require_attention_interface(config: PreTrainedConfig | None) -> None:
-    """Raises for the models of transformers that never ask the AttentionInterface."""
-    if config is None:
-        return
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    modeling = sys.modules.get(name)
-    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    own = [
-        kind
-        for kind, value in vars(modeling).items()
-        if isinstance(value, type) and value.__module__ == name and "Attention" in kind
-    ]
-    if own:
-        raise NotImplementedError(
-            f"omniattn.hf: {config.model_type} computes its attention itself ({own[0]}) and never "
-            'asks the AttentionInterface of transformers; load it with attn_implementation="eager"'
-        )
+    return (rules, keys) if aligned and 0 < keys <= kv_length else (None, kv_length)
 
 
 def _rules(predicate: Predicate) -> list[masks.Mask] | None:
