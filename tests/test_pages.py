@@ -40,6 +40,12 @@ def test_caches(one_thread):
     run_page("docs/caches.md")
 
 
+def test_hf(one_thread):
+    names = run_page("docs/hf.md")
+    assert names["model"].config._attn_implementation == "omniattn"
+    assert names["swapped"]["linear"] == 8
+
+
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 
 

@@ -1,14 +1,18 @@
 """The mask function: every rule it makes of a predicate is that predicate, and unknowns say so."""
 
+import inspect
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import masking_utils as mu
 
 from omniattn.functional import masks
-from omniattn.hf.attention import attention_forward
+from omniattn.hf.attention import UNSUPPORTED, attention_forward
 from omniattn.hf.masks import RuleMask, attention_mask
 from omniattn.reference.masks import visible
 
@@ -143,6 +147,23 @@ def test_what_is_not_computed_is_named():
         attention_forward(Layer(), *inputs(4, 5), attention_mask(1, 4, 4))
     with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
         attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, 4))
+
+
+def test_every_keyword_of_attention_is_computed_or_refused():
+    """Keywords that the layers of the installed transformers pass to attention by themselves."""
+    folder = Path(transformers.__file__).parent
+    passed = set()
+    for path in folder.glob("models/*/modeling_*.py"):
+        for call in re.finditer(
+            r"= attention_interface\((.*?)\n +\)\n", path.read_text(), re.DOTALL
+        ):
+            passed |= set(re.findall(r"^ +(\w+)=", call[1], re.MULTILINE))
+    assert {"scaling", "s_aux", "indices"} <= passed
+    computed = inspect.signature(attention_forward).parameters.keys()
+    # Lengths that the ends of sequences contain, positions that the mask has seen already, and
+    # what is so here in any case.
+    implied = {"max_length_q", "max_length_k", "position_ids", "deterministic"}
+    assert passed <= computed | UNSUPPORTED | implied
 
 
 def test_a_mask_of_nothing_fits_any_keys():

@@ -16,7 +16,7 @@ __all__ = ["attention_forward"]
 #: Keywords of transformers' attention functions that change the result and are not computed here:
 #: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), paged caches, weights.
 #: All others pass by: models hand on whatever they were called with, also what belongs to a loss, a
-#: collator or another layer, so that no list of those can be complete. A slow test holds this one
+#: collator or another layer, so that no list of those can be complete. A test holds this one
 #: against all calls of attention functions in the installed transformers.
 UNSUPPORTED = frozenset(
     {

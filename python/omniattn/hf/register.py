@@ -100,26 +100,28 @@ def _requested(
 
 
 def require_interface(model: PreTrainedModel) -> None:
-    """Raises for a model of transformers that never asks the AttentionInterface.
+    """Raises NotImplementedError for a model that never asks the AttentionInterface.
 
     Args:
         model: itself, without the models that it contains.
-
-    Raises:
-        NotImplementedError: naming the model and its layer.
     """
-    kind: Any = type(model)
-    layer = _own_attention(kind) or _own_table(kind)
+    layer = own_attention(model)
     if layer is not None:
         raise NotImplementedError(
-            f"omniattn.hf: {kind.__name__} computes its attention itself ({layer}) and never asks "
-            'the AttentionInterface of transformers; use attn_implementation="eager" or, where it '
-            'is a part of another model, {"": "omniattn", "name of its sub_config": "eager"}'
+            f"omniattn.hf: {type(model).__name__} computes its attention itself ({layer}) and "
+            'never asks the AttentionInterface of transformers; use attn_implementation="eager" '
+            'or, where it is a part of another model, {"": "omniattn", "its sub_config": "eager"}'
         )
 
 
+def own_attention(model: PreTrainedModel) -> str | None:
+    """What a model, without those that it contains, computes attention with if it never asks."""
+    kind: Any = type(model)
+    return _own_layer(kind) or _own_table(kind)
+
+
 @functools.cache
-def _own_attention(kind: type[PreTrainedModel]) -> str | None:
+def _own_layer(kind: type[PreTrainedModel]) -> str | None:
     """The attention layer of a modeling file that does not know the AttentionInterface."""
     for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
         scope = vars(sys.modules[base.__module__])
