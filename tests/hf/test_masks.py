@@ -79,12 +79,11 @@ def test_rules_are_the_predicate(name, q_length, kv_length, q_offset, kv_offset)
             "attention_mask": padding,
         }
         expected = mu.sdpa_mask(**arguments, allow_is_causal_skip=False)
-        mask = attention_mask(**arguments, dtype=torch.float64)
+        mask = attention_mask(**arguments, dtype=torch.float64, config=transformers.LlamaConfig())
         assert mask.shape == expected.shape
         assert torch.equal(as_dense(mask), expected)
         recognised += is_recognised(mask)
-        # What a model that reads or combines masks sees.
-        assert torch.equal(mask + 0, mu.eager_mask(**arguments, dtype=torch.float64))
+        assert torch.equal(mask & True, expected)  # what a model that combines masks sees
     unaligned = name == "two-sided" and q_offset + q_length != kv_offset + kv_length
     if not unaligned and not (name == "chunked" and kv_offset):
         assert recognised == len(paddings())
@@ -121,6 +120,16 @@ def test_an_unknown_predicate_becomes_its_dense_mask(predicate):
         BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
     )
     assert torch.equal(as_dense(mask), expected)
+
+
+@pytest.mark.parametrize("kind", [transformers.GptOssModel, transformers.LlamaModel])
+def test_modules_outside_attention_see_the_mask_that_the_model_knows(kind):
+    given = {"attention_mask": paddings()["left"], "dtype": torch.float64}
+    mask = attention_mask(BATCH, LENGTH, LENGTH, **given, config=kind.config_class())
+    known = mu.sdpa_mask if kind._supports_sdpa else mu.eager_mask
+    expected = known(BATCH, LENGTH, LENGTH, **given, allow_is_causal_skip=False)
+    assert mask.dtype == expected.dtype
+    assert torch.equal(mask.clone(), expected)
 
 
 class Layer(nn.Module):

@@ -350,19 +350,22 @@ def test_a_part_that_does_not_ask_the_interface_can_be_left_out():
         model.set_attn_implementation("omniattn")
 
 
-@pytest.mark.parametrize("positions", [True, False], ids=["position_ids", "no_position_ids"])
-@pytest.mark.parametrize("lengths", [True, False], ids=["cu_seq_lens", "no_cu_seq_lens"])
-@pytest.mark.parametrize("indices", [True, False], ids=["seq_idx", "no_seq_idx"])
-def test_flattened_batches_are_those_of_single_sequences(positions, lengths, indices):
-    """DataCollatorWithFlattening; without positions and lengths nothing marks the sequences."""
-    if not positions and not lengths:
-        pytest.skip("nothing marks the sequences")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_seq_idx": True},
+        {"return_flash_attn_kwargs": True},
+        {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+        {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    ],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_flattened_batches_are_those_of_single_sequences(options):
     _, model = pair(DECODERS["llama"])
     model.double()  # whose rounding does not hide an error
     rows = [tokens(1, n)[0] for n in (7, 5, 9)]
-    collate = hf.DataCollatorWithFlattening(
-        return_position_ids=positions, return_flash_attn_kwargs=lengths, return_seq_idx=indices
-    )
+    collate = hf.DataCollatorWithFlattening(**options)
     batch = collate([{"input_ids": row.tolist()} for row in rows], return_tensors="pt")
     with torch.no_grad():
         packed = model(**batch, use_cache=False)

@@ -6,23 +6,25 @@ other predicate becomes the bool tensor that transformers' own sdpa_mask makes o
 guessed: what is not recognised is only slower.
 
 Some modules outside attention read the mask as well: NLLB-MoE's router, the compressor of
-DeepSeek-V4, Gemma 4's audio blocks. All of them know the mask of eager attention, only some know
-another one, so that this is what they see.
+DeepSeek-V4, the convolutions of Nemotron ASR. They see what transformers makes for the model by
+default: the bool mask of sdpa_mask or, where a model says that it does not know sdpa, the additive
+mask of eager attention.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
-    eager_mask,
     prepare_padding_mask,
     sdpa_mask,
 )
@@ -38,13 +40,12 @@ class RuleMask(torch.Tensor):
     """A mask (B, 1, Tq, Tk) that is held as rules.
 
     `omniattn.hf` reads `rules`, which apply to the first `keys` keys (the others are invisible).
-    Any other operation, such as a model that combines masks, sees the tensor that is added to the
-    scores of eager attention.
+    Any other operation, such as a model that combines masks, sees a plain tensor of `dtype`.
     """
 
     rules: masks.Mask
     keys: int
-    _make_dense: Callable[[], Tensor]
+    _visible: Callable[[], Any]
 
     @staticmethod
     def __new__(
@@ -54,19 +55,19 @@ class RuleMask(torch.Tensor):
         device: torch.device | str,
         rules: masks.Mask,
         keys: int,
-        make_dense: Callable[[], Tensor],
+        visible: Callable[[], Any],
     ) -> RuleMask:
         self: RuleMask = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=torch.device(device)
         )
         self.rules = rules
         self.keys = keys
-        self._make_dense = make_dense
+        self._visible = visible
         return self
 
     def dense(self) -> Tensor:
-        """The same mask as a plain additive tensor."""
-        return self._make_dense()
+        """The same mask as a plain tensor, bool (True is visible) or additive."""
+        return _as_dtype(self._visible(), self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents
         return f"RuleMask({tuple(self.shape)}, {self.rules}, keys={self.keys})"
@@ -93,13 +94,14 @@ def attention_mask(
     use_vmap: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of one forward pass; the arguments are those of transformers' eager_mask.
+    """The mask of one forward pass; the arguments are those of transformers' mask functions.
 
     Returns:
-        A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the mask
-        of eager attention, (B, 1, Tq, Tk).
+        A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the dense
+        mask, (B, 1, Tq, Tk).
 
     Raises:
         ValueError: a padding mask that is not (B, T).
@@ -122,19 +124,41 @@ def attention_mask(
         "use_vmap": use_vmap,
         "device": device,
     }
+    dtype = torch.bool if _knows_sdpa(config) else dtype
     if torch.compiler.is_compiling():
-        if allow_is_causal_skip and sdpa_mask(**given, local_size=local_size) is None:
-            return None
-        return eager_mask(**given, dtype=dtype)
+        made: Any = sdpa_mask(
+            **given, allow_is_causal_skip=allow_is_causal_skip, local_size=local_size
+        )
+        return made if made is None else _as_dtype(made, dtype)
+    visible: Callable[[], Any] = functools.partial(sdpa_mask, **given, allow_is_causal_skip=False)
     rules, keys = _aligned_rules(q_length, kv_length, q_offset, kv_offset, mask_function, use_vmap)
     if rules is None:
-        seen: Any = sdpa_mask(**given, allow_is_causal_skip=False)
-        rules = [masks.BoolMask(seen)]
+        seen = visible()
+        rules, visible = [masks.BoolMask(seen)], lambda: seen
     elif (padding := prepare_padding_mask(attention_mask, kv_length, kv_offset)) is not None:
         rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
     shape = (batch_size, 1, q_length, kv_length)
-    dense = functools.partial(eager_mask, **given, dtype=dtype)
-    return RuleMask(shape, dtype, device, masks.All(tuple(rules)), keys, dense)
+    return RuleMask(shape, dtype, device, masks.All(tuple(rules)), keys, visible)
+
+
+def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
+    """Whether the models of a config are made for bool masks, too."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    return all(
+        kind._supports_sdpa
+        for kind in vars(sys.modules.get(name, torch)).values()
+        if isinstance(kind, type)
+        and issubclass(kind, PreTrainedModel)
+        and isinstance(config, kind.config_class or ())
+    )
+
+
+def _as_dtype(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as it is, or as what eager attention adds to the scores."""
+    if dtype == torch.bool:
+        return visible
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
 def _aligned_rules(
