@@ -110,10 +110,21 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 _ONE_OF_TWO = {"attn_layer_indices": [1]}
+_SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 24, "window_size": 4}
+_SWIN |= {"depths": [2, 2], "num_heads": [3, 6]}
 #: What the patterns do not get right, by type.
 _GIVEN: dict[str, dict[str, Any]] = {
     "bamba": _ONE_OF_TWO,
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "donut-swin": _SWIN,
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "qwen2_vl": {"text_config": _mrope(2, 2, 4)},
+    "qwen2_vl_text": _mrope(2, 2, 4),
+    "qwen2_5_vl": {"text_config": _mrope(2, 2, 4)},
+    "qwen2_5_vl_text": _mrope(2, 2, 4),
+    "paddleocr_vl": {"text_config": _mrope(2, 2, 4)},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm46v": {"text_config": _mrope(2, 2, 4)},
     "glm4v": {"text_config": _mrope(2, 2, 4)},
@@ -142,8 +153,11 @@ def make(model_type: str) -> PreTrainedModel:
     config = small_config(
         configuration_auto.CONFIG_MAPPING[model_type], **_GIVEN.get(model_type, {})
     )
+    kind: Any = getattr(transformers, class_name(model_type))
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
     config._attn_implementation = "eager"
-    model = getattr(transformers, class_name(model_type))(config).eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() >= 2:

@@ -143,10 +143,10 @@ def attention_mask(
 
 def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
     """Whether the models of a config are made for bool masks, too."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    return all(
+    modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return modeling is None or all(
         kind._supports_sdpa
-        for kind in vars(sys.modules.get(name, torch)).values()
+        for kind in vars(modeling).values()
         if isinstance(kind, type)
         and issubclass(kind, PreTrainedModel)
         and isinstance(config, kind.config_class or ())

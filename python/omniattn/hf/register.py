@@ -125,10 +125,10 @@ def _own_layer(kind: type[PreTrainedModel]) -> str | None:
     """The attention layer of a modeling file that does not know the AttentionInterface."""
     for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
         scope = vars(sys.modules[base.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" in scope:
+            continue
         for name, value in scope.items():
             if "Attention" in name and _is_layer(value) and value.__module__ == base.__module__:
-                if "ALL_ATTENTION_FUNCTIONS" in scope:
-                    break
                 return name
     return None
 
