@@ -30,9 +30,11 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
     (r"rotary_dim", lambda x: min(x, 8)),
     (r"(q|kv|o)_lora_rank", 16),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
-    (r".*experts_per_tok|.*topk|.*top_k|moe_k|n_group|num_expert_group", lambda x: min(x, 2)),
+    (r".*experts_per_tok(en)?|.*topk|.*top_k|moe_k|n_group|num_expert_group", lambda x: min(x, 2)),
     (r"topk_group", 1),
-    (r"sliding_window|attention_window", 5),
+    (r"sliding_window", 5),
+    (r"attention_window", 6),
+    (r"num_frames", 4),
     (r"image_size|img_size", 32),
     (r"patch_size", 8),
     (r"(.*_)?max_(position_embeddings|.*positions)|n_positions", lambda x: min(x, 128)),
@@ -116,6 +118,14 @@ _SWIN |= {"depths": [2, 2], "num_heads": [3, 6]}
 _GIVEN: dict[str, dict[str, Any]] = {
     "bamba": _ONE_OF_TWO,
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": _SWIN,
     "swin": _SWIN,
@@ -197,6 +207,8 @@ def inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         given["input_ids"] = ids
         if "attention_mask" in names:
             given["attention_mask"] = torch.ones_like(ids)
+        if "bbox" in names:
+            given["bbox"] = torch.tensor([1, 2, 5, 7]).expand(2, LENGTH, 4)
     vision = getattr(config, "vision_config", config)
     if (
         main == "pixel_values"
@@ -206,7 +218,8 @@ def inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         size = getattr(vision, "image_size", 32)
         size = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-        given["pixel_values"] = torch.randn(2, channels, *size, generator=generator)
+        frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
+        given["pixel_values"] = torch.randn(2, *frames, channels, *size, generator=generator)
     elif "query_embeds" in names:
         size = (2, 4, config.hidden_size)
         given["query_embeds"] = torch.randn(size, generator=generator)
