@@ -29,7 +29,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["ref.python"]
 
 CONTENTS = {
-    "Guides": ["migration", "caches", "distributed"],
+    "Guides": ["migration", "hf", "caches", "distributed"],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "reference"],
     "Support and speed": ["ops", "variants", "benchmarks", "cuda", "cuda_resources"],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],

@@ -47,6 +47,12 @@ def test_api_reference_lists_every_public_name(package):
     assert sorted(listed) == sorted(importlib.import_module(f"omniattn.{package}").__all__)
 
 
+def test_hf(one_thread):
+    names = run_page("docs/hf.md")
+    assert names["model"].config._attn_implementation == "omniattn"
+    assert names["swapped"]["linear"] == 8
+
+
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 
 

@@ -1,14 +1,18 @@
 """The mask function: every rule it makes of a predicate is that predicate, and unknowns say so."""
 
+import inspect
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
+import transformers
 from torch import nn
 from transformers import masking_utils as mu
 
-from omniattn.hf.attention import attention_forward
+from omniattn.functional import masks
+from omniattn.hf.attention import UNSUPPORTED, attention_forward
 from omniattn.hf.masks import RuleMask, attention_mask
 from omniattn.reference.masks import visible
 
@@ -45,6 +49,10 @@ def as_dense(mask: RuleMask) -> torch.Tensor:
     return full
 
 
+def is_recognised(mask: RuleMask) -> bool:
+    return not any(isinstance(rule, masks.BoolMask) for rule in mask.rules.masks)
+
+
 @pytest.mark.parametrize("name", PREDICATES)
 @pytest.mark.parametrize(
     ("q_length", "kv_length", "q_offset", "kv_offset"),
@@ -71,11 +79,10 @@ def test_rules_are_the_predicate(name, q_length, kv_length, q_offset, kv_offset)
             "attention_mask": padding,
         }
         expected = mu.sdpa_mask(**arguments, allow_is_causal_skip=False)
-        mask = attention_mask(**arguments)
+        mask = attention_mask(**arguments, dtype=torch.float64, config=transformers.LlamaConfig())
         assert mask.shape == expected.shape
-        if isinstance(mask, RuleMask):
-            recognised += 1
-            assert torch.equal(as_dense(mask), expected)
+        assert torch.equal(as_dense(mask), expected)
+        recognised += is_recognised(mask)
         assert torch.equal(mask & True, expected)  # what a model that combines masks sees
     unaligned = name == "two-sided" and q_offset + q_length != kv_offset + kv_length
     if not unaligned and not (name == "chunked" and kv_offset):
@@ -89,7 +96,7 @@ def test_packed_sequences_are_rules(name):
     expected = mu.sdpa_mask(
         BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
     )
-    assert isinstance(mask, RuleMask)
+    assert is_recognised(mask)
     assert torch.equal(as_dense(mask), expected)
 
 
@@ -108,33 +115,21 @@ def test_packed_sequences_are_rules(name):
 )
 def test_an_unknown_predicate_becomes_its_dense_mask(predicate):
     mask = attention_mask(BATCH, LENGTH, LENGTH, mask_function=predicate)
-    assert not isinstance(mask, RuleMask)
+    assert not is_recognised(mask)
     expected = mu.sdpa_mask(
         BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
     )
-    assert torch.equal(mask, expected)
+    assert torch.equal(as_dense(mask), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "layer"),
-    [
-        (
-            hf.BloomForCausalLM,
-            hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2),
-            "BloomAttention",
-        ),
-        (
-            hf.MptForCausalLM,
-            hf.MptConfig(vocab_size=97, d_model=32, n_layers=1, n_heads=2),
-            "MptAttention",
-        ),
-    ],
-    ids=["bloom", "mpt"],
-)
-def test_models_that_do_not_ask_the_interface_are_named(kind, config, layer):
-    model = kind._from_config(config, attn_implementation="omniattn")
-    with pytest.raises(NotImplementedError, match=layer):
-        model(torch.randint(3, 97, (1, 5)))
+@pytest.mark.parametrize("kind", [transformers.GptOssModel, transformers.LlamaModel])
+def test_modules_outside_attention_see_the_mask_that_the_model_knows(kind):
+    given = {"attention_mask": paddings()["left"], "dtype": torch.float64}
+    mask = attention_mask(BATCH, LENGTH, LENGTH, **given, config=kind.config_class())
+    known = mu.sdpa_mask if kind._supports_sdpa else mu.eager_mask
+    expected = known(BATCH, LENGTH, LENGTH, **given, allow_is_causal_skip=False)
+    assert mask.dtype == expected.dtype
+    assert torch.equal(mask.clone(), expected)
 
 
 class Layer(nn.Module):
@@ -153,12 +148,31 @@ def test_what_is_not_computed_is_named():
     compressing.compressor = nn.Identity()  # DeepSeek-V4
     with pytest.raises(NotImplementedError, match="Layer appends compressed keys"):
         attention_forward(compressing, *inputs(), None)
+    for name in ("shift_labels", "label_smoothing", "seq_idx", "ignore_index"):  # of losses, mixers
+        attention_forward(Layer(), *inputs(), None, output_attentions=False, **{name: inputs()[0]})
     with pytest.raises(ValueError, match="Module must give a mask"):
         attention_forward(nn.Module(), *inputs(), None)
     with pytest.raises(ValueError, match="Tk=5"):
         attention_forward(Layer(), *inputs(4, 5), attention_mask(1, 4, 4))
     with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
         attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, 4))
+
+
+def test_every_keyword_of_attention_is_computed_or_refused():
+    """Keywords that the layers of the installed transformers pass to attention by themselves."""
+    folder = Path(transformers.__file__).parent
+    passed = set()
+    for path in folder.glob("models/*/modeling_*.py"):
+        for call in re.finditer(
+            r"= attention_interface\((.*?)\n +\)\n", path.read_text(), re.DOTALL
+        ):
+            passed |= set(re.findall(r"^ +(\w+)=", call[1], re.MULTILINE))
+    assert {"scaling", "s_aux", "indices"} <= passed
+    computed = inspect.signature(attention_forward).parameters.keys()
+    # Lengths that the ends of sequences contain, positions that the mask has seen already, and
+    # what is so here in any case.
+    implied = {"max_length_q", "max_length_k", "position_ids", "deterministic"}
+    assert passed <= computed | UNSUPPORTED | implied
 
 
 def test_a_mask_of_nothing_fits_any_keys():

@@ -13,25 +13,22 @@ from omniattn.hf.masks import RuleMask
 
 __all__ = ["attention_forward"]
 
-#: Keywords that reach the attention function and do not change what it computes: models pass on
-#: whatever their own forward was called with.
-_HARMLESS = frozenset(
+#: Keywords of transformers' attention functions that change the result and are not computed here:
+#: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), paged caches, weights.
+#: All others pass by: models hand on whatever they were called with, also what belongs to a loss, a
+#: collator or another layer, so that no list of those can be complete. A test holds this one
+#: against all calls of attention functions in the installed transformers.
+UNSUPPORTED = frozenset(
     {
-        "cache_position",
-        "deterministic",
-        "is_first_iteration",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "token_type_ids",
-        "use_cache",
+        "block_indices",
+        "block_table",
+        "cache",
+        "cache_seqlens",
+        "indices",
+        "k_cache",
+        "output_attentions",
+        "sinks",
+        "v_cache",
     }
 )
 
@@ -51,7 +48,6 @@ def attention_forward(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers model, by :func:`omniattn.functional.attention`.
@@ -71,21 +67,23 @@ def attention_forward(
         (B, Tq, Hq, Dv) and None.
 
     Raises:
-        NotImplementedError: a keyword that may change the result and is not known.
+        NotImplementedError: a keyword that changes the result and is not computed here.
         ValueError: no mask, and the layer does not say whether it is causal.
     """
-    unknown = [name for name, x in kwargs.items() if x is not None and name not in _HARMLESS]
-    if output_attentions:
-        unknown.append("output_attentions")
-    if unknown:
+    unsupported = [
+        name
+        for name, x in kwargs.items()
+        if name in UNSUPPORTED and x is not None and x is not False
+    ]
+    if unsupported:
         raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} passes {', '.join(unknown)}, which this "
+            f"omniattn.hf: {type(module).__name__} passes {', '.join(unsupported)}, which this "
             'attention does not compute; use attn_implementation="eager"'
         )
-    if getattr(module, "compressor", None) is not None:
-        raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} appends compressed keys and an additive mask of "
-            'them to its own, which this attention does not read; use attn_implementation="eager"'
+    if attention_mask is None and getattr(module, "compressor", None) is not None:
+        raise NotImplementedError(  # only compiled models get no mask
+            f"omniattn.hf: {type(module).__name__} appends compressed keys and their mask to a "
+            'mask, which compiled models do not have; use attn_implementation="eager" to compile it'
         )
     keys = key.shape[2]
     mask: masks.Mask | None = None

@@ -4,10 +4,16 @@ transformers describes a mask as a Python predicate on (batch, head, query, key)
 its masking_utils are recognised and become rules for the kernels, which then skip masked tiles; any
 other predicate becomes the bool tensor that transformers' own sdpa_mask makes of it. Nothing is
 guessed: what is not recognised is only slower.
+
+Some modules outside attention read the mask as well: NLLB-MoE's router, the compressor of
+DeepSeek-V4, the convolutions of Nemotron ASR. They see what transformers makes for the model by
+default: the bool mask of sdpa_mask or, where a model says that it does not know sdpa, the additive
+mask of eager attention.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -31,36 +37,37 @@ Predicate = Callable[..., Any]
 
 
 class RuleMask(torch.Tensor):
-    """A bool mask (B, 1, Tq, Tk) that is held as rules.
+    """A mask (B, 1, Tq, Tk) that is held as rules.
 
     `omniattn.hf` reads `rules`, which apply to the first `keys` keys (the others are invisible).
-    Any other operation, such as a model that combines masks, sees the bool tensor.
+    Any other operation, such as a model that combines masks, sees a plain tensor of `dtype`.
     """
 
     rules: masks.Mask
     keys: int
-    _make_dense: Callable[[], Tensor]
+    _visible: Callable[[], Any]
 
     @staticmethod
     def __new__(
         cls,
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         device: torch.device | str,
         rules: masks.Mask,
         keys: int,
-        make_dense: Callable[[], Tensor],
+        visible: Callable[[], Any],
     ) -> RuleMask:
         self: RuleMask = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=torch.bool, device=torch.device(device)
+            cls, torch.Size(shape), dtype=dtype, device=torch.device(device)
         )
         self.rules = rules
         self.keys = keys
-        self._make_dense = make_dense
+        self._visible = visible
         return self
 
     def dense(self) -> Tensor:
-        """The same mask as a plain bool tensor."""
-        return self._make_dense()
+        """The same mask as a plain tensor, bool (True is visible) or additive."""
+        return _as_dtype(self._visible(), self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents
         return f"RuleMask({tuple(self.shape)}, {self.rules}, keys={self.keys})"
@@ -85,83 +92,94 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of one forward pass; the arguments are those of transformers' sdpa_mask.
+    """The mask of one forward pass; the arguments are those of transformers' mask functions.
 
     Returns:
-        A RuleMask, or a bool tensor (B, 1, Tq, Tk) for a predicate that is not recognised. Under
-        torch.compile and torch.export what sdpa_mask returns, which may be None for plain causal.
+        A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the dense
+        mask, (B, 1, Tq, Tk).
 
     Raises:
-        NotImplementedError: the model computes its attention itself, so that this mask would be
-            read by code that expects another kind.
         ValueError: a padding mask that is not (B, T).
     """
-    require_attention_interface(config)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             "omniattn.hf: attention_mask must have shape (B, T) or (B, H, Tq, Tk), "
             f"got attention_mask.shape={tuple(attention_mask.shape)}"
         )
 
-    def dense(*, causal_skip: bool = False) -> Any:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=causal_skip,
-            # A missing mask would have to be told apart from a missing causal mask.
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-
+    # A missing mask would have to be told apart from a missing causal mask: never skipped.
+    given: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
+    dtype = torch.bool if _knows_sdpa(config) else dtype
     if torch.compiler.is_compiling():
-        return dense(causal_skip=allow_is_causal_skip)
-    rules = None if use_vmap else _rules(mask_function)
+        made: Any = sdpa_mask(
+            **given, allow_is_causal_skip=allow_is_causal_skip, local_size=local_size
+        )
+        return made if made is None else _as_dtype(made, dtype)
+    visible: Callable[[], Any] = functools.partial(sdpa_mask, **given, allow_is_causal_skip=False)
+    rules, keys = _aligned_rules(q_length, kv_length, q_offset, kv_offset, mask_function, use_vmap)
+    if rules is None:
+        seen = visible()
+        rules, visible = [masks.BoolMask(seen)], lambda: seen
+    elif (padding := prepare_padding_mask(attention_mask, kv_length, kv_offset)) is not None:
+        rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
+    shape = (batch_size, 1, q_length, kv_length)
+    return RuleMask(shape, dtype, device, masks.All(tuple(rules)), keys, visible)
+
+
+def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
+    """Whether the models of a config are made for bool masks, too."""
+    modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return modeling is None or all(
+        kind._supports_sdpa
+        for kind in vars(modeling).values()
+        if isinstance(kind, type)
+        and issubclass(kind, PreTrainedModel)
+        and isinstance(config, kind.config_class or ())
+    )
+
+
+def _as_dtype(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as it is, or as what eager attention adds to the scores."""
+    if dtype == torch.bool:
+        return visible
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.finfo(dtype).min)
+
+
+def _aligned_rules(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    predicate: Predicate,
+    use_vmap: bool,
+) -> tuple[list[masks.Mask] | None, int]:
+    """The rules of a predicate, None if they cannot say it, and how many keys they apply to."""
+    rules = None if use_vmap else _rules(predicate)
     if rules is None or (kv_offset and any(isinstance(rule, masks.Chunked) for rule in rules)):
-        return dense()
+        return None, kv_length
     # The rules meet the last query with the last key; keys beyond it, in the unfilled part of a
     # static cache, are cut off, which only a causal mask allows.
     last = int(q_offset) + q_length - kv_offset
     causal = any(isinstance(rule, masks.Causal) for rule in rules)
     keys = last if causal else kv_length
     aligned = last == keys or not rules
-    if not aligned or not 0 < keys <= kv_length:
-        return dense()
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        rules += _padding(padding[:, kv_offset : kv_offset + keys].bool())
-    shape = (batch_size, 1, q_length, kv_length)
-    return RuleMask(shape, device, masks.All(tuple(rules)), keys, dense)
-
-
-def require_attention_interface(config: PreTrainedConfig | None) -> None:
-    """Raises for the models of transformers that never ask the AttentionInterface."""
-    if config is None:
-        return
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    modeling = sys.modules.get(name)
-    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    own = [
-        kind
-        for kind, value in vars(modeling).items()
-        if isinstance(value, type) and value.__module__ == name and "Attention" in kind
-    ]
-    if own:
-        raise NotImplementedError(
-            f"omniattn.hf: {config.model_type} computes its attention itself ({own[0]}) and never "
-            'asks the AttentionInterface of transformers; load it with attn_implementation="eager"'
-        )
+    return (rules, keys) if aligned and 0 < keys <= kv_length else (None, kv_length)
 
 
 def _rules(predicate: Predicate) -> list[masks.Mask] | None:

@@ -1,6 +1,16 @@
 """Makes attn_implementation="omniattn" and experts_implementation="omniattn" known."""
 
-from transformers import AttentionInterface
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -23,12 +33,11 @@ def register(name: str = "omniattn") -> None:
             `model.set_experts_implementation(name)`.
 
     Note:
-        A model that computes its attention without transformers' AttentionInterface does not load:
-        NotImplementedError at its first mask (BLOOM, MPT), or transformers' own KeyError (Falcon,
-        GPT-J); its `set_attn_implementation` warns and changes nothing. A layer that passes what is
-        not computed here, such as the chosen indices of DeepSeek-V3.2 or the compressed keys of V4,
-        raises NotImplementedError. A padded query, which attends to nothing, gives 0 where eager
-        gives the mean of all values.
+        A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
+        DeBERTa, Falcon) would take the name and ignore it, or end in a KeyError. It raises
+        NotImplementedError instead, when it is made and in `set_attn_implementation`. A layer that
+        passes what is not computed here, such as the chosen indices of DeepSeek-V3.2, raises it in
+        its forward. docs/hf.md has the list.
 
     Example:
         >>> from transformers import AttentionInterface
@@ -39,3 +48,107 @@ def register(name: str = "omniattn") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    _check_models()
+
+
+@functools.cache
+def _check_models() -> None:
+    """Lets every model say whether it can have our attention; transformers has no hook for it."""
+    kind: Any = PreTrainedModel
+    correct, change = kind.get_correct_attn_implementation, kind.set_attn_implementation
+
+    @functools.wraps(correct)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        if _is_ours(requested_attention):
+            require_interface(self)
+        result: str = correct(self, requested_attention, is_init_check)
+        return result
+
+    @functools.wraps(change)
+    def set_attn_implementation(
+        self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        requested = {id(c): name for c, name in _requested(self.config, attn_implementation)}
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel) and _is_ours(
+                requested.get(id(part.config), requested[id(self.config)])
+            ):
+                require_interface(part)
+        change(self, attn_implementation, *args, **kwargs)
+
+    kind.get_correct_attn_implementation = get_correct_attn_implementation
+    kind.set_attn_implementation = set_attn_implementation
+
+
+def _is_ours(name: str | None) -> bool:
+    return name is not None and AttentionInterface().get(name) is attention_forward
+
+
+def _requested(
+    config: PreTrainedConfig, implementation: str | dict[str, Any]
+) -> Iterator[tuple[PreTrainedConfig, str]]:
+    """What `set_attn_implementation` is about to give to a config and all configs in it."""
+    if not isinstance(implementation, dict):
+        implementation = dict.fromkeys(("", *config.sub_configs), implementation)
+    yield config, implementation.get("", config._attn_implementation)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _requested(part, implementation.get(name, part._attn_implementation))
+
+
+def require_interface(model: PreTrainedModel) -> None:
+    """Raises NotImplementedError for a model that never asks the AttentionInterface.
+
+    Args:
+        model: itself, without the models that it contains.
+    """
+    layer = own_attention(model)
+    if layer is not None:
+        raise NotImplementedError(
+            f"omniattn.hf: {type(model).__name__} computes its attention itself ({layer}) and "
+            'never asks the AttentionInterface of transformers; use attn_implementation="eager" '
+            'or, where it is a part of another model, {"": "omniattn", "its sub_config": "eager"}'
+        )
+
+
+def own_attention(model: PreTrainedModel) -> str | None:
+    """What a model, without those that it contains, computes attention with if it never asks."""
+    kind: Any = type(model)
+    return _own_layer(kind) or _own_table(kind)
+
+
+@functools.cache
+def _own_layer(kind: type[PreTrainedModel]) -> str | None:
+    """The attention layer of a modeling file that does not know the AttentionInterface."""
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
+        scope = vars(sys.modules[base.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" in scope:
+            continue
+        for name, value in scope.items():
+            if "Attention" in name and _is_layer(value) and value.__module__ == base.__module__:
+                return name
+    return None
+
+
+@functools.cache
+def _own_table(kind: type[PreTrainedModel]) -> str | None:
+    """The dict from which a model takes attention layers by the name of the implementation."""
+    scope = vars(sys.modules[kind.__module__])
+    if not any(name.endswith("_ATTENTION_CLASSES") for name in scope):
+        return None
+    parts: list[type] = [kind]
+    for part in parts:  # grows by the layers that the code of a part names
+        for name in re.findall(r"\w+", inspect.getsource(part)):
+            if name.endswith("_ATTENTION_CLASSES"):
+                return name
+            layer: Any = scope.get(name)
+            if _is_layer(layer) and layer not in parts and not issubclass(layer, PreTrainedModel):
+                parts.append(layer)
+    return None
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)

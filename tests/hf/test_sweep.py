@@ -1,0 +1,227 @@
+"""Every type of model of transformers that builds from a small config, against its eager attention:
+outputs, gradients and generation, unpadded and padded on both sides, with
+attn_implementation="omniattn" and with omniattn.hf.patch.
+
+A model gives the same or is refused by name. docs/hf.md says which, and the test holds it to that:
+
+    pytest -m slow tests/hf/test_sweep.py
+    PYTHONPATH=tests/support python tests/hf/test_sweep.py          # writes the lists of the page
+    PYTHONPATH=tests/support python tests/hf/test_sweep.py t5 bart  # only tries these
+"""
+
+import contextlib
+import copy
+import re
+import sys
+import textwrap
+import time
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import small_models
+import torch
+from torch import Tensor
+
+import omniattn.hf
+from omniattn import functional
+from omniattn.testing import threads
+
+PAGE = Path(__file__).parents[2] / "docs/hf.md"
+
+EQUAL, REFUSED, WITHOUT = "Equal", "Refused", "Without attention"
+NOT_TRIED, FAILED = "Not tried", "Failed"
+
+
+#: Models whose eager attention is wrong in transformers 5.23, with the reason: compared with sdpa.
+_LOGICAL_NOT = "eager reads its additive mask as a bool one and gives NaN"
+WRONG_IN_EAGER = {
+    "nemotron3_5_asr": _LOGICAL_NOT,
+    "nemotron_asr_streaming": _LOGICAL_NOT,
+    "nemotron_asr_streaming_encoder": _LOGICAL_NOT,
+}
+
+
+def tensors(output) -> list[Tensor]:
+    """What a model gives, without caches and attention weights."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if hasattr(output, "items"):
+        return [
+            x
+            for name, part in output.items()
+            if "past_key_values" not in name and "attentions" not in name
+            for x in tensors(part)
+        ]
+    return [x for part in output for x in tensors(part)] if isinstance(output, tuple) else []
+
+
+def masked(output, real: Tensor) -> list[Tensor]:
+    """The same, of the tokens that are no padding."""
+    return [x[real] if x.shape[:2] == real.shape else x for x in tensors(output)]
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], what: str) -> None:
+    assert len(actual) == len(expected), what
+    largest = max((e[e.isfinite()].abs().max().item() for e in expected if e.numel()), default=0)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape, what
+        finite = e.isfinite()
+        assert torch.equal(a.isfinite(), finite), what
+        if finite.any():
+            error = (a - e)[finite].abs().max().item()
+            # Some gradients, such as that of a bias of the keys, are zero but for rounding.
+            bound = 1e-3 * e[finite].abs().max().item() + 1e-5 * largest
+            assert error <= bound, f"{what} by {error:.1e} of {largest:.1e}"
+
+
+def cases(model) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+    """Arguments of the model and which tokens are real."""
+    dtype = next(model.parameters()).dtype
+    given = {
+        name: x.to(dtype) if x.is_floating_point() else x
+        for name, x in small_models.inputs(model).items()
+    }
+    real = torch.ones(2, small_models.LENGTH, dtype=torch.bool)
+    found = {"no padding": (given, real)}
+    if "attention_mask" in given:
+        for side in ("right", "left"):
+            real = real.clone().fill_(True)
+            real[1, slice(9, None) if side == "right" else slice(4)] = False
+            found[side] = ({**given, "attention_mask": real.long()}, real)
+    return found
+
+
+def results(model) -> dict[str, list[Tensor]]:
+    """All that is compared, by what it is."""
+    found = {}
+    for name, (given, real) in cases(model).items():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            found[f"outputs with {name}"] = masked(model(**given), real)
+    # Of the last case but left padding, where models number positions in ways of their own.
+    given, real = list(cases(model).values())[:2][-1]
+    torch.manual_seed(0)
+    outputs = [x for x in masked(model(**given), real) if x.requires_grad]
+    if outputs:
+        generator = torch.Generator().manual_seed(2)
+        sum((x * torch.randn(x.shape, generator=generator)).sum() for x in outputs).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found["gradients"] = list(grads.values())
+    if model.can_generate() and "input_ids" in given and "pixel_values" not in given:
+        given, _ = list(cases(model).values())[-1]
+        given = {n: x for n, x in given.items() if not n.startswith("decoder_")}
+        with contextlib.suppress(Exception), torch.no_grad():
+            tokens = model.generate(**given, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            found["generation"] = [tokens.float()]
+    return found
+
+
+def compare(model, expected: dict[str, list[Tensor]], how: str) -> None:
+    actual = results(model)
+    assert actual.keys() == expected.keys(), f"{how}: {expected.keys() ^ actual.keys()}"
+    for name in expected:
+        assert_close(actual[name], expected[name], f"{how}: {name} differ")
+
+
+def refused(error: NotImplementedError) -> str:
+    """What an error of this package names, in a word or two."""
+    found = re.match(r"omniattn\.hf: (\w+) (.*?)( and never|, which)", str(error))
+    assert found is not None, f"must come from this package and name the model, got {error}"
+    own = re.match(r"computes its attention itself \((\w+)\)", found[2])
+    return own[1] if own is not None else f"{found[1]} {found[2]}"
+
+
+def try_model(model_type: str, dtype: torch.dtype) -> tuple[str, str]:
+    try:
+        eager = small_models.make(model_type).to(dtype)
+        ours, patched = copy.deepcopy(eager), copy.deepcopy(eager)
+        if model_type in WRONG_IN_EAGER:
+            eager.set_attn_implementation("sdpa")
+        expected = results(eager)
+    except Exception as error:
+        return NOT_TRIED, type(error).__name__ + " " + str(error)[-120:].replace("\n", " ")
+    how = EQUAL, ""
+    calls = mock.Mock(wraps=functional.attention)
+    with mock.patch.object(functional, "attention", calls):
+        try:
+            ours.set_attn_implementation("omniattn")
+            compare(ours, expected, "interface")
+            if not calls.called:
+                how = WITHOUT, ""
+        except NotImplementedError as error:
+            how = REFUSED, refused(error)
+    omniattn.hf.patch(patched)
+    try:
+        compare(patched, expected, "patch")
+    except NotImplementedError as error:
+        assert how == (REFUSED, refused(error))
+    return how
+
+
+def outcome(model_type: str) -> tuple[str, str]:
+    """How a type of model fares, and the layer that an error names."""
+    try:
+        return try_model(model_type, torch.float32)
+    except AssertionError:
+        # Rounding, unless the models differ in double precision as well.
+        how = try_model(model_type, torch.float64)
+        if how[0] == NOT_TRIED:
+            raise
+        return how
+
+
+def written() -> dict[str, str]:
+    """Type of model -> under which title docs/hf.md has it."""
+    lists = re.findall(r"^### ([\w ]+)(.*?)(?=^#|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return {name: title for title, text in lists for name in re.findall(r"`([^`]+)`", text)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", small_models.model_types())
+def test_every_model_is_equal_or_refused_by_name(model_type):
+    assert outcome(model_type)[0] == written()[model_type]
+
+
+def write(found: dict[str, tuple[str, str]]) -> None:
+    """Replaces the lists of docs/hf.md, which are the end of the page."""
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, (title, detail) in sorted(found.items()):
+        groups[title][detail if title == REFUSED else ""].append(f"`{name}`")
+    lists = ""
+    for title in (EQUAL, REFUSED, WITHOUT, NOT_TRIED):
+        parts = [
+            (f"{detail}: " if detail else "") + ", ".join(names)
+            for detail, names in sorted(groups[title].items())
+        ]
+        bullet = "- " if title == REFUSED else ""
+        body = "\n".join(
+            textwrap.fill(bullet + part, 100, break_on_hyphens=False, break_long_words=False)
+            for part in parts
+        )
+        lists += f"\n### {title}\n\n{body}\n"
+    head = PAGE.read_text().partition("\n### ")[0]
+    PAGE.write_text(head + lists)
+
+
+def main(model_types: list[str]) -> None:
+    """Tries the types, or all and writes the page; 1 if one fails."""
+    omniattn.hf.register()
+    found, failed = {}, 0
+    for model_type in model_types or small_models.model_types():
+        started = time.perf_counter()
+        try:
+            found[model_type] = outcome(model_type)
+        except Exception as error:
+            found[model_type] = FAILED, f"{type(error).__name__} {error}"
+            failed += 1
+        print(model_type, *found[model_type], f"{time.perf_counter() - started:.1f} s", flush=True)
+    if not failed and not model_types:
+        write(found)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    with threads(1):
+        main(sys.argv[1:])

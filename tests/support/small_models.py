@@ -1,0 +1,245 @@
+"""A small model of every type that transformers has, with inputs for it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import configuration_auto, modeling_auto
+
+VOCABULARY = 99
+#: Fields of a config by a pattern of their whole name, with what becomes of the default.
+_FIELDS: tuple[tuple[str, Any], ...] = (
+    (r".*vocab_size|num_vocabs?", VOCABULARY),
+    (r".*_token_id|.*_token_index", lambda x: min(x, VOCABULARY - 3)),
+    (r".*head_dim|d_kv|.*_head_size", 16),
+    (r"(num|n)_.*key_value_heads|num_kv_heads", 2),
+    (r"(.*_)?(num|n)_.*heads?|.*(attention|decoder|encoder)_heads|num_heads|n_head", 4),
+    (
+        r"(?!.*feat_extract)((.*_)?(num|n)_(.*_)?(layers?|blocks)|.*_layers|depth)",
+        lambda x: min(x, 2),
+    ),
+    (r".*intermediate_(size|dim)|.*ffn_(hidden_)?(size|dim)|d_ff|d_inner|n_inner|mlp_dim", 48),
+    (r"(.*_)?hidden_(size|dim)|d_model|d_latents|n_embd|(.*_)?emb(ed)?_dim|dim|embedding_size", 64),
+    (r".*projection_(dim|size)|.*proj_dim|.*out_hidden_size", 64),
+    (r"rotary_dim", lambda x: min(x, 8)),
+    (r"(q|kv|o)_lora_rank", 16),
+    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
+    (r".*experts_per_tok(en)?|.*topk|.*top_k|moe_k|n_group|num_expert_group", lambda x: min(x, 2)),
+    (r"topk_group", 1),
+    (r"sliding_window", 5),
+    (r"attention_window", 6),
+    (r"num_frames", 4),
+    (r"image_size|img_size", 32),
+    (r"patch_size", 8),
+    (r"(.*_)?max_(position_embeddings|.*positions)|n_positions", lambda x: min(x, 128)),
+)
+
+
+def _size(name: str, value: Any) -> Any:
+    for pattern, small in _FIELDS:
+        if re.fullmatch(pattern, name):
+            return small(value) if callable(small) else small
+    return value
+
+
+def small_config(kind: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
+    """A config with few and small layers; `given` overrides what the patterns choose."""
+    default = kind()
+    changes: dict[str, Any] = {}
+    for name, value in vars(default).items():
+        if isinstance(value, PreTrainedConfig):
+            changes[name] = small_config(type(value), **given.pop(name, {}))
+        elif type(value) is int and value > 0 and not name.startswith("_"):
+            if (small := _size(name, value)) != value:
+                changes[name] = small
+        elif name in ("layer_types", "mlp_layer_types", "block_types") and value:
+            changes[name] = [value[0], next((x for x in value if x != value[0]), value[0])]
+        elif name == "rope_parameters" and value and "mrope_section" in value:
+            half = int(8 * value.get("partial_rotary_factor", 1))
+            section = [half // 4, half // 4, half - 2 * (half // 4)]
+            changes[name] = {**value, "mrope_section": section}
+    heads = getattr(default, "num_attention_heads", None)
+    if getattr(default, "num_key_value_heads", None) == heads and heads is not None:
+        changes["num_key_value_heads"] = 4
+    if hasattr(default, "qk_rope_head_dim"):
+        changes.pop("head_dim", None)  # follows
+    return kind(**{**changes, **given})
+
+
+#: Which class of a type is tried: the first of these that it has.
+_TASKS = (
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "MASKED_LM",
+    "CTC",
+    "IMAGE_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "OBJECT_DETECTION",
+    "SEMANTIC_SEGMENTATION",
+    "TOKEN_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+)
+
+
+def class_name(model_type: str) -> str | None:
+    """The class that stands for a type of model, None if it has none of its own."""
+    names = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in _TASKS]
+    for mapping in (*names, modeling_auto.MODEL_MAPPING_NAMES):
+        if model_type in mapping:
+            name = mapping[model_type]
+            return name if isinstance(name, str) else name[0]
+    return None
+
+
+def model_types() -> list[str]:
+    """All types that have a class. Imports none of them."""
+    return sorted(t for t in configuration_auto.CONFIG_MAPPING_NAMES if class_name(t) is not None)
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": sum(section) / 8}
+    return {"rope_parameters": {**rope, "mrope_section": list(section)}}
+
+
+_ONE_OF_TWO = {"attn_layer_indices": [1]}
+_SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 24, "window_size": 4}
+_SWIN |= {"depths": [2, 2], "num_heads": [3, 6]}
+#: What the patterns do not get right, by type.
+_GIVEN: dict[str, dict[str, Any]] = {
+    "bamba": _ONE_OF_TWO,
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "donut-swin": _SWIN,
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "qwen2_vl": {"text_config": _mrope(2, 2, 4)},
+    "qwen2_vl_text": _mrope(2, 2, 4),
+    "qwen2_5_vl": {"text_config": _mrope(2, 2, 4)},
+    "qwen2_5_vl_text": _mrope(2, 2, 4),
+    "paddleocr_vl": {"text_config": _mrope(2, 2, 4)},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "glm46v": {"text_config": _mrope(2, 2, 4)},
+    "glm4v": {"text_config": _mrope(2, 2, 4)},
+    "glm4v_moe": {"text_config": _mrope(1, 1, 2)},
+    "glm4v_moe_text": _mrope(1, 1, 2),
+    "glm4v_text": _mrope(2, 2, 4),
+    "glm5_next": {"text_config": {"index_topk": 16}},
+    "glm5_next_text": {"index_topk": 16},
+    "glm_image": {"text_config": _mrope(2, 2, 4)},
+    "glm_image_text": _mrope(2, 2, 4),
+    "glm_ocr": {"text_config": _mrope(2, 2, 4)},
+    "glm_ocr_text": _mrope(2, 2, 4),
+    "glmga": {"text_config": _mrope(2, 2, 4)},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "perceiver": {"num_self_attends_per_block": 2, "num_latents": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+}
+
+
+def make(model_type: str) -> PreTrainedModel:
+    """A model with random weights, so large that no attention is uniform."""
+    torch.manual_seed(0)
+    config = small_config(
+        configuration_auto.CONFIG_MAPPING[model_type], **_GIVEN.get(model_type, {})
+    )
+    kind: Any = getattr(transformers, class_name(model_type))
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    config._attn_implementation = "eager"
+    model = kind(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() >= 2:
+                nn.init.normal_(p, std=min(1.0, 1.5 * p[0].numel() ** -0.5))
+            elif p.is_floating_point():
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+LENGTH = 13
+
+
+def _spectrogram(model: PreTrainedModel, generator: torch.Generator) -> Tensor:
+    """(B, bins, T) for models that begin with a convolution over T, otherwise (B, T, bins)."""
+    names = ("num_mel_bins", "input_feat_size", "feature_size")
+    configs = [getattr(model.config, name, None) for name in ("audio_config", "encoder_config")]
+    configs = [model.config, *(c for c in configs if c is not None)]
+    bins = next((getattr(c, n) for c in configs for n in names if hasattr(c, n)), 80)
+    layers = (m for m in model.modules() if isinstance(m, nn.Conv1d))
+    first = any(layer.in_channels == bins for layer in layers)
+    x = torch.randn(2, 64, bins, generator=generator)
+    return x.transpose(1, 2).contiguous() if first else x
+
+
+def inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Arguments of the model's forward, for a batch of two."""
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(1)
+    names = inspect.signature(model.forward).parameters
+    ids = torch.randint(5, VOCABULARY - 3, (2, LENGTH), generator=generator)
+    ids[:, 8] = (
+        VOCABULARY - 3
+    )  # the end of a text for models that pool there; no padding in any case
+    main = model.main_input_name
+    given: dict[str, Tensor] = {}
+    if "input_ids" in names:
+        given["input_ids"] = ids
+        if "attention_mask" in names:
+            given["attention_mask"] = torch.ones_like(ids)
+        if "bbox" in names:
+            given["bbox"] = torch.tensor([1, 2, 5, 7]).expand(2, LENGTH, 4)
+    vision = getattr(config, "vision_config", config)
+    if (
+        main == "pixel_values"
+        or ("pixel_values" in names and "input_ids" not in names)
+        or ("pixel_values" in names and hasattr(config, "projection_dim"))
+    ):
+        size = getattr(vision, "image_size", 32)
+        size = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+        frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
+        given["pixel_values"] = torch.randn(2, *frames, channels, *size, generator=generator)
+    elif "query_embeds" in names:
+        size = (2, 4, config.hidden_size)
+        given["query_embeds"] = torch.randn(size, generator=generator)
+    elif "grid_thw" in names:
+        patch, frames = vision.patch_size, getattr(vision, "temporal_patch_size", 1)
+        pixels = getattr(vision, "in_channels", 3) * frames * patch**2
+        given["hidden_states"] = torch.randn(16, pixels, generator=generator)
+        given["grid_thw"] = torch.tensor([[1, 4, 4]])
+    elif main == "pixel_values_videos":
+        size, frames = vision.image_size, getattr(vision, "num_frames", 4)
+        given[main] = torch.randn(2, frames, 3, size, size, generator=generator)
+    elif main == "input_values":
+        if hasattr(config, "num_mel_bins"):
+            given[main] = torch.randn(
+                2, getattr(config, "max_length", 64), config.num_mel_bins, generator=generator
+            )
+        else:
+            given[main] = torch.randn(2, 1600, generator=generator)
+    elif main == "input_features":
+        given[main] = _spectrogram(model, generator)
+    if config.is_encoder_decoder and "decoder_input_ids" in names:
+        given["decoder_input_ids"] = ids[:, :9]
+    return given
