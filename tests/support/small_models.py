@@ -130,6 +130,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "donut-swin": _SWIN,
     "swin": _SWIN,
     "swinv2": _SWIN,
+    "vits": {"upsample_initial_channel": 32},
     "qwen2_vl": {"text_config": _mrope(2, 2, 4)},
     "qwen2_vl_text": _mrope(2, 2, 4),
     "qwen2_5_vl": {"text_config": _mrope(2, 2, 4)},

@@ -110,7 +110,7 @@ def require_interface(model: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"omniattn.hf: {type(model).__name__} computes its attention itself ({layer}) and "
             'never asks the AttentionInterface of transformers; use attn_implementation="eager" '
-            'or, where it is a part of another model, {"": "omniattn", "its sub_config": "eager"}'
+            'or, for other parts of a composite model, {"": "eager", "text_config": "omniattn"}'
         )
 
 
