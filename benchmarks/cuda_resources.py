@@ -27,6 +27,7 @@ SPILLED = re.compile(r"[1-9]\d* bytes spill (?:stores|loads)")
 #: What a launcher may call of the CUDA runtime: nothing that waits or allocates, so that graphs can
 #: capture it.
 LAUNCHING = {"LaunchKernel", "FuncSetAttribute", "GetLastError", "GetErrorString"}
+LAUNCHING |= {"GetDevice", "DeviceGetAttribute"}  # the shared memory that a block can have
 
 
 def release() -> str:

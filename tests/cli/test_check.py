@@ -55,3 +55,8 @@ def test_speed_is_shown_where_there_is_a_benchmark(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert len(re.findall(r"swiglu +f32 .* \d+\.\d\dx  tiny", out)) == 2
     assert len(re.findall(r"\dx ", out)) == 2
+
+
+def test_an_op_without_gradient_is_checked_forward(capsys):
+    assert main(["check", "uniform_like", "--no-speed"]) == 0
+    assert "backward" not in capsys.readouterr().out

@@ -255,3 +255,27 @@ def test_lengths_beyond_what_was_promised():
         attention_cached(q[None], q[None], q[None], torch.tensor([6]))
     with pytest.raises(ValueError, match=r"cache_seqlens must have shape \(1,\)"):
         attention_cached(q[None], q[None], q[None], torch.tensor([5, 5]))
+
+
+@pytest.mark.parametrize("second", ["reference", "jvp"])
+def test_definition_takes_slopes_of_each_sequence(second):
+    """The eager definition, which also gives second and forward-mode derivatives."""
+    q, k = torch.randn(2, 3, 2, 4, dtype=F64), torch.randn(2, 5, 2, 4, dtype=F64)
+    lengths, slopes = torch.tensor([5, 3]), torch.rand(2, 2, dtype=F64)
+
+    def cached(slopes, **options):
+        return attention_cached(q, k, k, lengths, alibi_slopes=slopes, **options)
+
+    def varlen(slopes, **options):
+        cu_q, cu_k = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10])
+        rows = q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1)
+        return attention_varlen(*rows, cu_q, cu_k, alibi_slopes=slopes, **options)
+
+    for function in (cached, varlen):
+        if second == "reference":
+            torch.testing.assert_close(function(slopes, backend="reference"), function(slopes))
+        else:
+            ones, step = torch.ones_like(slopes), 1e-6
+            _, found = torch.func.jvp(function, (slopes,), (ones,))
+            wanted = (function(slopes + step) - function(slopes - step)) / (2 * step)
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)

@@ -149,3 +149,20 @@ def test_positions_of_packed_sequences():
     cu = torch.tensor([[0, 2, 5], [0, 1, 5]])
     got = vmap(lambda cu: F.packed_positions(cu, 5))(cu)
     assert torch.equal(got, torch.stack([F.packed_positions(c, 5) for c in cu]))
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    [
+        lambda cos, sin: F.apply_rotary(Q, None, cos, sin)[0],
+        lambda cos, sin: F.qk_norm_rotary(Q, None, cos, sin)[0],
+    ],
+    ids=["apply_rotary", "qk_norm_rotary"],
+)
+def test_gradients_that_rotary_tables_do_not_get_are_refused_around_vmap(rotate):
+    cos, sin = torch.randn(3, 5, 2, dtype=Q.dtype), torch.randn(5, 2, dtype=Q.dtype)
+    with pytest.raises(NotImplementedError, match="cos and sin get no gradient"):
+        grad(lambda c: vmap(lambda one: rotate(one, sin))(c).sum())(cos)
+    cos.requires_grad_()
+    with pytest.raises(NotImplementedError, match="cos and sin get no gradient"):
+        vmap(lambda one: rotate(one, sin))(cos).sum().backward()

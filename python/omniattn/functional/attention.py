@@ -92,7 +92,9 @@ def attention(
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
             -inf hides a key, whose k and v must be finite (a mask does not read them); a finite
-            value never does by itself: finfo.min on all keys of a row cancels in the softmax.
+            value never does by itself: where all keys of a row carry finfo.min, it gives the mean
+            of their values, as torch does. A sum of terms beyond the accumulator's range is
+            infinite.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
@@ -369,7 +371,9 @@ def attention_weights(
 ) -> Tensor:
     """The weights P of :func:`attention`, to look at, from the lse it returned.
 
-    ``P = exp(logits - lse)``, exactly those of the call with the same arguments, before dropout.
+    ``P = exp(logits - lse)``, those of the call with the same arguments, before dropout. Rows sum
+    to 1 as far as lse resolves it: where all logits of a row are large (finfo.min on all keys), lse
+    cannot hold ln Tk next to them, and P is up to Tk times too large.
 
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).

@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from omniattn.hf import layers
 from omniattn.hf.experts import why_unsupported
 from omniattn.hf.probe import Finding, Forward, Left, same, twin
-from omniattn.hf.register import register
+from omniattn.hf.register import own_attention, register
 from omniattn.hf.rotary import rotary_forward
 
 __all__ = ["patch", "unpatch"]
@@ -132,6 +132,8 @@ def _set_interfaces(
     """Sets the implementations of `model`; all layers of attention and experts, each with None or
     the reason why it does not run on this package."""
     layers = list(filter(_asks_for_attention, model.modules())) if attention else []
+    # With such a part, a composite model does not take the name of another attention.
+    own = next(filter(None, map(own_attention, _pretrained_parts(model))), None)
     mixtures = [m for m in model.modules() if hasattr(m, "has_post_expert_norm")] if experts else []
     unsupported = next(filter(None, map(why_unsupported, mixtures)), None)
     if layers or (mixtures and not unsupported):
@@ -146,14 +148,20 @@ def _set_interfaces(
                 name: getattr(part.config, name)
                 for name in ("_attn_implementation", "_experts_implementation")
             }
-    if layers:
+    if layers and own is None:
         model.set_attn_implementation("omniattn")
     if mixtures and not unsupported:
         model.set_experts_implementation("omniattn")
 
     def why_not(module: nn.Module, setting: str) -> str | None:
         is_set = getattr(getattr(module, "config", None), setting, None) == "omniattn"
-        return None if is_set else "transformers does not set its implementation"
+        if is_set:
+            return None
+        return (
+            f"{own} in the same model computes its attention itself"
+            if own is not None and setting == "_attn_implementation"
+            else "transformers does not set its implementation"
+        )
 
     for layer in layers:
         yield "attention", layer, why_not(layer, "_attn_implementation")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, Op, private_op, register_vmap
-from omniattn.reference.attention import Rules
+from omniattn.reference.attention import Rules, TableRule
 from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
 from omniattn.reference.scores import TABLES, ScoreKind
 
@@ -153,18 +152,6 @@ def _decode(
     return layout, options
 
 
-@dataclass(frozen=True)
-class _Relative:
-    """A table rule as the reference takes it."""
-
-    kind: int
-    table: Tensor | None
-    parameters: tuple[float, ...]
-
-    def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]:
-        return (self.kind, self.table, self.parameters)
-
-
 def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:
     """A score rule as an argument of the reference."""
     if kind == ScoreKind.SOFTCAP:
@@ -172,7 +159,7 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
     if kind in (ScoreKind.SIGMOID, ScoreKind.RELU2):
         return {"normaliser": kind.name.lower()}
     if kind in TABLES:
-        return {"relative": _Relative(kind, tensor, tuple(parameters))}
+        return {"relative": TableRule(kind, tensor, tuple(parameters))}
     return {kind.name.lower(): tensor}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
-from omniattn.ops.rope import is_shared
+from omniattn.ops.rope import is_shared, refuse_table_gradients
 
 __all__ = ["norm_rope"]
 
@@ -48,6 +48,7 @@ def _backward(
 ) -> tuple[Any, ...]:
     if grads[0] is None:
         return (None,) * 10
+    refuse_table_gradients("qk_norm_rotary", needs)
     start, interleaved, _, offset, _ = kept
     dx, dweight = _backward_op(grads[0], *saved, start, interleaved, offset, needs[1])
     return (dx, dweight.to(dx.dtype) if needs[1] else None, *(None,) * 8)

@@ -32,10 +32,19 @@ def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     return (cos, sin, positions), kept
 
 
+def refuse_table_gradients(op: str, needs: Sequence[Any]) -> None:
+    """`needs` of q or x, one more, cos and sin: under vmap, functions cannot see it earlier."""
+    if needs[2] or needs[3]:
+        raise NotImplementedError(
+            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
+        )
+
+
 def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     """The gradients turn by the negative angle."""
+    refuse_table_gradients("apply_rotary", needs)
     start, interleaved, inverse = kept
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=False)]
     found = [grad for grad in wanted if grad is not None]

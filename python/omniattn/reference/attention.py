@@ -27,6 +27,17 @@ class RelativeTerm(Protocol):
     def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]: ...
 
 
+class TableRule(NamedTuple):
+    """A relative term in its encoded form; table (B | 1, rows, Hq)."""
+
+    kind: int
+    table: Tensor | None
+    parameters: tuple[float, ...]
+
+    def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]:
+        return self.kind, self.table, self.parameters
+
+
 Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
 
@@ -83,14 +94,19 @@ class AttentionOptions(NamedTuple):
     def of_sequence(self, n: int, tq: int, tk: int) -> AttentionOptions:
         """Those of sequence n of a packed or cached batch, which has its own lengths."""
         rules = masks.of_sequence(self.visibility.rules(), n, tq, tk)
-        bias, slopes = self.logits.bias, self.logits.alibi_slopes
+        logits = self.logits
+        bias, slopes, relative = logits.bias, logits.alibi_slopes, logits.relative
         if bias is not None:
             bias = masks.cut(bias, n, tq, tk)
-        if slopes is not None and slopes.dim() == 2:
+        if slopes is not None and slopes.dim() > 1 and len(slopes) > 1:
             slopes = slopes[n : n + 1]
+        if relative is not None:
+            kind, table, parameters = relative.rule()
+            if table is not None and len(table) > 1:
+                relative = TableRule(kind, table[n : n + 1], parameters)
         return AttentionOptions(
             Visibility(False, (-1, -1), Rules(rules)),
-            self.logits._replace(bias=bias, alibi_slopes=slopes),
+            logits._replace(bias=bias, alibi_slopes=slopes, relative=relative),
             self.weights,
         )
 

@@ -32,7 +32,6 @@ class TrainConfig:
 
     Args:
         model: a name in PRESETS.
-        data: path of the file or folder; None: what comes with the machine.
         steps, batch, length: optimizer steps; examples per step; tokens per example of text.
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
         seed: of the weights and of the batches.
@@ -40,10 +39,10 @@ class TrainConfig:
         decay_steps: when the final learning rate is reached; None: at the end.
         betas, eps, weight_decay: of AdamW.
         clip: bound of the gradient's norm.
+        data: path of the file or folder; None: what comes with the machine.
     """
 
     model: str = "llama"
-    data: str | None = None
     steps: int = 200
     batch: int = 8
     length: int = 256
@@ -57,6 +56,7 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    data: str | None = None
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
