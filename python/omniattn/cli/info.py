@@ -79,7 +79,7 @@ def _kernels() -> str:
     found = config.CPU_ISAS[torch.ops.omniattn.detected_cpu_isa()]
     chosen = config.CPU_ISAS[torch.ops.omniattn.cpu_isa()]
     if chosen == found:
-        choice = "the best that this CPU runs, told by its instructions, not by its name"
+        choice = "the best this CPU supports, detected from its instructions, not its name"
     else:
         choice = f"although this CPU has {found}: OMNIATTN_CPU_ISA={config.CPU_ISA}"
     return f"{chosen} ({choice}): {_MEANING[chosen]}"
