@@ -67,7 +67,9 @@ def test_writes_checkpoint_plot_and_sample(tmp_path, text, capsys):
     difference = re.search(r"largest difference in loss (\S+) over 3 steps", printed)
     assert difference is not None
     assert float(difference[1]) < 1e-4
-    assert "speed-up not measured: that needs 10 steps and 2 s on both sides, but training" in printed
+    assert (
+        "speed-up not measured: that needs 10 steps and 2 s on both sides, but training" in printed
+    )
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def ")
     assert load_model(out / "checkpoint.safetensors").config.dim == 64

@@ -222,3 +222,22 @@ def test_custom_four_dimensional_masks_and_packed_lengths():
     torch.testing.assert_close(out.transpose(1, 2), sdpa(q, k, v, attn_mask=blocks))
     with pytest.raises(ValueError, match="must come together"):
         attention_forward(Layer(), q, k, v, attention_mask(1, 5, 5), cu_seq_lens_q=ends)
+
+
+def test_mask_stays_when_a_static_cache_is_updated():
+    """The offset is the cache's own count; Doge and NLLB-MoE read the mask after the update."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    config._attn_implementation = "omniattn"
+    cache, k = transformers.StaticCache(config=config, max_cache_len=6), torch.randn(1, 2, 2, 4)
+    cache.update(k, k, 0)
+    mask = mu.create_causal_mask(
+        config=config,
+        inputs_embeds=torch.randn(1, 1, 8),
+        attention_mask=None,
+        past_key_values=cache,
+    )
+    before = mask & True
+    cache.update(k[:, :, :1], k[:, :, :1], 0)
+    assert torch.equal(mask & True, before)
+    assert before.flatten().tolist() == [True] * 3 + [False] * 3

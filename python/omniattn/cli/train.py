@@ -369,8 +369,9 @@ def _speed_up(trainer: Trainer, reference: Trainer) -> str:
         steps, seconds = len(side.seconds), sum(side.seconds)
         if steps < _TIMED_STEPS or seconds < _TIMED_SECONDS:
             return (
-                f"speed-up not measured: that needs {_TIMED_STEPS} steps and {_TIMED_SECONDS:.0f} s on "
-                f"both sides, but {name} ran {steps} steps in {seconds:.1f} s"
+                f"speed-up not measured: that needs {_TIMED_STEPS} steps and "
+                f"{_TIMED_SECONDS:.0f} s on both sides, but {name} ran {steps} steps in "
+                f"{seconds:.1f} s"
             )
     ratio = trainer.items_per_second / reference.items_per_second
     return f"{_speed(reference)}, speed-up {ratio:.1f}x"

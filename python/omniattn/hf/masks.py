@@ -130,6 +130,8 @@ def attention_mask(
             **given, allow_is_causal_skip=allow_is_causal_skip, local_size=local_size
         )
         return made if made is None else _as_dtype(made, dtype)
+    if isinstance(q_offset, Tensor):  # a static cache's own count, which its update changes
+        given["q_offset"] = q_offset.clone()
     visible: Callable[[], Any] = functools.partial(sdpa_mask, **given, allow_is_causal_skip=False)
     rules, keys = _aligned_rules(q_length, kv_length, q_offset, kv_offset, mask_function, use_vmap)
     if rules is None:
