@@ -51,6 +51,10 @@ PLACED = (
     *("-attention-decode-", "-attention_varlen-self-", "-attention_cached-pages-"),
 )
 
+#: The products of this op are torch's on CUDA; under emulation they are those of its CPU library,
+#: whose bits depend on the number of threads on some processors (Zen 4).
+TORCHS = "deterministic-linear_cross_entropy"
+
 VALUES = ("forward", "backward")
 PLACES = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
 #: (variant of the library, schedules, ops, properties, dtypes); the dtype hardly changes control
@@ -108,7 +112,7 @@ def test_kernels_pass_the_specs_under_emulation(
     run_emulated, variant, schedules, ops, properties, dtypes
 ):
     pairs = [property + op for property in properties for op in ops]
-    selection = f"({' or '.join(pairs)}) and ({' or '.join(dtypes)})"
+    selection = f"({' or '.join(pairs)}) and ({' or '.join(dtypes)}) and not {TORCHS}"
     run_emulated(variant, schedules, selection, "test_specs")
 
 

@@ -120,6 +120,8 @@ class DifferentiableOp(Op):
         restore: (saved tensors, kept) -> the arguments, for `formula`.
         differentiable_backward: `backward` calls differentiable functions only, so that second
             derivatives need no formula.
+        refuse: called with `needs` where a gradient passes through vmap: functions, which refuse
+            tensors that need a gradient and get none, cannot see that there.
         fold: see Op.
     """
 
@@ -135,9 +137,11 @@ class DifferentiableOp(Op):
         formula: Callable[..., Any] | None = None,
         restore: Callable[[Saved, Any], Arguments] | None = None,
         differentiable_backward: bool = False,
+        refuse: Callable[[Sequence[Any]], None] | None = None,
         fold: Fold | None = None,
     ) -> None:
         super().__init__(name, fake=fake, fold=fold)
+        self.refuse = refuse
         self.raw = private_op(name + "_raw")
         self.inference = None if inference is None else private_op(inference)
         self.save = save
@@ -320,6 +324,8 @@ class _TransformedOp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # torch.func always builds the graph of the backward; only a second level can ask for it.
         derive: Callable[..., Any] = _backward_flat
+        if ctx.op.refuse is not None:
+            ctx.op.refuse(_unflatten(ctx.layout, ctx.needs_input_grad[3:]))
         if not ctx.op.differentiable_backward:
             derive = _second_order_flat if ctx.levels > 1 else once_differentiable(_backward_flat)
         return (None, None, None, *derive(ctx, *grads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,6 @@ def _backward(
 ) -> tuple[Any, ...]:
     if grads[0] is None:
         return (None,) * 10
-    refuse_table_gradients("qk_norm_rotary", needs)
     start, interleaved, _, offset, _ = kept
     dx, dweight = _backward_op(grads[0], *saved, start, interleaved, offset, needs[1])
     return (dx, dweight.to(dx.dtype) if needs[1] else None, *(None,) * 8)
@@ -91,6 +91,7 @@ norm_rope = DifferentiableOp(
     private_outputs=1,
     formula=_formula,
     restore=lambda saved, kept: (*saved[:5], *kept),
+    refuse=functools.partial(refuse_table_gradients, "qk_norm_rotary"),
     fold=lambda x, weight, *tables: (0,) if is_shared(*tables[:3]) else (),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 
 
 def refuse_table_gradients(op: str, needs: Sequence[Any]) -> None:
-    """`needs` of q or x, one more, cos and sin: under vmap, functions cannot see it earlier."""
+    """`needs`: of q or x, one more, cos and sin."""
     if needs[2] or needs[3]:
         raise NotImplementedError(
             f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
@@ -44,7 +45,6 @@ def _backward(
     saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     """The gradients turn by the negative angle."""
-    refuse_table_gradients("apply_rotary", needs)
     start, interleaved, inverse = kept
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=False)]
     found = [grad for grad in wanted if grad is not None]
@@ -91,6 +91,7 @@ rope = DifferentiableOp(
     backward=_backward,
     formula=_formula,
     differentiable_backward=True,
+    refuse=functools.partial(refuse_table_gradients, "apply_rotary"),
     fold=lambda q, k, *tables: (0, 1) if is_shared(*tables[:3]) else (),
 )
 
