@@ -13,6 +13,7 @@ using namespace gpu;
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kRows = 4;  // that a thread computes at once
 constexpr int kSplit = static_cast<int>(kSplitKeys);
+constexpr int64_t kMaxHead = 512;
 
 // Rows of one kv head: queries of the heads of its group.
 OMNIATTN_FN int64_t head_rows(const AttentionProblem& p) { return group_size(p) * p.tq; }
@@ -233,9 +234,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 bool takes_split_path(const AttentionProblem& p) {
+  if (!takes_decode_path(p) || p.d > kMaxHead) return false;
   // Of the widest vectors: more than the others need.
   const auto bytes = p.dtype == DType::f64 ? shared_bytes<double, 2>(p) : shared_bytes<float, 8>(p);
-  return takes_decode_path(p) && static_cast<int64_t>(bytes) <= shared_memory_limit();
+  return static_cast<int64_t>(bytes) <= shared_memory_limit();
 }
 
 int64_t attention_decode_workspace(const AttentionProblem& p) {

@@ -371,7 +371,7 @@ def attention_weights(
 ) -> Tensor:
     """The weights P of :func:`attention`, to look at, from the lse it returned.
 
-    ``P = exp(logits - lse)``, those of the call with the same arguments, before dropout. Rows sum
+    ``P = exp(logits - lse)``, as in the call with the same arguments, before dropout. Rows sum
     to 1 as far as lse resolves it: where all logits of a row are large (finfo.min on all keys), lse
     cannot hold ln Tk next to them, and P is up to Tk times too large.
 

@@ -154,14 +154,11 @@ def _set_interfaces(
         model.set_experts_implementation("omniattn")
 
     def why_not(module: nn.Module, setting: str) -> str | None:
-        is_set = getattr(getattr(module, "config", None), setting, None) == "omniattn"
-        if is_set:
+        if getattr(getattr(module, "config", None), setting, None) == "omniattn":
             return None
-        return (
-            f"{own} in the same model computes its attention itself"
-            if own is not None and setting == "_attn_implementation"
-            else "transformers does not set its implementation"
-        )
+        if own is not None and setting == "_attn_implementation":
+            return f"{own} in the same model computes its attention itself"
+        return "transformers does not set its implementation"
 
     for layer in layers:
         yield "attention", layer, why_not(layer, "_attn_implementation")
