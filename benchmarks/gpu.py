@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60, help="seconds per case")
     parser.add_argument("--seconds", type=float, default=1, help="of timing per case")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--compiled", action="store_true", help="time compiled rivals too")
+    parser.add_argument("--compiled", action="store_true", help="time compiled baselines too")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small sizes")
     parser.add_argument("--here", action="store_true", help="in this process: for ncu, cuda-gdb")

@@ -18,9 +18,10 @@ import report
 import run
 import torch
 import torch._dynamo  # prepare() resets it: processes that are forked share the import
+from baselines import ON_GPU
 
 from omniattn.ops import _library
-from omniattn.testing import Benchmark, Case, OpSpec, on_device, registry, rivals, threads
+from omniattn.testing import Benchmark, Case, OpSpec, on_device, registry, threads
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
 from omniattn.testing.timing import once
@@ -187,7 +188,7 @@ def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    ours = make(rivals={}).providers["ours"]
+    ours = make(baselines={}).providers["ours"]
     ours()
     if options.here:  # under a profiler, which is to see this call only
         with contextlib.nullcontext() if options.dry_run else torch.cuda.profiler.profile():
@@ -335,9 +336,9 @@ def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
     """The first task of every op comes before the second of any."""
     found = []
     for spec in options.specs:
-        providers = {
+        baselines = {
             name: function
-            for name, function in rivals.ON_GPU.get(spec.name, spec.rivals).items()
+            for name, function in ON_GPU[spec.name].items()
             if options.compiled or name not in COMPILED
         }
         tasks = [
@@ -347,7 +348,13 @@ def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
             if options.dry_run:
                 benchmark = shrunk(benchmark)
             make = functools.partial(
-                run.op_task, spec, benchmark, dtype, pass_, rivals=providers, longest=LONGEST_CHECK
+                run.op_task,
+                spec,
+                benchmark,
+                dtype,
+                pass_,
+                baselines=baselines,
+                longest=LONGEST_CHECK,
             )
             labels = {"op": spec.name, "case": benchmark.case.name, "dtype": SHORT_DTYPE[dtype]}
             labels["pass"] = pass_

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import harness
 import report
 import torch
+from baselines import BASELINES
 
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.environment import current_device
 from omniattn.testing.spec import SHORT_DTYPE, Function
 
-#: A rival may round more often than we do: it is wrong beyond this many of our budgets.
-RIVAL_BUDGETS = 64
+#: A baseline may round more often than we do: it is wrong beyond this many of our budgets.
+BASELINE_BUDGETS = 64
 #: Longest sequence that is compared with fp64 at full length; the score matrix is held in memory.
 LONGEST_CHECK = {"Tq": 320, "Tk": 320}
 SECONDS, QUICK_SECONDS = 3.0, 1.0
@@ -56,16 +57,17 @@ def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
 
 
 def op_task(
-    spec: OpSpec, benchmark, dtype: torch.dtype, pass_, rivals=None, longest=LONGEST_CHECK
+    spec: OpSpec, benchmark, dtype: torch.dtype, pass_, baselines=None, longest=LONGEST_CHECK
 ) -> Task:
-    """Ours and the rivals, by default the spec's; `longest` limits sizes where they are checked."""
-    rivals = spec.rivals if rivals is None else rivals
-    torch._dynamo.reset()  # a compiled rival would count this shape as a recompilation
+    """Ours and its baselines, by default all of them; `longest` limits sizes where they are
+    checked."""
+    baselines = BASELINES[spec.name] if baselines is None else baselines
+    torch._dynamo.reset()  # a compiled baseline would count this shape as a recompilation
     with current_device():  # draws the inputs there
         call = spec.call(benchmark.case, dtype)
     providers: dict[str, Callable[[], object]] = {}
     missing: dict[str, Exception] = {}
-    for name, function in {"ours": spec.public, **rivals}.items():
+    for name, function in {"ours": spec.public, **baselines}.items():
         try:
             check(spec, benchmark.case, dtype, pass_, name, function, longest)
             with current_device():
@@ -105,7 +107,7 @@ def check(
     sizes = {k: min(n, longest.get(k, n)) for k, n in case.sizes.items()}
     small = dataclasses.replace(case, sizes=sizes)
     found = measure_error(spec, small, dtype, pass_, function=function)
-    if found.error > found.budget * (1 if name == "ours" else RIVAL_BUDGETS):
+    if found.error > found.budget * (1 if name == "ours" else BASELINE_BUDGETS):
         raise WrongProvider(
             f"{name} is {found.error:.3g} from fp64 in {found.tensor}, budget {found.budget:.3g}"
         )

@@ -140,8 +140,6 @@ class OpSpec:
         inputs: makes the tensor arguments of a case, by argument name.
         differentiable: arguments that have a gradient.
         flops: floating-point operations of (case, pass), as counted in the literature.
-        rivals: what users run today, by provider; same signature, NotImplementedError where a
-            case is beyond it. The first one is the eager form.
         cuda: "native" where the results of a GPU run are in benchmarks/results, "emulated" where
             the CUDA kernels are verified under emulation and await that.
         eager: the op with each step in the dtype of its inputs, where the kernels too round values
@@ -161,7 +159,6 @@ class OpSpec:
     flops: Callable[[Case, Pass], float]
     cases: tuple[Case, ...]
     benchmarks: tuple[Benchmark, ...] = ()
-    rivals: Mapping[str, Function] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
     cuda: Literal["planned", "emulated", "native"] = "planned"
     eager: Function | None = None

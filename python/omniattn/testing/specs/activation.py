@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import BF16, F32, TRAINING, element_flops, rows
 
@@ -37,7 +36,6 @@ SPECS = tuple(
         differentiable=("gate", "up"),
         flops=element_flops(6),
         second_order=True,
-        rivals=rivals.GLU[name],
         cases=CASES + TANH if name == "geglu" else CASES,
         benchmarks=BENCHMARKS,
     )

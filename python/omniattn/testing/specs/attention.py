@@ -12,7 +12,6 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional import masks
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
 
@@ -157,7 +156,6 @@ ATTENTION = OpSpec(
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
-    rivals=rivals.ATTENTION,
     cases=(
         _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, ("bias",), causal=True, return_lse=True),
         _qkv("plain", 2, 64, 64, 2, 2, 64),
@@ -239,7 +237,6 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
     flops=_attention_flops,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
-    rivals=rivals.SDPA,
     cases=(
         _qkv("tiny", 1, 3, 4, 2, 2, 3, 2, ("bias",)),
         _qkv("plain", 2, 65, 100, 2, 2, 32),
@@ -280,7 +277,6 @@ ATTENTION_WEIGHTS = OpSpec(
     flops=lambda case, pass_: _attention_flops(case, "forward") / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
-    rivals=rivals.WEIGHTS,
     cases=(
         _qkv("tiny", 1, 3, 4, 2, 1, 3, None, ("bias",), causal=True),
         _qkv("plain", 2, 65, 130, 4, 2, 32),
@@ -364,7 +360,6 @@ ATTENTION_VARLEN = OpSpec(
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
-    rivals=rivals.VARLEN,
     cases=(
         _packed("tiny", 3, 3, 3, 2, 1, 3, ("bias",), causal=True, return_lse=True),
         _packed("self", 5, 130, 130, 4, 2, 32, causal=True, return_lse=True),
@@ -422,7 +417,6 @@ ATTENTION_CACHED = OpSpec(
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
-    rivals=rivals.CACHED,
     cases=(
         _qkv("tiny", 2, 2, 4, 2, 1, 3, causal=True, return_lse=True),
         _qkv("decode", 4, 1, 700, 4, 2, 32, causal=True, return_lse=True),
@@ -453,7 +447,6 @@ SELECT_ATTENTION = OpSpec(
     flops=lambda case, pass_: _attention_flops(case, pass_) / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
-    rivals={"eager": reference.select_attention},
     cases=(
         # One key each, for which straight-through gradients are the true ones.
         _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),

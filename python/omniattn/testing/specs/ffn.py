@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, EACH, F32, SWEEPS, TRAINING
 
@@ -81,7 +80,6 @@ GLU_MLP = OpSpec(
         "down_bias",
     ),
     flops=_ffn_flops(2),
-    rivals=rivals.GLU_MLP,
     benchmarks=(
         Benchmark(_ffn("swiglu", 2048, 512, 1408), (F32,), EACH, "compute"),
         Benchmark(_ffn("swiglu", 2048, 512, 1408), (BF16,), TRAINING, "compute"),
@@ -99,7 +97,6 @@ MLP = OpSpec(
     inputs=_ffn_inputs(False),
     differentiable=("x", "up_weight", "down_weight", "up_bias", "down_bias"),
     flops=_ffn_flops(1),
-    rivals=rivals.MLP,
     benchmarks=(Benchmark(_ffn("gelu", 2048, 512, 2048), (F32,), TRAINING, "compute"),),
     second_order=True,
     chooses=True,

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import BF16, EACH, F16, F32, FORWARD, gemm_flops
 
@@ -33,7 +32,6 @@ LINEAR = OpSpec(
     flops=gemm_flops,
     second_order=True,
     chooses=True,
-    rivals=rivals.LINEAR,
     cases=(
         _gemm("tiny", 2, 3, 4, ("bias",)),
         _gemm("plain", 64, 64, 64),

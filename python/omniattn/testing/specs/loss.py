@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import BF16, F32, TRAINING, gemm_flops
 
@@ -60,7 +59,6 @@ CROSS_ENTROPY = OpSpec(
     inputs=_loss_inputs,
     differentiable=("logits",),
     flops=lambda case, pass_: 4.0 * case.sizes["M"] * case.sizes["V"] * (1 + ("+" in pass_)),
-    rivals=rivals.CROSS_ENTROPY,
     cases=(
         _loss("tiny", 3, 5, label_smoothing=0.1, z_loss=1e-2, softcap=2.0),
         *(_loss("plain", m, v) for m, v in [(4, 1), (5, 63), (64, 64), (7, 65), (9, 5003)]),
@@ -79,7 +77,6 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     inputs=_fused_loss_inputs,
     differentiable=("x", "weight", "bias"),
     flops=gemm_flops,
-    rivals=rivals.LINEAR_CROSS_ENTROPY,
     cases=(
         _fused_loss("tiny", 3, 5, 4, ("bias",), label_smoothing=0.1, z_loss=1e-2, softcap=2.0),
         _fused_loss("plain", 65, 100, 33),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from omniattn.reference.moe import experts_in_dtype
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
@@ -68,7 +67,6 @@ MOE_EXPERTS = OpSpec(
     # (CUDA) in y, 2.3 and 1.9 in gradients.
     eager=experts_in_dtype,
     second_order=True,
-    rivals=rivals.MOE,
     cases=(
         _experts("tiny", 3, 2, 2, 3, 2, ("biases",)),
         _experts("mixtral", 100, 4, 2, 40, 72),

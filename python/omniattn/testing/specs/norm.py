@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, TRAINING, element_flops, rows
 
@@ -39,7 +38,6 @@ RMS_NORM = OpSpec(
     differentiable=("x", "weight", "residual"),
     flops=element_flops(4),
     second_order=True,
-    rivals=rivals.RMS_NORM,
     cases=(
         rows("tiny", 3, 5, ("weight", "residual"), offset=1.0),
         *(rows("plain", m, n, ("weight",)) for m, n in SIZES + EMPTIES),
@@ -68,7 +66,6 @@ LAYER_NORM = OpSpec(
     differentiable=("x", "weight", "bias", "residual"),
     flops=element_flops(6),
     second_order=True,
-    rivals=rivals.LAYER_NORM,
     cases=(
         rows("tiny", 3, 5, ("weight", "bias", "residual")),
         *(rows("plain", m, n, ("weight", "bias")) for m, n in SIZES[1:] + EMPTIES),
@@ -92,7 +89,6 @@ GROUP_NORM = OpSpec(
     differentiable=("x", "weight", "bias"),
     flops=element_flops(6),
     second_order=True,
-    rivals=rivals.GROUP_NORM,
     cases=(
         rows("tiny", 3, 6, ("weight", "bias"), num_groups=2),
         *(
@@ -126,7 +122,6 @@ RMS_NORM_GATED = OpSpec(
     differentiable=("x", "gate", "weight"),
     flops=element_flops(10),
     second_order=True,
-    rivals=rivals.RMS_NORM_GATED,
     cases=(
         rows("tiny", 3, 6, ("gate", "weight"), num_groups=2, norm_before_gate=False),
         *(rows("after", m, n, ("gate", "weight")) for m, n in [*SIZES[1:-1], (3, 1), *EMPTIES]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import BF16, EACH, F32, FORWARD, element_flops, rows
 
@@ -27,7 +26,6 @@ DROPOUT = OpSpec(
     differentiable=("x",),
     flops=element_flops(1),
     second_order=True,
-    rivals=rivals.DROPOUT,
     cases=(
         rows("tiny", 2, 3, p=0.3),
         *(rows("half", m, n) for m, n in [(1, 1), (5, 63), (4, 64), (7, 65), (33, 1000), (0, 4)]),
@@ -45,7 +43,6 @@ UNIFORM_LIKE = OpSpec(
     inputs=_inputs,
     differentiable=(),
     flops=element_flops(1),
-    rivals=rivals.UNIFORM_LIKE,
     dtypes=(F32,),
     cases=(
         rows("tiny", 2, 3),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, F32, FORWARD, TRAINING
 
@@ -68,7 +67,6 @@ APPLY_ROTARY = OpSpec(
     differentiable=("q", "k"),
     flops=_rotary_flops,
     second_order=True,
-    rivals=rivals.ROTARY,
     cases=(
         _heads("tiny", 1, 2, 2, 1, 6, 4),
         _heads("half", 2, 63, 4, 2, 64),
@@ -107,7 +105,6 @@ QK_NORM_ROTARY = OpSpec(
     differentiable=("q", "k", "q_weight", "k_weight"),
     flops=_rotary_flops,
     second_order=True,
-    rivals=rivals.QK_NORM_ROTARY,
     cases=(
         _heads("tiny", 1, 2, 2, 1, 6, 4, WEIGHTS),
         _heads("half", 2, 63, 4, 2, 64, None, WEIGHTS),

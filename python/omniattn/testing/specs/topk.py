@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from omniattn.testing import rivals
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
 from omniattn.testing.specs._cases import F32, FORWARD, element_flops
 
@@ -36,7 +35,6 @@ TOP_K = OpSpec(
     differentiable=("scores",),
     flops=element_flops(1),
     second_order=True,
-    rivals=rivals.TOP_K,
     cases=(
         _scores("tiny", 2, 5, 3),
         _scores("experts", 33, 64, 6),

@@ -1,0 +1,200 @@
+"""Attention: torch's kernels with the layouts and options of ours."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from baselines._common import Function, compile_once, lacks
+from omniattn import reference
+from omniattn.functional import masks
+from omniattn.reference.masks import visible, window_rule
+from omniattn.reference.scores import ScoreKind, table_bias
+
+
+def sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    mask: Tensor | masks.Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor:
+    lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse, options=options)
+    tq, tk = q.shape[1], k.shape[1]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(-1, 1, q.shape[2])
+        term = table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
+        bias = term if bias is None else bias + term
+    mask = mask.dense(tq, tk, heads=q.shape[2]) if isinstance(mask, masks.Mask) else mask
+    top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
+    attn_mask = mask
+    if (causal or window_size != (-1, -1)) and not top_left:
+        seen = visible([window_rule(causal, window_size)], tq, tk, q.device)
+        attn_mask = seen if mask is None else mask & seen
+    if bias is not None:
+        hidden = float("-inf")
+        attn_mask = bias if attn_mask is None else bias.masked_fill(~attn_mask, hidden)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask,
+        is_causal=top_left,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def padded_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """What one does without a packed kernel: pad, mask, and take the rows out again."""
+    lacks(options=options)
+    lengths_q, lengths_k = cu_seqlens_q.diff()[:, None], cu_seqlens_k.diff()[:, None]
+    rows_q = torch.arange(max_seqlen_q) < lengths_q
+    rows_k = torch.arange(max_seqlen_k) < lengths_k
+
+    def pad(t: Tensor, rows: Tensor) -> Tensor:
+        return t.new_zeros(*rows.shape, *t.shape[1:]).index_put((rows,), t)
+
+    mask = rows_k[:, None, None, :].expand(-1, 1, max_seqlen_q, -1)
+    if causal:
+        i = torch.arange(max_seqlen_q)[:, None] + (lengths_k - lengths_q)[..., None]
+        mask = mask & (torch.arange(max_seqlen_k) <= i)[:, None]
+    out = sdpa_attention(pad(q, rows_q), pad(k, rows_k), pad(v, rows_k), mask=mask)
+    return out[rows_q]
+
+
+def masked_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    block_table: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """A static cache, as transformers runs it: all of it, masked. Pages are gathered first."""
+    lacks(full=not causal, options=options)
+    if block_table is not None:
+        k, v = (t[block_table].flatten(1, 2) for t in (k, v))
+    lengths = cache_seqlens[:, None, None, None]
+    i = torch.arange(q.shape[1])[:, None] + lengths - q.shape[1]
+    return sdpa_attention(q, k, v, mask=torch.arange(k.shape[1]) <= i)
+
+
+def eager_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    column_sums: bool = False,
+    **options: Any,
+) -> Tensor:
+    lacks(options=options)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[3] ** -0.5
+    seen = visible([window_rule(causal, (-1, -1))], q.shape[1], k.shape[1], q.device)
+    p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0)
+    return p.sum(-2) if column_sums else p
+
+
+def held_to(backend: SDPBackend, function: Function) -> Function:
+    """`function` on one kernel of torch's attention."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(backend):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def compiled_flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **options: Any,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    lacks(options=options, backward=torch.is_grad_enabled() and q.requires_grad)
+    block_mask = flex_mask(q.shape[1], k.shape[1], causal, window_size, q.device.type)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = compile_once(flex_attention)(
+        q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int], device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left, right = window[0], 0 if causal else window[1]
+    if left < 0 and right < 0:
+        return None
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = j - (i + (tk - tq))
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        seen = seen & (distance >= -left) if left >= 0 else seen
+        return seen & (distance <= right) if right >= 0 else seen
+
+    return create_block_mask(rule, None, None, tq, tk, device=device)
+
+
+BASELINES = {
+    "attention": {
+        "aten": sdpa_attention,
+        "math": held_to(SDPBackend.MATH, sdpa_attention),
+        "flex": compiled_flex_attention,
+    },
+    "scaled_dot_product_attention": {
+        "aten": F.scaled_dot_product_attention,
+        "math": held_to(SDPBackend.MATH, F.scaled_dot_product_attention),
+    },
+    "attention_weights": {"eager": eager_weights},
+    "attention_varlen": {"aten": padded_varlen},
+    "attention_cached": {"aten": masked_cached},
+    "select_attention": {"eager": reference.select_attention},
+}
+#: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
+ON_GPU = {
+    "attention": {
+        "aten": sdpa_attention,
+        "flash": held_to(SDPBackend.FLASH_ATTENTION, sdpa_attention),
+        "cudnn": held_to(SDPBackend.CUDNN_ATTENTION, sdpa_attention),
+        "flex": compiled_flex_attention,
+    }
+}

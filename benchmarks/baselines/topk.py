@@ -1,0 +1,22 @@
+"""The largest scores: sorted with a fixed order of ties, and torch's, which leaves it open."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baselines._common import lacks
+
+
+def sorted_top_k(scores: Tensor, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    lacks(mask=mask is not None)
+    values, index = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], index[..., :k]
+
+
+def unstable_top_k(scores: Tensor, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    lacks(mask=mask is not None)
+    values, index = scores.topk(k)
+    return values, index
+
+
+BASELINES = {"top_k": {"sort": sorted_top_k, "aten": unstable_top_k}}
