@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baselines._common import Function, compile_once, lacks
 from omniattn import reference
 from omniattn.functional import masks
-from omniattn.reference.masks import visible, window_rule
-from omniattn.reference.scores import ScoreKind, table_bias
 
 
 def sdpa_attention(
@@ -37,14 +35,16 @@ def sdpa_attention(
     lacks(softcap=softcap, seeded_dropout=dropout_p, lse=return_lse, options=options)
     tq, tk = q.shape[1], k.shape[1]
     if alibi_slopes is not None:
-        slopes = alibi_slopes.reshape(-1, 1, q.shape[2])
-        term = table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
+        distance = torch.arange(tk) - (torch.arange(tq)[:, None] + tk - tq)
+        slopes = alibi_slopes.reshape(-1, q.shape[2], 1, 1)
+        term = slopes * -distance.abs().to(slopes)
         bias = term if bias is None else bias + term
     mask = mask.dense(tq, tk, heads=q.shape[2]) if isinstance(mask, masks.Mask) else mask
     top_left = causal and tq == tk and window_size == (-1, -1) and mask is None and bias is None
     attn_mask = mask
     if (causal or window_size != (-1, -1)) and not top_left:
-        seen = visible([window_rule(causal, window_size)], tq, tk, q.device)
+        left, right = window_size
+        seen = masks.SlidingWindow(left, 0 if causal else right).dense(tq, tk).to(q.device)
         attn_mask = seen if mask is None else mask & seen
     if bias is not None:
         hidden = float("-inf")
@@ -120,8 +120,10 @@ def eager_weights(
     lacks(options=options)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     s = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[3] ** -0.5
-    seen = visible([window_rule(causal, (-1, -1))], q.shape[1], k.shape[1], q.device)
-    p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0)
+    p = torch.exp(s - lse[..., None])
+    if causal:
+        seen = masks.Causal().dense(q.shape[1], k.shape[1]).to(q.device)
+        p = p.masked_fill(~seen, 0)
     return p.sum(-2) if column_sums else p
 
 

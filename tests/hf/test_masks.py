@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 from transformers import masking_utils as mu
 
+from omniattn.encoding.masks import visible
 from omniattn.functional import masks
 from omniattn.hf.attention import UNSUPPORTED, attention_forward
 from omniattn.hf.masks import RuleMask, attention_mask
-from omniattn.reference.masks import visible
 
 BATCH, LENGTH = 3, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] * 2 + [1] * 3 + [2] * 7])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from omniattn import config
+from omniattn.encoding.masks import BLOCK, LAYOUTS, MaskKind
+from omniattn.encoding.scores import ScoreKind
 from omniattn.functional import _attention, masks
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES
-from omniattn.reference.masks import BLOCK, LAYOUTS, MaskKind
-from omniattn.reference.scores import ScoreKind
 
 CSRC = Path(__file__).parents[2] / "csrc"
 

@@ -10,6 +10,7 @@ import torch
 from omniattn import functional, reference
 from omniattn.functional import masks
 
+B, H, TQ, TK = 2, 4, 100, 129
 LENGTHS = torch.tensor([3, 40])
 IDS_Q = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([30, 50, 20])).expand(2, 100)
 IDS_K = torch.tensor([[1, 2, 0] * 43, [0] * 60 + [1] * 40 + [2] * 29])
@@ -55,6 +56,18 @@ MASKS = {
         masks.Neighbourhood(21),
         lambda b, h, q, k, i: ((i - 10).clamp(0, 108) <= k) & (k < (i - 10).clamp(0, 108) + 21),
     ),
+    "dilated neighbours": (  # those of 3 rounds; 129 = 18 * 7 + 3 keys
+        masks.Neighbourhood(3, dilation=7),
+        lambda b, h, q, k, i: (
+            (k % 7 == i % 7)
+            & ((k // 7 - (i // 7).clamp(min=1).minimum(17 - (i % 7 >= 3).long())).abs() <= 1)
+        ),
+    ),
+    "padding": (masks.KeyPadding(IDS_K > 0), lambda b, h, q, k, i: IDS_K[b, k] > 0),
+    "tensor": (
+        masks.BoolMask((torch.arange(TQ)[:, None] + torch.arange(TK)) % 3 > 0),
+        lambda b, h, q, k, i: (q + k) % 3 > 0,
+    ),
     "combined": (
         masks.PrefixLM(LENGTHS) & masks.Dilated(2, 60) & masks.KeyLengths(torch.tensor([90, 129])),
         lambda b, h, q, k, i: (
@@ -62,7 +75,6 @@ MASKS = {
         ),
     ),
 }
-B, H, TQ, TK = 2, 4, 100, 129
 
 
 def expected(predicate, tq=TQ, tk=TK):
@@ -82,6 +94,13 @@ def gradients(function, inputs, mask):
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     grads = torch.autograd.grad((out * weight).sum() + lse[lse.isfinite()].sum(), leaves)
     return [out.detach(), lse.detach(), *grads]
+
+
+def test_every_mask_has_a_predicate():
+    made = [mask for mask, _ in MASKS.values()]
+    classes = {getattr(masks, name) for name in masks.__all__ if name[0].isupper()}
+    # Blocks have tests of their own.
+    assert classes - {masks.Mask, masks.Blocks} == {type(mask) for mask in made}
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -118,8 +137,10 @@ def test_kernels_see_what_the_mask_allows(name):
 @pytest.mark.parametrize("name", MASKS)
 def test_decode_sees_the_last_rows(name):
     mask, predicate = MASKS[name]
-    if name in ("documents",):
+    if name == "documents":
         mask = masks.Documents(IDS_Q[:, -2:], IDS_K)
+    if name == "tensor":
+        mask = masks.BoolMask(mask.mask[-2:])
     last = expected(predicate)[:, :, -2:]
     if name == "causal top-left":
         last = expected(predicate, 2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from omniattn import functional, reference
+from omniattn.encoding.scores import t5_bucket
 from omniattn.functional import attention, masks, scores
-from omniattn.reference.scores import t5_bucket
 from omniattn.testing import isa, isas, poisoned_memory, threads
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

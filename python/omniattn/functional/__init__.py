@@ -9,7 +9,6 @@ from omniattn.functional.attention import (
     attention_varlen,
     attention_weights,
     merge_attention,
-    scaled_dot_product_attention,
 )
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
@@ -57,6 +56,7 @@ from omniattn.functional.routing import (
     update_default_vectors,
     update_router_bias,
 )
+from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
 

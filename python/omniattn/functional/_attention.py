@@ -1,4 +1,4 @@
-"""From the options of attention to the arguments of its op: checks and encoding."""
+"""What all forms of attention do with their options: checks, encoding, the call of the op."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from omniattn.encoding.attention import Codes, encode
+from omniattn.encoding.masks import BLOCK, MaskKind, Rule
+from omniattn.encoding.scores import ScoreKind, ScoreRule
 from omniattn.functional._checks import (
     autocast_dtype,
     require_bool,
@@ -17,19 +20,15 @@ from omniattn.functional._checks import (
     require_like,
     require_number,
     require_pair,
+    require_seed,
     require_shape,
+    use_reference,
 )
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
-from omniattn.functional.scores import RelativeBias, ScoreRule
-from omniattn.reference.attention import (
-    AttentionOptions,
-    Logits,
-    Visibility,
-    Weights,
-    default_scale,
-)
-from omniattn.reference.masks import BLOCK, MaskKind, Rule
-from omniattn.reference.scores import ScoreKind
+from omniattn.functional.scores import RelativeBias
+from omniattn.ops import attention as ops
+from omniattn.reference.attention import default_scale
+from omniattn.reference.options import Options
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
 _LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
@@ -85,50 +84,60 @@ def full_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     return (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
 
-def encode(
+def run(
     op: str,
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     full: tuple[int, ...],
-    options: AttentionOptions,
+    options: Options,
+    return_lse: bool,
+    backend: str | None,
     layout: Rule | None = None,
-) -> tuple[list[Tensor], list[int], list[int], list[float]]:
-    """(aux, mask, score, params) of the op's schema, checked."""
-    scale, dropout_p = options.logits.scale, options.weights.dropout_p
-    if scale is not None:
-        require_number(op, "scale", scale)
-    softcap = options.logits.softcap
-    require_number(op, "softcap", softcap, 0)
-    require_number(op, "dropout_p", dropout_p, 0, 1)
-    params = [default_scale(q.shape[3]) if scale is None else scale, dropout_p]
+) -> tuple[Tensor, Tensor]:
+    """O and lse of a call of shape (B, Hq, Tq, Tk) `full`."""
+    codes = checked_codes(op, q, full, options, layout)
+    require_bool(op, "return_lse", return_lse)
+    if return_lse and options.normaliser != "softmax":
+        raise ValueError(f"{op}: return_lse needs softmax, got normaliser={options.normaliser!r}")
+    seed = require_seed(op, options.seed, q) if options.dropout_p > 0 else None
+    attend = ops.formula if use_reference(op, backend, q) else ops.attention
+    aux, mask, score, params = codes
+    out, lse = attend(q, k, v, aux, seed, mask, score, params)
+    return out, lse
+
+
+def checked_codes(
+    op: str, q: Tensor, full: tuple[int, ...], options: Options, layout: Rule | None = None
+) -> Codes:
+    """The options as the op takes them."""
+    if options.scale is not None:
+        require_number(op, "scale", options.scale)
+    require_number(op, "softcap", options.softcap, 0)
+    require_number(op, "dropout_p", options.dropout_p, 0, 1)
+    scale = default_scale(q.shape[3]) if options.scale is None else options.scale
+    softcap = options.softcap
     # The factors of the kernels (semantics/score.h), which 0 times infinity would make NaN.
-    factor = abs(params[0]) / softcap if softcap else abs(params[0])
+    factor = abs(scale) / softcap if softcap else abs(scale)
     if q.dtype != torch.float64 and not max(factor, softcap) < _LARGEST_FACTOR:
         raise ValueError(
             f"{op}: scale, softcap and scale / softcap must be below {_LARGEST_FACTOR:.2g} "
-            f"but for float64, got scale={params[0]}, softcap={softcap}"
+            f"but for float64, got scale={scale}, softcap={softcap}"
         )
-    rules = _mask(op, options.visibility, q, full)
-    aux: list[Tensor] = []
-    mask: list[int] = []
-    for kind, a, b, tensors in rules if layout is None else [layout, *rules]:
-        mask += [kind, a, b, len(aux) if tensors else -1]
-        aux += tensors
-    score: list[int] = []
-    for kind, side, parameters in _scores(op, options.logits, options.weights, q, full):
-        score += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
-        aux += () if side is None else (side,)
-        params += parameters
-    return aux, mask, score, params
+    rules = _mask(op, options, q, full)
+    if layout is not None:
+        rules = [layout, *rules]
+    return encode(rules, _scores(op, options, q, full), scale, options.dropout_p)
 
 
-def _mask(op: str, visibility: Visibility, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
+def _mask(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     """All rules of a call, checked."""
-    require_bool(op, "causal", visibility.causal)
-    require_pair(op, "window_size", visibility.window_size, -1, _LONGEST)
-    (left, right), mask = visibility.window_size, visibility.mask
+    require_bool(op, "causal", options.causal)
+    require_pair(op, "window_size", options.window_size, -1, _LONGEST)
+    (left, right), mask = options.window_size, options.mask
     found: list[Mask] = []
-    if visibility.causal or left >= 0 or right >= 0:
-        found.append(SlidingWindow(left, 0 if visibility.causal else right))
+    if options.causal or left >= 0 or right >= 0:
+        found.append(SlidingWindow(left, 0 if options.causal else right))
     if isinstance(mask, CausalBias):
         found.append(causal_mask(op, "mask", mask, full))
     elif isinstance(mask, Tensor):
@@ -234,23 +243,21 @@ def require_bias(op: str, name: str, bias: Tensor, q: Tensor, q_name: str = "q")
         )
 
 
-def _scores(
-    op: str, logits: Logits, weights: Weights, q: Tensor, full: tuple[int, ...]
-) -> list[ScoreRule]:
+def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[ScoreRule]:
     """All score rules of a call, checked."""
     batch, heads, tq, tk = full
-    alibi_slopes, relative = logits.alibi_slopes, logits.relative
-    sinks, normaliser = weights.sinks, weights.normaliser
+    alibi_slopes, relative = options.alibi_slopes, options.relative
+    sinks, normaliser = options.sinks, options.normaliser
     rules: list[ScoreRule] = []
-    if logits.softcap > 0:
-        rules.append((ScoreKind.SOFTCAP, None, (logits.softcap,)))
-    if logits.bias is not None:
-        require_bias(op, "bias", logits.bias, q)
-        require_broadcastable(op, "bias", logits.bias, q, full)
-        rules.append((ScoreKind.BIAS, _four_dims(logits.bias, full), ()))
+    if options.softcap > 0:
+        rules.append((ScoreKind.SOFTCAP, None, (options.softcap,)))
+    if options.bias is not None:
+        require_bias(op, "bias", options.bias, q)
+        require_broadcastable(op, "bias", options.bias, q, full)
+        rules.append((ScoreKind.BIAS, _four_dims(options.bias, full), ()))
     for kind, name, t in (
         (ScoreKind.SINKS, "sinks", sinks),
-        (ScoreKind.HEAD_SCALE, "head_scale", logits.head_scale),
+        (ScoreKind.HEAD_SCALE, "head_scale", options.head_scale),
     ):
         if t is not None:
             require_parameter(op, name, t, q, [(heads,)])

@@ -1,45 +1,28 @@
-"""Softmax attention with masks, biases, softcap and dropout; torch's drop-in beside it."""
+"""Attention with masks, biases, softcap and dropout, of batches, packed sequences and caches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
+from typing_extensions import Unpack
 
 from omniattn import reference
+from omniattn.encoding.masks import MaskKind, Rule
 from omniattn.functional._attention import (
     autocast,
-    causal_mask,
     check_shapes,
-    encode,
+    checked_codes,
     full_shape,
-    require_bias,
-    require_broadcastable,
     require_int32_or_int64,
     require_parameter,
+    run,
 )
-from omniattn.functional._checks import (
-    require_bool,
-    require_float,
-    require_int,
-    require_seed,
-    require_shape,
-    use_reference,
-)
-from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
-from omniattn.functional.scores import RelativeBias
+from omniattn.functional._checks import require_float, require_int, require_shape, use_reference
 from omniattn.ops import attention as ops
-from omniattn.reference.attention import (
-    AttentionOptions,
-    Logits,
-    Normaliser,
-    Visibility,
-    Weights,
-)
-from omniattn.reference.masks import MaskKind, Rule
+from omniattn.reference.options import AttentionOptions, WeightOptions, pack, spelled_out
 from omniattn.reference.vmap import is_mapped
 
 __all__ = [
@@ -48,30 +31,48 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "merge_attention",
-    "scaled_dot_product_attention",
 ]
 
 
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeBias | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(AttentionOptions)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
     return_lse: bool = False,
     backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
 
@@ -148,14 +149,11 @@ def attention(
     op = "attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, seed),
-    )
-    return _run(op, q, k, v, full_shape(q, k), options, return_lse, backend)
+    out, lse = run(op, q, k, v, full_shape(q, k), pack(op, options), return_lse, backend)
+    return (out, lse) if return_lse else out
 
 
+@overload
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -165,21 +163,51 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeBias | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(AttentionOptions)
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
     return_lse: bool = False,
     backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences of any lengths: no padding is stored or computed.
 
@@ -235,16 +263,12 @@ def attention_varlen(
     require_int(op, "max_seqlen_q", longest_q, 0)
     require_int(op, "max_seqlen_k", longest_k, 0)
     layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, seed),
-    )
     full = (len(cu_seqlens_q) - 1, q.shape[2], longest_q, longest_k)
-    result = _run(op, q, k, v, full, options, return_lse, backend, layout)
-    return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
+    out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend, layout)
+    return (out[0], lse[0]) if return_lse else out[0]
 
 
+@overload
 def attention_cached(
     q: Tensor,
     k: Tensor,
@@ -252,21 +276,45 @@ def attention_cached(
     cache_seqlens: Tensor,
     *,
     block_table: Tensor | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeBias | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(AttentionOptions)
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` to caches that hold another number of keys for every sequence.
 
@@ -307,11 +355,6 @@ def attention_cached(
     check_shapes(op, q, k, v, paged=block_table is not None)
     require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
     require_shape(op, "cache_seqlens", cache_seqlens, (q.shape[0],))
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, seed),
-    )
     batch, heads, tq, tk = full_shape(q, k)
     layout: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
     if block_table is not None:
@@ -324,50 +367,19 @@ def attention_cached(
         tk *= block_table.shape[1]
         layout = (MaskKind.PAGED, 0, 0, (block_table, cache_seqlens))
     full = (batch, heads, tq, tk)
-    return _run(op, q, k, v, full, options, return_lse, backend, layout)
-
-
-def _run(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    full: tuple[int, ...],
-    options: AttentionOptions,
-    return_lse: bool,
-    backend: str | None,
-    layout: Rule | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Encodes the options of a call of shape (B, Hq, Tq, Tk) `full` and runs it."""
-    normaliser, dropout_p = options.weights.normaliser, options.weights.dropout_p
-    aux, mask, score, params = encode(op, q, full, options, layout)
-    require_bool(op, "return_lse", return_lse)
-    if return_lse and normaliser != "softmax":
-        raise ValueError(f"{op}: return_lse needs softmax, got normaliser={normaliser!r}")
-    seed = require_seed(op, options.weights.seed, q) if dropout_p > 0 else None
-    run = ops.formula if use_reference(op, backend, q) else ops.attention
-    out, lse = run(q, k, v, aux, seed, mask, score, params)
+    out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend, layout)
     return (out, lse) if return_lse else out
 
 
+@spelled_out(WeightOptions)
 def attention_weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeBias | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
     column_sums: bool = False,
     backend: str | None = None,
+    **options: Unpack[WeightOptions],
 ) -> Tensor:
     """The weights P of :func:`attention`, to look at, from the lse it returned.
 
@@ -412,15 +424,9 @@ def attention_weights(
             f"{op}: lse must be {widest} on the device of q, got {lse.dtype}, {lse.device}"
         )
     require_shape(op, "lse", lse, full[:3])
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, 0.0, None),
-    )
-    codes = encode(op, q, full, options)
-    run = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
-    weights = run(q, k, lse, *codes, column_sums)
-    assert isinstance(weights, Tensor)
+    codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
+    weigh = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
+    weights: Tensor = weigh(q, k, lse, *codes, column_sums)
     return weights
 
 
@@ -487,136 +493,3 @@ def _longest(op: str, of: str, cu_seqlens: Tensor) -> int:
             f"got max_seqlen_{of}=None"
         )
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    backend: str | None = None,
-) -> Tensor:
-    """Drop-in for torch.nn.functional.scaled_dot_product_attention, computed by :func:`attention`.
-
-    Args:
-        query: (..., Hq, Tq, D) or (Tq, D).
-        key: (..., Hkv, Tk, D) or (Tk, D). All dimensions before T of the three are broadcast.
-        value: (..., Hkv, Tk, Dv) or (Tk, Dv).
-        attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk), or a
-            `torch.nn.attention.bias.CausalBias` of (Tq, Tk).
-        dropout_p: applied whenever positive, as in torch. The mask of dropped weights is drawn from
-            torch's generator, but is not torch's own.
-        is_causal: query i sees keys up to i: aligned top-left, as in torch. With an attn_mask both
-            apply, as in torch's CPU kernel.
-        scale: None is 1 / sqrt(D).
-        enable_gqa: key and value may have fewer heads, each a number that divides Hq.
-        backend: see :func:`attention`.
-
-    Returns:
-        (..., Hq, Tq, Dv) of the query's dtype; 0 for a query that sees no key.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`.
-
-    Example:
-        >>> q = torch.zeros(1, 1, 2, 4)
-        >>> scaled_dot_product_attention(q, q, torch.ones(1, 1, 2, 1)).flatten()
-        tensor([1., 1.])
-    """
-    op = "scaled_dot_product_attention"
-    query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
-    require_bool(op, "is_causal", is_causal)
-    require_bool(op, "enable_gqa", enable_gqa)
-    lead = _leading_shape(op, query, key, value, enable_gqa)
-    *batch, heads = lead or (1,)
-    full = (*batch, heads, query.shape[-2], key.shape[-2])
-    mask: Mask | None = SlidingWindow(-1, 0, top_left=True) if is_causal else None
-    bias: Tensor | None = None
-    if isinstance(attn_mask, CausalBias):
-        if is_causal:
-            raise ValueError(f"{op}: is_causal must be False with a CausalBias, got is_causal=True")
-        mask = causal_mask(op, "attn_mask", attn_mask, full)
-    elif attn_mask is not None:
-        if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
-            require_bias(op, "attn_mask", attn_mask, query, "query")
-        require_broadcastable(op, "attn_mask", attn_mask, query, full, "query")
-        if attn_mask.dtype == torch.bool:
-            dense = BoolMask(_mask_of_batch(attn_mask, full))
-            mask = dense if mask is None else mask & dense
-        else:
-            bias = _mask_of_batch(attn_mask, full)
-    q, k, v = (_of_batch(t if t.dim() > 2 else t[None], batch) for t in (query, key, value))
-    if q.shape[1] != heads:
-        q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:
-        k, v = (t.repeat_interleave(heads // max(t.shape[1], 1), 1) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    options = AttentionOptions(
-        Visibility(False, (-1, -1), mask),
-        Logits(scale, None, 0.0, bias, None, None),
-        Weights("softmax", None, dropout_p, None),
-    )
-    out = _run(op, q, k, v, full_shape(q, k), options, False, backend)
-    assert isinstance(out, Tensor)
-    return out.transpose(1, 2).reshape(*lead, query.shape[-2], value.shape[-1])
-
-
-def _leading_shape(
-    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[int, ...]:
-    """(..., H) of the result, () where all three are (T, D); checks the shapes."""
-    least = 3 if enable_gqa else 2
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() < least:
-            raise ValueError(
-                f"{op}: {name} must have at least {least} dimensions with "
-                f"enable_gqa={enable_gqa}, got {name}.shape={tuple(t.shape)}"
-            )
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"{op}: query and key must have the same D, "
-            f"got query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
-        )
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"{op}: key and value must have the same Tk, "
-            f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
-        )
-    shapes: list[tuple[int, ...]] = [t.shape[:-2] for t in (query, key, value)]
-    if enable_gqa:
-        heads = query.shape[-3]
-        for name, t in (("key", key), ("value", value)):
-            if t.shape[-3] != heads and (t.shape[-3] == 0 or heads % t.shape[-3] != 0):
-                raise ValueError(
-                    f"{op}: the heads of query must be a multiple of those of {name}, "
-                    f"got query.shape={tuple(query.shape)}, {name}.shape={tuple(t.shape)}"
-                )
-        shapes = [(*shape[:-1], heads) for shape in shapes]
-    if shapes[0] == shapes[1] == shapes[2]:
-        return tuple(shapes[0])
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        raise ValueError(
-            f"{op}: the leading dimensions of query, key and value must be broadcastable (heads "
-            f"may be grouped with enable_gqa), got query.shape={tuple(query.shape)}, "
-            f"key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
-        ) from None
-
-
-def _mask_of_batch(mask: Tensor, full: tuple[int, ...]) -> Tensor:
-    """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
-    mask = mask[(None,) * (len(full) - mask.dim())]
-    return mask if len(full) == 4 else _of_batch(mask, full[:-3])
-
-
-def _of_batch(t: Tensor, batch: Sequence[int]) -> Tensor:
-    """(..., H, T, D), broadcastable to (*batch, H, T, D), as (prod(batch), H, T, D)."""
-    if t.shape[:-3] != tuple(batch):
-        t = t.expand(*batch, *t.shape[-3:])
-    return t if t.dim() == 4 else t.reshape(math.prod(batch), *t.shape[-3:])

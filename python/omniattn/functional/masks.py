@@ -2,8 +2,8 @@
 
 Positions: query q stands at i = q + Tk - Tq among the keys, so that the last query meets the last
 key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key) indices is a
-dataclass here, its cases in csrc/semantics/mask.h and one in reference/masks.py; no schema, fake
-kernel or gradient changes.
+dataclass here, its cases in csrc/semantics/mask_rules.h and one in encoding/masks.py; no schema,
+fake kernel or gradient changes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from omniattn.encoding.masks import BLOCK, EncodedMask, MaskKind, Rule, visible
 from omniattn.functional._checks import require_choice, require_int, require_integers, require_pair
-from omniattn.reference.masks import BLOCK, MaskKind, Rule, visible
 
 __all__ = [
     "All",
@@ -43,18 +43,15 @@ __all__ = [
 TILE = (96, 128)
 
 
-class Mask:
+class Mask(EncodedMask):
     """A set of (query, key) pairs that may attend."""
-
-    def rules(self) -> list[Rule]:
-        raise NotImplementedError
 
     def __and__(self, other: Mask) -> All:
         return All((self, other))
 
     def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
         """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
-        return visible(self.rules(), tq, tk, self._device(), heads=heads)
+        return self.visible(tq, tk, self._device(), heads)
 
     def count(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> int:
         """Number of pairs that may attend in (batch, heads, tq, tk), exactly."""

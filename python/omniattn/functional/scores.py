@@ -1,7 +1,7 @@
 """Terms of the attention logits as small values that encode themselves for the kernels.
 
 A new term that a table holds is a dataclass here, a case in csrc/semantics/score.h and one in
-reference/scores.py; no schema, fake kernel or gradient changes.
+encoding/scores.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from omniattn.encoding.scores import EncodedTerm, ScoreKind, ScoreRule
 from omniattn.functional._checks import require_float, require_int, require_pair
-from omniattn.reference.scores import ScoreKind
 
 __all__ = ["DistanceBias", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
 
-#: kind, parameter tensor, other parameters
-ScoreRule = tuple[int, Tensor | None, tuple[float, ...]]
 
-
-class RelativeBias:
+class RelativeBias(EncodedTerm):
     """A learned term that depends on the positions of query and key, read from a table."""
-
-    def rule(self) -> ScoreRule:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._attention import autocast, check_shapes, encode, full_shape
+from omniattn.functional._attention import autocast, check_shapes, checked_codes, full_shape
 from omniattn.functional._checks import require_choice, require_number, use_reference
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.ops import attention as ops
 from omniattn.ops._autograd import may_need_gradient
-from omniattn.reference.attention import (
-    AttentionOptions,
-    Logits,
-    Visibility,
-    Weights,
-    default_scale,
-)
+from omniattn.reference.attention import default_scale
+from omniattn.reference.options import Options
 from omniattn.reference.precision import widen
 
 __all__ = ["select_attention"]
@@ -109,12 +104,9 @@ def select_attention(
     if energy == "l2":  # -E = scale (q . k - |k|^2 / 2) - scale |q|^2 / 2
         bias = wide_k.square().sum(-1).mul(-scale / 2).transpose(1, 2)[:, :, None]
         bias = bias.repeat_interleave(group, 1)
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, None, 0.0, None if bias is None else bias.detach(), None, None),
-        Weights("softmax", None, 0.0, None),
-    )
-    codes = encode(op, q, full_shape(q, k), options)
+    detached = None if bias is None else bias.detach()
+    options = Options(causal, window_size, mask, detached, scale)
+    codes = checked_codes(op, q, full_shape(q, k), options)
     index, top = ops.attention_select(q.detach(), k.detach(), *codes)
     least = -top if energy == "dot" else _squares(q, scale) - top
     out = _gather(v, index, group)
@@ -130,7 +122,6 @@ def select_attention(
             bias=None if bias is None else bias / tau,
             scale=scale / tau,
         )
-        assert isinstance(soft, Tensor)
         out = out + (soft - soft.detach()).to(out.dtype)
     chosen = (index >= 0) & (least <= theta)
     return out.masked_fill(~chosen.transpose(1, 2)[..., None], 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def attention_forward(
         sinks=s_aux,
         dropout_p=dropout,
     )
-    return cast(Tensor, out), None
+    return out, None
 
 
 def _default_mask(

@@ -12,7 +12,6 @@ from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.reference.masks import visible
 
 
 class MultiheadAttention(Layer):
@@ -293,7 +292,7 @@ class MultiheadAttention(Layer):
         """exp(logits - lse) (B, H, T, S); 0 for what is not seen."""
         logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
         logits = logits if bias is None else logits + bias
-        seen = visible(mask.rules(), q.shape[1], k.shape[1], q.device)
+        seen = mask.visible(q.shape[1], k.shape[1], q.device, q.shape[2])
         some = lse[..., None] > -torch.inf
         weights = (logits - lse[..., None].masked_fill(~some, 0)).exp()
         return weights.masked_fill(~(some if seen is None else some & seen), 0).to(q.dtype)

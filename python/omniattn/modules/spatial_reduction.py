@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -94,5 +93,5 @@ class SpatialReductionAttention(Layer):
         out = functional.attention(
             q, k, v, dropout_p=c.dropout_p if self.training else 0.0, backend=c.backend
         )
-        y: Tensor = self.proj(cast(Tensor, out).flatten(-2))
+        y: Tensor = self.proj(out.flatten(-2))
         return y.view(x.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ class WindowAttention(Layer):
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )
-        y = _image(self.proj(cast(Tensor, out).flatten(-2)), x.shape, size)
+        y = _image(self.proj(out.flatten(-2)), x.shape, size)
         if shift:
             y = y.roll((shift, shift), (1, 2))
         return y[:, :height, :width].contiguous()

@@ -9,27 +9,18 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.attention import as_cached, decode, pages_of
+from omniattn.encoding.masks import MaskKind
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, Op, private_op, register_vmap
-from omniattn.reference.attention import Rules, TableRule
-from omniattn.reference.masks import LAYOUTS, MaskKind, Rule
-from omniattn.reference.scores import TABLES, ScoreKind
 
 __all__ = ["attention", "attention_select", "attention_weights", "formula", "weights_formula"]
 
 _backward_op = private_op("attention_backward")
 
-# Encodings, as decoded by csrc/ops/attention.h.
-_MASK_INTS = 4  # kind, a, b, index of the first side tensor in aux
-_SCORE_INTS = 3  # kind, aux index, index of the first parameter in params
-
 
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _groups(codes: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [codes[i : i + size] for i in range(0, len(codes), size)]
 
 
 def _fake(
@@ -78,12 +69,10 @@ def _backward(
         grad_out = torch.zeros_like(out)
     wanted = [i for i in range(len(aux)) if needs[3][i]]
     mask, score, params = kept
-    pages = None
-    if mask and mask[0] == MaskKind.PAGED:  # the gathered pages are cached sequences
-        pages = aux[mask[3]].clamp(min=0).long()
-        contiguous, mask = (k[pages].flatten(1, 2), v[pages].flatten(1, 2)), _as_cached(mask)
-    else:
-        contiguous = k, v
+    contiguous, pages = (k, v), pages_of(mask, aux)
+    if pages is not None:
+        pages = pages.clamp(min=0).long()
+        contiguous, mask = (k[pages].flatten(1, 2), v[pages].flatten(1, 2)), as_cached(mask)
     rows = (out, lse, lse_tail)
     *grads_qkv, found = _backward_op(
         grad_out, grad_lse, q, *contiguous, aux, seed, *rows, mask, score, params, wanted
@@ -97,11 +86,6 @@ def _backward(
     for i, grad in zip(wanted, found, strict=True):
         grad_aux[i] = grad
     return (*grads_qkv, grad_aux, None, None, None, None)
-
-
-def _as_cached(mask: Sequence[int]) -> list[int]:
-    """The codes of a paged call for gathered pages: the lengths lie behind the block table."""
-    return [MaskKind.CACHED, 0, 0, mask[3] + 1, *mask[4:]]
 
 
 def _restore(saved: Any, kept: Any) -> tuple[Any, ...]:
@@ -120,47 +104,19 @@ def formula(
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """The op in plain torch, from its own arguments."""
-    layout, options = _decode(aux, mask, score, params)
+    layout, options = decode(aux, mask, score, params)
     options |= {"dropout_p": params[1], "seed": seed, "return_lse": True}
-    result: Any
     if layout is None:
-        result = reference.attention(q, k, v, **options)
+        out, lse = reference.attention(q, k, v, **options)
     elif layout[0] == MaskKind.PACKED:
         cu_q, cu_k = layout[3]
         out, lse = reference.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **options)
-        result = out[None], lse[None]
+        out, lse = out[None], lse[None]
     else:
         *table, lengths = layout[3] if layout[0] == MaskKind.PAGED else layout[3][:1]
         options["block_table"] = table[0] if table else None
-        result = reference.attention_cached(q, k, v, lengths, **options)
-    assert isinstance(result, tuple)
-    return result
-
-
-def _decode(
-    aux: Sequence[Tensor], mask: Sequence[int], score: Sequence[int], params: Sequence[float]
-) -> tuple[Rule | None, dict[str, Any]]:
-    """The layout rule, if there is one, and masks and scores as arguments of the reference."""
-    rules: list[Rule] = [
-        (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
-        for kind, a, b, i in _groups(mask, _MASK_INTS)
-    ]
-    layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
-    options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}
-    for kind, i, at in _groups(score, _SCORE_INTS):
-        options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
-    return layout, options
-
-
-def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:
-    """A score rule as an argument of the reference."""
-    if kind == ScoreKind.SOFTCAP:
-        return {"softcap": parameters[0]}
-    if kind in (ScoreKind.SIGMOID, ScoreKind.RELU2):
-        return {"normaliser": kind.name.lower()}
-    if kind in TABLES:
-        return {"relative": TableRule(kind, tensor, tuple(parameters))}
-    return {kind.name.lower(): tensor}
+        out, lse = reference.attention_cached(q, k, v, lengths, **options)
+    return out, lse
 
 
 #: (q, k, v, aux, seed, mask, score, params) -> (out, lse)
@@ -216,7 +172,7 @@ def weights_formula(
     sums: bool,
 ) -> Tensor:
     """attention_weights in plain torch, from its own arguments."""
-    _, options = _decode(aux, mask, score, params)
+    _, options = decode(aux, mask, score, params)
     return reference.attention_weights(q, k, lse, column_sums=sums, **options)
 
 

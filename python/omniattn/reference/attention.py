@@ -4,132 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from omniattn.reference import masks, philox
+from omniattn.reference import philox
+from omniattn.reference.options import (
+    AttentionOptions,
+    MaskLike,
+    Options,
+    WeightOptions,
+    pack,
+    spelled_out,
+)
 from omniattn.reference.precision import widen
-from omniattn.reference.scores import ScoreKind, table_bias
 from omniattn.reference.vmap import require_not_mapped
 
 
-class MaskRules(Protocol):
-    """What `functional.masks` objects offer."""
-
-    def rules(self) -> list[masks.Rule]: ...
-
-
-class RelativeTerm(Protocol):
-    """What the relative biases of `functional.scores` offer."""
-
-    def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]: ...
-
-
-class TableRule(NamedTuple):
-    """A relative term in its encoded form; table (B | 1, rows, Hq)."""
-
-    kind: int
-    table: Tensor | None
-    parameters: tuple[float, ...]
-
-    def rule(self) -> tuple[int, Tensor | None, tuple[float, ...]]:
-        return self.kind, self.table, self.parameters
-
-
-Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
-
-
-class Rules(NamedTuple):
-    """Mask rules as a mask."""
-
-    found: list[masks.Rule]
-
-    def rules(self) -> list[masks.Rule]:
-        return self.found
-
-
-class Visibility(NamedTuple):
-    """Which keys a query may attend to."""
-
-    causal: bool
-    window_size: tuple[int, int]
-    mask: Tensor | MaskRules | None
-
-    def rules(self) -> list[masks.Rule]:
-        rules = [masks.window_rule(self.causal, self.window_size)]
-        if isinstance(self.mask, Tensor):
-            return [*rules, (masks.MaskKind.TENSOR, 0, 0, (self.mask,))]
-        return rules if self.mask is None else [*rules, *self.mask.rules()]
-
-
-class Logits(NamedTuple):
-    """What makes logits of q and k."""
-
-    scale: float | None
-    head_scale: Tensor | None
-    softcap: float
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    relative: RelativeTerm | None
-
-
-class Weights(NamedTuple):
-    """What makes weights of the logits."""
-
-    normaliser: Normaliser
-    sinks: Tensor | None
-    dropout_p: float
-    seed: Tensor | None
-
-
-class AttentionOptions(NamedTuple):
-    """The options that all forms of attention share."""
-
-    visibility: Visibility
-    logits: Logits
-    weights: Weights
-
-    def of_sequence(self, n: int, tq: int, tk: int) -> AttentionOptions:
-        """Those of sequence n of a packed or cached batch, which has its own lengths."""
-        rules = masks.of_sequence(self.visibility.rules(), n, tq, tk)
-        logits = self.logits
-        bias, slopes, relative = logits.bias, logits.alibi_slopes, logits.relative
-        if bias is not None:
-            bias = masks.cut(bias, n, tq, tk)
-        if slopes is not None and slopes.dim() > 1 and len(slopes) > 1:
-            slopes = slopes[n : n + 1]
-        if relative is not None:
-            kind, table, parameters = relative.rule()
-            if table is not None and len(table) > 1:
-                relative = TableRule(kind, table[n : n + 1], parameters)
-        return AttentionOptions(
-            Visibility(False, (-1, -1), Rules(rules)),
-            logits._replace(bias=bias, alibi_slopes=slopes, relative=relative),
-            self.weights,
-        )
-
-
+@spelled_out(AttentionOptions)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskRules | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeTerm | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, lse (B,Hq,Tq)].
 
@@ -137,15 +38,12 @@ def attention(
     (B,Hq,Tq,Tk). A row that sees no key gives O = 0, lse = -inf and zero gradients. Weights other
     than softmax are functions of one logit each; their lse is 0.
     """
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
-    )
-    out, lse = _attention(q, k, v, options)
+    record = _seeded(pack("attention", options))
+    out, lse = _attention(q, k, v, record)
     return (out, lse) if return_lse else out
 
 
+@spelled_out(AttentionOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -155,20 +53,8 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskRules | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeTerm | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (Nq,Hq,D), k (Nk,Hkv,D), v (Nk,Hkv,Dv) -> O (Nq,Hq,Dv) [, lse (Hq,Nq)].
 
@@ -179,15 +65,11 @@ def attention_varlen(
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
-    )
+    record = _seeded(pack("attention_varlen", options))
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
-        mine = options.of_sequence(n, q1 - q0, k1 - k0)
+        mine = _of_sequence(record, n, q1 - q0, k1 - k0)
         out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
         outs.append(out[0])
         lses.append(lse[0])
@@ -196,10 +78,11 @@ def attention_varlen(
     out = torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], v.shape[2])
     out = pad(out, (0, 0, 0, 0, before, behind))
     lse = torch.cat(lses, 1) if lses else widen(q.new_zeros(q.shape[1], 0))
-    lse = pad(lse, (before, behind), value=-math.inf if normaliser == "softmax" else 0.0)
+    lse = pad(lse, (before, behind), value=-math.inf if record.normaliser == "softmax" else 0.0)
     return (out, lse) if return_lse else out
 
 
+@spelled_out(AttentionOptions)
 def attention_cached(
     q: Tensor,
     k: Tensor,
@@ -207,20 +90,8 @@ def attention_cached(
     cache_seqlens: Tensor,
     *,
     block_table: Tensor | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskRules | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeTerm | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk.
 
@@ -229,15 +100,11 @@ def attention_cached(
     require_not_mapped("attention_cached", "cache_seqlens", cache_seqlens)
     if block_table is not None:
         k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
-    options = AttentionOptions(
-        Visibility(causal, window_size, mask),
-        Logits(scale, head_scale, softcap, bias, alibi_slopes, relative),
-        Weights(normaliser, sinks, dropout_p, _seed(seed, dropout_p)),
-    )
+    record = _seeded(pack("attention_cached", options))
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist()):
         one = slice(n, n + 1)
-        mine = options.of_sequence(n, q.shape[1], tk)
+        mine = _of_sequence(record, n, q.shape[1], tk)
         out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
         outs.append(out)
         lses.append(lse)
@@ -246,91 +113,126 @@ def attention_cached(
     return (out, lse) if return_lse else out
 
 
-def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
-    """The seed of a call, None without dropout."""
-    if dropout_p == 0:
-        return None
-    return philox.new_seed() if seed is None else seed
+def _seeded(options: Options) -> Options:
+    """The options with the seed that they run with: None without dropout."""
+    if options.dropout_p == 0:
+        return options._replace(seed=None)
+    return options if options.seed is not None else options._replace(seed=philox.new_seed())
+
+
+def _of_sequence(options: Options, n: int, tq: int, tk: int) -> Options:
+    """The options of sequence n of a packed or cached batch, which has its own lengths."""
+    mask, bias, slopes = options.mask, options.bias, options.alibi_slopes
+    relative = options.relative
+    if isinstance(mask, Tensor):
+        mask = cut(mask, n, tq, tk)
+    elif mask is not None:
+        mask = mask.of_sequence(n, tq, tk)
+    if bias is not None:
+        bias = cut(bias, n, tq, tk)
+    if slopes is not None and slopes.dim() > 1 and len(slopes) > 1:
+        slopes = slopes[n : n + 1]
+    if relative is not None:
+        relative = relative.of_sequence(n)
+    return options._replace(mask=mask, bias=bias, alibi_slopes=slopes, relative=relative)
+
+
+def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
+    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
+    t = t[(None,) * (4 - t.dim())]
+    t = t[n : n + 1] if t.shape[0] > 1 else t
+    t = t[:, :, :rows] if t.shape[2] > 1 else t
+    return t[..., :columns] if t.shape[3] > 1 else t
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, first_batch: int = 0
+    q: Tensor, k: Tensor, v: Tensor, options: Options, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
     """O and lse; `first_batch` is the number of q[0] in its call."""
-    weights = options.weights
     heads, kv_heads, (batch, tq), tk = q.shape[2], k.shape[2], q.shape[:2], k.shape[1]
     vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
         vw = vw.repeat_interleave(heads // kv_heads, 1)
-    s = _logits(q, k, options.visibility.rules(), options.logits)
-    if weights.normaliser == "softmax":
-        p, lse = _softmax(s, None if weights.sinks is None else widen(weights.sinks).to(s.dtype))
+    s = _logits(q, k, options)
+    if options.normaliser == "softmax":
+        p, lse = _softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
-        p = _elementwise(s, weights.normaliser)
+        p = _elementwise(s, options.normaliser)
         lse = s.new_zeros(batch, heads, tq)
-    if weights.seed is not None:
-        drop, seed = weights.dropout_p, weights.seed.to(q.device)
+    if options.seed is not None:
+        drop, seed = options.dropout_p, options.seed.to(q.device)
         keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first_batch=first_batch)
         p = p * keep * (1 / (1 - drop) if drop < 1 else 0)
     out = (p @ vw).transpose(1, 2).to(q.dtype)
     return out, lse
 
 
-def _logits(q: Tensor, k: Tensor, rules: list[masks.Rule], logits: Logits) -> Tensor:
+def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """(B,Hq,Tq,Tk), -inf where not allowed."""
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
     if kv_heads != heads:
         kw = kw.repeat_interleave(heads // kv_heads, 1)
 
-    s = (default_scale(dim) if logits.scale is None else logits.scale) * (qw @ kw.transpose(-1, -2))
-    if logits.head_scale is not None:
-        s = s * widen(logits.head_scale).to(s.dtype)[:, None, None]
-    if logits.softcap > 0:
-        s = logits.softcap * torch.tanh(s / logits.softcap)
-    if logits.bias is not None:
-        s = s + widen(logits.bias).to(s.dtype)
-    if logits.alibi_slopes is not None:
-        slopes = widen(logits.alibi_slopes).to(s.dtype)
-        slopes = slopes if slopes.dim() == 3 else torch.atleast_2d(slopes)[:, None]
-        s = s + table_bias(ScoreKind.ALIBI, slopes, 0, 0, tq, tk)
-    if logits.relative is not None:
-        kind, table, (a, b) = logits.relative.rule()
-        assert table is not None
-        s = s + table_bias(kind, widen(table).to(s.dtype), int(a), int(b), tq, tk)
-    return s.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
+    scale = default_scale(dim) if options.scale is None else options.scale
+    s = scale * (qw @ kw.transpose(-1, -2))
+    if options.head_scale is not None:
+        s = s * widen(options.head_scale).to(s.dtype)[:, None, None]
+    if options.softcap > 0:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    if options.bias is not None:
+        s = s + widen(options.bias).to(s.dtype)
+    if options.alibi_slopes is not None:
+        slopes = torch.atleast_2d(widen(options.alibi_slopes).to(s.dtype))
+        s = s + slopes[..., None, None] * -_distance(tq, tk, q.device).abs().to(s.dtype)
+    if options.relative is not None:
+        s = s + options.relative.term(tq, tk, s.dtype)
+    return s.masked_fill(~_visible(options, tq, tk, q.device, heads), -math.inf)
 
 
+def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
+    """k - i of all pairs, i = q + Tk - Tq the place of query q among the keys."""
+    i = torch.arange(tq, device=device)[:, None] + tk - tq
+    return torch.arange(tk, device=device) - i
+
+
+def _visible(options: Options, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+    """Boolean, True = attend, broadcastable to (B,Hq,Tq,Tk)."""
+    distance = _distance(tq, tk, device)
+    left, right = options.window_size
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        allowed = allowed & (distance >= -left)
+    if options.causal or right >= 0:
+        allowed = allowed & (distance <= (0 if options.causal else right))
+    if isinstance(options.mask, Tensor):
+        allowed = allowed & options.mask
+    elif options.mask is not None:
+        allowed = allowed & options.mask.visible(tq, tk, device, heads)
+    return allowed
+
+
+@spelled_out(WeightOptions)
 def attention_weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskRules | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative: RelativeTerm | None = None,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    normaliser: Normaliser = "softmax",
     column_sums: bool = False,
+    **options: Unpack[WeightOptions],
 ) -> Tensor:
     """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk).
 
     `sinks` are part of lse already and change nothing here.
     """
-    logits = Logits(scale, head_scale, softcap, bias, alibi_slopes, relative)
-    s = _logits(q, k, Visibility(causal, window_size, mask).rules(), logits)
-    if normaliser == "softmax":
+    record = pack("attention_weights", options, WeightOptions)
+    s = _logits(q, k, record)
+    if record.normaliser == "softmax":
         nothing = lse == -math.inf
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
         p = p.masked_fill(nothing[..., None], 0)
     else:
-        p = _elementwise(s, normaliser)
+        p = _elementwise(s, record.normaliser)
     return p.sum(-2) if column_sums else p.to(q.dtype)
 
 
@@ -346,7 +248,7 @@ def select_attention(
     scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskRules | None = None,
+    mask: Tensor | MaskLike | None = None,
 ) -> Tensor:
     """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
 
@@ -361,8 +263,8 @@ def select_attention(
     if energy == "l2":
         score = score - (qw.square().sum(-1)[..., None] + kw.square().sum(-1)[..., None, :]) / 2
     score = score * (default_scale(dim) if scale is None else scale)
-    rules = Visibility(causal, window_size, mask).rules()
-    score = score.masked_fill(~masks.visible(rules, tq, tk, q.device, heads=heads), -math.inf)
+    visible = _visible(Options(causal, window_size, mask), tq, tk, q.device, heads)
+    score = score.masked_fill(~visible, -math.inf)
     # NaN is never chosen, and without keys there is a column that nothing chooses.
     choices = score.detach().masked_fill(score.isnan(), -math.inf)
     top, index = torch.nn.functional.pad(choices, (0, 1), value=-math.inf).max(-1)
@@ -439,8 +341,7 @@ def scaled_dot_product_attention(
     count = math.prod(lead)
     mask = bias = None
     if is_causal:
-        rule = (masks.MaskKind.WINDOW_TOP_LEFT, -1, 0, ())
-        mask = masks.visible([rule], tq, tk, query.device)
+        mask = torch.ones(tq, tk, dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         given = attn_mask.expand(*lead, tq, tk).reshape(count, 1, tq, tk)
         if given.dtype == torch.bool:
@@ -451,6 +352,6 @@ def scaled_dot_product_attention(
         t.expand(*lead, *t.shape[-2:]).reshape(count, 1, *t.shape[-2:]).transpose(1, 2)
         for t in (query, key, value)
     )
-    out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
-    assert isinstance(out, Tensor)
+    record = Options(mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
+    out, _ = _attention(q, k, v, _seeded(record))
     return out.transpose(1, 2).reshape(*lead, tq, value.shape[-1])

@@ -1,19 +1,22 @@
-"""The meaning of encoded mask rules (csrc/semantics/mask.h is the same for kernels)."""
+"""Mask rules: their numbers, and their meaning (csrc/semantics is the same for kernels)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from omniattn.reference.attention import cut
+
 
 class MaskKind(IntEnum):
-    """Kinds of rules; numbers as in csrc/semantics/mask.h. i = q + off, off = Tk - Tq."""
+    """Kinds of rules; numbers as in csrc/semantics/{mask_rules,sequences}.h. i = q + Tk - Tq."""
 
     WINDOW = 0  # i - a <= k <= i + b; -1: unbounded
-    WINDOW_TOP_LEFT = 1  # the same with off = 0
+    WINDOW_TOP_LEFT = 1  # the same with i = q
     KEY_LENGTHS = 2  # k < lengths[b], int64 (B,)
     TENSOR = 3  # bool, broadcastable to (B, Hq, Tq, Tk)
     PREFIX = 4  # k < lengths[b] or k <= i
@@ -40,10 +43,29 @@ BLOCK = 64
 Rule = tuple[int, int, int, tuple[Tensor, ...]]
 
 
-def window_rule(causal: bool, window_size: tuple[int, int]) -> Rule:
-    """(left, right) inclusive around the bottom-right diagonal; causal closes the right side."""
-    left, right = window_size
-    return (MaskKind.WINDOW, left, 0 if causal else right, ())
+class EncodedMask:
+    """A mask that is the AND of rules."""
+
+    def rules(self) -> list[Rule]:
+        raise NotImplementedError
+
+    def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+        """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk)."""
+        return visible(self.rules(), tq, tk, device, heads=heads)
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
+        """The mask of sequence n of a packed or cached batch, which has its own lengths."""
+        return Rules(of_sequence(self.rules(), n, tq, tk))
+
+
+@dataclass(frozen=True)
+class Rules(EncodedMask):
+    """Rules as a mask."""
+
+    found: list[Rule]
+
+    def rules(self) -> list[Rule]:
+        return self.found
 
 
 def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
@@ -60,14 +82,6 @@ def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
             side = (side[0][n : n + 1],)
         found.append((kind, a, b, side))
     return found
-
-
-def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
-    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
-    t = t[(None,) * (4 - t.dim())]
-    t = t[n : n + 1] if t.shape[0] > 1 else t
-    t = t[:, :, :rows] if t.shape[2] > 1 else t
-    return t[..., :columns] if t.shape[3] > 1 else t
 
 
 def visible(

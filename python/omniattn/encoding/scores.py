@@ -1,16 +1,19 @@
-"""The meaning of encoded score rules (csrc/semantics/score.h is the same for kernels)."""
+"""Score rules: their numbers, and the meaning of tables (csrc/semantics/score.h is the same)."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from omniattn.reference.precision import widen
+
 
 class ScoreKind(IntEnum):
-    """Kinds of rules; numbers as in csrc/ops/attention.h. Tables are (B | 1, rows, Hq)."""
+    """Kinds of rules; numbers as in csrc/semantics/score.h. Tables are (B | 1, rows, Hq)."""
 
     BIAS = 0  # added, broadcastable to (B, Hq, Tq, Tk)
     SOFTCAP = 1  # cap * tanh(. / cap)
@@ -24,7 +27,43 @@ class ScoreKind(IntEnum):
     WINDOW = 9  # table[place of q - place of k] in a window of a rows and b columns
 
 
+#: Kinds whose tensor is a table.
 TABLES = (ScoreKind.ALIBI, ScoreKind.BUCKETS, ScoreKind.DISTANCES, ScoreKind.WINDOW)
+
+#: kind, parameter tensor, other parameters
+ScoreRule = tuple[int, Tensor | None, tuple[float, ...]]
+
+
+class EncodedTerm:
+    """A term of the logits that a table holds."""
+
+    def rule(self) -> ScoreRule:
+        raise NotImplementedError
+
+    def term(self, tq: int, tk: int, dtype: torch.dtype) -> Tensor:
+        """(B | 1, Hq, Tq, Tk), computed in `dtype`."""
+        kind, table, (a, b) = self.rule()
+        assert table is not None
+        return table_bias(kind, widen(table).to(dtype), int(a), int(b), tq, tk)
+
+    def of_sequence(self, n: int) -> EncodedTerm:
+        """The term of sequence n of a packed or cached batch."""
+        kind, table, parameters = self.rule()
+        if table is None or len(table) == 1:
+            return self
+        return Table(kind, table[n : n + 1], parameters)
+
+
+@dataclass(frozen=True)
+class Table(EncodedTerm):
+    """A rule as a term; table (B | 1, rows, Hq)."""
+
+    kind: int
+    table: Tensor | None
+    parameters: tuple[float, ...]
+
+    def rule(self) -> ScoreRule:
+        return self.kind, self.table, self.parameters
 
 
 def t5_bucket(distance: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:

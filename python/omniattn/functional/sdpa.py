@@ -1,0 +1,152 @@
+"""torch's attention, computed by ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+
+from omniattn.functional._attention import (
+    autocast,
+    causal_mask,
+    full_shape,
+    require_bias,
+    require_broadcastable,
+    run,
+)
+from omniattn.functional._checks import require_bool
+from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
+from omniattn.reference.options import Options
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention, computed by :func:`attention`.
+
+    Args:
+        query: (..., Hq, Tq, D) or (Tq, D).
+        key: (..., Hkv, Tk, D) or (Tk, D). All dimensions before T of the three are broadcast.
+        value: (..., Hkv, Tk, Dv) or (Tk, Dv).
+        attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk), or a
+            `torch.nn.attention.bias.CausalBias` of (Tq, Tk).
+        dropout_p: applied whenever positive, as in torch. The mask of dropped weights is drawn from
+            torch's generator, but is not torch's own.
+        is_causal: query i sees keys up to i: aligned top-left, as in torch. With an attn_mask both
+            apply, as in torch's CPU kernel.
+        scale: None is 1 / sqrt(D).
+        enable_gqa: key and value may have fewer heads, each a number that divides Hq.
+        backend: see :func:`attention`.
+
+    Returns:
+        (..., Hq, Tq, Dv) of the query's dtype; 0 for a query that sees no key.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Example:
+        >>> q = torch.zeros(1, 1, 2, 4)
+        >>> scaled_dot_product_attention(q, q, torch.ones(1, 1, 2, 1)).flatten()
+        tensor([1., 1.])
+    """
+    op = "scaled_dot_product_attention"
+    query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
+    require_bool(op, "is_causal", is_causal)
+    require_bool(op, "enable_gqa", enable_gqa)
+    lead = _leading_shape(op, query, key, value, enable_gqa)
+    *batch, heads = lead or (1,)
+    full = (*batch, heads, query.shape[-2], key.shape[-2])
+    mask: Mask | None = SlidingWindow(-1, 0, top_left=True) if is_causal else None
+    bias: Tensor | None = None
+    if isinstance(attn_mask, CausalBias):
+        if is_causal:
+            raise ValueError(f"{op}: is_causal must be False with a CausalBias, got is_causal=True")
+        mask = causal_mask(op, "attn_mask", attn_mask, full)
+    elif attn_mask is not None:
+        if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+            require_bias(op, "attn_mask", attn_mask, query, "query")
+        require_broadcastable(op, "attn_mask", attn_mask, query, full, "query")
+        if attn_mask.dtype == torch.bool:
+            dense = BoolMask(_mask_of_batch(attn_mask, full))
+            mask = dense if mask is None else mask & dense
+        else:
+            bias = _mask_of_batch(attn_mask, full)
+    q, k, v = (_of_batch(t if t.dim() > 2 else t[None], batch) for t in (query, key, value))
+    if q.shape[1] != heads:
+        q = q.expand(-1, heads, -1, -1)
+    if k.shape[1] != v.shape[1]:
+        k, v = (t.repeat_interleave(heads // max(t.shape[1], 1), 1) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options = Options(mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
+    out, _ = run(op, q, k, v, full_shape(q, k), options, False, backend)
+    return out.transpose(1, 2).reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _leading_shape(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[int, ...]:
+    """(..., H) of the result, () where all three are (T, D); checks the shapes."""
+    least = 3 if enable_gqa else 2
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() < least:
+            raise ValueError(
+                f"{op}: {name} must have at least {least} dimensions with "
+                f"enable_gqa={enable_gqa}, got {name}.shape={tuple(t.shape)}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{op}: query and key must have the same D, "
+            f"got query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"{op}: key and value must have the same Tk, "
+            f"got key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+        )
+    shapes: list[tuple[int, ...]] = [t.shape[:-2] for t in (query, key, value)]
+    if enable_gqa:
+        heads = query.shape[-3]
+        for name, t in (("key", key), ("value", value)):
+            if t.shape[-3] != heads and (t.shape[-3] == 0 or heads % t.shape[-3] != 0):
+                raise ValueError(
+                    f"{op}: the heads of query must be a multiple of those of {name}, "
+                    f"got query.shape={tuple(query.shape)}, {name}.shape={tuple(t.shape)}"
+                )
+        shapes = [(*shape[:-1], heads) for shape in shapes]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return tuple(shapes[0])
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: the leading dimensions of query, key and value must be broadcastable (heads "
+            f"may be grouped with enable_gqa), got query.shape={tuple(query.shape)}, "
+            f"key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+        ) from None
+
+
+def _mask_of_batch(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+    """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
+    mask = mask[(None,) * (len(full) - mask.dim())]
+    return mask if len(full) == 4 else _of_batch(mask, full[:-3])
+
+
+def _of_batch(t: Tensor, batch: Sequence[int]) -> Tensor:
+    """(..., H, T, D), broadcastable to (*batch, H, T, D), as (prod(batch), H, T, D)."""
+    if t.shape[:-3] != tuple(batch):
+        t = t.expand(*batch, *t.shape[-3:])
+    return t if t.dim() == 4 else t.reshape(math.prod(batch), *t.shape[-3:])
