@@ -1,26 +1,28 @@
 // attention, attention_backward, attention_weights and attention_select on the CPU: choice of
 // kernels, memory, threads.
-#include "ops/attention.h"
-
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <type_traits>
 #include <utility>
 
+#include "ops/attention.h"
 #include "ops/parallel.h"
+#include "ops/path.h"
 #include "runtime/denormals.h"
 
+namespace omniattn::ops::attention {
 namespace {
 
 Tensor buffer(int64_t elements, DType dtype) {
   return empty_tensor({&elements, 1}, accumulator(dtype));
 }
 
-template <class Params>
-int64_t thread_count(const std::vector<Params>& problems, int64_t items) {
+template <class Problems>
+int64_t thread_count(const Problems& problems, int64_t items) {
   // Small problems stay on this thread: opening the pool costs about 2 us, some 100 kFLOP.
   int64_t work = 0;
-  for (const Params& x : problems) {
+  for (const auto& x : problems) {
     const AttentionProblem& p = x.problem;
     work += p.batch * p.hq * p.tq * p.tk * (p.d + p.dv);
   }
@@ -43,22 +45,22 @@ class PerThread {
 };
 
 // f(problem) added up, and its largest value.
-template <class Params, class F>
-int64_t total(const std::vector<Params>& problems, const F& f) {
+template <class Problems, class F>
+int64_t total(const Problems& problems, const F& f) {
   int64_t sum = 0;
-  for (const Params& x : problems) sum += f(x);
+  for (const auto& x : problems) sum += f(x);
   return sum;
 }
-template <class Params, class F>
-int64_t largest(const std::vector<Params>& problems, const F& f) {
+template <class Problems, class F>
+int64_t largest(const Problems& problems, const F& f) {
   int64_t found = 0;
-  for (const Params& x : problems) found = std::max(found, f(x));
+  for (const auto& x : problems) found = std::max(found, f(x));
   return found;
 }
 
 // Gives each problem its own part of one workspace.
 template <class Params, class F>
-Tensor share_workspace(std::vector<Params>& problems, const F& elements) {
+Tensor share_workspace(std::span<Params> problems, const F& elements) {
   const DType dtype = problems.front().problem.dtype;
   const Tensor memory = buffer(total(problems, elements), dtype);
   char* next = static_cast<char*>(memory.mutable_data_ptr());
@@ -73,7 +75,7 @@ Tensor share_workspace(std::vector<Params>& problems, const F& elements) {
 // own workspace where `workspace_elements` asks for one, and its own copy of the parameters of the
 // problem that it works on.
 template <class Params, class Kernel, class Items>
-void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& items,
+void run_stage(Kernel kernel, std::span<Params> problems, const Items& items,
                int64_t scratch_elements, int64_t workspace_elements = 0) {
   std::vector<int64_t> ends;  // of the items of each problem
   for (const Params& x : problems) ends.push_back((ends.empty() ? 0 : ends.back()) + items(x));
@@ -104,109 +106,35 @@ void run_stage(Kernel kernel, const std::vector<Params>& problems, const Items& 
   });
 }
 
-// Whether whole kv heads, each with its own workspace, keep the threads busy.
-template <class Params>
-bool has_heads_enough(const std::vector<Params>& problems, int64_t items) {
-  return items >= 4 * thread_count(problems, items);
+// The problems of a call, of which a path may take some.
+struct Load {
+  int64_t heads;    // items that have whole heads for themselves
+  int64_t threads;  // that they are worth
+};
+template <class Problems, class F>
+Load load_of(const Problems& problems, const F& heads) {
+  const int64_t items = total(problems, heads);
+  return {items, thread_count(problems, items)};
+}
+// Whether whole heads, each with its own workspace, keep the threads busy.
+bool has_heads_enough(const Load& load) { return load.heads >= 4 * load.threads; }
+
+// Runs each problem by the first path that takes it.
+template <class Table, class Params, class F>
+void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
+  for (auto path = table.begin(); !problems.empty(); ++path) {
+    const Load load = load_of(problems, heads);
+    const auto rest = std::stable_partition(problems.begin(), problems.end(),
+                                            [&](const Params& x) { return path->takes(x, load); });
+    const auto taken = static_cast<size_t>(rest - problems.begin());
+    if (taken == 0) continue;
+    table.report(*path);
+    path->run(problems.first(taken));
+    problems = problems.subspan(taken);
+  }
 }
 
 // ---- sequences ----------------------------------------------------------------------------------
-
-void decode_seed(Call& call, const Tensor& seed) { read_seed(call.p.dropout, seed); }
-
-// Element of an int32 or int64 tensor.
-int64_t integer_at(const Tensor& t, int64_t offset) {
-  const void* const data = t.const_data_ptr();
-  return t.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(data)[offset]
-                                             : static_cast<const int32_t*>(data)[offset];
-}
-
-// Row numbers of a layout: `count` integers in [0, limit].
-Ints read_rows(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
-  require_integers(op, name, t);
-  require_sizes(op, name, t, {&count, 1});
-  Ints rows(static_cast<size_t>(count));
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t row = integer_at(t, n * t.stride(0));
-    require(row >= 0 && row <= limit, op, name, " must lie in [0, ", limit, "], got ", row);
-    rows[static_cast<size_t>(n)] = row;
-  }
-  return rows;
-}
-
-// Boundaries of packed sequences of at most `longest` rows.
-Ints read_boundaries(const char* op, const char* name, const Tensor& t, int64_t rows,
-                     int64_t longest) {
-  require(t.dim() == 1 && t.size(0) >= 1, op, name, " must have shape (N + 1,)");
-  const Ints found = read_rows(op, name, t, t.size(0), rows);
-  for (size_t n = 1; n < found.size(); ++n) {
-    const int64_t length = found[n] - found[n - 1];
-    require(length >= 0 && length <= longest, op, name, " must grow by 0 to ", longest, ", got ",
-            found[n - 1], " then ", found[n]);
-  }
-  return found;
-}
-
-// Reads the pages that sequences of these lengths have; what the table holds behind is not read. k
-// and v are (pages, size, Hkv, .).
-void decode_pages(const char* op, Call& call, const Tensor& table, const Tensor& lengths) {
-  AttentionProblem& p = call.p;
-  const int64_t pages = call.kept[1].size(0), size = p.tk;
-  require_integers(op, "block_table", table);
-  require(table.dim() == 2 && table.size(0) == p.batch, op,
-          "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
-          " dimensions");
-  const int64_t width = table.size(1);
-  require(size > 0 && width <= kMaskParamLimit / size, op,
-          "pages must hold tokens, and those of a sequence less than 2^40, got page size ", size,
-          " and N=", width);
-  p.tk = width * size;
-  const Ints found = read_rows(op, "cache_seqlens", lengths, p.batch, p.tk);
-  const int64_t longest = found.empty() ? 0 : *std::max_element(found.begin(), found.end());
-  p.pages = {nullptr, ceil_div(longest, size), size};
-  call.block_table.resize(static_cast<size_t>(p.batch * p.pages.stride_b));
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t length = found[static_cast<size_t>(b)];
-    for (int64_t n = 0; n < ceil_div(length, size); ++n) {
-      const int64_t page = integer_at(table, b * table.stride(0) + n * table.stride(1));
-      require(page >= 0 && page < pages, op, "block_table must name pages in [0, ", pages,
-              "), got ", page, " in row ", b);
-      call.block_table[static_cast<size_t>(b * p.pages.stride_b + n)] = page;
-    }
-    call.sequences.push_back({b, b, 0, p.tq, 0, length});
-  }
-  p.pages.table = call.block_table.data();
-}
-
-// Errors name the public function: what is wrong are values that only this code reads.
-void decode_layout(const char*, Call& call, LayoutKind kind, const Ints& code, const Tensors& aux) {
-  const char* const op = kind == LayoutKind::packed ? "attention_varlen" : "attention_cached";
-  AttentionProblem& p = call.p;
-  if (kind == LayoutKind::paged) {
-    const Tensor& table = side_tensor(op, aux, code[3]);
-    return decode_pages(op, call, table, side_tensor(op, aux, code[3] + 1));
-  }
-  if (kind == LayoutKind::cached) {
-    const Ints lengths =
-        read_rows(op, "cache_seqlens", side_tensor(op, aux, code[3]), p.batch, p.tk);
-    for (int64_t b = 0; b < p.batch; ++b) {
-      call.sequences.push_back({b, b, 0, p.tq, 0, lengths[static_cast<size_t>(b)]});
-    }
-    return;
-  }
-  const Ints q = read_boundaries(op, "cu_seqlens_q", side_tensor(op, aux, code[3]), p.tq, code[1]);
-  const Ints k =
-      read_boundaries(op, "cu_seqlens_k", side_tensor(op, aux, code[3] + 1), p.tk, code[2]);
-  require(q.size() == k.size(), op, "cu_seqlens_q and cu_seqlens_k must have the same length, got ",
-          q.size(), " and ", k.size());
-  for (size_t n = 0; n + 1 < q.size(); ++n) {
-    call.sequences.push_back(
-        {static_cast<int64_t>(n), 0, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
-  }
-  p.batch = static_cast<int64_t>(call.sequences.size());
-  p.tq = code[1];
-  p.tk = code[2];
-}
 
 template <class P>
 P* moved(P* data, int64_t elements, int64_t size) {
@@ -261,6 +189,7 @@ AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
   if (is_relative(p.table.kind)) p.relative.origin = p.tk - 1 + s.tq - s.tk;
   p.relative.data = moved(p.relative.data, s.b * p.relative.stride_b, wide);
   p.batch = 1;
+  p.sequences = {};
   p.tq = s.tq;
   p.tk = s.tk;
   p.first_batch = s.b;
@@ -311,9 +240,9 @@ AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s
 // The problems of a call, the largest first: items are handed out in order.
 template <class Params>
 std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
-  if (sequences.empty()) return {x};
+  if (sequences.count == 0) return {x};
   std::vector<Params> problems;
-  for (const Sequence& s : sequences) {
+  for (const Sequence& s : sequences.list()) {
     if (s.tq > 0) problems.push_back(of_sequence(x, s));
   }
   std::stable_sort(problems.begin(), problems.end(), [](const Params& a, const Params& b) {
@@ -420,117 +349,151 @@ void gather_heads(const AttentionProblem& p, const void* parts, void* grad) {
   p.dtype == DType::f64 ? gather(double{}) : gather(float{});
 }
 
-// ---- entries ------------------------------------------------------------------------------------
+// ---- forward ------------------------------------------------------------------------------------
 
-void run_decode(std::vector<AttentionForwardParams> problems) {
-  using Params = AttentionForwardParams;
-  if (problems.empty()) return;
+using Forward = AttentionForwardParams;
+using ForwardProblems = std::span<Forward>;
+
+int64_t kv_heads(const Forward& x) { return kv_head_items(x.problem); }
+
+void run_decode(ForwardProblems problems) {
   const Tensor workspace = share_workspace(
-      problems, [](const Params& x) { return decode_workspace_elements(x.problem); });
+      problems, [](const Forward& x) { return decode_workspace_elements(x.problem); });
   const auto& kernels = attention_decode_kernels();
   run_stage(
-      kernels.decode, problems, [](const Params& x) { return decode_items(x.problem); },
-      largest(problems, [](const Params& x) { return decode_scratch_elements(x.problem); }));
+      kernels.decode, problems, [](const Forward& x) { return decode_items(x.problem); },
+      largest(problems, [](const Forward& x) { return decode_scratch_elements(x.problem); }));
   // Most merges take less time than it takes to open the pool.
   constexpr int64_t kLargeMerge = 1 << 18;
-  const auto rows = [](const Params& x) { return merge_items(x.problem); };
-  if (total(problems, [](const Params& x) {
+  const auto rows = [](const Forward& x) { return merge_items(x.problem); };
+  if (total(problems, [](const Forward& x) {
         return merge_items(x.problem) * decode_splits(x.problem) * x.problem.dv;
       }) >= kLargeMerge) {
     run_stage(kernels.merge, problems, rows, 0);
   } else {
-    for (const Params& x : problems) kernels.merge(x, 0, rows(x));
+    for (const Forward& x : problems) kernels.merge(x, 0, rows(x));
   }
 }
 
-void run_tiled(std::vector<AttentionForwardParams> problems) {
-  using Params = AttentionForwardParams;
-  if (problems.empty()) return;
+int64_t forward_scratch(ForwardProblems problems) {
+  return largest(problems, [](const Forward& x) { return forward_scratch_elements(x.problem); });
+}
+
+// Packs and multiplies one kv head after the other.
+void run_heads(ForwardProblems problems) {
+  run_stage(attention_forward_kernels(problems[0].problem.dtype).forward_heads, problems, kv_heads,
+            forward_scratch(problems),
+            largest(problems, [](const Forward& x) { return packed_head_elements(x.problem); }));
+}
+
+// Packs all keys, then multiplies block by block of queries.
+void run_blocks(ForwardProblems problems) {
   const auto& kernels = attention_forward_kernels(problems[0].problem.dtype);
-  const int64_t scratch =
-      largest(problems, [](const Params& x) { return forward_scratch_elements(x.problem); });
-  const auto kv_heads = [](const Params& x) { return kv_head_items(x.problem); };
-  if (has_heads_enough(problems, total(problems, kv_heads))) {
-    run_stage(kernels.forward_heads, problems, kv_heads, scratch,
-              largest(problems, [](const Params& x) { return packed_head_elements(x.problem); }));
-  } else {
-    const Tensor workspace = share_workspace(
-        problems, [](const Params& x) { return forward_workspace_elements(x.problem); });
-    run_stage(kernels.pack, problems, [](const Params& x) { return pack_items(x.problem); }, 0);
-    run_stage(
-        kernels.forward, problems, [](const Params& x) { return forward_items(x.problem); },
-        scratch);
-  }
+  const Tensor workspace = share_workspace(
+      problems, [](const Forward& x) { return forward_workspace_elements(x.problem); });
+  run_stage(kernels.pack, problems, [](const Forward& x) { return pack_items(x.problem); }, 0);
+  run_stage(
+      kernels.forward, problems, [](const Forward& x) { return forward_items(x.problem); },
+      forward_scratch(problems));
 }
 
-void run_forward(AttentionForwardParams f, const Sequences& sequences) {
-  const Tensor table = expand_table(f.problem);
-  std::vector<AttentionForwardParams> tiled, decoded;
-  Tensors gathered;
-  for (AttentionForwardParams& x : problems_of(f, sequences)) {
-    const bool decode = takes_decode_path_cpu(x.problem);
-    if (x.problem.pages.table != nullptr && !decode) gather_pages(x.problem, gathered);
-    (decode ? decoded : tiled).push_back(x);
-  }
-  run_decode(std::move(decoded));
-  run_tiled(std::move(tiled));
-}
-
-// Problems that may run at the same time.
-void run_together(std::vector<AttentionBackwardParams> problems) {
-  using Params = AttentionBackwardParams;
-  const auto& kernels = attention_backward_kernels(problems[0].problem.dtype);
-  const int64_t scratch =
-      largest(problems, [](const Params& x) { return backward_scratch_elements(x); });
-  const auto owners = [](const Params& x) { return backward_owners(x); };
-  if (largest(problems, [](const Params& x) { return x.splits; }) == 1 &&
-      has_heads_enough(problems, total(problems, owners))) {
-    run_stage(kernels.backward_heads, problems, owners, scratch,
-              largest(problems, [](const Params& x) {
-                return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
-              }));
-  } else {
-    const Tensor workspace = share_workspace(problems, [](const Params& x) {
-      return backward_workspace_elements(x, query_rows(x.problem));
+const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwardPaths(
+    "attention",
+    {
+        {"decode", [](const Forward& x, const Load&) { return takes_decode_path_cpu(x.problem); },
+         run_decode},
+        {"heads", [](const Forward&, const Load& load) { return has_heads_enough(load); },
+         run_heads},
+        {"blocks", [](const Forward&, const Load&) { return true; }, run_blocks},
     });
-    const auto query_blocks = [](const Params& x) { return forward_items(x.problem); };
-    run_stage(kernels.prepare, problems, query_blocks, 0);
-    run_stage(
-        kernels.backward, problems, [](const Params& x) { return backward_items(x); }, scratch);
-    run_stage(kernels.finish, problems, query_blocks, 0);
-  }
+
+// ---- backward -----------------------------------------------------------------------------------
+
+using Backward = AttentionBackwardParams;
+using BackwardProblems = std::span<Backward>;
+
+int64_t backward_scratch(BackwardProblems problems) {
+  return largest(problems, [](const Backward& x) { return backward_scratch_elements(x); });
 }
 
-void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
-  const Tensor table = expand_table(x.problem);
-  const AttentionProblem& p = x.problem;
-  auto problems = problems_of(x, sequences);
-  const int64_t owners =
-      total(problems, [](const AttentionBackwardParams& b) { return backward_owners(b); });
-  Tensors parts;
+void run_backward_heads(BackwardProblems problems) {
+  run_stage(attention_backward_kernels(problems[0].problem.dtype).backward_heads, problems,
+            backward_owners, backward_scratch(problems), largest(problems, [](const Backward& x) {
+              return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
+            }));
+}
+
+void run_backward_blocks(BackwardProblems problems) {
+  const auto& kernels = attention_backward_kernels(problems[0].problem.dtype);
+  const Tensor workspace = share_workspace(problems, [](const Backward& x) {
+    return backward_workspace_elements(x, query_rows(x.problem));
+  });
+  const auto query_blocks = [](const Backward& x) { return forward_items(x.problem); };
+  run_stage(kernels.prepare, problems, query_blocks, 0);
+  run_stage(kernels.backward, problems, backward_items, backward_scratch(problems));
+  run_stage(kernels.finish, problems, query_blocks, 0);
+}
+
+const PathTable<bool(const Backward&, const Load&), void(BackwardProblems)> kBackwardPaths(
+    "attention_backward",
+    {
+        {"heads",
+         [](const Backward& x, const Load& load) {
+           return x.splits == 1 && has_heads_enough(load);
+         },
+         run_backward_heads},
+        {"blocks", [](const Backward&, const Load&) { return true; }, run_backward_blocks},
+    });
+
+// What a problem adds to the gradients of parameters, in memory of its own.
+Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
+  Tensors memory;
   const auto part = [&](int64_t elements) {
-    parts.push_back(buffer(elements, p.dtype));
-    return parts.back().mutable_data_ptr();
+    memory.push_back(buffer(elements, whole.dtype));
+    return memory.back().mutable_data_ptr();
   };
-  for (AttentionBackwardParams& b : problems) {
-    b.splits = backward_splits(b, owners);
+  for (Backward& b : problems) {
     if (b.grad_table != nullptr) {
-      b.part_relative_plane = plane_elements(p);
-      b.part_relative = part(b.splits * table_parts(b) * p.hq * b.part_relative_plane);
-      fill(parts.back(), 0);
+      b.part_relative_plane = plane_elements(whole);
+      b.part_relative = part(b.splits * table_parts(b) * whole.hq * b.part_relative_plane);
+      torch::stable::fill_(memory.back(), 0);
     }
     if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(b.problem));
     if (b.grad_head_scale != nullptr) b.part_head_scale = part(forward_items(b.problem));
   }
+  return memory;
+}
+
+}  // namespace
+
+void decode_seed(Call& call, const Tensor& seed) { read_seed(call, seed); }
+
+void run_forward(AttentionForwardParams f, const Sequences& sequences) {
+  const Tensor table = expand_table(f.problem);
+  auto problems = problems_of(f, sequences);
+  Tensors gathered;
+  for (Forward& x : problems) {
+    const bool reads_pages = takes_decode_path_cpu(x.problem);
+    if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
+  }
+  run_paths(kForwardPaths, std::span(problems), kv_heads);
+}
+
+void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
+  const Tensor table = expand_table(x.problem);
+  auto problems = problems_of(x, sequences);
+  const int64_t owners = total(problems, backward_owners);
+  for (Backward& b : problems) b.splits = backward_splits(b, owners);
+  const Tensors parts = give_parts(x.problem, problems);
+  const auto run = [](BackwardProblems some) { run_paths(kBackwardPaths, some, backward_owners); };
   // Sequences that add to one bias gradient take turns.
-  const bool shared = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
-  if (shared && problems.size() > 1) {
-    for (const AttentionBackwardParams& b : problems) run_together({b});
-  } else if (!problems.empty()) {
-    run_together(problems);
+  if (x.grad_bias != nullptr && x.grad_bias_stride_b == 0) {
+    for (Backward& b : problems) run({&b, 1});
+  } else {
+    run(problems);
   }
   if (x.grad_table != nullptr) gather_table(x, problems);
-  for (const AttentionBackwardParams& b : problems) {
+  for (const Backward& b : problems) {
     if (b.grad_sinks != nullptr) gather_heads(b.problem, b.part_sinks, b.grad_sinks);
     if (b.grad_head_scale != nullptr) {
       gather_heads(b.problem, b.part_head_scale, b.grad_head_scale);
@@ -541,7 +504,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
 void run_weights(AttentionWeightsParams w) {
   const Tensor table = expand_table(w.problem);
   run_stage(
-      attention_weights_kernels().weights, std::vector{w},
+      attention_weights_kernels().weights, std::span(&w, 1),
       [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
       weights_scratch_elements(w.problem));
 }
@@ -549,9 +512,9 @@ void run_weights(AttentionWeightsParams w) {
 void run_select(AttentionSelectParams x) {
   const Tensor table = expand_table(x.problem);
   run_stage(
-      attention_select_kernels().select, std::vector{x},
+      attention_select_kernels().select, std::span(&x, 1),
       [](const AttentionSelectParams& y) { return forward_items(y.problem); },
       select_scratch_elements(x.problem));
 }
 
-}  // namespace
+}  // namespace omniattn::ops::attention

@@ -3,62 +3,13 @@
 
 #include "ops/attention.h"
 #include "ops/cuda.h"
+#include "ops/path.h"
 
+namespace omniattn::ops::attention {
 namespace {
 
 Tensor buffer(int64_t elements, DType dtype) {
   return empty_tensor({&elements, 1}, accumulator(dtype));
-}
-
-// A seed on the CPU is fixed when a graph is captured, one beside q is not.
-void decode_seed(Call& call, const Tensor& seed) {
-  if (!is_here(seed)) return read_seed(call.p.dropout, seed);
-  call.kept.push_back(torch::stable::contiguous(seed));
-  call.p.seed = static_cast<const int64_t*>(call.kept.back().const_data_ptr());
-}
-
-// Kernels read the rows of sequences: reading them here would wait for the GPU.
-void decode_layout(const char* op, Call& call, LayoutKind kind, const Ints& code,
-                   const Tensors& aux) {
-  AttentionProblem& p = call.p;
-  p.sequences.rows_q = p.tq;
-  p.sequences.rows_k = p.tk;
-  const auto integers = [&](const char* name, int64_t index) {
-    const Tensor& t = side_tensor(op, aux, index);
-    require_integers(op, name, t);
-    call.kept.push_back(torch::stable::contiguous(torch::stable::to(t, ScalarType::Long)));
-    return static_cast<const int64_t*>(call.kept.back().const_data_ptr());
-  };
-  const auto rows = [&](const char* name, int64_t index, int64_t count) {
-    require_sizes(op, name, side_tensor(op, aux, index), {&count, 1});
-    return integers(name, index);
-  };
-  if (kind == LayoutKind::paged) {
-    const Tensor& table = side_tensor(op, aux, code[3]);
-    require(table.dim() == 2 && table.size(0) == p.batch, op,
-            "block_table must have shape (B, N) with B=", p.batch, ", got ", table.dim(),
-            " dimensions");
-    require(p.tk > 0 && table.size(1) <= kMaskParamLimit / p.tk, op,
-            "pages must hold tokens, and those of a sequence less than 2^40, got page size ", p.tk,
-            " and N=", table.size(1));
-    p.pages = {integers("block_table", code[3]), table.size(1), p.tk};
-    p.sequences.rows_k = call.kept[1].size(0);
-    p.sequences.k = rows("lengths", code[3] + 1, p.batch);
-    p.tk *= table.size(1);
-    return;
-  }
-  if (kind == LayoutKind::cached) {
-    p.sequences.k = rows("lengths", code[3], p.batch);
-    return;
-  }
-  const Tensor& boundaries = side_tensor(op, aux, code[3]);
-  require(boundaries.dim() == 1 && boundaries.size(0) >= 1, op,
-          "cu_seqlens_q must have shape (N + 1,)");
-  p.sequences.q = rows("cu_seqlens_q", code[3], boundaries.size(0));
-  p.sequences.k = rows("cu_seqlens_k", code[3] + 1, boundaries.size(0));
-  p.batch = boundaries.size(0) - 1;
-  p.tq = code[1];
-  p.tk = code[2];
 }
 
 // Points `relative` into the memory it returns.
@@ -86,22 +37,54 @@ Tensors gather_pages(const char* op, AttentionProblem& p) {
   return memory;
 }
 
+// ---- paths --------------------------------------------------------------------------------------
+
+bool takes_any(const AttentionForwardParams&) { return true; }
+bool takes_any(const AttentionBackwardParams&) { return true; }
+
+Status run_split(AttentionForwardParams& f) {
+  const Tensor workspace = buffer(attention_decode_workspace(f.problem), f.problem.dtype);
+  f.workspace = workspace.mutable_data_ptr();
+  return launch_attention_decode(f, stream());
+}
+
+const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardParams&)> kForwardPaths(
+    "attention",
+    {
+        {"split", [](const AttentionForwardParams& f) { return takes_split_path(f.problem); },
+         run_split},
+        {"mma", [](const AttentionForwardParams& f) { return takes_mma_path(f.problem); },
+         [](AttentionForwardParams& f) { return launch_attention_mma(f, stream()); }},
+        {"fma", takes_any, [](AttentionForwardParams& f) { return launch_attention(f, stream()); }},
+    });
+
+const PathTable<bool(const AttentionBackwardParams&), Status(AttentionBackwardParams&)>
+    kBackwardPaths("attention_backward",
+                   {
+                       {"mma", [](const AttentionBackwardParams& b) { return takes_mma_path(b); },
+                        [](AttentionBackwardParams& b) {
+                          return launch_attention_gradients_mma(b, stream());
+                        }},
+                       {"fma", takes_any,
+                        [](AttentionBackwardParams& b) {
+                          return launch_attention_gradients(b, stream());
+                        }},
+                   });
+
+}  // namespace
+
+// A seed on the CPU is fixed when a graph is captured, one on the GPU is not.
+void decode_seed(Call& call, const Tensor& seed) {
+  if (!is_here(seed)) return read_seed(call, seed);
+  call.kept.push_back(torch::stable::contiguous(seed));
+  call.problem.seed = static_cast<const int64_t*>(call.kept.back().const_data_ptr());
+}
+
 void run_forward(AttentionForwardParams f, const Sequences&) {
   constexpr const char* op = "attention";
   const Tensors pages = gather_pages(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
-  const AttentionProblem& p = f.problem;
-  Status status;
-  if (takes_split_path(p)) {
-    const Tensor workspace = buffer(attention_decode_workspace(p), p.dtype);
-    f.workspace = workspace.mutable_data_ptr();
-    status = launch_attention_decode(f, stream());
-  } else if (takes_mma_path(p)) {
-    status = launch_attention_mma(f, stream());
-  } else {
-    status = launch_attention(f, stream());
-  }
-  require_launched(op, status);
+  require_launched(op, kForwardPaths.first(f).run(f));
 }
 
 void run_backward(AttentionBackwardParams b, const Sequences&) {
@@ -120,8 +103,7 @@ void run_backward(AttentionBackwardParams b, const Sequences&) {
   b.part_sinks = part(b.grad_sinks, rows);
   b.part_head_scale = part(b.grad_head_scale, head_scale_parts * rows);
   run(launch_attention_delta(b, stream()));
-  run(takes_mma_path(b) ? launch_attention_gradients_mma(b, stream())
-                        : launch_attention_gradients(b, stream()));
+  run(kBackwardPaths.first(b).run(b));
   if (b.grad_sinks != nullptr) {
     run(launch_attention_sum_rows(p, b.part_sinks, 1, b.grad_sinks, stream()));
   }
@@ -149,4 +131,4 @@ void run_select(AttentionSelectParams x) {
   require_launched(op, launch_attention_select(x, stream()));
 }
 
-}  // namespace
+}  // namespace omniattn::ops::attention

@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
 
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
-  // kind, aux index, params index per rule (ops/attention.h); params: scale, dropout_p, parameters
+  // kind, aux index, params index per rule (semantics/score.h); params: scale, dropout_p, parameters
   // of score rules; seed: [seed, offset]. lse (B, Hq, Tq), and lse_tail of the same shape, what lse
   // lost when it was rounded (semantics/softmax.h); attention_only gives none. None is an empty
   // list: AOTInductor's runner makes it of one.

@@ -20,3 +20,7 @@ LIBRARY_DIR = (
 #: File with the ops of CPU tensors (`OMNIATTN_CPU_LIBRARY`). Development builds have others, where
 #: CPU tensors run through the CUDA kernels under emulation: `libomniattn_emulated_value.so`.
 CPU_LIBRARY = os.environ.get("OMNIATTN_CPU_LIBRARY", "libomniattn_cpu.so")
+
+#: Whether each call of an op with a choice of paths says on stderr which one it takes
+#: (`OMNIATTN_LOG_PATHS=1`).
+LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") != "0"

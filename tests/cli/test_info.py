@@ -25,6 +25,8 @@ def test_names_versions_kernels_threads_and_libraries(capsys):
     assert re.search(rf"kernels {isas()[-1]} \(the best this CPU supports.* not its name\)", text)
     assert re.search(rf"threads {torch.get_num_threads()}\b", text)
     assert re.search(r"\d\d native ops", text)
+    for op, names in _library.paths("cpu").items():
+        assert f"{op}: {', '.join(names)}" in text
 
 
 def test_every_instruction_set_is_explained():

@@ -61,6 +61,11 @@ def _rows() -> Iterator[tuple[str, str]]:
         missing = sorted(set(every).difference(ops))
         without = f", without {', '.join(missing)}" if missing else ""
         yield f"{device} library", f"{path}{given}, {len(ops)} native ops{without}"
+        tables = "; ".join(f"{op}: {', '.join(n)}" for op, n in _library.paths(device).items())
+        yield (
+            f"{device} paths",
+            f"{tables} (the first that takes a call; OMNIATTN_LOG_PATHS=1 logs it)",
+        )
 
 
 def _cpu() -> str:

@@ -41,6 +41,14 @@ def _load(device: str, name: str) -> None:
         )
     torch.ops.load_library(path)
     loaded[device] = path
+    if config.LOG_PATHS:
+        getattr(torch.ops.omniattn, f"report_paths_{device}")(True)
+
+
+def paths(device: str) -> dict[str, list[str]]:
+    """By op, the ways that its calls can run on a device, best first."""
+    lines = getattr(torch.ops.omniattn, f"paths_{device}")().splitlines()
+    return {op: names.split(", ") for op, names in (line.split(": ") for line in lines)}
 
 
 def _load_cuda() -> str | None:

@@ -1,0 +1,314 @@
+// attention, attention_backward, attention_weights, attention_select: checks and results, for
+// either device.
+#include "ops/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <utility>
+
+#include "ops/seed.h"
+
+namespace omniattn::ops::attention {
+namespace {
+
+using OptInts = std::optional<Ints>;
+using OptTensors = std::optional<Tensors>;
+
+// params: scale, dropout_p, then the parameters of score rules.
+constexpr size_t kFixedParams = 2;
+
+// A tensor (B, T, H, D) whose last dimension has unit stride; a copy where it has not.
+Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require_tensor(op, name, t, dtype);
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
+  return t.size(3) <= 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+MutableHeadView mutable_view_of(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+void check_dropout(const Arguments& given, Call& call) {
+  AttentionProblem& p = call.problem;
+  const double dropout_p = given.params[1];
+  require(dropout_p >= 0 && dropout_p <= 1, given.op,
+          "dropout_p must be in [0, 1], got dropout_p=", dropout_p);
+  p.dropout = make_dropout(dropout_p, 0, 0);
+  if (dropout_p > 0) {
+    require(given.seed.has_value(), given.op, "dropout_p > 0 needs a seed");
+    require_seed(given.op, *given.seed);
+    decode_seed(call, *given.seed);
+  }
+}
+
+}  // namespace
+
+void read_seed(Call& call, const Tensor& seed) {
+  const ElementStream stream = ops::read_seed(seed);
+  call.problem.dropout.key = stream.key;
+  call.problem.dropout.offset = stream.offset;
+}
+
+Call check(const Arguments& given) {
+  const auto& [op, q, k, v, aux, seed, mask, score, params] = given;
+  Call call{};
+  AttentionProblem& p = call.problem;
+  p.dtype = dtype_of(op, "q", q);
+  call.kept = {as_heads(op, "q", q, p.dtype), as_heads(op, "k", k, p.dtype),
+               as_heads(op, "v", v, p.dtype)};
+  p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
+  p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
+  p.lse_stride = p.tq;
+  call.out_sizes = {p.batch, p.tq, p.hq, p.dv};
+  call.lse_sizes = {p.batch, p.hq, p.tq};
+  const int64_t rows = starts_with(mask, LayoutKind::paged) ? k.size(0) : p.batch;
+  const int64_t k_sizes[] = {rows, p.tk, p.hkv, p.d}, v_sizes[] = {rows, p.tk, p.hkv, p.dv};
+  require_sizes(op, "k", k, {k_sizes, 4});
+  require_sizes(op, "v", v, {v_sizes, 4});
+  require(p.hq == 0 || (p.hkv > 0 && p.hq % p.hkv == 0), op,
+          "Hq must be a multiple of Hkv, got Hq=", p.hq, ", Hkv=", p.hkv);
+  p.q = view_of(call.kept[0]);
+  p.k = view_of(call.kept[1]);
+  p.v = view_of(call.kept[2]);
+
+  require(params.size() >= kFixedParams, op, "params must hold scale and dropout_p, got ",
+          params.size(), " values");
+  require(std::isfinite(params[0]), op, "scale must be finite, got scale=", params[0]);
+  check_dropout(given, call);
+  decode_mask(given, call);
+  decode_score(given, call);
+  return call;
+}
+
+namespace {
+
+// None is an empty list, see schema.cpp.
+template <class T>
+std::vector<T> list(std::optional<std::vector<T>> given) {
+  return given.has_value() ? *std::move(given) : std::vector<T>();
+}
+
+void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
+
+// Without queries, or without keys to see.
+bool has_queries(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
+bool has_work(const AttentionProblem& p) {
+  return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
+}
+
+// ---- forward ------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, OptTensors aux,
+                                  const OptTensor& seed, OptInts mask, OptInts score,
+                                  const Floats& params, Tensor* lse_tail) {
+  const DeviceScope scope(q);
+  const Call call = check({.op = "attention",
+                           .q = q,
+                           .k = k,
+                           .v = v,
+                           .aux = list(std::move(aux)),
+                           .seed = seed,
+                           .mask = list(std::move(mask)),
+                           .score = list(std::move(score)),
+                           .params = params});
+  const AttentionProblem& p = call.problem;
+  const Tensor out = empty_tensor(call.out_sizes, p.dtype);
+  const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
+  if (lse_tail != nullptr) *lse_tail = empty_tensor(call.lse_sizes, accumulator(p.dtype));
+  if (lse.numel() == 0) return {out, lse};
+  // Rows of no sequence, and all rows where there are no keys, see nothing.
+  if (call.is_packed || !has_work(p)) {
+    fill(out, 0);
+    fill(lse, p.score.normaliser == Normaliser::softmax ? -INFINITY : 0);
+    if (lse_tail != nullptr) fill(*lse_tail, 0);
+  }
+  if (has_work(p)) {
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(),
+                 lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr, nullptr},
+                call.sequences);
+  }
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             OptTensors aux, const OptTensor& seed, OptInts mask,
+                                             OptInts score, Floats params) {
+  Tensor lse_tail;
+  auto [out, lse] =
+      attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, &lse_tail);
+  return {out, lse, lse_tail};
+}
+
+std::tuple<Tensor, Tensor> attention_only(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          OptTensors aux, const OptTensor& seed, OptInts mask,
+                                          OptInts score, Floats params) {
+  return attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, nullptr);
+}
+
+// ---- backward -----------------------------------------------------------------------------------
+
+// What the forward left and the gradients of its results, checked and in memory as kernels read it.
+struct Results {
+  Tensor out, grad_out, lse, lse_tail;
+  OptTensor grad_lse;
+};
+Results check_results(const char* op, const Call& call, Results x) {
+  const DType dtype = call.problem.dtype;
+  const auto heads = [&](const char* name, Tensor& t) {
+    const Tensor rows = as_heads(op, name, t, dtype);
+    require_sizes(op, name, t, call.out_sizes);
+    t = rows;
+  };
+  const auto statistics = [&](const char* name, Tensor& t) {
+    require_tensor(op, name, t, accumulator(dtype));
+    require_sizes(op, name, t, call.lse_sizes);
+    t = torch::stable::contiguous(t);
+  };
+  heads("out", x.out);
+  heads("grad_out", x.grad_out);
+  statistics("lse", x.lse);
+  statistics("lse_tail", x.lse_tail);
+  if (x.grad_lse.has_value()) statistics("grad_lse", *x.grad_lse);
+  return x;
+}
+
+// The zeros or the memory that the gradient of a parameter is written to; `index`: its place in
+// aux.
+Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tensor& parameter,
+                    AttentionBackwardParams& b) {
+  const AttentionProblem& p = call.problem;
+  const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
+  void* const data = grad.mutable_data_ptr();
+  bool adds = true;  // to zeros
+  if (index == call.bias) {
+    const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
+    // Some element belongs to many pairs or to none, or to one that no tile may visit.
+    adds = call.has_layout || p.mask.count > 0 || grad.numel() != p.batch * p.hq * p.tq * p.tk;
+    b.grad_bias = data;
+    b.grad_bias_stride_b = s.b;
+    b.grad_bias_stride_h = s.h;
+    b.grad_bias_stride_q = s.q;
+    b.bias_write = adds                                                          ? BiasWrite::add
+                   : grad.numel() * size_of(accumulator(p.dtype)) >= kLargeBytes ? BiasWrite::stream
+                                                                                 : BiasWrite::store;
+  } else if (index == call.table) {
+    b.grad_table = data;
+  } else if (index == call.sinks) {
+    b.grad_sinks = data;
+  } else if (index == call.head_scale) {
+    b.grad_head_scale = data;
+  } else {
+    fail(op, "wanted must hold indices of parameters in aux, got ", index);
+  }
+  if (adds) fill(grad, 0);
+  return grad;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
+    const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, Tensors aux, const OptTensor& seed, const Tensor& out, const Tensor& lse,
+    const Tensor& lse_tail, Ints mask, Ints score, Floats params, Ints wanted) {
+  constexpr const char* op = "attention_backward";
+  const DeviceScope scope(q);
+  require(!starts_with(mask, LayoutKind::paged), op, "pages must be gathered first");
+  const Call call = check({op, q, k, v, aux, seed, mask, score, params});
+  const AttentionProblem& p = call.problem;
+  const Results x = check_results(op, call, {out, grad_out, lse, lse_tail, grad_lse});
+  const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
+  const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
+  AttentionBackwardParams b{};
+  b.problem = p;
+  b.out = view_of(x.out);
+  b.grad_out = view_of(x.grad_out);
+  b.lse = x.lse.const_data_ptr();
+  b.lse_tail = x.lse_tail.const_data_ptr();
+  b.grad_lse = data_or_null(x.grad_lse);
+  b.grad_q = mutable_view_of(grad_q);
+  b.grad_k = mutable_view_of(grad_k);
+  b.grad_v = mutable_view_of(grad_v);
+
+  Tensors grads;
+  for (const int64_t index : wanted) {
+    require(std::count(wanted.begin(), wanted.end(), index) == 1, op,
+            "wanted must hold each index once, got two of ", index);
+    grads.push_back(set_gradient(op, call, index, side_tensor(op, aux, index), b));
+  }
+  // Rows of no sequence get no gradient.
+  if (call.has_layout || !has_work(p)) {
+    for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
+  }
+  if (has_work(p)) run_backward(b, call.sequences);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    grads[i] = torch::stable::to(grads[i], scalar_type(aux[static_cast<size_t>(wanted[i])]));
+  }
+  return {grad_q, grad_k, grad_v, grads};
+}
+
+// ---- weights, select ----------------------------------------------------------------------------
+
+// Of q and k alone, of one problem.
+Call check_keys(const char* op, const Tensor& q, const Tensor& k, OptTensors aux, OptInts mask,
+                OptInts score, const Floats& params) {
+  Call call = check({.op = op,
+                     .q = q,
+                     .k = k,
+                     .v = k,
+                     .aux = list(std::move(aux)),
+                     .seed = {},
+                     .mask = list(std::move(mask)),
+                     .score = list(std::move(score)),
+                     .params = params});
+  require(!call.has_layout, op, "packed and cached batches are not supported");
+  return call;
+}
+
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, OptTensors aux,
+                         OptInts mask, OptInts score, Floats params, bool sums) {
+  constexpr const char* op = "attention_weights";
+  const DeviceScope scope(q);
+  const Call call = check_keys(op, q, k, std::move(aux), std::move(mask), std::move(score), params);
+  const AttentionProblem& p = call.problem;
+  require_tensor(op, "lse", lse, accumulator(p.dtype));
+  require_sizes(op, "lse", lse, call.lse_sizes);
+  const Tensor lse_rows = torch::stable::contiguous(lse);
+  const int64_t sizes[] = {p.batch, p.hq, p.tq, p.tk}, sum_sizes[] = {p.batch, p.hq, p.tk};
+  const Tensor out =
+      sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
+  fill(out, 0);
+  AttentionWeightsParams w{.problem = p,
+                           .lse = lse_rows.const_data_ptr(),
+                           .weights = nullptr,
+                           .sums = nullptr,
+                           .scratch = nullptr};
+  (sums ? w.sums : w.weights) = out.mutable_data_ptr();
+  if (out.numel() > 0 && p.tq > 0) run_weights(w);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,
+                                            OptInts mask, OptInts score, Floats params) {
+  const DeviceScope scope(q);
+  const Call call = check_keys("attention_select", q, k, std::move(aux), std::move(mask),
+                               std::move(score), params);
+  const AttentionProblem& p = call.problem;
+  const Tensor index = torch::stable::new_empty(q, call.lse_sizes, ScalarType::Long);
+  const Tensor top = empty_tensor(call.lse_sizes, accumulator(p.dtype));
+  if (index.numel() > 0) {
+    run_select(
+        {p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr(), nullptr});
+  }
+  return {index, top};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
+  OMNIATTN_IMPL(m, "attention", attention);
+  m.impl("attention_only", TORCH_BOX(&attention_only));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  OMNIATTN_IMPL(m, "attention_weights", attention_weights);
+  m.impl("attention_select", TORCH_BOX(&attention_select));
+}
+
+}  // namespace omniattn::ops::attention

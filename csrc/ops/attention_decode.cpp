@@ -1,0 +1,293 @@
+// The rules of masks and scores, decoded and checked: what a rule says about its side tensors and
+// parameters.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "ops/attention.h"
+#include "semantics/sequences.h"
+
+namespace omniattn::ops::attention {
+namespace {
+
+// Score rules: ScoreKind, index of the side tensor in aux or -1, index of the first parameter in
+// params or -1.
+constexpr size_t kScoreRuleInts = 3;
+
+const Tensor& typed_side_tensor(const char* op, const char* name, const Tensors& aux, int64_t index,
+                                ScalarType type) {
+  const Tensor& t = side_tensor(op, aux, index);
+  require(is_here(t) && t.scalar_type() == type, op, name, " must have scalar type ",
+          static_cast<int>(type), " on ", kDeviceName, ", got ", static_cast<int>(t.scalar_type()));
+  return t;
+}
+
+// `t` with unit stride in its last dimension, kept alive.
+Tensor keep_rows(Call& call, const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  const bool fits = last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
+  call.kept.push_back(fits ? t : torch::stable::contiguous(t));
+  return call.kept.back();
+}
+
+// Side tensors of a rule, aux[index] and the next.
+void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors& aux,
+                      int64_t index) {
+  const AttentionProblem& p = call.problem;
+  switch (mask_side_tensor(rule.kind)) {
+    case SideTensor::none:
+      return;
+    case SideTensor::per_batch: {
+      const Tensor& t = typed_side_tensor(op, "lengths", aux, index, ScalarType::Long);
+      require_sizes(op, "lengths", t, {&p.batch, 1});
+      rule.side = t.const_data_ptr();
+      rule.stride_b = t.stride(0);
+      return;
+    }
+    case SideTensor::per_score: {
+      const Tensor t = keep_rows(call, typed_side_tensor(op, "mask", aux, index, ScalarType::Bool));
+      const ScoreStrides s = score_strides(op, "mask", t, {p.batch, p.hq, p.tq, p.tk});
+      rule.side = t.const_data_ptr();
+      rule.stride_b = s.b;
+      rule.stride_h = s.h;
+      rule.stride_q = s.q;
+      return;
+    }
+    case SideTensor::ids: {
+      const int64_t sizes[2][2] = {{p.batch, p.tq}, {p.batch, p.tk}};
+      const Tensor queries =
+          keep_rows(call, typed_side_tensor(op, "document ids", aux, index, ScalarType::Long));
+      require_sizes(op, "document ids of queries", queries, {sizes[0], 2});
+      rule.side = queries.const_data_ptr();
+      rule.stride_b = queries.stride(0);
+      const Tensor keys =
+          keep_rows(call, typed_side_tensor(op, "document ids", aux, index + 1, ScalarType::Long));
+      require_sizes(op, "document ids of keys", keys, {sizes[1], 2});
+      rule.second = keys.const_data_ptr();
+      rule.second_stride_b = keys.stride(0);
+      return;
+    }
+    case SideTensor::blocks: {
+      const Tensor codes =
+          keep_rows(call, typed_side_tensor(op, "blocks", aux, index, ScalarType::Int));
+      const ScoreStrides s = score_strides(
+          op, "blocks", codes,
+          {p.batch, p.hq, ceil_div(p.tq, kPatternBlock), ceil_div(p.tk, kPatternBlock)});
+      const Tensor& bits = typed_side_tensor(op, "bits", aux, index + 1, ScalarType::Long);
+      require(bits.dim() == 2 && bits.size(1) == kPatternBlock, op, "bits must have shape (N, ",
+              kPatternBlock, ")");
+      call.kept.push_back(torch::stable::contiguous(bits));
+      rule.side = codes.const_data_ptr();
+      rule.stride_b = s.b;
+      rule.stride_h = s.h;
+      rule.stride_q = s.q;
+      rule.second = call.kept.back().const_data_ptr();
+      rule.b = bits.size(0);
+      return;
+    }
+  }
+}
+
+// The sequences of the layout that the mask starts with become the batch. Errors name the public
+// functions, which know no layouts.
+void decode_layout(const Arguments& given, Call& call) {
+  const Ints& code = given.mask;
+  AttentionProblem& p = call.problem;
+  const auto kind = static_cast<LayoutKind>(code[0]);
+  const char* const op = kind == LayoutKind::packed ? "attention_varlen" : "attention_cached";
+  const auto fits = [](int64_t longest) { return longest >= 0 && longest < kMaskParamLimit; };
+  require(fits(code[1]) && fits(code[2]), op, "longest sequences must be >= 0 and below 2^40, got ",
+          code[1], " and ", code[2]);
+  const auto side = [&](int64_t n) -> const Tensor& {
+    return side_tensor(op, given.aux, code[3] + n);
+  };
+  switch (kind) {
+    case LayoutKind::packed:
+      require(p.batch == 1, op, "packed sequences must have B = 1, got B=", p.batch);
+      call.sequences = packed_sequences(op, {"cu_seqlens_q", side(0), p.tq, code[1]},
+                                        {"cu_seqlens_k", side(1), p.tk, code[2]});
+      break;
+    case LayoutKind::cached:
+      call.sequences = cached_sequences(op, side(0), p.batch, p.tq, p.tk);
+      break;
+    case LayoutKind::paged:
+      call.sequences = paged_sequences(op, side(0), side(1), p.batch, p.tq, given.k.size(0), p.tk);
+      break;
+  }
+  call.has_layout = true;
+  call.is_packed = kind == LayoutKind::packed;
+  p.batch = call.sequences.count;
+  p.tq = call.sequences.longest_q;
+  p.tk = call.sequences.longest_k;
+  p.sequences = call.sequences.rows;
+  p.pages = call.sequences.pages;
+}
+
+void set_bias(const char* op, Call& call, const Tensor& bias) {
+  AttentionProblem& p = call.problem;
+  require(is_here(bias), op, "bias must be on ", kDeviceName);
+  const DType dtype = dtype_of(op, "bias", bias);
+  require((dtype == DType::f64) <= (p.dtype == DType::f64), op,
+          "a float64 bias needs float64 inputs");
+  require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
+          "float64 inputs need a float64 or float32 bias");
+  const Tensor t = keep_rows(call, bias);
+  const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, p.tq, p.tk});
+  p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
+}
+
+// `t` of these sizes in the compute type, contiguous, kept alive.
+const void* keep_parameters(const char* op, const char* name, Call& call, const Tensor& t,
+                            Sizes sizes) {
+  require(is_here(t), op, name, " must be on ", kDeviceName);
+  dtype_of(op, name, t);
+  require_sizes(op, name, t, sizes);
+  const Tensor wide = torch::stable::to(t, scalar_type(accumulator(call.problem.dtype)));
+  call.kept.push_back(torch::stable::contiguous(wide));
+  return call.kept.back().const_data_ptr();
+}
+
+void set_table(const char* op, Call& call, TableKind kind, const Tensor& t, const double* ab) {
+  AttentionProblem& p = call.problem;
+  require(t.dim() == 3 && (t.size(0) == 1 || t.size(0) == p.batch), op,
+          "a table must have shape (B | 1, rows, Hq), got ", t.dim(), " dimensions");
+  constexpr double kLimit = 1e12;
+  require(std::abs(ab[0]) < kLimit && std::abs(ab[1]) < kLimit, op,
+          "parameters of a table must be finite and below 1e12");
+  const int64_t sizes[] = {t.size(0), t.size(1), p.hq};
+  p.table = {kind,    static_cast<int64_t>(ab[0]),        static_cast<int64_t>(ab[1]), sizes[1],
+             nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
+  require(table_fits(p.table, p.tq, p.tk), op, "a table of ", sizes[1], " rows with parameters ",
+          p.table.a, " and ", p.table.b, " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
+  p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
+}
+
+}  // namespace
+
+ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
+                           std::array<int64_t, 4> want) {
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, Hq, Tq, Tk), got ", t.dim());
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t size = want[static_cast<size_t>(i)];
+    require(t.size(i) == size || (i < 3 && t.size(i) == 1), op, name, " must be broadcastable to ",
+            Shape{want.data(), 4}, ", got size ", t.size(i), " in dimension ", i);
+  }
+  const auto stride = [&](int64_t i) { return t.size(i) == 1 ? int64_t{0} : t.stride(i); };
+  return {stride(0), stride(1), stride(2)};
+}
+
+const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
+  require(index >= 0 && index < static_cast<int64_t>(aux.size()), op,
+          "aux must hold the tensor a rule names, got index ", index, " of ", aux.size());
+  return aux[static_cast<size_t>(index)];
+}
+
+bool starts_with(const Ints& mask, LayoutKind kind) {
+  return !mask.empty() && mask[0] == static_cast<int64_t>(kind);
+}
+
+void decode_mask(const Arguments& given, Call& call) {
+  const char* const op = given.op;
+  const Ints& mask = given.mask;
+  AttentionProblem& p = call.problem;
+  require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
+          " integers per rule, got ", mask.size());
+  require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
+          " mask rules are supported, got ", mask.size() / kMaskRuleInts);
+  size_t at = 0;
+  if (!mask.empty() && is_layout(mask[0])) {
+    decode_layout(given, call);
+    at = kMaskRuleInts;
+  }
+  p.mask = {p.tq, p.tk, 0, {}};
+  for (; at < mask.size(); at += kMaskRuleInts) {
+    const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
+    require(!is_layout(kind), op, "a layout must be the first mask rule, and the only one");
+    require(is_mask_kind(kind), op, "mask rule must be a kind of semantics/mask_rules.h, got ",
+            kind);
+    MaskRule rule{static_cast<MaskKind>(kind), a, b, nullptr, nullptr, 0, 0, 0, 0};
+    require(mask_parameters_fit(rule.kind, a, b), op, "parameters of mask rule ", kind,
+            " must have a meaning and be below 2^40, got ", a, " and ", b);
+    set_side_tensors(op, call, rule, given.aux, mask[at + 3]);
+    p.mask.rules[p.mask.count++] = rule;
+  }
+}
+
+void decode_score(const Arguments& given, Call& call) {
+  const char* const op = given.op;
+  const Ints& score = given.score;
+  const Floats& params = given.params;
+  AttentionProblem& p = call.problem;
+  require(score.size() % kScoreRuleInts == 0, op, "score must hold ", kScoreRuleInts,
+          " integers per rule, got ", score.size());
+  double softcap = 0;
+  Normaliser normaliser = Normaliser::softmax;
+  for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
+    const int64_t code = score[at], index = score[at + 1], parameter = score[at + 2];
+    require(code >= 0 && code < kScoreKinds, op, "score rule must be 0 to ", kScoreKinds - 1,
+            ", got ", code);
+    const auto kind = static_cast<ScoreKind>(code);
+    require((p.terms & term(kind)) == 0, op,
+            "one score rule of a kind at most is supported, got two of ", code);
+    p.terms |= term(kind);
+    const auto parameters = [&](int64_t count) {
+      require(parameter >= 0 && parameter <= static_cast<int64_t>(params.size()) - count, op,
+              "params must hold the parameters a rule names, got index ", parameter, " of ",
+              params.size());
+      return params.data() + parameter;
+    };
+    const auto parameter_tensor = [&](int64_t& place) -> const Tensor& {
+      place = index;
+      return side_tensor(op, given.aux, index);
+    };
+    const auto table = [&](TableKind table_kind) {
+      require(call.table < 0, op, "one table term at most is supported");
+      set_table(op, call, table_kind, parameter_tensor(call.table), parameters(2));
+    };
+    const auto weights = [&](Normaliser other) {
+      require(normaliser == Normaliser::softmax, op, "one normaliser at most is supported");
+      normaliser = other;
+    };
+    switch (kind) {
+      case ScoreKind::bias:
+        set_bias(op, call, parameter_tensor(call.bias));
+        break;
+      case ScoreKind::softcap:
+        softcap = *parameters(1);
+        require(std::isfinite(softcap) && softcap > 0, op,
+                "softcap must be finite and positive, got softcap=", softcap);
+        break;
+      case ScoreKind::sinks:
+        p.sinks = keep_parameters(op, "sinks", call, parameter_tensor(call.sinks), {&p.hq, 1});
+        break;
+      case ScoreKind::head_scale:
+        p.head_scale =
+            keep_parameters(op, "head_scale", call, parameter_tensor(call.head_scale), {&p.hq, 1});
+        break;
+      case ScoreKind::sigmoid:
+        weights(Normaliser::sigmoid);
+        break;
+      case ScoreKind::relu2:
+        weights(Normaliser::relu2);
+        break;
+      case ScoreKind::alibi:
+        table(TableKind::alibi);
+        break;
+      case ScoreKind::buckets:
+        table(TableKind::buckets);
+        break;
+      case ScoreKind::distances:
+        table(TableKind::distances);
+        break;
+      case ScoreKind::window:
+        table(TableKind::window);
+        break;
+    }
+  }
+  require(normaliser == Normaliser::softmax || p.sinks == nullptr, op,
+          "sinks need weights normalised by softmax");
+  const bool plain = call.bias < 0 && call.table < 0 && call.sinks < 0;
+  p.score = make_score(params[0], softcap, plain, normaliser);
+}
+
+}  // namespace omniattn::ops::attention

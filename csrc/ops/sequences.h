@@ -1,0 +1,73 @@
+// Packed, cached and paged batches at the torch boundary, for any engine: the side tensors of a
+// layout (semantics/sequences.h), checked, as the pointers that kernels read, and for engines that
+// run one problem per sequence as a list.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels/attention/attention.h"
+#include "ops/tensor.h"
+#include "semantics/sequences.h"
+
+namespace omniattn::ops {
+
+// One sequence: rows [q_begin, q_begin + tq) and [k_begin, k_begin + tk) of batch entry `row`, or
+// the first tk of its pages. What a call gives for each sequence has its number b.
+struct Sequence {
+  int64_t b, row, q_begin, tq, k_begin, tk;
+};
+
+// Integers that the kernels of this device can read, and what keeps them alive.
+struct RowNumbers {
+  std::shared_ptr<const void> memory;
+  const int64_t* data = nullptr;
+};
+
+struct Sequences {
+  int64_t count = 0;                     // 0 of a batch without a layout
+  int64_t longest_q = 0, longest_k = 0;  // bounds of the lengths
+  SequenceRows rows{};
+  PageView pages{};
+  std::vector<std::shared_ptr<const void>> memory;
+
+  // In order. On the CPU only: CUDA has these numbers in memory of the GPU, where reading them
+  // would wait for it.
+  std::vector<Sequence> list() const;
+};
+
+// Rows of a tensor, and the boundaries (N + 1,) of the packed sequences in it, none of them longer
+// than `longest`.
+struct PackedRows {
+  const char* name;
+  const Tensor& boundaries;
+  int64_t rows, longest;
+};
+// An engine whose inputs all have the same rows gives them twice.
+Sequences packed_sequences(const char* op, const PackedRows& q, const PackedRows& k);
+
+// Sequence b has tq queries and the first lengths[b] of tk keys.
+Sequences cached_sequences(const char* op, const Tensor& lengths, int64_t batch, int64_t tq,
+                           int64_t tk);
+
+// The same where row b of `table` (B, N) lists the pages that hold its keys.
+Sequences paged_sequences(const char* op, const Tensor& table, const Tensor& lengths, int64_t batch,
+                          int64_t tq, int64_t pages, int64_t page_size);
+
+// ---- sequences_cpu.cpp, sequences_cuda.cpp ------------------------------------------------------
+// The CPU reads the values and checks them; kernels of CUDA check them themselves.
+
+// Numbers of rows (N,) in [0, limit].
+RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t limit);
+// The same, growing by 0 to longest.
+RowNumbers read_boundaries(const char* op, const char* name, const Tensor& t, int64_t limit,
+                           int64_t longest);
+// A table (B, N) of pages. What it lists for no key is not read; then `width` is what is left of N.
+struct PageNumbers {
+  RowNumbers numbers;
+  int64_t width;
+};
+PageNumbers read_pages(const char* op, const Tensor& table, const RowNumbers& lengths,
+                       int64_t pages, int64_t page_size);
+
+}  // namespace omniattn::ops
