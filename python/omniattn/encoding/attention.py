@@ -1,4 +1,6 @@
-"""The options of attention as arguments of its op, and back (csrc/ops/attention_decode.cpp decodes them).
+"""The options of attention as arguments of its op, and back.
+
+csrc/ops/attention_decode.cpp decodes them:
 
 - mask: kind, a, b and the index of the first side tensor in aux, or -1, of each rule; a layout
   comes first.
