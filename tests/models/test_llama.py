@@ -47,6 +47,7 @@ def test_hugging_face_gives_the_same_logits_and_gradients(variant):
     theirs = dict(hf.named_parameters())
     for name, p in ours.named_parameters():
         key = name if name.startswith("lm_head") else f"model.{name}"
+        key = key.replace("mixer", "self_attn")
         torch.testing.assert_close(p.grad, theirs[key].grad, rtol=1e-4, atol=1e-6)
 
     back = Llama.from_hf(hf)
@@ -81,8 +82,8 @@ def test_native_and_reference_backends_agree():
 def test_prefill_and_steps_equal_the_full_forward():
     model = Llama(TEST)
     x = tokens()
-    cache = model.new_cache(2, 33)
-    parts = [model(x[:, a:b], cache=cache) for a, b in ((0, 20), (20, 21), (21, 30), (30, 33))]
+    cache = model.new_state(2, 33)
+    parts = [model(x[:, a:b], state=cache) for a, b in ((0, 20), (20, 21), (21, 30), (30, 33))]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-4, atol=1e-4)
 
 

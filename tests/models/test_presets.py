@@ -218,8 +218,8 @@ def test_prefill_and_steps_equal_the_full_forward(name):
     torch.manual_seed(0)
     model = TRAINED[name].build().eval()
     tokens = torch.randint(256, (2, 20))
-    cache = model.new_cache(2, 20)
-    parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 13), (13, 14), (14, 20))]
+    cache = model.new_state(2, 20)
+    parts = [model(tokens[:, a:b], state=cache) for a, b in ((0, 13), (13, 14), (14, 20))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
 
 

@@ -89,9 +89,9 @@ def test_prefill_and_steps_equal_the_full_forward(window):
     rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
     x = torch.randn(2, 11, 24)
     full = layer(x, rope=rotary(torch.arange(11)))
-    cache = layer.new_cache(2, 11)
+    cache = layer.new_state(2, 11)
     parts = [
-        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), cache=cache)
+        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), state=cache)
         for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
     ]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
@@ -101,10 +101,10 @@ def test_prefill_and_steps_equal_the_full_forward(window):
 def test_cross_attention_projects_the_source_once():
     layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
     x, source = torch.randn(1, 3, 8), torch.randn(1, 5, 8)
-    cache = layer.new_cache(1, 5)
-    first = layer(x, source, cache=cache)
+    cache = layer.new_state(1, 5)
+    first = layer(x, source, state=cache)
     torch.testing.assert_close(first, layer(x, source))
-    torch.testing.assert_close(layer(x, cache=cache), first)
+    torch.testing.assert_close(layer(x, state=cache), first)
 
 
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
@@ -196,7 +196,7 @@ def test_forward_names_what_is_missing():
     with pytest.raises(ValueError, match="rope must be None"):
         cross(x, x, rope=(x, x))
     with pytest.raises(RuntimeError, match="no_grad"):
-        self_attention(x, cache=self_attention.new_cache(1, 2))
+        self_attention(x, state=self_attention.new_state(1, 2))
 
 
 def test_cache_append_crop_reorder_bytes():
@@ -262,7 +262,7 @@ def test_nested_sequences_that_do_not_fit():
     with pytest.raises(ValueError, match=r"source must be a jagged nested tensor .* without holes"):
         layer(nested, dense)
     with pytest.raises(ValueError, match="cache must be None where x is nested"):
-        layer(nested, nested, cache=layer.new_cache(2, 3))
+        layer(nested, nested, state=layer.new_state(2, 3))
     holes = torch.nested.narrow(
         dense, 1, torch.tensor([0, 1]), torch.tensor([2, 2]), layout=torch.jagged
     )

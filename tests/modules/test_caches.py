@@ -46,7 +46,7 @@ def test_prefill_and_steps_equal_the_full_forward(kind, cuts):
     cache = new_cache(kind)
     parts = []
     for a, b in zip((0, *cuts), cuts, strict=False):
-        parts.append(layer(x[:, a:b], rope=rotary(torch.arange(a, b)), cache=cache))
+        parts.append(layer(x[:, a:b], rope=rotary(torch.arange(a, b)), state=cache))
         if b == cuts[1]:  # the state goes to another cache, the beams are swapped twice
             state, cache = cache.state_dict(), new_cache(kind)
             cache.load_state_dict(state)
@@ -73,8 +73,8 @@ def test_bytes_are_those_of_the_tokens():
     cache.append(torch.ones(2, 4, 2, 6).bfloat16(), torch.ones(2, 4, 2, 5).bfloat16())
     assert cache.nbytes == 2 * 2 * page
     layer = Attention(LAYER)
-    assert layer.new_cache(2, 100, rolling=True).nbytes == 2 * WINDOW * 2 * (6 + 6) * 4
-    assert layer.new_cache(2, 3, rolling=True).nbytes == 2 * 3 * 2 * (6 + 6) * 4
+    assert layer.new_state(2, 100, rolling=True).nbytes == 2 * WINDOW * 2 * (6 + 6) * 4
+    assert layer.new_state(2, 3, rolling=True).nbytes == 2 * 3 * 2 * (6 + 6) * 4
 
 
 @pytest.mark.parametrize("kind", ["standard", "rolling", "paged"])
@@ -120,13 +120,13 @@ def test_masks_and_biases_need_a_cache_in_order():
     layer = Attention(LAYER)
     x = torch.randn(1, 1, 24)
     with pytest.raises(ValueError, match="sort=False"):
-        layer(x, cache=layer.new_cache(1, 20, rolling=True), bias=torch.zeros(1))
+        layer(x, state=layer.new_state(1, 20, rolling=True), bias=torch.zeros(1))
     cache = PagedCache(PagePool(4, 4, 2, 6))
     for options in ({"bias": torch.zeros(1)}, {"mask": torch.ones(1).bool()}, {}):
-        layer(x, cache=cache, **options)
+        layer(x, state=cache, **options)
     assert cache.length == 3
     with pytest.raises(ValueError, match="left window"):
-        Attention(Attention.Config(24, 4, 2)).new_cache(1, 20, rolling=True)
+        Attention(Attention.Config(24, 4, 2)).new_state(1, 20, rolling=True)
 
 
 def test_latent_rows_are_key_and_value():
@@ -148,14 +148,14 @@ def test_latent_rows_are_key_and_value():
 @torch.no_grad()
 def test_cross_cache_holds_one_source():
     layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
-    cache = layer.new_cache(2, 0)
+    cache = layer.new_state(2, 0)
     with pytest.raises(ValueError, match="none"):
         cache.views()
     x, source = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
-    expected = layer(x, source, cache=cache)
+    expected = layer(x, source, state=cache)
     cache.crop(0)
     cache.reorder(torch.tensor([1, 0]))
-    torch.testing.assert_close(layer(x.flip(0), cache=cache), expected.flip(0))
+    torch.testing.assert_close(layer(x.flip(0), state=cache), expected.flip(0))
     with pytest.raises(ValueError, match="one source"):
         cache.append(*tokens(2))
     other = CrossCache()
@@ -166,11 +166,11 @@ def test_cross_cache_holds_one_source():
 @torch.no_grad()
 def test_cross_cache_holds_a_source_without_tokens():
     layer = Attention(Attention.Config(8, 2, causal=False, cross=True))
-    cache = layer.new_cache(2, 0)
+    cache = layer.new_state(2, 0)
     x = torch.randn(2, 3, 8)
     with pytest.raises(ValueError, match="source must be given"):
-        layer(x, cache=cache)
-    assert torch.equal(layer(x, torch.randn(2, 0, 8), cache=cache), torch.zeros(2, 3, 8))
+        layer(x, state=cache)
+    assert torch.equal(layer(x, torch.randn(2, 0, 8), state=cache), torch.zeros(2, 3, 8))
     cache.crop(0)
     cache.reorder(torch.tensor([1, 0, 1]))
     other = CrossCache()
@@ -178,7 +178,7 @@ def test_cross_cache_holds_a_source_without_tokens():
     for filled in (cache, other):
         assert (filled.length, filled.nbytes) == (0, 0)
         assert filled.views()[0].shape == (3, 0, 2, 4)
-        assert torch.equal(layer(torch.randn(3, 1, 8), cache=filled), torch.zeros(3, 1, 8))
+        assert torch.equal(layer(torch.randn(3, 1, 8), state=filled), torch.zeros(3, 1, 8))
         with pytest.raises(ValueError, match="one source"):
             filled.append(*tokens(2))
 
@@ -230,14 +230,14 @@ def test_sequences_of_different_lengths_decode_together():
     caches = []
     for row, n in zip(x, lengths, strict=True):
         caches.append(PagedCache(pool))
-        layer(row[None, :n], rope=rotary(torch.arange(n)), cache=caches[-1])
+        layer(row[None, :n], rope=rotary(torch.arange(n)), state=caches[-1])
     cache = PagedCache.join(caches)
     assert cache.lengths.tolist() == list(lengths)
     full = layer(x, rope=rotary(torch.arange(12)))
     for new in (1, 2):
         positions = cache.lengths[:, None] + torch.arange(new)
         at = positions[..., None].expand(-1, -1, 24)
-        out = layer(x.gather(1, at), rope=rotary(positions), cache=cache)
+        out = layer(x.gather(1, at), rope=rotary(positions), state=cache)
         torch.testing.assert_close(out, full.gather(1, at), rtol=1e-4, atol=2e-5)
     state = cache.state_dict()
     again = PagedCache(PagePool(20, 3, 2, 6), 1)
@@ -261,7 +261,7 @@ def test_paged_attention_is_the_contiguous_one_bit_for_bit(monkeypatch):
         cache = new_cache(kind)
         if kind == "paged":  # nothing is gathered
             monkeypatch.setattr(PagedCache, "views", None)
-        results.append(torch.cat([layer(x[:, :7], cache=cache), layer(x[:, 7:], cache=cache)], 1))
+        results.append(torch.cat([layer(x[:, :7], state=cache), layer(x[:, 7:], state=cache)], 1))
     assert torch.equal(*results)
 
 

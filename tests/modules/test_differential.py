@@ -87,9 +87,9 @@ def test_prefill_and_steps_equal_the_full_forward(form):
     rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
     x = torch.randn(2, 11, 48)
     full = layer(x, rope=rotary(torch.arange(11)))
-    cache = layer.new_cache(2, 11)
+    cache = layer.new_state(2, 11)
     parts = [
-        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), cache=cache)
+        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), state=cache)
         for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
     ]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from omniattn.modules import (
     MLP,
     Attention,
+    CrossCache,
     DifferentialAttention,
     DisentangledAttention,
     Dropout,
@@ -192,8 +193,8 @@ def test_one_graph_for_jagged_input_of_all_lengths(known):
 def test_calls_that_no_jagged_input_has():
     x = jagged(sequences())
     layers = {
-        "cache must be None": lambda: latent(absorb=False)[0](
-            x, rope=(torch.ones(15, 2), torch.zeros(15, 2)), cache=object()
+        "state must be None": lambda: latent(absorb=False)[0](
+            x, rope=(torch.ones(15, 2), torch.zeros(15, 2)), state=CrossCache()
         ),
         "memory must be None": lambda: transformer_xl()[0](x, torch.ones(3, 2, 16)),
         "need_weights=True": lambda: multihead(cross=False)[0](x, x, x),

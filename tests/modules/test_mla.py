@@ -104,9 +104,9 @@ def test_absorption_and_decoding_equal_the_expanded_form(name):
     ):
         torch.testing.assert_close(a, e)
     with torch.no_grad():
-        cache = layer.new_cache(2, 11)
+        cache = layer.new_state(2, 11)
         parts = [
-            layer(x[:, a:b], rope=rope(layer, a, b), cache=cache)
+            layer(x[:, a:b], rope=rope(layer, a, b), state=cache)
             for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
         ]
     torch.testing.assert_close(torch.cat(parts, 1), full.detach())

@@ -60,9 +60,9 @@ def test_t5_attention_is_that_of_transformers(decoder):
     assert_same(layer(x, relative=bias()), expected, tables)
     if decoder:
         with torch.no_grad():
-            cache = layer.new_cache(2, 31)
+            cache = layer.new_state(2, 31)
             parts = [
-                layer(x[:, a:b], cache=cache, relative=bias())
+                layer(x[:, a:b], state=cache, relative=bias())
                 for a, b in ((0, 20), (20, 21), (21, 30), (30, 31))
             ]
         torch.testing.assert_close(torch.cat(parts, 1), expected.detach(), rtol=1e-4, atol=1e-4)
@@ -226,12 +226,12 @@ def test_gated_attention_unit_decodes(relative):
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.5)
     x = torch.randn(2, 11, 8, dtype=torch.float64)
-    cache = layer.new_cache(2, 11)
+    cache = layer.new_state(2, 11)
     assert cache.nbytes == 2 * 11 * (4 + 16) * 8
-    parts = [layer(x[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 10), (10, 11))]
+    parts = [layer(x[:, a:b], state=cache) for a, b in ((0, 5), (5, 6), (6, 10), (10, 11))]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x))
     with pytest.raises(ValueError, match="norm_n=None"):
-        GatedAttentionUnit(replace(config, norm_n=None)).new_cache(1, 1)
+        GatedAttentionUnit(replace(config, norm_n=None)).new_state(1, 1)
 
 
 def test_gated_attention_unit_turns_its_shared_projection():

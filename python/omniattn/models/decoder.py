@@ -14,18 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
-    Cache,
     DecoderBlock,
     Dropout,
     LearnedPositional,
     Linear,
     MultiTokenPredictor,
     RotaryEmbedding,
+    State,
 )
-from omniattn.modules.build import NormConfig, build
+from omniattn.modules.layer import LayerConfig
+from omniattn.modules.state import Stateful, takes_cache
 
 
-class Decoder(Model):
+class Decoder(Model, Stateful):
     """x = E[tokens] (+ P[positions]); blocks; norm; logits = x W_head^T.
 
     Args:
@@ -68,7 +69,7 @@ class Decoder(Model):
 
         @property
         @abstractmethod
-        def norm(self) -> NormConfig:
+        def norm(self) -> LayerConfig:
             """The norm in front of the head."""
 
         @property
@@ -133,7 +134,7 @@ class Decoder(Model):
             DecoderBlock(c.block(layer), device=device, dtype=dtype)
             for layer in range(c.num_layers)
         )
-        self.norm = build(c.norm, device=device, dtype=dtype)
+        self.norm = c.norm.build(device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
         self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
         self.predictor: MultiTokenPredictor | None = None
@@ -158,29 +159,35 @@ class Decoder(Model):
             return {}
         return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
-    def new_cache(
-        self, batch: int, max_length: int, dtype: torch.dtype | None = None
-    ) -> list[Cache]:
-        """One empty cache per layer for sequences of up to max_length tokens."""
-        attention = (cast(DecoderBlock, layer).self_attn for layer in self.layers)
-        return [layer.new_cache(batch, max_length, dtype) for layer in attention]
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[State]:
+        """The states of all layers before the first token."""
+        mixers = (cast(DecoderBlock, layer).mixer for layer in self.layers)
+        return [mixer.new_state(batch, max_length, device=device, dtype=dtype) for mixer in mixers]
 
     @property
     def head_weight(self) -> torch.Tensor:
         """Weight (vocab_size, dim) of the head."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    @takes_cache
     def hidden(
         self,
         tokens: torch.Tensor,
         *,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        cache: list[Cache] | None = None,
+        state: list[State] | None = None,
     ) -> torch.Tensor:
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
         if positions is None:
-            past = 0 if cache is None else cache[0].length
+            past = 0 if state is None else state[0].length
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
@@ -194,8 +201,8 @@ class Decoder(Model):
                     layer, x, residual, rope=rope, mask=mask, use_reentrant=False
                 )
             else:
-                layer_cache = None if cache is None else cache[i]
-                x, residual = layer(x, residual, rope=rope, cache=layer_cache, mask=mask)
+                own = None if state is None else state[i]
+                x, residual = layer(x, residual, state=own, rope=rope, mask=mask)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 
@@ -203,6 +210,7 @@ class Decoder(Model):
         """Normed states (..., dim) -> logits (..., vocab_size)."""
         return functional.linear(x, self.head_weight, backend=self.config.backend)
 
+    @takes_cache
     def forward(
         self,
         tokens: torch.Tensor,
@@ -210,18 +218,18 @@ class Decoder(Model):
         *,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        cache: list[Cache] | None = None,
+        state: list[State] | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, vocab_size), or with targets the mean loss.
 
         Args:
             tokens: (B, T) int.
             targets: (B, T) int, already shifted by one; -100 is left out of the mean.
-            positions: (T,) or (B, T) int, default: counted on from the cache.
+            positions: (T,) or (B, T) int, default: counted on from the state.
             mask: boolean, True = attend, broadcastable to (B, heads, T, past + T).
-            cache: from `new_cache`; the tokens are appended to it. Under torch.no_grad() only.
+            state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
-        x = self.hidden(tokens, positions=positions, mask=mask, cache=cache)
+        x = self.hidden(tokens, positions=positions, mask=mask, state=state)
         if targets is None:
             return self.head(x)
         if self.predictor is not None and self.training:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, LlamaFamilyConfig
 from omniattn.models.hf import Counterpart
 from omniattn.modules import MoE, MultiHeadLatentAttention, MultiTokenPredictor
-from omniattn.modules.build import FeedForwardConfig
+from omniattn.modules.layer import LayerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,7 +122,7 @@ class DeepSeekConfig(MLAConfig):
     def predictor_weight(self) -> float:
         return self.mtp_weight
 
-    def feed_forward(self, layer: int) -> FeedForwardConfig:
+    def feed_forward(self, layer: int) -> LayerConfig:
         if layer < self.dense_layers:
             return super().feed_forward(layer)
         moe = MoE.Config.deepseek_v3(

@@ -8,7 +8,7 @@ from typing import Any
 from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, GroupedQueryConfig
 from omniattn.models.hf import Counterpart
 from omniattn.modules import MLP, MoE
-from omniattn.modules.build import FeedForwardConfig
+from omniattn.modules.layer import LayerConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MixtralConfig(GroupedQueryConfig):
     experts: int = 8
     top_k: int = 2
 
-    def feed_forward(self, layer: int) -> FeedForwardConfig:
+    def feed_forward(self, layer: int) -> LayerConfig:
         moe = MoE.Config.mixtral(self.dim, self.hidden_dim, self.experts, self.top_k)
         return replace(moe, **self.common)
 
@@ -57,7 +57,7 @@ class SwitchConfig(GroupedQueryConfig):
 
     experts: int = 8
 
-    def feed_forward(self, layer: int) -> FeedForwardConfig:
+    def feed_forward(self, layer: int) -> LayerConfig:
         if layer % 2 == 0:
             return MLP.Config(
                 self.dim,

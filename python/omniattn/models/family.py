@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniattn.models.decoder import Decoder
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
-from omniattn.modules.build import AttentionConfig, FeedForwardConfig
+from omniattn.modules.layer import LayerConfig
 from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HF_OPTIONS = {
     "init_std": "initializer_range",
 }
 #: Both keep rotary pairs half-split, and both interleave those of latent attention.
-HF_WEIGHTS = ((r"^(?!lm_head)", "model."),)
+HF_WEIGHTS = ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn"))
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class LlamaFamilyConfig(Decoder.Config):
         """Dimensions of a head that are rotated."""
 
     @abstractmethod
-    def attention(self, layer: int) -> AttentionConfig:
+    def attention(self, layer: int) -> LayerConfig:
         """Config of the token mixer of a layer."""
 
-    def feed_forward(self, layer: int) -> FeedForwardConfig:
+    def feed_forward(self, layer: int) -> LayerConfig:
         """Config of the channel mixer of a layer."""
         return GatedMLP.Config(
             self.dim,
@@ -115,7 +115,7 @@ class GroupedQueryConfig(LlamaFamilyConfig):
     def rotary_dim(self) -> int:
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    def attention(self, layer: int) -> AttentionConfig:
+    def attention(self, layer: int) -> LayerConfig:
         return Attention.Config(
             self.dim,
             self.num_heads,

@@ -1,18 +1,47 @@
-"""Token generation on a KV cache."""
+"""Token generation from the states of all layers."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers, require_number
 
-if TYPE_CHECKING:
-    from omniattn.models.decoder import Decoder
-    from omniattn.models.t5 import T5
+
+class Sized(Protocol):
+    """A config that knows how many tokens there are."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are in [0, vocab_size)."""
+
+
+class Generator(Protocol):
+    """What `generate` needs of a model, which may be any module that has it."""
+
+    training: bool
+
+    @property
+    def config(self) -> Sized:
+        """Its config."""
+
+    def new_state(self, batch: int, max_length: int) -> Any:
+        """What `hidden` reads and updates, before the first token."""
+
+    @property
+    def hidden(self) -> Callable[..., torch.Tensor]:
+        """hidden(tokens (B, T), state=state) -> what the head reads (B, T, dim). With an encoder
+        hidden(tokens, memory, state=state), where memory is encode(source)."""
+
+    def head(self, x: torch.Tensor, /) -> torch.Tensor:
+        """(B, dim) -> logits (B, vocab_size)."""
+
+    def train(self, mode: bool = True, /) -> Any:
+        """As of torch.nn.Module."""
 
 
 def sample(
@@ -75,9 +104,18 @@ def _check(
             )
 
 
+def _encoder(model: Generator) -> Callable[[torch.Tensor], torch.Tensor]:
+    encode: Callable[[torch.Tensor], torch.Tensor] | None = getattr(model, "encode", None)
+    if encode is None:
+        raise ValueError(
+            f"generate: source must be None, since {type(model).__name__} has no encoder"
+        )
+    return encode
+
+
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Generator,
     tokens: torch.Tensor,
     max_new_tokens: int,
     *,
@@ -91,14 +129,15 @@ def generate(
     """Continues each row of tokens.
 
     Args:
-        model: any Decoder, or a T5 with a source; it runs in eval mode and its mode is restored.
+        model: a Decoder, a T5 with a source, or what else has the methods of Generator; it runs in
+            eval mode and its mode is restored.
         tokens: (B, T) int64, the prompts, T > 0.
         max_new_tokens: upper bound; generation stops earlier when all rows have ended.
         temperature: 0 (greedy, default) or the divisor of the logits.
         top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
         eos: token that ends a row; it is kept and repeated up to the common length.
         seed: of the uniform numbers, which depend on (seed, step, row) only.
-        source: (B, S) int64, what the encoder of a T5 reads.
+        source: (B, S) int64, what the encoder reads, of a model that has one.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.
@@ -116,16 +155,16 @@ def generate(
     _check(vocab, tokens, max_new_tokens, temperature, top_k, top_p, eos, seed)
     batch, start = tokens.shape
     training = model.training
-    model.eval()
-    cache = model.new_cache(batch, start + max_new_tokens)
-    memory = () if source is None else (cast("T5", model).encode(source),)
+    model.train(False)
+    state = model.new_state(batch, start + max_new_tokens)
     out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     fed, end = 0, start
     try:
+        memory = () if source is None else (_encoder(model)(source),)
         while end < out.shape[1] and not ended.all():
             # Only the last position predicts the next token: the head runs on one row.
-            x = model.hidden(out[:, fed:end], *memory, cache=cache)[:, -1:]
+            x = model.hidden(out[:, fed:end], *memory, state=state)[:, -1:]
             logits = model.head(x)[:, 0]
             uniform = functional.uniform_like(logits[:, 0], seed=torch.tensor([seed, end - start]))
             token = sample(

@@ -14,14 +14,16 @@ from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     MLP,
     Attention,
-    Cache,
     DecoderBlock,
     Dropout,
     GatedMLP,
     Linear,
+    Mixer,
     RMSNorm,
+    State,
     T5RelativeBias,
 )
+from omniattn.modules.state import Stateful, takes_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,7 +67,7 @@ class T5Config(ModelConfig):
             (r"coder\.norm", "coder.final_layer_norm"),
             (r"layers", "block"),
             (r"input_layernorm", "layer.0.layer_norm"),
-            (r"self_attn\.(.)_proj", r"layer.0.SelfAttention.\1"),
+            (r"mixer\.(.)_proj", r"layer.0.SelfAttention.\1"),
             (r"cross_attention_layernorm", "layer.1.layer_norm"),
             (r"cross_attn\.(.)_proj", r"layer.1.EncDecAttention.\1"),
             (r"(encoder.*)post_attention_layernorm", r"\1layer.1.layer_norm"),
@@ -202,26 +204,26 @@ class T5Stack(nn.Module):
         memory: Tensor | None = None,
         *,
         mask: Tensor | None = None,
-        cache: list[tuple[Cache, Cache]] | None = None,
+        state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> normed (B, T, dim); mask as in Attention, of the self-attention."""
         relative = self.relative_attention_bias()
         x, residual = self.dropout(x), None
         for i, layer in enumerate(self.layers):
-            own, other = (None, None) if cache is None else cache[i]
+            own, other = (None, None) if state is None else state[i]
             x, residual = layer(
                 x,
                 residual,
-                cache=own,
+                state=own,
                 mask=mask,
                 relative=relative,
                 memory=memory,
-                memory_cache=other,
+                memory_state=other,
             )
         return self.dropout(self.norm(x, residual)[0])
 
 
-class T5(Model):
+class T5(Model, Stateful):
     """logits = head(Decoder(E[tokens], Encoder(E[source]))).
 
     Args:
@@ -260,28 +262,33 @@ class T5(Model):
         states: Tensor = self.encoder(self.embed_tokens(source), mask=mask)
         return states
 
-    def new_cache(
-        self, batch: int, max_length: int, dtype: torch.dtype | None = None
-    ) -> list[tuple[Cache, Cache]]:
-        """Empty caches of the decoder's layers: of its tokens, and of the encoder's states."""
-        layers = [cast(DecoderBlock, layer) for layer in self.decoder.layers]
-        return [
-            (
-                layer.self_attn.new_cache(batch, max_length, dtype),
-                cast(Attention, layer.cross_attn).new_cache(batch, max_length, dtype),
-            )
-            for layer in layers
-        ]
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[tuple[State, State]]:
+        """Empty states of the decoder's layers: of its tokens, and of the encoder's states."""
 
+        def new(mixer: Mixer) -> State:
+            state: State = mixer.new_state(batch, max_length, device=device, dtype=dtype)
+            return state
+
+        layers = [cast(DecoderBlock, layer) for layer in self.decoder.layers]
+        return [(new(layer.mixer), new(cast(Mixer, layer.cross_attn))) for layer in layers]
+
+    @takes_cache
     def hidden(
         self,
         tokens: Tensor,
         memory: Tensor,
         *,
-        cache: list[tuple[Cache, Cache]] | None = None,
+        state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
-        x: Tensor = self.decoder(self.embed_tokens(tokens), memory, cache=cache)
+        x: Tensor = self.decoder(self.embed_tokens(tokens), memory, state=state)
         return x * self.config.dim**-0.5 if self.lm_head is None else x
 
     @property

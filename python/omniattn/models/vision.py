@@ -138,7 +138,7 @@ class ViTConfig(VisionConfig):
             (r"^embed_patches", "vit.embeddings.patch_embeddings.projection"),
             (r"^norm", "vit.layernorm"),
             (r"^layers", "vit.layers"),
-            (r"self_attn", "attention"),
+            (r"mixer", "attention"),
             *HF_WEIGHTS,
         ),
     )

@@ -8,6 +8,7 @@ from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import MLP, GatedMLP
 from omniattn.modules.moe import MoE, RouterState
@@ -29,6 +30,7 @@ from omniattn.modules.relative_attention import (
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
+from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "ALiBi",
     "Attention",
     "Cache",
+    "ChannelMixer",
     "CrossCache",
     "DecoderBlock",
     "DifferentialAttention",
@@ -51,16 +54,19 @@ __all__ = [
     "LayerNorm",
     "LearnedPositional",
     "Linear",
+    "Mixer",
     "MoE",
     "MultiHeadLatentAttention",
     "MultiTokenPredictor",
     "MultiheadAttention",
+    "Norm",
     "PagePool",
     "PagedCache",
     "ParallelResidual",
     "PatchMerging",
     "RMSNorm",
     "RMSNormGated",
+    "RecurrentState",
     "Residual",
     "RollingCache",
     "RotaryEmbedding",
@@ -68,6 +74,7 @@ __all__ = [
     "SinCosPositional2d",
     "SinusoidalPositional",
     "SpatialReductionAttention",
+    "State",
     "SwinBlock",
     "T5RelativeBias",
     "TransformerXLAttention",

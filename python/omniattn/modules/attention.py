@@ -13,14 +13,23 @@ from omniattn.functional._checks import require_number
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, RollingCache
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.kv_cache import (
+    Cache,
+    CrossCache,
+    KVCache,
+    RollingCache,
+    require_cache,
+    storage_like,
+)
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache
+from omniattn.modules.state import State, takes_cache
 
 
-class Attention(Layer):
+class Attention(Mixer):
     """y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s; s is x or a source.
 
     Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query
@@ -217,19 +226,20 @@ class Attention(Layer):
             x = cast(torch.Tensor, functional.rms_norm(x, eps=1e-24, backend=c.backend))
         return x
 
-    def new_cache(
+    def new_state(
         self,
         batch: int,
         max_length: int,
-        dtype: torch.dtype | None = None,
         *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         rolling: bool = False,
     ) -> Cache:
-        """An empty cache on the device, and by default of the dtype, of the parameters.
+        """An empty cache.
 
         Args:
             batch, max_length: sizes; a cross-attention takes those of its source.
-            dtype: of the storage.
+            device, dtype: of the storage, default: those of the parameters.
             rolling: keep what the window sees and no more; needs causal and a left window.
         """
         c = self.config
@@ -244,21 +254,21 @@ class Attention(Layer):
                     f"got causal={c.causal}, window_size={c.window_size}"
                 )
             length, kind = min(max_length, c.window_size[0] + 1), RollingCache
-        weight = self.k_proj.weight
-        dtype = weight.dtype if dtype is None else dtype
-        return kind(batch, length, c.kv_heads, c.head_size, device=weight.device, dtype=dtype)
+        like = storage_like(self.k_proj.weight, device, dtype)
+        return kind(batch, length, c.kv_heads, c.head_size, **like)
 
     def _keys_and_values(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
         return self._heads(self.k_proj(source), self.k_norm), v
 
+    @takes_cache
     def forward(
         self,
         x: torch.Tensor,
         source: torch.Tensor | None = None,
         *,
+        state: State | None = None,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: Cache | None = None,
         mask: torch.Tensor | Mask | None = None,
         bias: torch.Tensor | None = None,
         relative: RelativeBias | None = None,
@@ -269,13 +279,13 @@ class Attention(Layer):
         Args:
             x: queries, and keys and values of self-attention. A jagged nested tensor
                 ``(B, *, dim)`` gives one; mask and bias are then those of the longest sequences, as
-                in `functional.attention_varlen`, and there is no cache.
-            source: (B, S, source_dim), of cross-attention; may be left out once it is in `cache`.
+                in `functional.attention_varlen`, and there is no state.
+            source: (B, S, source_dim), of cross-attention; may be left out once it is in `state`.
                 Nested if x is.
+            state: a Cache. Self-attention appends the new keys and values and attends to all; with
+                cross-attention the first call stores those of the source, later calls read them.
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;
                 self-attention only.
-            cache: self-attention appends the new keys and values and attends to all; with
-                cross-attention the first call stores those of the source, later calls read them.
             mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), or a value of
                 `functional.masks`.
             bias: added to the scores, broadcastable to (B, num_heads, T, S).
@@ -286,7 +296,8 @@ class Attention(Layer):
             raise ValueError(
                 f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
             )
-        x, sequences = sequences_of("Attention", "x", x, cache=cache)
+        cache = require_cache("Attention", state)
+        x, sequences = sequences_of("Attention", "x", x, state=cache)
         keys = sequences
         if source is not None:
             source, keys = sequences_of("Attention", "source", source, beside=sequences)

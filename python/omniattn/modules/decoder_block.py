@@ -1,20 +1,23 @@
-"""Pre-norm block: attention and feed-forward layer, each on a residual stream."""
+"""Pre-norm block: a token mixer and a channel mixer, each on a residual stream."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.attention import Attention
-from omniattn.modules.build import AttentionConfig, FeedForwardConfig, NormConfig, build
 from omniattn.modules.dropout import Dropout
-from omniattn.modules.kv_cache import Cache
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
+from omniattn.modules.state import State, takes_cache
 from omniattn.reference.precision import widen
 
 
 class DecoderBlock(Layer):
-    """h = h + Attention(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
+    """h = h + Mixer(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
 
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
     norm that follows it, in one pass over memory. The block therefore takes and returns a pair
@@ -26,8 +29,9 @@ class DecoderBlock(Layer):
 
     Shape:
         x, residual (B, T, dim) -> x, residual (B, T, dim).
-        Parameters input_layernorm, self_attn, cross_attention_layernorm, cross_attn,
-        post_attention_layernorm, mlp.
+        Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
+        post_attention_layernorm, mlp; `load_state_dict` takes the former name self_attn of the
+        mixer too.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -44,21 +48,27 @@ class DecoderBlock(Layer):
         """Configs of the layers.
 
         Args:
-            attention: of Attention, MultiHeadLatentAttention or DifferentialAttention.
-            mlp: of GatedMLP, MLP or MoE.
-            norm: of RMSNorm or LayerNorm, used in front of each layer.
+            mixer: of a Mixer.
+            mlp: of a ChannelMixer.
+            norm: of a Norm, used in front of each layer.
             cross: attention to another sequence, in between.
             dropout_p: of what each layer adds.
             residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
                 is anyway.
         """
 
-        attention: AttentionConfig
-        mlp: FeedForwardConfig
-        norm: NormConfig
+        mixer: LayerConfig
+        mlp: LayerConfig
+        norm: LayerConfig
         cross: Attention.Config | None = None
         dropout_p: float = 0.0
         residual_in_fp32: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            Mixer.require_config("DecoderBlock", "mixer", self.mixer)
+            ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
+            Norm.require_config("DecoderBlock", "norm", self.norm)
 
     @config_or_fields(Config)
     def __init__(
@@ -70,32 +80,34 @@ class DecoderBlock(Layer):
     ) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = build(config.norm, device=device, dtype=dtype)
-        self.self_attn = build(config.attention, device=device, dtype=dtype)
+        self.input_layernorm = config.norm.build(device=device, dtype=dtype)
+        self.mixer = config.mixer.build(device=device, dtype=dtype)
         self.cross_attn: Attention | None = None
         if config.cross is not None:
-            self.cross_attention_layernorm = build(config.norm, device=device, dtype=dtype)
+            self.cross_attention_layernorm = config.norm.build(device=device, dtype=dtype)
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
-        self.post_attention_layernorm = build(config.norm, device=device, dtype=dtype)
-        self.mlp = build(config.mlp, device=device, dtype=dtype)
+        self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+        self.mlp = config.mlp.build(device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout_p)
+        self.register_load_state_dict_pre_hook(_rename_self_attn)
 
+    @takes_cache
     def forward(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
         *,
+        state: State | None = None,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: Cache | None = None,
         mask: torch.Tensor | None = None,
         relative: RelativeBias | None = None,
         memory: torch.Tensor | None = None,
-        memory_cache: Cache | None = None,
+        memory_state: State | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block; `residual` is None in front of the first one.
 
-        `memory` and `memory_cache` are source and cache of the cross-attention. The rest as in
-        Attention; `relative` only with layers that have it.
+        `memory` and `memory_state` are source and state of the cross-attention. The rest as in
+        Mixer; `relative` only with mixers that have it.
         """
         if residual is None:
             y, residual = self.input_layernorm(x), x
@@ -104,9 +116,18 @@ class DecoderBlock(Layer):
         else:
             y, residual = self.input_layernorm(x, residual)
         scores = {} if relative is None else {"relative": relative}
-        x = self.dropout(self.self_attn(y, rope=rope, cache=cache, mask=mask, **scores))
+        x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **scores))
         if self.cross_attn is not None:
             y, residual = self.cross_attention_layernorm(x, residual)
-            x = self.dropout(self.cross_attn(y, memory, cache=memory_cache))
+            x = self.dropout(self.cross_attn(y, memory, state=memory_state))
         y, residual = self.post_attention_layernorm(x, residual)
         return self.dropout(self.mlp(y)), residual
+
+
+def _rename_self_attn(
+    block: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Weights that were saved when every mixer was an attention."""
+    former = f"{prefix}self_attn."
+    for name in [name for name in state_dict if name.startswith(former)]:
+        state_dict[f"{prefix}mixer.{name.removeprefix(former)}"] = state_dict.pop(name)

@@ -13,13 +13,15 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
+from omniattn.modules.state import State, takes_cache
 
 
-class DifferentialAttention(Layer):
+class DifferentialAttention(Mixer):
     """``o_h = (1 - l0) norm((P_h1 - lambda P_h2) v_h)`` with two softmax maps P a head.
 
     ``P_hc = softmax(scale q_hc k_hc^T)``; ``lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + l0`` is
@@ -156,14 +158,17 @@ class DifferentialAttention(Layer):
             for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
                 nn.init.normal_(vector, std=0.1)
 
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
         """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""
-        weight = self.k_proj.weight
-        dtype = weight.dtype if dtype is None else dtype
-        size = 2 * self.config.head_size
-        return KVCache(
-            batch, max_length, self.config.kv_heads, size, device=weight.device, dtype=dtype
-        )
+        like = storage_like(self.k_proj.weight, device, dtype)
+        return KVCache(batch, max_length, self.config.kv_heads, 2 * self.config.head_size, **like)
 
     def scalar_lambda(self) -> Tensor | float:
         """lambda, fp32."""
@@ -179,19 +184,21 @@ class DifferentialAttention(Layer):
             return x.unflatten(2, (2, -1)).transpose(2, 3).flatten(-2)
         return x.unflatten(2, (-1, 2)).flatten(-2)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,
         *,
+        state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        cache: Cache | None = None,
         mask: Tensor | Mask | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim); mask and bias act on both maps; the rest as Attention."""
         c = self.config
         size = c.head_size
-        x, sequences = sequences_of("DifferentialAttention", "x", x, cache=cache)
+        cache = require_cache("DifferentialAttention", state)
+        x, sequences = sequences_of("DifferentialAttention", "x", x, state=cache)
         attend = sequences.attention()
         q, k, v = (p(x).unflatten(-1, (-1, size)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rope is not None:

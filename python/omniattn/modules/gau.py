@@ -13,12 +13,14 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import Sequences, sequences_of
-from omniattn.modules.kv_cache import Cache, KVCache
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.state import State, takes_cache
 
 
-class GatedAttentionUnit(Layer):
+class GatedAttentionUnit(Mixer):
     """``y = (u * (A v)) W_o``; u, v = silu(x W_u), silu(x W_v); z = silu(x W_z).
 
     ``q = z g_q + b_q`` and ``k = z g_k + b_k`` share one projection. A is ``relu(q k^T / n + b)^2``
@@ -116,7 +118,14 @@ class GatedAttentionUnit(Layer):
         if self.config.relative is not None:
             nn.init.normal_(self.relative_bias, std=0.02)
 
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
         """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""
         c = self.config
         if c.attention == "relu2" and c.norm_n is None:
@@ -124,16 +133,9 @@ class GatedAttentionUnit(Layer):
                 "GatedAttentionUnit: decoding needs a constant norm_n, got norm_n=None: weights of "
                 "earlier tokens would change with the number of keys"
             )
-        weight = self.v_proj.weight
-        return KVCache(
-            batch,
-            max_length,
-            1,
-            c.key_dim,
-            v_head_dim=c.expansion * c.dim,
-            device=weight.device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )
+        like = storage_like(self.v_proj.weight, device, dtype)
+        wide = c.expansion * c.dim
+        return KVCache(batch, max_length, 1, c.key_dim, v_head_dim=wide, **like)
 
     def _relative(self, n: int) -> RelativeBias | None:
         c = self.config
@@ -159,17 +161,19 @@ class GatedAttentionUnit(Layer):
         own = sequences.lengths(x).to(torch.promote_types(x.dtype, torch.float32))
         return c.max_length, (c.max_length / own)[..., None, None]
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,
         *,
+        state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        cache: Cache | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); rope, cache and mask as in Attention."""
+        """x (B, T, dim) -> (B, T, dim); state, rope and mask as in Attention."""
         c = self.config
-        x, sequences = sequences_of("GatedAttentionUnit", "x", x, cache=cache)
+        cache = require_cache("GatedAttentionUnit", state)
+        x, sequences = sequences_of("GatedAttentionUnit", "x", x, state=cache)
         u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
         q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
         if rope is not None:

@@ -74,16 +74,16 @@ class Sequences:
 
 
 def sequences_of(
-    op: str, name: str, x: Tensor, *, cache: object = None, beside: Sequences | None = None
+    op: str, name: str, x: Tensor, *, state: object = None, beside: Sequences | None = None
 ) -> tuple[Tensor, Sequences]:
     """x as (B, T, ...) and its sequences; it must be nested where those of the queries, `beside`,
-    are, and then has no cache."""
+    are, and then has no state."""
     nested = x.is_nested if beside is None else beside.nested is not None
     if not nested:
         return x, Sequences()
     _require_ragged(op, name, x)
-    if cache is not None:
-        raise ValueError(f"{op}: cache must be None where {name} is nested, got {cache!r}")
+    if state is not None:
+        raise ValueError(f"{op}: state must be None where {name} is nested, got {state!r}")
     return x.values()[None], Sequences(x)
 
 

@@ -1,4 +1,4 @@
-"""What one attention layer keeps of the tokens seen so far, behind one small protocol."""
+"""The states of attention: keys and values of the tokens seen so far."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from omniattn.functional._checks import FLOATS
 from omniattn.functional.masks import Mask
+from omniattn.modules.state import State, take
 
 
 class Cache(ABC):
-    """The protocol of all caches. Inference only.
+    """The protocol of all caches: a `State` of keys and values. Inference only.
 
     A layer appends what it has computed for n new tokens and attends to the views it gets back.
     Their last tokens are the new ones, so that bottom-right aligned masks are right as they are.
@@ -393,16 +394,21 @@ class CrossCache(Cache):
         self.append(k, v)
 
 
-def take(name: str, state: dict[str, Any], *keys: str) -> list[Any]:
-    """The values of `keys`, which must be all that a saved state has."""
-    if set(state) != set(keys):
-        missing = [key for key in keys if key not in state]
-        unexpected = [key for key in state if key not in keys]
-        raise ValueError(
-            f"{name}: state must have the keys {', '.join(keys)}, "
-            f"got missing={missing}, unexpected={unexpected}"
-        )
-    return [state[key] for key in keys]
+def require_cache(op: str, state: State | None) -> Cache | None:
+    """`state`, which must be of keys and values."""
+    if state is None or isinstance(state, Cache):
+        return state
+    raise TypeError(f"{op}: state must be a Cache, got {type(state).__name__}")
+
+
+def storage_like(
+    weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Device and dtype of a storage, by default those of the weight."""
+    return {
+        "device": weight.device if device is None else device,
+        "dtype": weight.dtype if dtype is None else dtype,
+    }
 
 
 def new_storage(

@@ -80,8 +80,17 @@ def check_fields(config: Any) -> None:
 class LayerConfig:
     """What a layer is built from."""
 
+    #: The layer that has this class as its `Config`.
+    layer: ClassVar[type[Layer]]
+
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The layer."""
+        return self.layer(self, device=device, dtype=dtype)
 
 
 class Float32Buffers(nn.Module):
@@ -99,9 +108,39 @@ class Float32Buffers(nn.Module):
 
 
 class Layer(nn.Module):
-    """A module that is built from a value of its nested class `Config`, or from its fields."""
+    """A module that is built from a value of its nested class `Config`, or from its fields.
+
+    A layer joins `layers` by being defined, under the name of its class or `name=` of the class
+    statement. Subclasses such as :class:`omniattn.modules.Mixer` are roles: what a place of a block
+    takes.
+    """
 
     Config: ClassVar[Any]
+    #: All layers by name.
+    layers: ClassVar[dict[str, type[Layer]]] = {}
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "Config" not in vars(cls):
+            return
+        name = cls.__name__ if name is None else name
+        known = Layer.layers.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"Layer: names must be unique, got name={name!r} of {known.__module__}."
+                f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
+            )
+        Layer.layers[name] = cls  # anew where a cell of a notebook runs again
+        cls.Config.layer = cls
+
+    @classmethod
+    def require_config(cls, op: str, name: str, config: Any) -> None:
+        """`config` must be of a layer that is a `cls`."""
+        if not isinstance(config, LayerConfig) or not issubclass(config.layer, cls):
+            fit = (known for known, layer in Layer.layers.items() if issubclass(layer, cls))
+            raise TypeError(
+                f"{op}: {name} must be the Config of {', '.join(fit)}, got {name}={config!r}"
+            )
 
 
 def config_or_fields(

@@ -13,13 +13,15 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import Cache, KVCache, LatentCache
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.kv_cache import KVCache, LatentCache, require_cache, storage_like
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
+from omniattn.modules.state import State, takes_cache
 
 
-class MultiHeadLatentAttention(Layer):
+class MultiHeadLatentAttention(Mixer):
     """Attention whose cache holds a latent and one rotary key for all heads.
 
     ``[c | k_r] = x W_dkv``, c normed; ``[k_n | v] = c W_ukv`` for each head; queries
@@ -65,7 +67,7 @@ class MultiHeadLatentAttention(Layer):
             latent_norm: RMSNorm on both latents.
             q_rope_from: "latent", or "x" for rotary queries from x by their own projection.
             separate_kv_latents: keys and values have a latent each.
-            absorb_max: with a cache, up to this many new tokens attend to the latents themselves.
+            absorb_max: with a state, up to this many new tokens attend to the latents themselves.
             norm_eps, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
@@ -152,24 +154,21 @@ class MultiHeadLatentAttention(Layer):
             self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache on the device, and by default of the dtype, of the parameters."""
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An empty cache of the latents."""
         c = self.config
-        weight = self.kv_a_proj_with_mqa.weight
-        dtype = weight.dtype if dtype is None else dtype
+        like = storage_like(self.kv_a_proj_with_mqa.weight, device, dtype)
         if not c.separate_kv_latents:
-            return LatentCache(
-                batch, max_length, c.kv_lora_rank, c.qk_rope_dim, device=weight.device, dtype=dtype
-            )
-        return KVCache(
-            batch,
-            max_length,
-            1,
-            c.kv_lora_rank + c.qk_rope_dim,
-            v_head_dim=c.kv_lora_rank,
-            device=weight.device,
-            dtype=dtype,
-        )
+            return LatentCache(batch, max_length, c.kv_lora_rank, c.qk_rope_dim, **like)
+        size = c.kv_lora_rank + c.qk_rope_dim
+        return KVCache(batch, max_length, 1, size, v_head_dim=c.kv_lora_rank, **like)
 
     def _rotate(self, x: Tensor, start: int, rope: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, D) with its dimensions from `start` on turned."""
@@ -224,24 +223,25 @@ class MultiHeadLatentAttention(Layer):
         k, v = both.split([c.qk_nope_dim, c.v_dim], -1)
         return k, v
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,
         *,
+        state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        cache: Cache | None = None,
         mask: Tensor | Mask | None = None,
         absorb: bool | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: queries and, with those in the cache, keys and values.
+            x: queries and, with those in the state, keys and values.
+            state: a Cache; the new latents are appended to it, all of it is attended to.
             rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
                 or of x.values() where x is nested.
-            cache: the new latents are appended to it, all of it is attended to.
             mask: as in Attention.
-            absorb: attend to the latents themselves; default: with a cache and T <= absorb_max.
+            absorb: attend to the latents themselves; default: with a state and T <= absorb_max.
         """
         c = self.config
         if (rope is not None) != (c.qk_rope_dim > 0):
@@ -249,7 +249,8 @@ class MultiHeadLatentAttention(Layer):
                 "MultiHeadLatentAttention: rope must be given if and only if qk_rope_dim > 0, "
                 f"got qk_rope_dim={c.qk_rope_dim}, rope={'None' if rope is None else 'given'}"
             )
-        x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, cache=cache)
+        cache = require_cache("MultiHeadLatentAttention", state)
+        x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, state=cache)
         attend = sequences.attention()
         q = self._queries(x)
         k_latent, v, k_rope = self._latents(x)

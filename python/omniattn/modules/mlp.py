@@ -8,8 +8,9 @@ import torch
 
 from omniattn import functional
 from omniattn.modules.jagged import token_wise
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import ChannelMixer
 from omniattn.ops.activation import ACTIVATIONS
 
 #: Name of a gated activation -> that of the activation.
@@ -23,7 +24,7 @@ GATED_ACTIVATIONS = {
 }
 
 
-class MLP(Layer):
+class MLP(ChannelMixer):
     """y = dropout(act(x W_up + b_up)) W_down + b_down.
 
     Args:
@@ -99,7 +100,7 @@ class MLP(Layer):
         )
 
 
-class GatedMLP(Layer):
+class GatedMLP(ChannelMixer):
     """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:

@@ -16,8 +16,9 @@ from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import check_groups
 from omniattn.modules.experts import Experts
-from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.router import ROUTERS, Router
 from omniattn.ops.moe import ACTIVATIONS
@@ -50,7 +51,7 @@ class RouterState(NamedTuple):
     z_loss: Tensor
 
 
-class MoE(Layer):
+class MoE(ChannelMixer):
     """y = sum of the chosen experts, weighted by the router, + shared experts.
 
     Args:

@@ -10,11 +10,12 @@ from omniattn.functional._checks import require_choice
 from omniattn.functional.norm import GATES
 from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.mixer import Norm
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class RMSNorm(Layer):
+class RMSNorm(Norm):
     """y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
@@ -80,7 +81,7 @@ class RMSNorm(Layer):
         return f"{self.config.dim}, eps={self.config.eps}"
 
 
-class LayerNorm(Layer):
+class LayerNorm(Norm):
     """y = (x - mean) w / sqrt(var + eps) + b over the last dimension.
 
     Args:

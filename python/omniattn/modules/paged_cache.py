@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from omniattn.functional.masks import KeyPadding, Mask
-from omniattn.modules.kv_cache import Cache, check_new, new_storage, take
+from omniattn.modules.kv_cache import Cache, check_new, new_storage
+from omniattn.modules.state import take
 
 
 class PagePool:

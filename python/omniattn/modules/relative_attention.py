@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
+from omniattn.modules.attention import with_cache
 from omniattn.modules.jagged import sequences_of
+from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.state import State
 
 P2C_INDICES = ("code", "paper")
 
@@ -72,7 +76,7 @@ class T5RelativeBias(Layer):
         return T5Bias(self.weight, c.bidirectional, c.max_distance)
 
 
-class TransformerXLAttention(Layer):
+class TransformerXLAttention(Mixer):
     """Causal attention to a segment and its memory, by content and by distance.
 
     ``s_ij = ((q_i + u) . k_j + (q_i + v) . r_{i + M - j}) / sqrt(D)`` with ``r = W_r sinusoid``;
@@ -83,8 +87,8 @@ class TransformerXLAttention(Layer):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim), memory (B, M, dim) -> (B, T, dim); without memory x may be a jagged nested
-        tensor. Parameters, named as in the release: qkv_net, r_net, o_net, r_w_bias (u) and
+        x (B, T, dim), memory (B, M, dim) -> (B, T, dim); without memory and state x may be a jagged
+        nested tensor. Parameters, named as in the release: qkv_net, r_net, o_net, r_w_bias (u) and
         r_r_bias (v), (num_heads, head_dim).
 
     Notes:
@@ -173,16 +177,48 @@ class TransformerXLAttention(Layer):
         angle = distance[:, None] * 10000.0**-exponent
         return torch.cat([angle.sin(), angle.cos()], -1).to(x.dtype)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """x (B, T, dim), memory (B, M, dim) or None -> (B, T, dim)."""
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An empty cache of what the layer has read, (B, T, 1, dim), as keys; without values."""
+        like = storage_like(self.qkv_net.weight, device, dtype)
+        return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: queries, and keys and values.
+            memory: (B, M, dim), what the layer read before x; or a state that keeps all of that.
+            state: a Cache, to which x is appended.
+            rope: not used, distances have a term of their own.
+            mask: as in Attention.
+        """
         c = self.config
-        if memory is not None and x.is_nested:
+        cache = require_cache("TransformerXLAttention", state)
+        if memory is not None and (x.is_nested or cache is not None):
             raise ValueError(
-                "TransformerXLAttention: memory must be None where x is nested, "
+                "TransformerXLAttention: memory must be None where x is nested or with a state, "
                 f"got memory.shape={tuple(memory.shape)}"
             )
-        x, sequences = sequences_of("TransformerXLAttention", "x", x)
+        x, sequences = sequences_of("TransformerXLAttention", "x", x, state=cache)
         source = x if memory is None else torch.cat([memory, x], 1)
+        if cache is not None:
+            source = cache.append(x[:, :, None], x[:, :, None, :0])[0][:, :, 0]
+            mask = with_cache(cache, mask, positional=True)
         before = source.shape[1] - x.shape[1]
         q, k, v = self.qkv_net(source).unflatten(-1, (3, c.num_heads, -1)).unbind(2)
         q = q[:, before:]
@@ -198,6 +234,7 @@ class TransformerXLAttention(Layer):
             v,
             causal=True,
             window_size=window,
+            mask=mask,
             bias=_shift(by_distance),
             scale=scale,
             dropout_p=c.dropout_p if self.training else 0.0,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_number
-from omniattn.modules.build import NormConfig, build
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig
+from omniattn.modules.mixer import Norm
 from omniattn.reference.precision import widen
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
@@ -94,7 +94,7 @@ class Residual(nn.Module):
         the norm returns the stream.
         """
 
-        norm: NormConfig
+        norm: LayerConfig
         placement: str = "pre"
         dropout_p: float = 0.0
         drop_path_p: float = 0.0
@@ -102,6 +102,7 @@ class Residual(nn.Module):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            Norm.require_config("Residual", "norm", self.norm)
             if self.placement not in PLACEMENTS:
                 raise ValueError(
                     f"Residual: placement must be one of {', '.join(PLACEMENTS)}, "
@@ -124,9 +125,9 @@ class Residual(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.norm = build(config.norm, device=device, dtype=dtype)
+        self.norm = config.norm.build(device=device, dtype=dtype)
         if config.placement == "sandwich":
-            self.post_norm = build(config.norm, device=device, dtype=dtype)
+            self.post_norm = config.norm.build(device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p)
 
@@ -174,13 +175,14 @@ class ParallelResidual(nn.Module):
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        norm: NormConfig,
+        norm: LayerConfig,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm = build(norm, device=device, dtype=dtype)
+        Norm.require_config("ParallelResidual", "norm", norm)
+        self.norm = norm.build(device=device, dtype=dtype)
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,34 @@
+"""The roles of the layers of a block: token mixers, channel mixers, norms."""
+
+from __future__ import annotations
+
+from omniattn.modules.layer import Layer
+from omniattn.modules.state import Stateful
+
+
+class Mixer(Layer, Stateful):
+    """A layer (B, T, dim) -> (B, T, dim) that mixes tokens and can go on from a state.
+
+    `forward` takes by name
+
+    - state: from `new_state` or None. x are the tokens that follow those in it;
+    - rope: cos, sin of the positions of x, or None. A mixer that rotates nothing ignores it;
+    - mask: boolean, True = attend, broadcastable to (B, heads, T, S), or None. A mixer that cannot
+      obey it raises.
+
+    Example:
+        >>> from omniattn.modules import Attention
+        >>> layer = Attention(dim=8, num_heads=2)
+        >>> state, x = layer.new_state(1, 4), torch.randn(1, 4, 8)
+        >>> with torch.no_grad():
+        ...     steps = torch.cat([layer(x[:, :3], state=state), layer(x[:, 3:], state=state)], 1)
+        ...     torch.testing.assert_close(steps, layer(x))
+    """
+
+
+class ChannelMixer(Layer):
+    """A layer (..., dim) -> (..., dim) that treats each token alone, or routes it."""
+
+
+class Norm(Layer):
+    """A layer x -> norm(x), and (x, residual) -> norm(h), h of their sum h."""

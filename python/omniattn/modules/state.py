@@ -1,0 +1,168 @@
+"""What a token mixer keeps of the tokens seen so far: the protocol, and recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class State(Protocol):
+    """What decoding needs of the state of a layer, whatever its mixer is. Inference only.
+
+    A mixer reads it in `forward(x, state=state)` and leaves it as it is after the last token of x.
+    `copy.deepcopy` copies it.
+    """
+
+    @property
+    def length(self) -> int:
+        """Number of tokens seen by the longest sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage, used or not."""
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens from position `length` on; ValueError where they cannot be."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Makes row b what row index[b] was; index (B',) int repeats, drops or swaps sequences."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been stored, without unused storage."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` of a state of the same kind and sizes gave."""
+
+
+class Stateful:
+    """What has a state: a mixer, or a model, whose state is a list of those of its layers."""
+
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """The state of `batch` sequences before their first token.
+
+        Args:
+            batch, max_length: sizes; a state that does not grow ignores the length.
+            device, dtype: of the storage, default: those of the parameters.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: new_state is not defined")
+
+    def new_cache(
+        self, batch: int, max_length: int, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        """The former name of `new_state`."""
+        return self.new_state(batch, max_length, dtype=dtype, **options)
+
+
+class RecurrentState:
+    """Tensors (B, ...) that a recurrence carries from token to token, of one size for any length.
+
+    A recurrence cannot forget: to read other tokens in place of the last ones, go on from a
+    `copy.deepcopy` that was made before them.
+
+    Args:
+        tensors: by name, before the first token; a convolution keeps its last inputs in one.
+
+    Raises:
+        ValueError: if a shape does not fit, or tokens are cropped.
+        RuntimeError: if something with a gradient is stored.
+
+    Example:
+        >>> state = RecurrentState(h=torch.zeros(2, 8))
+        >>> state.advance(3, h=state["h"] + 1)
+        >>> state.length, state.nbytes
+        (3, 64)
+    """
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self._tensors = tensors
+        self.length = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors.values())
+
+    def advance(self, count: int, **tensors: Tensor) -> None:
+        """Stores all tensors as they are after `count` more tokens, in the dtypes of the state."""
+        self._store(self.length + count, tensors)
+
+    def _store(self, length: int, tensors: dict[str, Tensor]) -> None:
+        take("RecurrentState", tensors, *self._tensors)
+        for name, new in tensors.items():
+            fits = self._tensors[name].shape
+            if new.requires_grad:
+                raise RuntimeError(
+                    "RecurrentState: is for inference, wrap the call in torch.no_grad()"
+                )
+            if new.shape != fits:
+                raise ValueError(
+                    f"RecurrentState: {name} must have shape {tuple(fits)}, "
+                    f"got {name}={tuple(new.shape)}"
+                )
+        for name, new in tensors.items():
+            if new is not self._tensors[name]:  # which a kernel may have written itself
+                self._tensors[name].copy_(new)
+        self.length = length
+
+    def crop(self, length: int) -> None:
+        if length != self.length:
+            raise ValueError(
+                "RecurrentState: a recurrence cannot forget tokens, go on from a copy.deepcopy "
+                f"made before them; length must be {self.length}, got length={length}"
+            )
+
+    def reorder(self, index: Tensor) -> None:
+        self._tensors = {name: t.index_select(0, index) for name, t in self._tensors.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: t.clone() for name, t in self._tensors.items()} | {"length": self.length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        *tensors, length = take("RecurrentState", state, *self._tensors, "length")
+        self._store(length, dict(zip(self._tensors, tensors, strict=True)))
+
+
+def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
+    """The values of `keys`, which must be all that a saved state has."""
+    if set(state) != set(keys):
+        missing = [key for key in keys if key not in state]
+        unexpected = [key for key in state if key not in keys]
+        raise ValueError(
+            f"{op}: state must have the keys {', '.join(keys)}, "
+            f"got missing={missing}, unexpected={unexpected}"
+        )
+    return [state[key] for key in keys]
+
+
+def takes_cache(forward: Forward) -> Forward:
+    """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
+    the names from when all states were caches of keys and values."""
+
+    @wraps(forward)
+    def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for former, name in (("cache", "state"), ("memory_cache", "memory_state")):
+            if former in kwargs:
+                given = kwargs.pop(former)
+                if kwargs.setdefault(name, given) is not given:
+                    raise TypeError(
+                        f"{type(self).__name__}: {name} must not be given as {former} too"
+                    )
+        return forward(self, *args, **kwargs)
+
+    return by_either_name  # type: ignore[return-value]

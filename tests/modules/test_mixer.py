@@ -1,0 +1,259 @@
+"""What decoding asks of any mixer, shown with a recurrence that is defined here."""
+
+import copy
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from omniattn.models import Decoder, generate
+from omniattn.modules import (
+    Attention,
+    CrossCache,
+    DecoderBlock,
+    GatedAttentionUnit,
+    GatedMLP,
+    KVCache,
+    LatentCache,
+    Linear,
+    Mixer,
+    MultiHeadLatentAttention,
+    PagedCache,
+    PagePool,
+    RecurrentState,
+    RMSNorm,
+    RollingCache,
+    RotaryEmbedding,
+    State,
+    TransformerXLAttention,
+)
+from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+
+
+class Average(Mixer):
+    """y_t = W h_t, h_t = decay h_{t-1} + (1 - decay) (x_t - x_{t-1})."""
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes; `decay` in [0, 1]."""
+
+        dim: int
+        decay: float = 0.8
+
+    @config_or_fields(Config)
+    def __init__(self, config, *, device=None, dtype=None):
+        super().__init__()
+        self.config = config
+        self.proj = Linear(config.dim, config.dim, init_std=0.5, device=device, dtype=dtype)
+
+    def new_state(self, batch, max_length, *, device=None, dtype=None):
+        like = self.proj.weight.new_zeros(batch, self.config.dim, device=device, dtype=dtype)
+        return RecurrentState(h=like, last=like.clone())
+
+    def forward(self, x: Tensor, *, state=None, rope=None, mask=None) -> Tensor:
+        if mask is not None:
+            raise ValueError("Average: mask must be None")
+        before = self.new_state(len(x), 0, dtype=x.dtype) if state is None else state
+        h, steps = before["h"], []
+        for change in (x - torch.cat([before["last"][:, None], x[:, :-1]], 1)).unbind(1):
+            h = self.config.decay * h + (1 - self.config.decay) * change
+            steps.append(h)
+        if state is not None:
+            state.advance(x.shape[1], h=h, last=x[:, -1])
+        return self.proj(torch.stack(steps, 1))
+
+
+@dataclass(frozen=True)
+class HybridConfig(Decoder.Config):
+    """Attention in every other layer."""
+
+    vocab_size: int = 61
+    dim: int = 24
+    num_layers: int = 3
+    init_std: float = 0.5
+
+    norm = RMSNorm.Config(24)
+    rope = RotaryEmbedding.Config(6)
+
+    def block(self, layer: int) -> DecoderBlock.Config:
+        mixer = Attention.Config(24, 4, 2, init_std=0.5) if layer % 2 else Average.Config(24)
+        return DecoderBlock.Config(mixer, GatedMLP.Config(24, 32, init_std=0.5), self.norm)
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return HybridConfig().build(dtype=torch.float64)
+
+
+def test_a_layer_joins_by_being_defined():
+    assert Layer.layers["Average"] is Average
+    assert isinstance(Average.Config(8).build(), Average)
+    with pytest.raises(TypeError, match=r"mixer must be the Config of .*, Average, got .*RMSNorm"):
+        DecoderBlock.Config(RMSNorm.Config(8), GatedMLP.Config(8, 8), RMSNorm.Config(8))
+    with pytest.raises(TypeError, match=r"norm must be the Config of RMSNorm, LayerNorm, got "):
+        DecoderBlock.Config(Average.Config(8), GatedMLP.Config(8, 8), Average.Config(8))
+    with pytest.raises(ValueError, match="names must be unique, got name='Attention' of omniattn"):
+
+        class Second(Mixer, name="Attention"):
+            Config = type("Config", (LayerConfig,), {})
+
+    assert Layer.layers["Attention"] is Attention
+
+
+def test_a_hybrid_trains(model):
+    tokens = torch.randint(61, (2, 12))
+    loss = model(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.05).step()
+    assert model(tokens, tokens.roll(-1, 1)) < loss
+    assert model.layers[0].mixer.proj.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_a_hybrid_decodes_step_by_step_what_it_computes_at_once(model):
+    tokens = torch.randint(61, (2, 12))
+    state = model.new_state(2, 12)
+    parts = [model(tokens[:, a:b], state=state) for a, b in ((0, 5), (5, 6), (6, 12))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
+    assert [each.length for each in state] == [12] * 3
+
+    out = generate(model, tokens, 8)
+    assert torch.equal(out[:, 12:], model.eval()(out[:, :-1]).argmax(-1)[:, 11:])
+
+
+@torch.no_grad()
+def test_beams_and_copies_of_a_hybrid(model):
+    tokens = torch.randint(61, (2, 12))
+    full = model(tokens)
+    state = model.new_state(2, 12)
+    model(tokens[:, :5], state=state)
+
+    before = copy.deepcopy(state)  # a guess that is taken back
+    model(tokens[:, :3], state=state)
+    with pytest.raises(ValueError, match=r"deepcopy made before them; .* 8, got length=5"):
+        state[0].crop(5)
+    state[1].crop(5)
+    assert (state[1].length, before[1].length) == (5, 5)
+
+    other = model.new_state(2, 12)
+    for each, saved in zip(other, before, strict=True):
+        each.load_state_dict(saved.state_dict())
+    for each in before:
+        each.reorder(torch.tensor([1, 1, 0]))
+    torch.testing.assert_close(model(tokens[[1, 1, 0], 5:], state=before), full[[1, 1, 0], 5:])
+    torch.testing.assert_close(model(tokens[:, 5:], state=other), full[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [
+        Attention.Config(24, 4, 2, init_std=0.5),
+        Average.Config(24),
+        GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),
+        MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
+        TransformerXLAttention.Config(24, 4, init_std=0.5),
+        TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
+    ],
+    ids=lambda config: config.layer.__name__,
+)
+def test_every_mixer_works_in_a_block(config):
+    """Steps equal the whole; the state can be copied, reordered and counted."""
+    torch.manual_seed(0)
+    block = DecoderBlock.Config(config, GatedMLP.Config(24, 32), RMSNorm.Config(24))
+    block = block.build(dtype=torch.float64)
+    x, rotary = torch.randn(2, 9, 24, dtype=torch.float64), RotaryEmbedding(6)
+    full = sum(block(x, rope=rotary(torch.arange(9))))
+    state, parts = block.mixer.new_state(2, 9), []
+    for a, b in ((0, 4), (4, 5), (5, 9)):
+        assert state.length == a
+        state = copy.deepcopy(state)
+        state.reorder(torch.tensor([1, 0]))
+        state.reorder(torch.tensor([1, 0]))
+        parts.append(sum(block(x[:, a:b], state=state, rope=rotary(torch.arange(a, b)))))
+    torch.testing.assert_close(torch.cat(parts, 1), full)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        KVCache(1, 4, 1, 2),
+        RollingCache(1, 4, 1, 2),
+        LatentCache(1, 4, 2, 2),
+        CrossCache(),
+        PagedCache(PagePool(4, 4, 1, 2)),
+        RecurrentState(h=torch.zeros(1, 2)),
+    ],
+    ids=lambda state: type(state).__name__,
+)
+def test_all_states_have_what_decoding_needs(state):
+    assert isinstance(state, State)
+    assert isinstance(copy.deepcopy(state), State)
+    assert not isinstance(torch.zeros(1), State)
+
+
+def test_states_reject_what_does_not_fit():
+    state = RecurrentState(h=torch.zeros(2, 3))
+    for wrong, message in (
+        ({"h": torch.zeros(2, 4)}, r"h must have shape \(2, 3\), got h=\(2, 4\)"),
+        ({}, r"missing=\['h'\]"),
+        ({"h": torch.zeros(2, 3), "n": torch.zeros(2)}, r"unexpected=\['n'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            state.advance(1, **wrong)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        state.advance(1, h=torch.zeros(2, 3, requires_grad=True))
+    with pytest.raises(ValueError, match=r"missing=\['length'\]"):
+        state.load_state_dict({"h": torch.zeros(2, 3)})
+    assert state.length == 0
+    with pytest.raises(TypeError, match="Attention: state must be a Cache, got RecurrentState"):
+        Attention(8, 2)(torch.zeros(1, 2, 8), state=state)
+
+
+@torch.no_grad()
+def test_former_names():
+    """`cache`, `new_cache`, `self_attn`: from when every mixer was an attention."""
+    torch.manual_seed(0)
+    block = DecoderBlock(Attention.Config(8, 2), GatedMLP.Config(8, 8), RMSNorm.Config(8))
+    stack, x = nn.ModuleList([block]), torch.randn(1, 3, 8)
+    cache, state = block.mixer.new_cache(1, 3, torch.float32), block.mixer.new_state(1, 3)
+    torch.testing.assert_close(block(x, cache=cache), block(x, state=state), rtol=0, atol=0)
+    assert cache.length == state.length == 3
+    with pytest.raises(TypeError, match="Attention: state must not be given as cache too"):
+        block.mixer(x, cache=cache, state=state)
+
+    former = {name.replace("mixer", "self_attn"): t for name, t in stack.state_dict().items()}
+    assert "0.self_attn.q_proj.weight" in former
+    again = nn.ModuleList([DecoderBlock(block.config)])
+    again.load_state_dict(former)
+    torch.testing.assert_close(again.state_dict(), stack.state_dict(), rtol=0, atol=0)
+
+
+def test_generate_takes_any_model_with_the_methods(model):
+    with pytest.raises(ValueError, match="source must be None, since Decoder has no encoder"):
+        generate(model, torch.zeros(1, 1, dtype=torch.long), 1, source=torch.zeros(1, 1).long())
+    assert model.training
+
+    class Counter(nn.Module):
+        """Its state counts how often each token was read; the next one is the rarest."""
+
+        config = HybridConfig(vocab_size=4)
+
+        def new_state(self, batch, max_length):
+            return torch.zeros(batch, 4)
+
+        def hidden(self, tokens, *, state):
+            state += nn.functional.one_hot(tokens, 4).sum(1)
+            return state[:, None].clone()
+
+        def head(self, x):
+            return -x
+
+    out = generate(Counter(), torch.tensor([[0, 0, 1, 3]]), 4)
+    assert out[0, 4:].tolist() == [2, 1, 2, 3]
+
+
+def test_replaced_configs_keep_their_layer():
+    assert replace(Average.Config(8), decay=0.5).layer is Average
