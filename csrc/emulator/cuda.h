@@ -40,6 +40,7 @@ inline T __ldg(const T* p) {
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(x)) + 1; }
 inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
 
 // One OS thread runs all: a plain addition is atomic. Kept from the race checker on purpose.

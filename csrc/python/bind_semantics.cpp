@@ -57,6 +57,13 @@ struct OwnedMask {
   }
 };
 
+template <class Cursor>
+std::vector<int64_t> walk(Cursor cursor) {
+  std::vector<int64_t> blocks;
+  for (int64_t n; (n = cursor.next()) >= 0;) blocks.push_back(n);
+  return blocks;
+}
+
 py::tuple score_values(double scale, double softcap, bool plain) {
   const Score s = make_score(scale, softcap, plain);
   return py::make_tuple(s.pre, s.post, s.chain);
@@ -87,8 +94,14 @@ void bind_semantics(py::module_& m) {
                                  Span k) { return span(visible_queries(o.mask, b, range(k))); })
       .def("key_blocks", [](const OwnedMask& o, int64_t b, Span q,
                             int64_t size) { return span(key_blocks(o.mask, b, range(q), size)); })
-      .def("query_blocks", [](const OwnedMask& o, int64_t b, Span k, int64_t size) {
-        return span(query_blocks(o.mask, b, range(k), size));
+      .def("query_blocks",
+           [](const OwnedMask& o, int64_t b, Span k, int64_t size) {
+             return span(query_blocks(o.mask, b, range(k), size));
+           })
+      .def("walk_keys", [](const OwnedMask& o, int64_t b, int64_t h, Span q,
+                           int64_t size) { return walk(KeyCursor(o.mask, b, h, range(q), size)); })
+      .def("walk_queries", [](const OwnedMask& o, int64_t b, int64_t h, Span k, int64_t size) {
+        return walk(QueryCursor(o.mask, b, h, range(k), size));
       });
   m.def("t5_bucket", [](int64_t distance, bool both, int64_t buckets, int64_t max_distance) {
     return t5_bucket(distance, both, buckets, max_distance);

@@ -31,4 +31,50 @@ OMNIATTN_FN Range query_blocks(const MaskView& mask, int64_t b, Range k, int64_t
   return blocks_of(visible_queries(mask, b, k), size);
 }
 
+// Numbers of blocks that are still to be visited, in order. What is visible decides where to go on,
+// be it a range, the blocks of a table or a list: kernels do not look at what lies between.
+struct BlockCursor {
+  Range left;
+  int64_t size;
+
+  // The next block whose first position from `at` on that `next_visible` finds; -1: there is none.
+  template <class F>
+  OMNIATTN_FN int64_t next(const F& next_visible) {
+    if (is_empty(left)) return -1;
+    const int64_t n = next_visible(left.begin * size) / size;
+    left.begin = n + 1;
+    return n < left.end ? n : -1;
+  }
+};
+
+// Walks the blocks of keys that some query of q may see in head h.
+struct KeyCursor {
+  MaskView mask;
+  int64_t b, h;
+  Range q;
+  BlockCursor blocks;
+
+  OMNIATTN_FN KeyCursor(const MaskView& mask_, int64_t b_, int64_t h_, Range q_, int64_t size)
+      : mask(mask_), b(b_), h(h_), q(q_), blocks{key_blocks(mask_, b_, q_, size), size} {}
+  OMNIATTN_FN int64_t next() {
+    return blocks.next([&](int64_t key)
+                           OMNIATTN_LAMBDA { return next_visible_key(mask, b, h, q, key); });
+  }
+};
+
+// Walks the blocks of queries that may see some key of k in head h.
+struct QueryCursor {
+  MaskView mask;
+  int64_t b, h;
+  Range k;
+  BlockCursor blocks;
+
+  OMNIATTN_FN QueryCursor(const MaskView& mask_, int64_t b_, int64_t h_, Range k_, int64_t size)
+      : mask(mask_), b(b_), h(h_), k(k_), blocks{query_blocks(mask_, b_, k_, size), size} {}
+  OMNIATTN_FN int64_t next() {
+    return blocks.next([&](int64_t query)
+                           OMNIATTN_LAMBDA { return next_visible_query(mask, b, h, k, query); });
+  }
+};
+
 }  // namespace omniattn

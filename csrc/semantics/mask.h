@@ -91,6 +91,32 @@ OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
   return queries;
 }
 
+// The first key from `key` on that some query of q may see in head h; Tk or more: there is none.
+OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h, Range q,
+                                     int64_t key) {
+  for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips any
+    before = key;
+    for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
+      key = rule.next_key(x, q, key);
+      return key < mask.tk;
+    });
+  }
+  return key;
+}
+
+// The first query from `query` on that may see some key of k in head h; Tq or more: there is none.
+OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t h, Range k,
+                                       int64_t query) {
+  for (int64_t before = -1; before < query && query < mask.tq;) {
+    before = query;
+    for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
+      query = rule.next_query(x, k, query);
+      return query < mask.tq;
+    });
+  }
+  return query;
+}
+
 // Every key of k that some query of q sees in head h lies in the result.
 OMNIATTN_FN Range visible_keys_in(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   Range keys = intersect(k, {0, mask.tk});

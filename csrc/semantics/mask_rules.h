@@ -1,10 +1,12 @@
 // The rules that say which keys a query may attend to, one struct each.
 //
-// A struct answers one exact question, which of 64 keys a query sees (bits), and four about ranges
+// A struct answers one exact question, which of 64 keys a query sees (bits), and six about ranges
 // that let kernels skip work. The range answers may be loose, never wrong:
 //
 //   keys_any     a range holding every key that some query of a range sees, for any head
 //   queries_any  a range holding every query that sees some key of a range, for any head
+//   next_key     the first key from a given one on that some query of a range may see
+//   next_query   the first query from a given one on that may see some key of a range
 //   keys_in      what keys_any leaves of one tile, where more may be known
 //   all          every query of a tile sees every key of it
 //
@@ -162,9 +164,15 @@ struct AnyParameters {
   OMNIATTN_FN static bool parameters_fit(int64_t, int64_t) { return true; }
 };
 
+// No key or query is skipped within the ranges of keys_any and queries_any.
+struct InRange {
+  OMNIATTN_FN static int64_t next_key(const Place&, Range, int64_t key) { return key; }
+  OMNIATTN_FN static int64_t next_query(const Place&, Range, int64_t query) { return query; }
+};
+
 // Each query sees one range of keys, Rule::keys, both ends of which grow with the query.
 template <class Rule>
-struct OneRange {
+struct OneRange : InRange {
   OMNIATTN_FN static Range keys_any(const Place& x, Range q) {
     return {Rule::keys(x, q.begin).begin, Rule::keys(x, q.end - 1).end};
   }
@@ -180,7 +188,7 @@ struct OneRange {
 };
 
 // Keys anywhere may be visible.
-struct Anywhere {
+struct Anywhere : InRange {
   OMNIATTN_FN static Range keys_any(const Place& x, Range) { return {0, x.tk}; }
   OMNIATTN_FN static Range queries_any(const Place& x, Range) { return {0, x.tq}; }
 };
@@ -397,6 +405,21 @@ struct Blocks : Anywhere, AnyParameters {
     }
     return true;
   }
+  OMNIATTN_FN static int64_t next_key(const Place& x, Range q, int64_t key) {
+    while (key < x.tk && hides(x, q, key)) key = next(key);
+    return key;
+  }
+  // Query q sees no block of k.
+  OMNIATTN_FN static bool misses(const Place& x, int64_t q, Range k) {
+    for (int64_t key = k.begin; key < k.end; key = next(key)) {
+      if (code(x, q, key) != 0) return false;
+    }
+    return true;
+  }
+  OMNIATTN_FN static int64_t next_query(const Place& x, Range k, int64_t query) {
+    while (query < x.tq && misses(x, query, k)) query = next(query);
+    return query;
+  }
   OMNIATTN_FN static Range keys_in(const Place& x, Range q, Range k) {
     while (k.begin < k.end && hides(x, q, k.begin)) k.begin = next(k.begin);
     while (k.begin < k.end && hides(x, q, k.end - 1)) k.end = floor_to(k.end - 1, kPatternBlock);
@@ -428,7 +451,7 @@ struct Blocks : Anywhere, AnyParameters {
 
 // The a keys with k mod b == i mod b around i, as many before as after it where the ends allow it:
 // at an end the window is shifted inwards, not cut (NATTEN).
-struct Neighbours {
+struct Neighbours : InRange {
   static constexpr SideTensor kSide = SideTensor::none;
   OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t b) {
     return a >= 1 && a % 2 == 1 && b >= 1 && a < (1 << 29) && b < (1 << 29);

@@ -202,6 +202,33 @@ def test_schedule_covers_what_is_visible_and_no_more_than_needed(tq, tk):
                     assert last - first == len({i // 3 for i in np.flatnonzero(seen)}), rules
 
 
+@pytest.mark.parametrize("tq,tk", [(7, 7), (6, 13), (150, 320)])
+def test_cursors_visit_every_visible_block_in_order(tq, tk):
+    side = sides(tq, tk)
+    for rules in programs() if tq < 64 else patterns():
+        mask = kernels.Mask(rules, side, tq, tk)
+        want = expected(rules, side, tq, tk)
+        for b, h, size in itertools.product(range(B), range(H), (3, 64)):
+            for walk, seen in ((mask.walk_keys, want[b, h]), (mask.walk_queries, want[b, h].T)):
+                rows, columns = seen.shape
+                for part in chunks(rows, 24):
+                    visited = walk(b, h, part, size)
+                    visible = np.flatnonzero(seen[slice(*part)].any(0)) // size
+                    assert visited == sorted(set(visited)), rules
+                    assert set(visible.tolist()) <= set(visited) <= set(range(-(-columns // size)))
+
+
+def test_cursors_jump_over_hidden_blocks_of_a_table():
+    tq, tk = 192, 1 << 16
+    codes = np.zeros((1, 1, 3, tk // 64), np.int32)
+    codes[0, 0, 1, [5, 900]] = codes[0, 0, 2, 7] = 1
+    mask = kernels.Mask([BLOCKS, 0, 0, 0], [codes, np.zeros((1, 64), np.int64)], tq, tk)
+    assert mask.walk_keys(0, 0, (0, 64), 64) == []
+    assert mask.walk_keys(0, 0, (64, 160), 64) == [5, 7, 900]
+    assert mask.walk_queries(0, 0, (320, 384), 64) == [1]
+    assert mask.walk_queries(0, 0, (320, 512), 64) == [1, 2]
+
+
 def test_visible_bits_hold_64_keys_and_stop_at_the_end():
     tq, tk = 3, 150
     side = sides(tq, tk)

@@ -368,11 +368,9 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
   fill_zero(side.grad_k, kKeyBlock * rows.ldq);
   fill_zero(side.grad_v, kKeyBlock * rows.ldo);
 
-  const Range blocks = query_blocks(p.mask, b, keys, kQueryBlock);
   TilePlan plan;
   for (int64_t head = h * group_size(p); head < (h + 1) * group_size(p); ++head) {
-    for (int64_t n = blocks.begin; n < blocks.end; ++n) {
-      if (!plan_tile(p, b, head, block(n, kQueryBlock, p.tq), keys, plan)) continue;
+    for (QueryTiles tiles(p, b, head, keys); tiles.next(plan);) {
       gradient_tile<T>(params, rows, side, split, b, head, plan);
     }
   }

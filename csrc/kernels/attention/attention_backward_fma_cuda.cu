@@ -67,10 +67,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     if (tile.q >= s.tq) continue;
     A dq[4][kChunkColumns<A>];
     clear(dq);
-    const Range keys = key_blocks(mask_of(p, s), tile.b, block(tile.q / kTile, kTile, s.tq), kTile);
-    for (int64_t n = keys.begin; n < keys.end; ++n) {
-      tile.k = n * kTile;
-      if (!plan(p, tile)) continue;
+    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
       gradient_tile<T, Sum::keys>(
           params, tile, shared, [&](int at, const PairGradient<A>& g) { shared.tile[at] = g.dot; });
       const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
@@ -122,12 +119,10 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     A dk[4][kChunkColumns<A>], dv[4][kChunkColumns<A>];
     clear(dk);
     clear(dv);
-    const Range queries = query_blocks(mask_of(p, s), b, block(key / kTile, kTile, s.tk), kTile);
     for (int64_t h = kv * group_size(p); h < (kv + 1) * group_size(p); ++h) {
       const A factor = head_factor<A>(p, h);
-      for (int64_t n = queries.begin; n < queries.end; ++n) {
-        Tile tile{s, b, h, n * kTile, key, false};
-        if (!plan(p, tile)) continue;
+      Tile tile{s, b, h, 0, key, false};
+      for (QueryTiles tiles(p, tile); tiles.next(tile);) {
         gradient_tile<T, Sum::queries>(params, tile, shared, [&](int at, const PairGradient<A>& g) {
           shared.tile[at] = g.weight;
           shared.other[at] = factor * g.dot;

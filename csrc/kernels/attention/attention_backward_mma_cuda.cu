@@ -251,36 +251,25 @@ struct QueryPlan {
   uint64_t visible[kQueries];    // keys of each query, if masked
   RowStats<float> stats[kQueries];
 
-  // By the planner: the first tile of `column` (whose queries do not matter) with a visible pair
-  // from block n of its head on.
+  // By the planner: block n of the queries of `column`, or with n = -1 the end.
   __device__ __forceinline__ void make(const AttentionBackwardParams& params, const Tile& column,
-                                       Range blocks, int64_t n, int64_t last_head) {
+                                       int64_t n, bool hides) {
     const AttentionProblem& p = params.problem;
     const int lane = lane_id();
     const Sequence& s = column.sequence;
-    const int64_t b = column.b, key = column.k;
-    int64_t h = column.h;
-    TileClass found = TileClass::skip;
-    for (; h < last_head; ++h, n = blocks.begin) {
-      for (; n < blocks.end; ++n) {
-        found = tile_class(p, s, b, h, omniattn::block(n, kQueries, s.tq), {key, key + kRows});
-        if (found != TileClass::skip) break;
-      }
-      if (found != TileClass::skip) break;
-    }
-    const int64_t first = n * kQueries;
-    const bool masked = found == TileClass::partial || first + kQueries > s.tq;
+    const int64_t b = column.b, h = column.h, first = n * kQueries;
+    const bool masked = hides || first + kQueries > s.tq;
     if (lane == 0) {
-      block = found != TileClass::skip ? n : -1;
-      tile = {s, b, h, first, key, masked};
+      block = n;
+      tile = {s, b, h, first, column.k, masked};
       q = s.entry * p.q.stride_b + (s.q + first) * p.q.stride_t + h * p.q.stride_h;
       grad_out = s.entry * params.grad_out.stride_b + (s.q + first) * params.grad_out.stride_t +
                  h * params.grad_out.stride_h;
       queries = s.tq - first;
     }
-    if (found == TileClass::skip) return;
+    if (n < 0) return;
     stats[lane] = row_stats(params, s, h, first + lane);
-    if (masked) visible[lane] = row_bits(p, s, b, h, first + lane, key);
+    if (masked) visible[lane] = row_bits(p, s, b, h, first + lane, column.k);
   }
 };
 
@@ -314,19 +303,25 @@ __device__ __forceinline__ void plan_dkdv(const AttentionBackwardParams& params,
     Tile column = dkdv_item(p, i);
     const Sequence& s = column.sequence;
     if (column.k >= s.tk) continue;
-    const Range blocks =
-        query_blocks(mask_of(p, s), column.b, block(column.k / kRows, kRows, s.tk), kQueries);
-    const int64_t last = column.h + group_size(p);
-    int64_t n = blocks.begin;
-    do {
-      QueryPlan& plan = shared.plans[slot];
-      plan.make(params, column, blocks, n, last);
+    const Range keys = block(column.k / kRows, kRows, s.tk);
+    const auto publish = [&](int64_t n, bool masked) {
+      shared.plans[slot].make(params, column, n, masked);
       __syncwarp();
-      column.h = plan.tile.h;
-      n = plan.block + 1;
       slot = next_plan(slot);
       Workers::meet();
-    } while (n > 0);
+    };
+    const int64_t end = column.h + group_size(p);
+    for (; column.h < end; ++column.h) {
+      QueryCursor cursor(mask_of(p, s), column.b, column.h, keys, kQueries);
+      BlockSearch search{};
+      const auto classify = [&](int64_t n) {
+        return tile_class(p, s, column.b, column.h, block(n, kQueries, s.tq),
+                          {column.k, column.k + kRows});
+      };
+      bool masked = false;
+      for (int64_t n; (n = search.next(cursor, masked, classify)) >= 0;) publish(n, masked);
+    }
+    publish(-1, false);
   }
 }
 

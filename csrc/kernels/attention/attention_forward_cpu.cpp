@@ -173,11 +173,9 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
     l[r * V::kWidth] = softmax_initial_sum(first);
   }
 
-  const Range blocks = key_blocks(p.mask, b, queries, kKeyBlock);
   TilePlan plan;
-  for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
-    const Range keys = block(kb, kKeyBlock, p.tk);
-    if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+  for (KeyTiles tiles(p, b, h, queries); tiles.next(plan);) {
+    const Range keys = plan.keys;
     multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
     softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l);

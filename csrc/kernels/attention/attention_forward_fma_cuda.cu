@@ -38,10 +38,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       l[i] = tx == 0 ? softmax_initial_sum(m[i]) : A(0);
     }
 
-    const Range keys = key_blocks(mask_of(p, s), tile.b, block(tile.q / kTile, kTile, s.tq), kTile);
-    for (int64_t n = keys.begin; n < keys.end; ++n) {
-      tile.k = n * kTile;
-      if (!plan(p, tile)) continue;
+    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
       A x[4][4];  // logits, then weights
       shared.bits.load(p, tile);
       multiply_rows(q, keys_of<T>(p.k, s, kv, tile.k), p.d, shared, x);

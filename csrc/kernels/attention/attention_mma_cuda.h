@@ -127,6 +127,31 @@ __device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 
 // Plans form a ring of three: the planner writes one while the workers use the two before.
 __device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot + 1; }
 
+// By the planner: the blocks of a cursor that hold a visible pair, found 32 at a time.
+struct BlockSearch {
+  int64_t first;        // block of bit 0
+  uint32_t seen, full;  // which of 32 are still to be handed out, and which have no hidden pair
+
+  // The next block, -1 if there is none; `masked` tells whether some pair of it is hidden.
+  // `classify` gives the class of a block.
+  template <class Cursor, class F>
+  __device__ __forceinline__ int64_t next(Cursor& cursor, bool& masked, const F& classify) {
+    while (seen == 0) {
+      first = next_block(cursor);
+      if (first < 0) return -1;
+      const int64_t n = first + lane_id();
+      const TileClass found = n < cursor.blocks.left.end ? classify(n) : TileClass::skip;
+      seen = __ballot_sync(0xffffffffu, found != TileClass::skip);
+      full = __ballot_sync(0xffffffffu, found == TileClass::full);
+      cursor.blocks.left.begin = first + 32;
+    }
+    const int bit = __ffs(static_cast<int>(seen)) - 1;
+    seen &= seen - 1;
+    masked = (full >> bit & 1) == 0;
+    return first + bit;
+  }
+};
+
 // A tile of kQueries x kKeys along the keys. What a worker can read here takes none of its
 // registers.
 template <int kQueries, int kKeys>
@@ -136,35 +161,23 @@ struct KeyPlan {
   int64_t k, v, keys;          // elements before the first row of K and V, and rows from there on
   uint64_t visible[kQueries];  // keys of each query, if masked
 
-  // By the planner: the first tile of `row` (whose keys do not matter) from block n on that has a
-  // visible pair.
-  __device__ __forceinline__ void make(const AttentionProblem& p, const Tile& row, Range queries,
-                                       int64_t n, int64_t end) {
+  // By the planner: block n of the keys of `row`, or with n = -1 the end.
+  __device__ __forceinline__ void make(const AttentionProblem& p, const Tile& row, int64_t n,
+                                       bool masked) {
     const int lane = lane_id();
     const Sequence& s = row.sequence;
-    TileClass found = TileClass::skip;
-    for (; n < end; n += 32) {  // a lane looks at one tile
-      const Range part{(n + lane) * kKeys, (n + lane + 1) * kKeys};
-      if (n + lane < end) found = tile_class(p, s, row.b, row.h, queries, part);
-      const uint32_t votes = __ballot_sync(0xffffffffu, found != TileClass::skip);
-      if (votes == 0) continue;
-      const int first = __popc((votes & (0u - votes)) - 1);
-      n += first;
-      found = static_cast<TileClass>(__shfl_sync(0xffffffffu, static_cast<int>(found), first));
-      break;
-    }
-    const bool masked = found == TileClass::partial || queries.end - queries.begin < kQueries;
+    const int64_t key = n * kKeys;
     if (lane == 0) {
-      const int64_t key = n * kKeys, kv = kv_head(row.h, p.hq, p.hkv);
-      block = n < end ? n : -1;
+      const int64_t kv = kv_head(row.h, p.hq, p.hkv);
+      block = n;
       tile = {s, row.b, row.h, row.q, key, masked};
       k = s.entry * p.k.stride_b + (s.k + key) * p.k.stride_t + kv * p.k.stride_h;
       v = s.entry * p.v.stride_b + (s.k + key) * p.v.stride_t + kv * p.v.stride_h;
       keys = s.tk - key;
     }
-    if (n >= end || !masked) return;
+    if (n < 0 || !masked) return;
     for (int r = lane; r < kQueries; r += 32) {
-      visible[r] = row_bits(p, s, row.b, row.h, row.q + r, n * kKeys);
+      visible[r] = row_bits(p, s, row.b, row.h, row.q + r, key);
     }
   }
 };
@@ -180,15 +193,20 @@ template <class Workers, int kQueries, int kKeys>
 __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const QueryItem& item,
                                           KeyPlan<kQueries, kKeys> (&plans)[3], int& slot) {
   const Tile& row = item.row;
-  const Range range = key_blocks(mask_of(p, row.sequence), row.b, item.queries, kKeys);
-  int64_t n = range.begin;
+  KeyCursor cursor(mask_of(p, row.sequence), row.b, row.h, item.queries, kKeys);
+  BlockSearch search{};
+  int64_t n = 0;
   do {
-    plans[slot].make(p, row, item.queries, n, range.end);
+    bool masked = false;
+    n = search.next(cursor, masked, [&](int64_t at) {
+      return tile_class(p, row.sequence, row.b, row.h, item.queries,
+                        {at * kKeys, (at + 1) * kKeys});
+    });
+    plans[slot].make(p, row, n, masked || item.queries.end - item.queries.begin < kQueries);
     __syncwarp();
-    n = plans[slot].block + 1;
     slot = next_plan(slot);
     Workers::meet();
-  } while (n > 0);
+  } while (n >= 0);
 }
 
 // (The shuffle tells the compiler that a warp agrees on it.)

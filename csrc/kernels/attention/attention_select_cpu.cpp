@@ -46,11 +46,9 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
   Best<A> best[kQueryBlock];
   for (Best<A>& row : best) row = {negative_infinity<A>(), -1};
 
-  const Range seen = key_blocks(p.mask, b, queries, kKeyBlock);
   TilePlan plan;
-  for (int64_t n = seen.begin; n < seen.end; ++n) {
-    const Range keys = block(n, kKeyBlock, p.tk);
-    if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+  for (KeyTiles tiles(p, b, h, queries); tiles.next(plan);) {
+    const Range keys = plan.keys;
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
     multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));

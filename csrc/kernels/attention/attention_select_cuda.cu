@@ -43,10 +43,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     Best<A> best[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) best[i] = {negative_infinity<A>(), -1};
-    const Range keys = key_blocks(mask_of(p, s), b, block(item % blocks, kTile, s.tq), kTile);
-    for (int64_t n = keys.begin; n < keys.end; ++n) {
-      tile.k = n * kTile;
-      if (!plan(p, tile)) continue;
+    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);

@@ -112,10 +112,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       const Sequence s = sequence_of(p, b);
       Tile tile{s, b, h, n % blocks * kTile, 0, false};
       if (tile.q >= s.tq) continue;
-      const Range keys = key_blocks(mask_of(p, s), b, block(n % blocks, kTile, s.tq), kTile);
-      for (int64_t key = keys.begin; key < keys.end; ++key) {
-        tile.k = key * kTile;
-        if (!plan(p, tile)) continue;
+      for (KeyTiles tiles(p, tile); tiles.next(tile);) {
         gradient_tile<T, Sum::queries>(params, tile, shared, [&](int at, const PairGradient<A>& g) {
           shared.tile[at] = g.logit;
         });

@@ -316,6 +316,37 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
   return any;
 }
 
+// Plans the tiles of a block of queries that hold a visible pair, in order.
+struct KeyTiles {
+  const AttentionProblem& p;
+  KeyCursor blocks;
+
+  KeyTiles(const AttentionProblem& problem, int64_t b, int64_t h, Range queries)
+      : p(problem), blocks(problem.mask, b, h, queries, kKeyBlock) {}
+  bool next(TilePlan& plan) {
+    for (int64_t n; (n = blocks.next()) >= 0;) {
+      if (plan_tile(p, blocks.b, blocks.h, blocks.q, block(n, kKeyBlock, p.tk), plan)) return true;
+    }
+    return false;
+  }
+};
+
+// The same of a block of keys.
+struct QueryTiles {
+  const AttentionProblem& p;
+  QueryCursor blocks;
+
+  QueryTiles(const AttentionProblem& problem, int64_t b, int64_t h, Range keys)
+      : p(problem), blocks(problem.mask, b, h, keys, kQueryBlock) {}
+  bool next(TilePlan& plan) {
+    for (int64_t n; (n = blocks.next()) >= 0;) {
+      if (plan_tile(p, blocks.b, blocks.h, block(n, kQueryBlock, p.tq), blocks.k, plan))
+        return true;
+    }
+    return false;
+  }
+};
+
 // The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to run ahead,
 // so they are fetched while products are computed, a few between any two register tiles: all at
 // once they would wait for each other.

@@ -82,6 +82,46 @@ __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
   return found != TileClass::skip;
 }
 
+// Calls, as above.
+GPU_NOINLINE int64_t next_block(KeyCursor& cursor) { return cursor.next(); }
+GPU_NOINLINE int64_t next_block(QueryCursor& cursor) { return cursor.next(); }
+
+// Moves a tile along the keys of its queries, over those that hold a visible pair.
+struct KeyTiles {
+  const AttentionProblem& p;
+  KeyCursor blocks;
+
+  __device__ __forceinline__ KeyTiles(const AttentionProblem& problem, const Tile& tile)
+      : p(problem),
+        blocks(mask_of(p, tile.sequence), tile.b, tile.h,
+               block(tile.q / kTile, kTile, tile.sequence.tq), kTile) {}
+  __device__ __forceinline__ bool next(Tile& tile) {
+    for (int64_t n; (n = next_block(blocks)) >= 0;) {
+      tile.k = n * kTile;
+      if (plan(p, tile)) return true;
+    }
+    return false;
+  }
+};
+
+// Moves a tile along the queries of its keys.
+struct QueryTiles {
+  const AttentionProblem& p;
+  QueryCursor blocks;
+
+  __device__ __forceinline__ QueryTiles(const AttentionProblem& problem, const Tile& tile)
+      : p(problem),
+        blocks(mask_of(p, tile.sequence), tile.b, tile.h,
+               block(tile.k / kTile, kTile, tile.sequence.tk), kTile) {}
+  __device__ __forceinline__ bool next(Tile& tile) {
+    for (int64_t n; (n = next_block(blocks)) >= 0;) {
+      tile.q = n * kTile;
+      if (plan(p, tile)) return true;
+    }
+    return false;
+  }
+};
+
 // A seed in the GPU's memory is read here, so that a captured graph may have another at each
 // replay.
 __device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {

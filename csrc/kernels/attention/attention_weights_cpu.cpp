@@ -47,11 +47,9 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
                        count, kKeyBlock, kt);
   fill_zero(sums, kKeyBlock);
 
-  const Range seen = query_blocks(p.mask, b, keys, kQueryBlock);
   TilePlan plan;
-  for (int64_t n = seen.begin; n < seen.end; ++n) {
-    const Range queries = block(n, kQueryBlock, p.tq);
-    if (!plan_tile(p, b, h, queries, keys, plan)) continue;
+  for (QueryTiles tiles(p, b, h, keys); tiles.next(plan);) {
+    const Range queries = plan.queries;
     pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
                  query_factor<A>(p, h), q);
     multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));

@@ -27,10 +27,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     const int64_t b = head / p.hq, h = head % p.hq, kv = kv_head(h, p.hq, p.hkv);
     const Sequence s = sequence_of(p, b);
     A sum[4] = {};
-    const Range queries = query_blocks(mask_of(p, s), b, block(key / kTile, kTile, s.tk), kTile);
-    for (int64_t n = queries.begin; n < queries.end; ++n) {
-      Tile tile{s, b, h, n * kTile, key, false};
-      if (!plan(p, tile)) continue;
+    Tile tile{s, b, h, 0, key, false};
+    for (QueryTiles tiles(p, tile); tiles.next(tile);) {
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);
