@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from omniattn import _kernels as kernels
+from omniattn.encoding.masks import MaskKind
 
-BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = range(7)
-DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = range(7, 13)
-NEIGHBOURS = 16
+BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
+DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
+NEIGHBOURS = MaskKind.NEIGHBOURS
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
 B, H = 2, 2
 

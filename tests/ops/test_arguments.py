@@ -207,6 +207,41 @@ def test_names_function_argument_and_value(call, message):
     assert re.match(message, str(caught.value))
 
 
+LARGE = np.zeros((50, 40), np.float32)
+ONE_LINE = [
+    (lambda: F.swiglu(LARGE), r"got gate=ndarray of shape \(50, 40\) and float32$"),
+    (lambda: F.swiglu(LARGE.tolist()), r"got gate=\[\[0.0, 0.0.*\.\.\.$"),
+    (lambda: F.top_k(X, torch.zeros(9)), r"got k=Tensor of shape \(9,\) and torch.float32$"),
+    (lambda: F.attention(Q, Q, Q, mask=LARGE), r"got mask=ndarray of shape \(50, 40\) and"),
+    (lambda: F.attention(Q, Q, Q, relative=[LARGE]), r"got relative=\[array\(.*\.\.\.$"),
+    (lambda: F.dropout(X, 0.5, seed=torch.arange(9)), r"Tensor of shape \(9,\) and torch.int64$"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ONE_LINE, ids=range(len(ONE_LINE)))
+def test_errors_show_sizes_and_one_line(call, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_a_predicate_as_a_mask_is_told_how_to_become_one():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def causal(b, h, q, k):
+        return k <= q
+
+    for mask, maker in (
+        (causal, r"from_predicate\(mask, Tq, Tk\)"),
+        (
+            create_block_mask(causal, None, None, 2, 2, device="cpu"),
+            r"from_predicate\(mask.mask_mod",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"mask must be a Tensor or a Mask .*{maker}"):
+            F.attention(Q, Q, Q, mask=mask)
+
+
 AUTOCAST_CASES = [
     (lambda: F.linear(X, None), "linear: weight must be a torch.Tensor, got weight=None"),
     (lambda: F.linear(X, X, 1.0), "linear: bias must be a torch.Tensor, got bias=1.0"),

@@ -14,6 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from omniattn import reference
+from omniattn.encoding.masks import MaskKind
+from omniattn.encoding.scores import ScoreKind
 from omniattn.functional import attention, attention_weights, masks, scaled_dot_product_attention
 from omniattn.reference import philox
 from omniattn.testing import isa, isas, poisoned_memory, threads
@@ -325,6 +327,12 @@ def test_sdpa_broadcasts_as_torch_s(name):
         assert_sdpa_is_torch_s((q, k, v), enable_gqa=grouped, **options)
 
 
+def test_sdpa_broadcasts_where_there_is_no_query():
+    q, k, v = torch.zeros(1, 1, 0, 8), torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 3)
+    for backend in (None, "reference"):
+        assert scaled_dot_product_attention(q, k, v, backend=backend).shape == (2, 4, 0, 3)
+
+
 @pytest.mark.parametrize("sizes", [(6, 6), (6, 9), (9, 6), (1, 9), (9, 1)], ids=str)
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 def test_causal_bias_of_torch(sizes):
@@ -383,14 +391,15 @@ def test_opcheck():
     bias = torch.randn(1, 2, 1, 6)
     leaves = [t.requires_grad_() for t in (q, k, v, bias)]
     op = torch.ops.omniattn.attention.default
-    args = (*leaves[:3], [bias], None, [0, -1, 0, -1], [1, -1, 2, 0, 0, -1], [0.5, 0.0, 3.0])
+    mask, score = [MaskKind.WINDOW, -1, 0, -1], [ScoreKind.SOFTCAP, -1, 2, ScoreKind.BIAS, 0, -1]
+    args = (*leaves[:3], [bias], None, mask, score, [0.5, 0.0, 3.0])
     torch.library.opcheck(op, args)
     torch.library.opcheck(op, (q, k, v, [], None, [], [], [0.5, 0.0]))
 
 
 def test_none_is_an_empty_list():  # which AOTInductor's runner makes None
     q, k, v = qkv(1, 4, 6, 2, 1, 8)
-    for mask in ([], [0, -1, 0, -1]):
+    for mask in ([], [MaskKind.WINDOW, -1, 0, -1]):
         for name in ("attention", "attention_raw"):
             op = getattr(torch.ops.omniattn, name)
             want = op(q, k, v, [], None, mask, [], [0.5, 0.0])
@@ -568,11 +577,26 @@ def raw_calls(draw):
         torch.randint(-(2**40), 2**40, (b,)),
     ]
     mask = draw(
-        st.sampled_from([[], [0, -1, 0, -1], [3, 0, 0, 1], [2, 0, 0, 2], [1, 3, 4, -1, 2, 0, 0, 2]])
+        st.sampled_from(
+            [
+                [],
+                [MaskKind.WINDOW, -1, 0, -1],
+                [MaskKind.TENSOR, 0, 0, 1],
+                [MaskKind.KEY_LENGTHS, 0, 0, 2],
+                [MaskKind.WINDOW_TOP_LEFT, 3, 4, -1, MaskKind.KEY_LENGTHS, 0, 0, 2],
+            ]
+        )
         | st.lists(numbers, max_size=8)
     )
     score = draw(
-        st.sampled_from([[], [0, 0, -1], [1, -1, 2], [1, -1, 2, 0, 0, -1]])
+        st.sampled_from(
+            [
+                [],
+                [ScoreKind.BIAS, 0, -1],
+                [ScoreKind.SOFTCAP, -1, 2],
+                [ScoreKind.SOFTCAP, -1, 2, ScoreKind.BIAS, 0, -1],
+            ]
+        )
         | st.lists(numbers, max_size=6)
     )
     params = draw(
@@ -596,7 +620,7 @@ def test_raw_op_raises_or_is_right(args):
         q.shape[2],
         q.shape[1],
     )
-    wanted = [i for kind, i, _ in zip(*[iter(score)] * 3, strict=True) if kind == 0]
+    wanted = [i for kind, i, _ in zip(*[iter(score)] * 3, strict=True) if kind == ScoreKind.BIAS]
     grads = torch.ops.omniattn.attention_backward(
         torch.ones_like(out), None, q, k, v, aux, seed, out, lse, tail, mask, score, params, wanted
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from omniattn import functional, reference
+from omniattn.encoding.masks import MaskKind
 from omniattn.functional import masks
 
 B, H, TQ, TK = 2, 4, 100, 129
@@ -168,6 +169,16 @@ def test_any_predicate_becomes_blocks(name):
     )
 
 
+def test_lengths_outside_the_keys_mean_all_or_none():
+    lengths = torch.tensor([-3, 1000])
+    for make in (masks.KeyLengths, masks.PrefixLM):
+        allowed = torch.arange(TK) < lengths[:, None, None, None]
+        if make is masks.PrefixLM:
+            allowed = allowed | masks.Causal().dense(TQ, TK)
+        got = gradients(functional.attention, qkv(), make(lengths))
+        torch.testing.assert_close(got, gradients(reference.attention, qkv(), allowed))
+
+
 def test_blocks_are_hidden_visible_or_partial():
     blocks = masks.from_predicate(lambda b, h, q, k: k <= q, 150, 200)
     assert blocks.codes.tolist() == [[[[2, 0, 0, 0], [1, 3, 0, 0], [1, 1, 4, 0]]]]
@@ -308,7 +319,7 @@ def test_a_code_without_its_bits_hides():
     for code, h in itertools.product(codes, (1, 4)):
         aux = [code.expand(1, h, 1, 1).contiguous(), torch.full((1, 64), -1)]
         out, *_ = torch.ops.omniattn.attention_raw(
-            q, k, v, aux, None, [12, 0, 0, 0], [], [0.25, 0.0]
+            q, k, v, aux, None, [MaskKind.BLOCKS, 0, 0, 0], [], [0.25, 0.0]
         )
         want = functional.attention(q, k, v, scale=0.25) if code == 2 else torch.zeros_like(out)
         torch.testing.assert_close(out, want)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from omniattn.encoding.masks import MaskKind
 from omniattn.functional import attention, attention_cached, attention_varlen, masks, scores
 from omniattn.testing import threads
 
@@ -201,25 +202,26 @@ def test_tables_that_name_no_page(table, lengths, message):
     table, lengths = torch.tensor(table), torch.tensor(lengths)
     with pytest.raises(RuntimeError, match="attention_cached: " + message):
         attention_cached(q, k, k, lengths, block_table=table)
-    code = [15, 0, 0, 0]
+    code = [MaskKind.PAGED, 0, 0, 0]
     with pytest.raises(RuntimeError, match="attention_cached: " + message):
         torch.ops.omniattn.attention_raw(q, k, k, [table, lengths], None, code, [], [1.0, 0.0])
 
 
 def test_tables_of_the_wrong_shape():
     q, k, lengths = torch.zeros(2, 1, H, D), torch.zeros(4, 4, 2, D), torch.tensor([3, 4])
+    code = [MaskKind.PAGED, 0, 0, 0]
     for table in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"block_table must have shape \(B, N\)"):
             attention_cached(q, k, k, lengths, block_table=table)
         with pytest.raises(RuntimeError, match=r"block_table must have shape \(B, N\)"):
-            arguments = [table, lengths], None, [15, 0, 0, 0], [], [1.0, 0.0]
+            arguments = [table, lengths], None, code, [], [1.0, 0.0]
             torch.ops.omniattn.attention_raw(q, k, k, *arguments)
     with pytest.raises(TypeError, match="block_table must be an int32 or int64 tensor"):
         attention_cached(q, k, k, lengths, block_table=torch.zeros(2, 1))
     with pytest.raises(RuntimeError, match="pages must be gathered first"):
         out, lse, pages = torch.zeros(2, 1, H, D), torch.zeros(2, H, 1), [table[:2], lengths]
         torch.ops.omniattn.attention_backward(
-            out, None, q, k, k, pages, None, out, lse, lse, [15, 0, 0, 0], [], [1.0, 0.0], []
+            out, None, q, k, k, pages, None, out, lse, lse, code, [], [1.0, 0.0], []
         )
 
 

@@ -22,6 +22,7 @@ from omniattn.functional._checks import (
     require_pair,
     require_seed,
     require_shape,
+    shown,
     use_reference,
 )
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
@@ -150,11 +151,22 @@ def _mask(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[R
     elif isinstance(mask, Mask):
         found.append(mask)
     elif mask is not None:
-        raise TypeError(f"{op}: mask must be a Tensor or a Mask, got mask={mask!r}")
+        raise TypeError(
+            f"{op}: mask must be a Tensor or a Mask{_hint(mask)}, got mask={shown(mask)}"
+        )
     return [
         (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full))
         for kind, a, b, side in All(tuple(found)).rules()
     ]
+
+
+def _hint(mask: object) -> str:
+    """How to make a mask of a predicate, or of flex_attention's BlockMask, which holds one."""
+    if callable(mask):
+        return " (masks.from_predicate(mask, Tq, Tk) makes one of a function)"
+    if hasattr(mask, "mask_mod"):
+        return " (masks.from_predicate(mask.mask_mod, Tq, Tk) makes one of a BlockMask)"
+    return ""
 
 
 def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
@@ -264,12 +276,14 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
             rules.append((kind, t, ()))
     if alibi_slopes is not None:
         if relative is not None:
-            raise ValueError(f"{op}: alibi_slopes must be None with relative={relative!r}")
+            raise ValueError(f"{op}: alibi_slopes must be None with relative={shown(relative)}")
         require_parameter(op, "alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
         rules.append((ScoreKind.ALIBI, torch.atleast_2d(alibi_slopes)[:, None], (0.0, 0.0)))
     if relative is not None:
         if not isinstance(relative, RelativeBias):
-            raise TypeError(f"{op}: relative must be a RelativeBias, got relative={relative!r}")
+            raise TypeError(
+                f"{op}: relative must be a RelativeBias, got relative={shown(relative)}"
+            )
         rule = relative.rule()
         code, table, parameters = rule
         assert table is not None
@@ -303,5 +317,5 @@ def require_parameter(
 
 def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={t!r}")
+        raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={shown(t)}")
     require_device(op, name, t, q, "q")

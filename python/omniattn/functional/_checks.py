@@ -21,6 +21,7 @@ BACKENDS = (None, "cpu", "cuda", "reference")
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 _LARGEST = sys.float_info.max
+_LINE = 100  # characters of a value that an error shows
 #: Classes of which all tensors have values; isinstance costs 0.1 us for each other class.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -48,10 +49,18 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
     return False
 
 
+def shown(value: Any) -> str:
+    """A value in an error: of tensors and arrays the sizes, of anything else one line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and math.prod(value.shape) > 4:
+        return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."
+
+
 def require_tensor(op: str, name: str, x: Tensor) -> None:
     """`x` must be a tensor; a CausalBias, whose memory nobody has written, is none."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={x!r}")
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(x)}")
     if isinstance(x, CausalBias):
         raise TypeError(
             f"{op}: {name} must be a tensor with values (attention takes a CausalBias as its "
@@ -128,7 +137,7 @@ def require_int(
         or (least is not None and value < least)
         or (most is not None and value > most)
     ):
-        raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={value!r}")
+        raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={shown(value)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{op}: {name} must fit into 64 bits, got {name}={value!r}")
 
@@ -145,7 +154,7 @@ def require_pair(op: str, name: str, value: Any, least: int, most: int | None = 
                 error = ValueError
     if error is not None:
         limits = _limits(least, most)
-        raise error(f"{op}: {name} must be two ints{limits}, got {name}={value!r}")
+        raise error(f"{op}: {name} must be two ints{limits}, got {name}={shown(value)}")
 
 
 def require_number(
@@ -171,7 +180,7 @@ def require_number(
     if not known or not (least <= number <= most and above < number < below):
         error = ValueError if known else TypeError
         limits = _limits(least, most, above, below)
-        raise error(f"{op}: {name} must be a finite number{limits}, got {name}={value!r}")
+        raise error(f"{op}: {name} must be a finite number{limits}, got {name}={shown(value)}")
 
 
 def _limits(
@@ -185,12 +194,12 @@ def _limits(
 def require_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         wanted = ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={value!r}")
+        raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={shown(value)}")
 
 
 def require_bool(op: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be True or False, got {name}={value!r}")
+        raise TypeError(f"{op}: {name} must be True or False, got {name}={shown(value)}")
 
 
 def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
@@ -198,7 +207,9 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
     if seed is None:
         return new_seed()
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
-        raise ValueError(f"{op}: seed must be an int64 tensor [seed, offset], got seed={seed!r}")
+        raise ValueError(
+            f"{op}: seed must be an int64 tensor [seed, offset], got seed={shown(seed)}"
+        )
     if seed.is_meta and not x.is_meta:
         raise ValueError(f"{op}: seed must have values, got seed.device=meta, x.device={x.device}")
     return seed

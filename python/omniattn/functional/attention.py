@@ -20,7 +20,13 @@ from omniattn.functional._attention import (
     require_parameter,
     run,
 )
-from omniattn.functional._checks import require_float, require_int, require_shape, use_reference
+from omniattn.functional._checks import (
+    require_float,
+    require_int,
+    require_shape,
+    shown,
+    use_reference,
+)
 from omniattn.ops import attention as ops
 from omniattn.reference.options import AttentionOptions, WeightOptions, pack, spelled_out
 from omniattn.reference.vmap import is_mapped
@@ -463,7 +469,7 @@ def merge_attention(
     op = "merge_attention"
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (tuple, list)):
-            raise TypeError(f"{op}: {name} must be a list of tensors, got {name}={parts!r}")
+            raise TypeError(f"{op}: {name} must be a list of tensors, got {name}={shown(parts)}")
         for part in parts:
             require_float(op, f"each of {name}", part)
     if len(outs) == 0 or len(outs) != len(lses):

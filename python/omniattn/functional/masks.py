@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import BLOCK, EncodedMask, MaskKind, Rule, visible
-from omniattn.functional._checks import require_choice, require_int, require_integers, require_pair
+from omniattn.functional._checks import (
+    require_choice,
+    require_int,
+    require_integers,
+    require_pair,
+    shown,
+)
 
 __all__ = [
     "All",
@@ -121,11 +127,11 @@ class All(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.masks, (tuple, list)):
-            raise TypeError(f"All: masks must be a tuple of masks, got masks={self.masks!r}")
+            raise TypeError(f"All: masks must be a tuple of masks, got masks={shown(self.masks)}")
         for mask in self.masks:
             if not isinstance(mask, Mask):
                 raise TypeError(
-                    f"All: masks must be masks (BoolMask makes one of a tensor), got {mask!r}"
+                    f"All: masks must be masks (BoolMask makes one of a tensor), got {shown(mask)}"
                 )
 
     def rules(self) -> list[Rule]:
@@ -165,7 +171,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class KeyLengths(Mask):
-    """The first lengths[b] keys of sequence b; lengths (B,) of integers."""
+    """The first lengths[b] keys of sequence b; lengths (B,) of integers.
+
+    A length above Tk is all keys, one below 1 none, as `k < lengths[b]` says.
+    """
 
     lengths: Tensor
 
@@ -430,7 +439,9 @@ def from_predicate(
         q = torch.arange(first, min(first + BLOCK, tq), device=device)
         seen = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            raise TypeError(f"from_predicate: predicate must return a bool tensor, got {seen!r}")
+            raise TypeError(
+                f"from_predicate: predicate must return a bool tensor, got {shown(seen)}"
+            )
         shape = (batch, heads, len(q), tk)
         try:
             seen = seen.expand(shape)
@@ -496,6 +507,6 @@ def _causal(causal: bool) -> list[Rule]:
 
 def _require_bool(op: str, name: str, t: Tensor) -> None:
     if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={t!r}")
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(t)}")
     if t.dtype != torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
