@@ -1,0 +1,136 @@
+"""Times two versions of the package against each other, case by case.
+
+    python benchmarks/versions.py OLD_TREE OLD_LIBRARIES NEW_TREE NEW_LIBRARIES [--op attention ...]
+
+Each version runs in a process of its own, and the two take turns; a round's ratio is old / new. What
+is timed are the benchmarks of the OpSpecs that both have and, for the cost of a call, the first
+case of each op. Writes a CSV to stdout; exit code 1 if a row is slower by more than --threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SAMPLE_SECONDS = 5e-3
+LEAST_ROUNDS = 5
+
+
+class Version:
+    """A process that prepares and times tasks of one tree; `ask` sends a command."""
+
+    def __init__(self, tree: Path, libraries: Path, threads: int) -> None:
+        environment = dict(
+            os.environ,
+            PYTHONPATH=str(tree / "python"),
+            OMNIATTN_LIBRARY_DIR=str(libraries),
+            OMP_NUM_THREADS=str(threads),
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended at {command}")
+        return json.loads(line)
+
+
+def worker() -> None:
+    """Answers the commands tasks, prepare and time, one JSON line each."""
+    import torch
+
+    from omniattn.testing import prepare, registry
+    from omniattn.testing.spec import SHORT_DTYPE
+    from omniattn.testing.timing import once
+
+    dtypes = {short: dtype for dtype, short in SHORT_DTYPE.items()}
+
+    def tasks() -> Iterator[tuple[str, str, str, str]]:
+        for spec in registry().values():
+            for b in spec.benchmarks:
+                for dtype in b.dtypes:
+                    yield from ((spec.name, b.case.name, SHORT_DTYPE[dtype], p) for p in b.passes)
+            yield spec.name, spec.cases[0].name, "f32", "forward"
+
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    run: Any = None
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        if verb == "tasks":
+            answer: Any = sorted(set(tasks()))
+        elif verb == "prepare":
+            op, name, dtype, pass_ = arguments
+            spec = registry()[op]
+            cases = (*(b.case for b in spec.benchmarks), *spec.cases)
+            case = next(c for c in cases if c.name == name)
+            torch.manual_seed(0)
+            run = None
+            run = prepare(spec.call(case, dtypes[dtype]), spec.public, pass_)
+            run()
+            answer = once(run, 1)
+        else:
+            answer = once(run, arguments[0])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def compare(old: Version, new: Version, task: list[str], seconds: float) -> tuple[float, float]:
+    """Seconds per call of the new version, and how many times faster it is: medians of rounds."""
+    slowest = max(old.ask("prepare", *task), new.ask("prepare", *task))
+    repeats = max(1, round(SAMPLE_SECONDS / slowest))
+    times, ratios = [], []
+    end = time.perf_counter() + seconds
+    while len(ratios) < LEAST_ROUNDS or time.perf_counter() < end:
+        order = (old, new) if len(ratios) % 2 == 0 else (new, old)
+        found = {version: version.ask("time", repeats) for version in order}
+        times.append(found[new])
+        ratios.append(found[old] / found[new])
+    return statistics.median(times), statistics.median(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("old_tree", "old_libraries", "new_tree", "new_libraries"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--op", nargs="*", help="ops to time; all of them by default")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threshold", type=float, default=0.03, help="relative loss that fails")
+    args = parser.parse_args()
+    old = Version(args.old_tree, args.old_libraries, args.threads)
+    new = Version(args.new_tree, args.new_libraries, args.threads)
+    known = old.ask("tasks")
+    tasks = [t for t in new.ask("tasks") if t in known and (not args.op or t[0] in args.op)]
+    rows = csv.writer(sys.stdout)
+    rows.writerow(["op", "case", "dtype", "pass", "microseconds", "old / new"])
+    slower = 0
+    for task in tasks:
+        seconds, ratio = compare(old, new, task, args.seconds)
+        if ratio < 1 - args.threshold:  # once more, since a disturbance lasts longer than a row
+            seconds, ratio = compare(old, new, task, 4 * args.seconds)
+        slower += ratio < 1 - args.threshold
+        rows.writerow([*task, f"{seconds * 1e6:.1f}", f"{ratio:.3f}"])
+        sys.stdout.flush()
+    sys.exit(1 if slower else 0)
+
+
+if __name__ == "__main__":
+    worker() if "--worker" in sys.argv else main()
