@@ -1,10 +1,10 @@
 """Times two versions of the package against each other, case by case.
 
-    python benchmarks/versions.py OLD_TREE OLD_LIBRARIES NEW_TREE NEW_LIBRARIES [--op attention ...]
+    python benchmarks/versions.py OLD_TREE OLD_LIBRARIES NEW_TREE NEW_LIBRARIES [--op attention]
 
-Each version runs in a process of its own, and the two take turns; a round's ratio is old / new. What
-is timed are the benchmarks of the OpSpecs that both have and, for the cost of a call, the first
-case of each op. Writes a CSV to stdout; exit code 1 if a row is slower by more than --threshold.
+Each version runs in a process of its own, and the two take turns; a round's ratio is old / new.
+Timed are the benchmarks of the OpSpecs that both have and, for the cost of a call, the first case
+of each op. Writes a CSV to stdout; exit code 1 if a row is slower by more than --threshold.
 """
 
 from __future__ import annotations
