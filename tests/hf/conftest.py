@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import omniattn.hf
 
@@ -10,3 +11,10 @@ import omniattn.hf
 def _registered(one_thread) -> None:
     torch.manual_seed(0)
     omniattn.hf.register()
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """What layers of transformers compute, on this package's kernels.
 
-Each is a forward for modules that hold the parameters under transformers' names.
+Each is a forward for modules that hold the parameters under transformers' names: for `patch`, which
+chooses among NORMS and MLPS, and for `kernel_mapping`, which goes by names of layers.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.hf.experts import experts_forward
 
 __all__ = [
     "MLPS",
     "NORMS",
     "causal_lm_loss",
     "eps",
+    "glu_mlp",
+    "gpt_oss_moe",
     "layer_norm",
     "linear",
     "rms_norm",
+    "rms_norm_gated",
     "rms_norm_gemma",
     "rms_norm_llama",
+    "softmax_top_k",
 ]
 
 
@@ -43,8 +49,8 @@ def rms_norm(self: Any, x: Tensor) -> Any:
     return functional.rms_norm(x, self.weight, eps=eps(self))
 
 
-def rms_norm_llama(self: Any, x: Tensor) -> Any:
-    return functional.rms_norm(x, self.weight, eps=eps(self), casting="llama")
+def rms_norm_llama(self: Any, hidden_states: Tensor) -> Any:
+    return functional.rms_norm(hidden_states, self.weight, eps=eps(self), casting="llama")
 
 
 def rms_norm_gemma(self: Any, x: Tensor) -> Any:
@@ -114,3 +120,64 @@ def causal_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """A norm with a gate: SiLU, rounded as Qwen3-Next's, or sigmoid, rounded once as Kimi
+    Linear's."""
+    return functional.rms_norm_gated(
+        hidden_states,
+        gate,
+        self.weight,
+        eps=eps(self),
+        activation=self.activation,
+        casting="fp32" if self.activation == "sigmoid" else "llama",
+    )
+
+
+def glu_mlp(self: Any, x: Tensor) -> Any:
+    """Llama's feed-forward layer in one op; by its projections where these are more than that."""
+    projections = (self.gate_proj, self.up_proj, self.down_proj)
+    if not all(map(_is_plain, projections)):
+        return swiglu_mlp(self, x)
+    return functional.glu_mlp(
+        x,
+        self.gate_proj.weight,
+        self.up_proj.weight,
+        self.down_proj.weight,
+        gate_bias=self.gate_proj.bias,
+        up_bias=self.up_proj.bias,
+        down_bias=self.down_proj.bias,
+    )
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a linear is no more than its weight and bias: no adapter (PEFT), hook, quantised or
+    sharded weight, of which only a call would know."""
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in linear.__dict__
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not linear._backward_hooks
+        and not linear._backward_pre_hooks
+        and not hasattr(type(linear.weight), "__tensor_flatten__")
+    )
+
+
+def gpt_oss_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """gpt-oss's router and experts: biases, interleaved weights, clamped activation. (B, T, d) ->
+    (B, T, d) and the weights (B T, k)."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    _, weights, index = self.router(flat)
+    y = experts_forward(self.experts, flat, index, weights)
+    return y.view(hidden_states.shape), weights
+
+
+def softmax_top_k(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A router that renormalises the best of a softmax; equal scores go to the smaller expert.
+    (..., d) -> logits (N, E), weights and experts (N, k)."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = nn.functional.linear(flat, self.weight)
+    routing = functional.softmax_top_k(logits, self.top_k, renormalize=True)
+    return logits, routing.weights.to(logits.dtype), routing.experts

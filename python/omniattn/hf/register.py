@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from omniattn.hf.attention import attention_forward
 from omniattn.hf.experts import experts_forward
+from omniattn.hf.interface import own_attention
 from omniattn.hf.masks import attention_mask
 
 __all__ = ["register"]
@@ -112,43 +109,3 @@ def require_interface(model: PreTrainedModel) -> None:
             'never asks the AttentionInterface of transformers; use attn_implementation="eager" '
             'or, for other parts of a composite model, {"": "eager", "text_config": "omniattn"}'
         )
-
-
-def own_attention(model: PreTrainedModel) -> str | None:
-    """What a model, without those that it contains, computes attention with if it never asks."""
-    kind: Any = type(model)
-    return _own_layer(kind) or _own_table(kind)
-
-
-@functools.cache
-def _own_layer(kind: type[PreTrainedModel]) -> str | None:
-    """The attention layer of a modeling file that does not know the AttentionInterface."""
-    for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
-        scope = vars(sys.modules[base.__module__])
-        if "ALL_ATTENTION_FUNCTIONS" in scope:
-            continue
-        for name, value in scope.items():
-            if "Attention" in name and _is_layer(value) and value.__module__ == base.__module__:
-                return name
-    return None
-
-
-@functools.cache
-def _own_table(kind: type[PreTrainedModel]) -> str | None:
-    """The dict from which a model takes attention layers by the name of the implementation."""
-    scope = vars(sys.modules[kind.__module__])
-    if not any(name.endswith("_ATTENTION_CLASSES") for name in scope):
-        return None
-    parts: list[type] = [kind]
-    for part in parts:  # grows by the layers that the code of a part names
-        for name in re.findall(r"\w+", inspect.getsource(part)):
-            if name.endswith("_ATTENTION_CLASSES"):
-                return name
-            layer: Any = scope.get(name)
-            if _is_layer(layer) and layer not in parts and not issubclass(layer, PreTrainedModel):
-                parts.append(layer)
-    return None
-
-
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)

@@ -1,0 +1,117 @@
+"""Which forward of this package computes what a layer of transformers does."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from omniattn.hf import layers
+from omniattn.hf.probe import Finding, Left, same, twin
+from omniattn.hf.rotary import rotary_forward
+
+__all__ = ["FINDERS"]
+
+
+def _linear(module: nn.Module) -> Finding:
+    kind = type(module)
+    if not isinstance(module, nn.Linear):
+        if not kind.__name__.endswith("Linear"):
+            return None
+        return Left(f"it is of {kind.__module__}")  # quantised, or an adapter around an nn.Linear
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return None  # nn.MultiheadAttention's, which reads its weight alone
+    if kind.forward is not nn.Linear.forward:
+        return Left("it has a forward of its own")
+    if not _holds_plain_weight(module):
+        return Left(f"its weight is a {type(module.weight).__name__}", logging.WARNING)
+    return layers.linear
+
+
+def _norm(module: nn.Module) -> Finding:
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+        return None
+    # FalconMamba's norm without a weight has ones in a buffer of that name.
+    if not isinstance(weight, nn.Parameter):
+        return Left("it has no weight")
+    if weight.dim() != 1 or weight.numel() == 0:
+        return Left(f"its weight has the shape {tuple(weight.shape)}")
+    if math.isnan(layers.eps(module)):
+        return Left("it has no eps")
+    if module._modules:
+        return Left("it has layers of its own")
+    if not _holds_plain_weight(module):
+        return Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
+    size = weight.shape[0]
+    # In bf16 forms differ that round in other places.
+    return same(
+        lambda dtype: twin(module, dtype, {}), layers.NORMS, size, [torch.float32, torch.bfloat16]
+    )
+
+
+#: The modules of a gated MLP: of the gate and up, or of both at once, and down; T5's dropout.
+_MLP_PARTS: tuple[dict[str, tuple[int, int] | None], ...] = (
+    {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)},
+    {"gate_up_proj": (8, 32), "down_proj": (16, 8)},
+    {"wi_0": (8, 16), "wi_1": (8, 16), "wo": (16, 8), "dropout": None},
+)
+
+
+def _mlp(module: nn.Module) -> Finding:
+    parts = next((each for each in _MLP_PARTS if each.keys() <= module._modules.keys()), None)
+    if parts is None:
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return Left("its forward takes more than x")  # as the adapters of Zamba 2
+    others = {
+        name: each
+        for name, each in module._modules.items()
+        if each is not None and parts.get(name) is None
+    }
+    inner = [each for other in others.values() for each in other.modules()]
+    if module._parameters or any(each._parameters for each in inner):
+        return Left("it has further parameters")
+    if any(each._forward_hooks or each._forward_pre_hooks for each in inner):
+        return Left("its activation has a hook, which would not be called", logging.WARNING)
+
+    # Our forward calls the projections, whatever these are: adapters, quantised, sharded. So small
+    # ones tell whether the formula between them is ours.
+    def small(dtype: torch.dtype) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        fresh = {name: copy.deepcopy(each).train() for name, each in others.items()}
+        for name, size in parts.items():
+            if size is not None:
+                linear = fresh[name] = nn.Linear(*size, device="cpu", dtype=dtype)
+                nn.init.normal_(linear.weight, generator=generator)
+                nn.init.normal_(linear.bias, generator=generator)
+        return twin(module, dtype, fresh)
+
+    return same(small, layers.MLPS, 8, [torch.float32])
+
+
+def _rotary(module: nn.Module) -> Finding:
+    kind: Any = type(module)
+    return rotary_forward(kind)
+
+
+def _holds_plain_weight(module: Any) -> bool:
+    """Whether forward will see an ordinary weight: no DTensor but fully_shard's, which gathers it,
+    and no subclass by which torchao quantises."""
+    sharded = getattr(module, "_is_fsdp_managed_module", False)
+    return sharded or not hasattr(type(module.weight), "__tensor_flatten__")
+
+
+#: By option of `patch`.
+FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
+    "linear": _linear,
+    "norm": _norm,
+    "mlp": _mlp,
+    "rope": _rotary,
+}

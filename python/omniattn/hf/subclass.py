@@ -1,0 +1,100 @@
+"""Classes of transformers with another forward, and back to the classes themselves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from omniattn.hf import layers
+from omniattn.hf.probe import Forward
+from omniattn.hf.register import register
+from omniattn.hf.rotary import rotary_forward
+
+__all__ = ["original_of", "subclass"]
+
+_log = logging.getLogger("omniattn")
+
+
+@functools.cache
+def subclass(original: Any, forward: Forward) -> Any:
+    """`original` with another forward. No state on the instance: copies stay right, also those of
+    DataParallel."""
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # A rotary forward is made anew from the class; all others are functions of layers.py.
+        named = None if forward is rotary_forward(original) else forward
+        state = original.__reduce_ex__(self, max(protocol, 2))[2]
+        return _patched_instance, (original, named), state
+
+    reads_weight = forward is layers.linear or forward in layers.NORMS
+    body = {
+        "forward": _or_original(forward) if reads_weight else forward,
+        "omniattn_original": original,
+        "__module__": original.__module__,
+        "__reduce_ex__": reduce,
+    }
+    if forward is layers.linear:
+        body["qconfig"] = property(_no_qconfig, _refuse_qconfig)
+    return type(original.__name__, (original,), body)
+
+
+@functools.cache
+def original_of(kind: Any) -> Any:
+    """The class from which `kind` was made, also below one that torch made of ours meanwhile:
+    fully_shard and parametrisations subclass the class that they find."""
+    if "omniattn_original" in vars(kind):
+        return kind.omniattn_original
+    if not hasattr(kind, "omniattn_original"):
+        return kind
+    body = {name: x for name, x in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, tuple(map(original_of, kind.__bases__)), body)
+
+
+def _patched_instance(original: Any, forward: Forward | None) -> Any:
+    """An empty module of the subclass, for pickle; the process may not have patched anything."""
+    register()
+    kind = subclass(original, rotary_forward(original) if forward is None else forward)
+    return kind.__new__(kind)
+
+
+def _or_original(forward: Forward) -> Forward:
+    """`forward`, or the module's own where this package has no kernel: for a weight that became a
+    tensor of another class, or has another dtype than x."""
+
+    @functools.wraps(forward)
+    def checked(self: Any, x: Tensor) -> Any:
+        weight = self.weight
+        if hasattr(type(weight), "__tensor_flatten__"):
+            reason = f"its weight is a {type(weight).__name__}"
+        elif x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            # Models that keep a stream in fp32 and their weights in half precision.
+            reason = f"its input is {x.dtype} and its weight {weight.dtype}"
+        else:
+            return forward(self, x)
+        if not torch.compiler.is_compiling():
+            kind = self.omniattn_original.__name__
+            _log_once(f"patch: {kind} runs its own forward: {reason}")
+        return self.omniattn_original.forward(self, x)
+
+    return checked
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.warning(message)
+
+
+def _no_qconfig(self: Any) -> NoReturn:
+    raise AttributeError("qconfig")
+
+
+def _refuse_qconfig(self: Any, _: Any) -> NoReturn:
+    """torch.ao.quantization finds layers by their exact class: it would leave this as it is."""
+    raise RuntimeError(
+        "omniattn.hf.patch: linears must not be patched when torch.ao quantises the model: "
+        "unpatch, quantise, and patch again"
+    )
