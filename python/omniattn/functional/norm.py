@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,39 @@ GATES = ("silu", "sigmoid")
 __all__ = ["group_norm", "layer_norm", "rms_norm", "rms_norm_gated"]
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    residual: None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    residual: Tensor,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    residual: Tensor | None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -99,6 +132,36 @@ def rms_norm(
     return _add_norm("rms_norm", x, residual, weight, None, False, eps, offset, cast_first)
 
 
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,

@@ -24,6 +24,7 @@ from omniattn.functional._checks import (
 from omniattn.functional.norm import casts_first
 from omniattn.ops import rope as ops
 from omniattn.ops.norm_rope import norm_rope
+from omniattn.reference.rope import OptionalTensor
 from omniattn.reference.rope_scaling import RopeScaling
 
 __all__ = [
@@ -229,7 +230,7 @@ def rotary_tables(
 
 def apply_rotary(
     q: Tensor,
-    k: Tensor | None,
+    k: OptionalTensor,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -239,7 +240,7 @@ def apply_rotary(
     inverse: bool = False,
     inplace: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, OptionalTensor]:
     """Rotary position embedding of queries and keys.
 
     Each pair of Dr dimensions turns by its token's angle: ``(x, y) -> (x cos - y sin, x sin + y
@@ -303,29 +304,18 @@ def apply_rotary(
             inverse=inverse,
             inplace=inplace,
         )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise NotImplementedError(
-            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
-        )
-    if isinstance(positions, int):
-        tokens = slice(positions, positions + q.shape[1])
-        cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
-    if positions is not None and positions.dtype != torch.int64:
-        positions = positions.to(torch.int64)
-    table = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if cos.dtype != table:
-        cos, sin = cos.to(table), sin.to(table)
-    options = (rotary_start, interleaved, inverse)
+    cos, sin, rows = _native_tables(op, q, cos, sin, positions)
+    rest = (cos, sin, rows, rotary_start, interleaved, inverse)
     if inplace:
-        ops.rope_inplace(q, k, cos, sin, positions, *options)
+        ops.rope_inplace(q, k, *rest)
         return q, k
-    q_out, k_out = ops.rope(q, k, cos, sin, positions, *options)
+    q_out, k_out = ops.rope(q, k, *rest)
     return q_out, None if k is None else k_out
 
 
 def qk_norm_rotary(
     q: Tensor,
-    k: Tensor | None,
+    k: OptionalTensor,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -338,7 +328,7 @@ def qk_norm_rotary(
     rotary_start: int = 0,
     interleaved: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, OptionalTensor]:
     """RMSNorm of every head of queries and keys, then their rotary embedding, in one pass.
 
     ``apply_rotary(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)``
@@ -398,6 +388,18 @@ def qk_norm_rotary(
             rotary_start=rotary_start,
             interleaved=interleaved,
         )
+    cos, sin, rows = _native_tables(op, q, cos, sin, positions)
+    rest = (cos, sin, rows, rotary_start, interleaved, eps, offset, cast_first)
+    return (
+        norm_rope(q, q_weight, *rest),
+        None if k is None else norm_rope(k, k_weight, *rest),
+    )
+
+
+def _native_tables(
+    op: str, q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos, sin and positions as the kernels read them."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise NotImplementedError(
             f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
@@ -405,15 +407,12 @@ def qk_norm_rotary(
     if isinstance(positions, int):
         tokens = slice(positions, positions + q.shape[1])
         cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
-    if positions is not None and positions.dtype != torch.int64:
+    elif positions is not None and positions.dtype != torch.int64:
         positions = positions.to(torch.int64)
     table = torch.float64 if q.dtype == torch.float64 else torch.float32
-    cos, sin = cos.to(table), sin.to(table)
-    rest = (cos, sin, positions, rotary_start, interleaved, eps, offset, cast_first)
-    return (
-        norm_rope(q, q_weight, *rest),
-        None if k is None else norm_rope(k, k_weight, *rest),
-    )
+    if cos.dtype != table:
+        cos, sin = cos.to(table), sin.to(table)
+    return cos, sin, positions
 
 
 def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor | None:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
@@ -218,12 +217,12 @@ class Attention(Mixer):
         """Projected queries or keys as normed heads (..., heads, head_dim)."""
         c = self.config
         if norm is not None and c.qk_norm == "rms_full":
-            x = cast(torch.Tensor, norm(x))
+            x = norm(x)
         x = x.unflatten(-1, (-1, c.head_size))
         if norm is not None and c.qk_norm != "rms_full":
-            x = cast(torch.Tensor, norm(x))
+            x = norm(x)
         if c.qk_norm == "l2":  # of length sqrt(head_dim); zeros stay
-            x = cast(torch.Tensor, functional.rms_norm(x, eps=1e-24, backend=c.backend))
+            x = functional.rms_norm(x, eps=1e-24, backend=c.backend)
         return x
 
     def new_state(
@@ -310,11 +309,8 @@ class Attention(Mixer):
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = self._keys_and_values(x)
             if rope is not None:
-                q, k = cast(
-                    "tuple[torch.Tensor, torch.Tensor]",
-                    functional.apply_rotary(
-                        q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-                    ),
+                q, k = functional.apply_rotary(
+                    q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
             if isinstance(cache, PagedCache) and mask is None and bias is None:
                 cache.store(k, v)
@@ -328,25 +324,22 @@ class Attention(Mixer):
                 k, v = cache.append(k, v)
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
                 mask = with_cache(cache, mask, positional)
-        out = cast(
-            torch.Tensor,
-            attend(
-                q,
-                k,
-                v,
-                causal=c.causal,
-                window_size=c.window_size,
-                mask=mask,
-                bias=bias,
-                scale=c.scale if self.logit_scale is None else 1 / c.head_size,
-                softcap=c.softcap,
-                relative=relative,
-                alibi_slopes=alibi_slopes,
-                sinks=self.sinks,
-                head_scale=self._head_scale(),
-                dropout_p=c.dropout_p if self.training else 0.0,
-                backend=c.backend,
-            ),
+        out: torch.Tensor = attend(
+            q,
+            k,
+            v,
+            causal=c.causal,
+            window_size=c.window_size,
+            mask=mask,
+            bias=bias,
+            scale=c.scale if self.logit_scale is None else 1 / c.head_size,
+            softcap=c.softcap,
+            relative=relative,
+            alibi_slopes=alibi_slopes,
+            sinks=self.sinks,
+            head_scale=self._head_scale(),
+            dropout_p=c.dropout_p if self.training else 0.0,
+            backend=c.backend,
         )
         if c.gate is not None:
             gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -202,11 +201,8 @@ class DifferentialAttention(Mixer):
         attend = sequences.attention()
         q, k, v = (p(x).unflatten(-1, (-1, size)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rope is not None:
-            q, k = cast(
-                "tuple[Tensor, Tensor]",
-                functional.apply_rotary(
-                    q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-                ),
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
             )
         q, k, v = self._pairs(q), self._pairs(k), self._pairs(v)
         if cache is not None:
@@ -236,6 +232,6 @@ class DifferentialAttention(Mixer):
         out = first - torch.as_tensor(self.scalar_lambda()).to(second.dtype) * second
         if c.form != "simple":
             weight = self.subln.weight if c.form == "published" else None
-            normed = functional.rms_norm(out, weight, eps=c.norm_eps, backend=c.backend)
-            out = cast(Tensor, normed) * (1 - c.lambda_init)
+            out = functional.rms_norm(out, weight, eps=c.norm_eps, backend=c.backend)
+            out = out * (1 - c.lambda_init)
         return sequences.restored(self.o_proj(out.flatten(-2)))

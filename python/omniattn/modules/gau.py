@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -177,11 +176,8 @@ class GatedAttentionUnit(Mixer):
         u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
         q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
         if rope is not None:
-            q, k = cast(
-                "tuple[Tensor, Tensor]",
-                functional.apply_rotary(
-                    q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-                ),
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
             )
         v = v[:, :, None]
         if cache is not None:

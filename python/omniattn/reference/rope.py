@@ -4,12 +4,16 @@ Pair i of a head turns by the angle p * theta_i at position p, theta_i = base^(-
 """
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from omniattn.reference.norm import rms_norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
+
+#: Keys, which may be left out: what comes back is of the same type.
+OptionalTensor = TypeVar("OptionalTensor", torch.Tensor, None, torch.Tensor | None)
 
 
 def rope_frequencies(
@@ -97,7 +101,7 @@ def _rows(table: torch.Tensor, positions: torch.Tensor | int | None, tokens: int
 
 def apply_rotary(
     q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: OptionalTensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -106,7 +110,7 @@ def apply_rotary(
     interleaved: bool = False,
     inverse: bool = False,
     inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, OptionalTensor]:
     """Rotates dims rotary_start, ..., rotary_start + Dr - 1 of q (B,T,Hq,D) and k (B,T,Hkv,D).
 
     cos, sin (T,Dr/2) or (B,T,Dr/2), or (P,Dr/2) whose rows are chosen by positions: (T,) or (B,T),
@@ -126,7 +130,7 @@ def apply_rotary(
 
 def qk_norm_rotary(
     q: torch.Tensor,
-    k: torch.Tensor | None,
+    k: OptionalTensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -138,7 +142,7 @@ def qk_norm_rotary(
     positions: torch.Tensor | int | None = None,
     rotary_start: int = 0,
     interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, OptionalTensor]:
     """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight): rounded once, or with the
     "llama" casting where the two round."""
 
@@ -146,8 +150,7 @@ def qk_norm_rotary(
         inputs = (x, weight)
         if casting == "fp32":
             inputs = (widen(x), None if weight is None else widen(weight))
-        normed = rms_norm(*inputs, eps=eps, offset=offset, casting=casting)
-        assert isinstance(normed, torch.Tensor)
+        normed: Any = rms_norm(*inputs, eps=eps, offset=offset, casting=casting)
         y, _ = apply_rotary(
             normed,
             None,
