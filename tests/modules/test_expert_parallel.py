@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from omniattn.functional import Routing
 from omniattn.modules import ExpertParallel, MoE
 
-CONFIG = MoE.Config(12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1)
+CONFIG = MoE.Config.of(
+    12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1
+)
 LLAMA4 = MoE.Config.llama4(12, 20, 4)
-DEFAULT = MoE.Config(12, 20, 4, 2, router_grad="default_vector", default_decay=0.6)
+DEFAULT = MoE.Config.of(12, 20, 4, 2, router_grad="default_vector", default_decay=0.6)
 #: Tokens of the ranks, by their number: unequal ones, none on some.
 TOKENS = {2: [(7, 12), (0, 9)], 4: [(3, 0, 7, 5), (0, 0, 0, 1)]}
 
@@ -75,7 +77,7 @@ def unlike_ranks(rank, tokens):
 
 def compare(rank, ranks, port):
     start(rank, ranks, port, 60)
-    local = CONFIG.experts // ranks
+    local = CONFIG.experts.experts // ranks
     for tokens, config in itertools.product(TOKENS[ranks], (CONFIG, LLAMA4)):
         layer, x = make(tokens, config)
         y, dx, expected = grads(layer, x)

@@ -253,4 +253,4 @@ def test_only_rows_of_tokens_are_taken():
 
 def test_experts_that_share_a_capacity_refuse_nested_tensors():
     with pytest.raises(TypeError, match="must not be nested"):
-        MoE(MoE.Config(16, 24, 4, 2))(jagged(sequences()).float())
+        MoE(MoE.Config.of(16, 24, 4, 2))(jagged(sequences()).float())

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from omniattn import modules, reference
+from omniattn.models.presets import TRAINED
 from omniattn.modules import (
     MLP,
     Attention,
@@ -118,6 +119,7 @@ FIELDS = {
     "GroupNorm": {"dim": 8, "num_groups": 2},
     "LayerNorm": {"dim": 8, "bias": False},
     "LearnedPositional": {"max_positions": 4, "dim": 8},
+    "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
     "Linear": {"in_features": 8, "out_features": 4},
     "MLP": {"dim": 8, "hidden_dim": 16},
     "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
@@ -131,6 +133,7 @@ FIELDS = {
     "RMSNorm": {"dim": 8, "eps": 1e-3},
     "RMSNormGated": {"dim": 8},
     "RotaryEmbedding": {"rotary_dim": 8},
+    "Router": {"dim": 8, "experts": 4, "top_k": 2},
     "SinCosPositional2d": {"dim": 8},
     "SinusoidalPositional": {"dim": 8},
     "SpatialReductionAttention": {"dim": 8, "num_heads": 2, "sr_ratio": 2},
@@ -143,10 +146,16 @@ OTHERS = {"MultiTokenPredictor": {"block": torch.nn.Identity}}
 LAYERS = [n for n in modules.__all__ if n in Layer.layers]
 
 
+def valid_config(name):
+    config = getattr(modules, name).Config
+    return getattr(config, "of", config)(**FIELDS[name])
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_module_takes_its_config_or_the_fields_of_it(name):
     module, fields, others = getattr(modules, name), FIELDS[name], OTHERS.get(name, {})
-    config = module.Config(**fields)
+    make = getattr(module.Config, "of", module.Config)
+    config = valid_config(name)
     first, *rest = fields  # fields in the order of the config, at first without names
     for built in (
         module(config, **others),
@@ -156,9 +165,8 @@ def test_a_module_takes_its_config_or_the_fields_of_it(name):
     ):
         assert getattr(built, "config", config) == config
     parameters = inspect.signature(module).parameters
-    assert [*parameters][: len(dataclasses.fields(config))] == [
-        field.name for field in dataclasses.fields(config)
-    ]
+    expected = [*inspect.signature(make).parameters]
+    assert [name for name in parameters if name in expected] == expected
     if "device" in parameters:
         built = module(**fields, **others, device="meta")
         assert all(p.is_meta for p in built.parameters())
@@ -202,7 +210,10 @@ def test_a_subclass_may_have_arguments_of_its_own():
         (lambda: RMSNorm.Config(0), "RMSNorm: dim must be an integer >= 1, got dim=0"),
         (lambda: Linear.Config(4, 2.0), "out_features must be an integer >= 1"),
         (lambda: MLP.Config(6, -1), "MLP: hidden_dim must be an integer >= 1"),
-        (lambda: MoE.Config(6, 4, 2, 1, shared_hidden_dim=-1), "shared_hidden_dim must be an int"),
+        (
+            lambda: MoE.Config.of(6, 4, 2, 1, shared_hidden_dim=-1),
+            "GatedMLP: hidden_dim must be an int",
+        ),
         (lambda: MultiheadAttention.Config(8, 0), "num_heads must be an integer >= 1"),
         (lambda: Attention.Config(8, 2, num_kv_heads=-1), "num_kv_heads must be an integer >= 1"),
         (lambda: RMSNorm.Config(4, casting="half"), "casting must be one of ('fp32', 'llama')"),
@@ -213,7 +224,7 @@ def test_a_subclass_may_have_arguments_of_its_own():
         ),
         (lambda: RMSNorm.Config(None), "RMSNorm: dim must be int, got dim=None"),
         (lambda: RMSNorm.Config(4, eps="1"), "RMSNorm: eps must be float, got eps='1'"),
-        (lambda: MoE.Config(6, 4, 2, [1]), "MoE: top_k must be int, got top_k=[1]"),
+        (lambda: MoE.Config.of(6, 4, 2, [1]), "Router: top_k must be int, got top_k=[1]"),
         (lambda: MLP.Config(6, 4, dropout_p=math.inf), "MLP: dropout_p must be finite, got"),
         (lambda: RMSNorm.Config(True), "RMSNorm: dim must be int, got dim=True"),
         (lambda: MLP.Config(6, 4, init_std=-1.0), "MLP: init_std must be"),
@@ -252,6 +263,36 @@ def test_caches_hold_floating_point(cache):
         cache(1, 4, 1, 2, dtype=torch.int64)
 
 
+#: Numbers that may be below 0, and what else is not nonsense for its field.
+SENSIBLE = {"offset", "scale", "clamp_length"}
+
+
+def numeric_fields(config):
+    for field in dataclasses.fields(config):
+        kinds = set(str(getattr(field.type, "__name__", field.type)).split(" | "))
+        if kinds & {"int", "float"} and kinds <= {"int", "float", "None"}:
+            yield field.name, "float" in kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "is_float"),
+    [
+        pytest.param(config, *each, id=f"{type(config).__qualname__}-{each[0]}")
+        for config in [*map(valid_config, LAYERS), *TRAINED.values()]
+        for each in numeric_fields(config)
+    ],
+)
+def test_no_number_may_be_nonsense(config, name, is_float):
+    nonsense = [-1, -3, math.nan, math.inf, "2", [1], True, 1j, 10**400]
+    if not is_float:
+        nonsense += [0.5, 2.0]
+    for value in nonsense:
+        if name in SENSIBLE and value in (-1, -3):
+            continue
+        with pytest.raises((TypeError, ValueError), match=name):
+            dataclasses.replace(config, **{name: value})
+
+
 EVERY_PARAMETER = (
     modules.ALiBi.Config(4),
     modules.ALiBi.Config(4, trainable=True),
@@ -264,10 +305,10 @@ EVERY_PARAMETER = (
     modules.GatedAttentionUnit.Config(8),
     modules.LearnedPositional.Config(4, 8),
     MLP.Config(8, 16),
-    MoE.Config(8, 16, 4, 2, bias=True, router_bias=True, shared_hidden_dim=8, shared_gate=True),
-    MoE.Config(8, 16, 4, 2, router="sigmoid"),
-    MoE.Config(8, 16, 4, 2, router="noisy"),
-    MoE.Config(8, 16, 4, 2, router_grad="default_vector"),
+    MoE.Config.of(8, 16, 4, 2, bias=True, router_bias=True, shared_hidden_dim=8, shared_gate=True),
+    MoE.Config.of(8, 16, 4, 2, router="sigmoid"),
+    MoE.Config.of(8, 16, 4, 2, router="noisy"),
+    MoE.Config.of(8, 16, 4, 2, router_grad="default_vector"),
     MultiheadAttention.Config(8, 2, add_bias_kv=True),
     MultiheadAttention.Config(8, 2, kdim=4, vdim=6),
     modules.MultiHeadLatentAttention.Config(8, 2, 8, 8, 4, 4, 4),

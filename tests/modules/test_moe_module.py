@@ -22,7 +22,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 import omniattn.functional as F
-from omniattn.modules import MoE
+from omniattn.modules import Experts, MoE, Router
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EAGER = {"experts_implementation": "eager"}
@@ -131,9 +131,9 @@ def test_llama4_is_that_of_transformers():
 
 def test_default_vectors_move_in_training_and_teach_the_router():
     torch.manual_seed(0)
-    config = MoE.Config(8, 6, experts=5, top_k=2, router_grad="default_vector", init_std=0.5)
-    layer, x = MoE(config), torch.randn(30, 8)
-    plain = MoE(dataclasses.replace(config, router_grad="ste"))
+    options = {"experts": 5, "top_k": 2, "init_std": 0.5}
+    layer, x = MoE(8, 6, router_grad="default_vector", **options), torch.randn(30, 8)
+    plain = MoE(8, 6, router_grad="ste", **options)
     plain.load_state_dict(layer.state_dict(), strict=False)
     torch.testing.assert_close(layer(x), plain(x))
     assert not layer.experts.default_vectors.any()
@@ -146,13 +146,13 @@ def test_default_vectors_move_in_training_and_teach_the_router():
     assert not torch.allclose(*gradients, rtol=1e-2)
     with pytest.raises(RuntimeError, match="update_default_vectors needs router_grad="):
         plain.update_default_vectors()
-    with pytest.raises(ValueError, match="router_grad must be exact but for"):
-        dataclasses.replace(config, router="sigmoid")
+    with pytest.raises(ValueError, match="router_grad must be 'exact' unless router is 'sof"):
+        dataclasses.replace(layer.config.gate, router="sigmoid")
 
 
 @pytest.mark.parametrize("options", [{}, {"router_grad": "default_vector"}, {"jitter": 0.1}])
 def test_checkpointing_changes_neither_gradients_nor_statistics(options):
-    config = MoE.Config(8, 6, 5, 2, init_std=0.5, balance_coefficient=0.1, **options)
+    config = MoE.Config.of(8, 6, 5, 2, init_std=0.5, balance_coefficient=0.1, **options)
     torch.manual_seed(0)
     plain, x = MoE(config, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
     layer = copy.deepcopy(plain)
@@ -179,9 +179,8 @@ def test_switch_is_that_of_transformers_with_its_drops():
     theirs = SwitchTransformersSparseMLP(
         hf.SwitchTransformersConfig(d_model=24, d_ff=20, **options)
     ).eval()
-    config = MoE.Config.switch(24, 20, 6)
     room = {"capacity_factor": None, "capacity": capacity, "capacity_per_sequence": True}
-    ours = MoE(dataclasses.replace(config, capacity_at_eval=True, **room)).eval()
+    ours = MoE(MoE.Config.switch(24, 20, 6, capacity_at_eval=True, **room)).eval()
     for tensor in theirs.parameters():
         torch.nn.init.normal_(tensor, std=0.3)
     each = theirs.experts.values()
@@ -205,7 +204,7 @@ def test_switch_is_that_of_transformers_with_its_drops():
 
 
 def test_balance_loss_is_that_of_transformers():
-    config = dataclasses.replace(MoE.Config.mixtral(24, 20, 6, 2), balance_coefficient=1.0)
+    config = MoE.Config.mixtral(24, 20, 6, 2, balance_coefficient=1.0)
     layer, x = MoE(config), torch.randn(30, 24)
     layer(x)
     expected = load_balancing_loss_func((layer.gate(x)[0],), 6, 2)
@@ -232,7 +231,9 @@ def test_switch_layer_drops_over_capacity_in_training_only():
     assert state.dropped > 0
     assert torch.equal((y == 0).all(-1), state.experts[..., 0] < 0)
     dropped = (state.experts < 0).any(-1)
-    layer.config = dataclasses.replace(layer.config, capacity_by_score=True, jitter=0.0)
+    gate = layer.gate
+    gate.config = dataclasses.replace(gate.config, capacity_by_score=True, jitter=0.0)
+    layer.config = dataclasses.replace(layer.config, gate=gate.config)
     routing, state = layer.route(x)
     gone, best = state.experts[..., 0] < 0, routing.scores.amax(-1)
     assert not torch.equal(gone, dropped)
@@ -246,9 +247,7 @@ def test_switch_layer_drops_over_capacity_in_training_only():
 
 def test_padding_goes_to_no_expert():
     torch.manual_seed(0)
-    config = dataclasses.replace(
-        MoE.Config.deepseek_v3(16, 24, 8, 2, groups=4, top_groups=2), z_coefficient=1.0
-    )
+    config = MoE.Config.deepseek_v3(16, 24, 8, 2, groups=4, top_groups=2, z_coefficient=1.0)
     layer, x = MoE(config), torch.randn(2, 9, 16)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
     y = layer(x, mask)
@@ -265,9 +264,9 @@ def test_padding_goes_to_no_expert():
 
 @pytest.mark.parametrize("router", ["softmax", "noisy", "expert_choice"])
 def test_padding_takes_no_room_and_makes_none(router):
-    config = MoE.Config(8, 6, 4, 2, router=router, capacity_factor=0.5, capacity_at_eval=True)
+    options = {"router": router, "capacity_factor": 0.5, "capacity_at_eval": True}
     torch.manual_seed(0)
-    layer, x = MoE(dataclasses.replace(config, init_std=0.5)).eval(), torch.randn(2, 20, 8)
+    layer, x = MoE(8, 6, 4, 2, init_std=0.5, **options).eval(), torch.randn(2, 20, 8)
     x[:, 8:] = 0.0
     mask = (torch.arange(20) < 8).expand(2, 20)
     y = layer(x, mask)
@@ -281,7 +280,7 @@ def test_padding_takes_no_room_and_makes_none(router):
 def test_no_tokens_and_none_but_padding(router):
     balance = {"sigmoid": "deepseek_v3", "noisy": "importance_load"}.get(router, "switch")
     options = {"balance": balance, "balance_coefficient": 0.1, "z_coefficient": 0.1}
-    layer = MoE(MoE.Config(12, 16, 6, 2, router=router, capacity_factor=2.0, **options))
+    layer = MoE(MoE.Config.of(12, 16, 6, 2, router=router, capacity_factor=2.0, **options))
     for tokens, padding in ((0, False), (0, True), (3, True)):
         x = torch.randn(2, tokens, 12, requires_grad=True)
         y = layer(x, torch.zeros(2, tokens, dtype=torch.bool) if padding else None)
@@ -296,7 +295,7 @@ def test_no_tokens_and_none_but_padding(router):
 def test_importance_and_load_of_the_noisy_router():
     options = {"router": "noisy", "balance": "importance_load", "balance_coefficient": 0.5}
     torch.manual_seed(0)
-    layer, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(30, 8)
+    layer, x = MoE(MoE.Config.of(8, 6, 4, 2, **options)), torch.randn(30, 8)
     torch.nn.init.normal_(layer.gate.weight)
     layer(x)
     loss = layer.state.balance_loss
@@ -312,8 +311,8 @@ def test_importance_and_load_of_the_noisy_router():
 def test_dense_straight_through_counts_the_chosen():
     options = {"renormalize": False, "balance_coefficient": 1.0}
     torch.manual_seed(0)
-    sparse, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(30, 8)
-    dense = MoE(dataclasses.replace(sparse.config, router_grad="ste_dense"))
+    sparse, x = MoE(MoE.Config.of(8, 6, 4, 2, **options)), torch.randn(30, 8)
+    dense = MoE(8, 6, 4, 2, router_grad="ste_dense", **options)
     dense.load_state_dict(sparse.state_dict())
     torch.testing.assert_close(dense(x), sparse(x))
     assert torch.equal(dense.state.counts, sparse.state.counts)
@@ -321,7 +320,7 @@ def test_dense_straight_through_counts_the_chosen():
 
 
 def test_empty_slots_of_expert_choice_are_not_kept_for_the_backward():
-    config = MoE.Config(8, 64, 32, 1, router="expert_choice", capacity_factor=1.0)
+    config = MoE.Config.of(8, 64, 32, 1, router="expert_choice", capacity_factor=1.0)
     x, kept = torch.randn(64, 8), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
         MoE(config)(x)
@@ -361,7 +360,9 @@ def test_bias_update_by_the_counts_of_several_forwards():
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "noisy", "expert_choice"])
 def test_every_router_trains(router):
     torch.manual_seed(0)
-    config = MoE.Config(12, 16, 6, 2, router=router, capacity_factor=2.0, balance_coefficient=0.1)
+    config = MoE.Config.of(
+        12, 16, 6, 2, router=router, capacity_factor=2.0, balance_coefficient=0.1
+    )
     layer = MoE(config).double()
     x = torch.randn(3, 10, 12, dtype=torch.float64)
     target = torch.randn(3, 10, 12, dtype=torch.float64)
@@ -393,7 +394,7 @@ def test_half_precision_and_autocast():
     torch.manual_seed(0)
     layer, x = MoE(MoE.Config.mixtral(16, 24, 4)), torch.randn(2, 5, 16)
     y = layer(x)
-    default = MoE(dataclasses.replace(layer.config, router_grad="default_vector"))
+    default = MoE(MoE.Config.mixtral(16, 24, 4, router_grad="default_vector"))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == default(x).dtype == torch.bfloat16
     assert default.to("meta")(x.to("meta")).is_meta
@@ -404,7 +405,7 @@ def test_half_precision_and_autocast():
 
 @pytest.mark.parametrize("options", [{"router": "sigmoid"}, {"router_grad": "default_vector"}])
 def test_what_moves_in_small_steps_stays_in_float32(options):
-    layer, x = MoE(MoE.Config(8, 6, 4, 2, **options)), torch.randn(9, 8)
+    layer, x = MoE(MoE.Config.of(8, 6, 4, 2, **options)), torch.randn(9, 8)
     (name,) = dict(layer.named_buffers())
     layer.get_buffer(name).add_(1.0)
     layer = layer.bfloat16()
@@ -418,7 +419,7 @@ def test_what_moves_in_small_steps_stays_in_float32(options):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 5}, r"top_k must be in \[1, experts\]"),
+        ({"top_k": 5}, "top_k must be an int >= 1 and <= 4"),
         ({"router": "hash"}, "router must be one of softmax"),
         ({"activation": "tanh"}, "activation must be one of swiglu"),
         ({"balance": "gini"}, "balance must be one of switch"),
@@ -430,20 +431,21 @@ def test_what_moves_in_small_steps_stays_in_float32(options):
         ({"capacity": -1}, "capacity must be an int >= 0"),
         ({"capacity_at_eval": True}, "capacity_at_eval needs capacity or capacity_factor"),
         ({"capacity_by_score": True}, "capacity_by_score needs capacity or capacity_factor"),
-        ({"groups": 3}, "MoE: groups must divide E"),
+        ({"groups": 3}, "Router: groups must divide E"),
         ({"top_k": 3, "groups": 2}, "k must be at most the experts of top_groups groups"),
-        ({"router": "llama4", "route_scale": 2.5}, "route_scale must be 1.0 but for router="),
-        ({"router": "noisy", "groups": 2}, "top_groups must be 2 but for router="),
-        ({"noise_eps": 0.01}, "need router='noisy', got noise_eps=0.01"),
-        ({"balance": "importance_load"}, "need router='noisy'"),
+        ({"router": "llama4", "route_scale": 2.5}, "route_scale must be 1.0 unless router is"),
+        ({"router": "noisy", "groups": 2}, "top_groups must be 2 unless router is"),
+        ({"noise_eps": 0.01}, "noise_eps must be 0.0 unless router is 'noisy', got noise_eps=0.01"),
+        ({"balance": "importance_load"}, "needs router='noisy'"),
         ({"shared_gate": True}, "shared_gate needs shared experts"),
         ({"clamp": (1.0,)}, r"clamp must be \(alpha, limit\)"),
+        ({"colour": 1}, r"MoE: must have .* \(unknown options colour\)"),
         ({"jitter": 1.0}, "jitter must be a finite number >= 0 and < 1"),
     ],
 )
 def test_bad_config(change, message):
-    with pytest.raises(ValueError, match=message):
-        MoE.Config(**({"dim": 8, "hidden_dim": 8, "experts": 4, "top_k": 2} | change))
+    with pytest.raises((TypeError, ValueError), match=message):
+        MoE(**({"dim": 8, "hidden_dim": 8, "experts": 4, "top_k": 2} | change))
 
 
 @pytest.mark.parametrize(
@@ -458,9 +460,22 @@ def test_bad_config(change, message):
 )
 def test_bad_input(shape, mask, error, message):
     with pytest.raises(error, match=f"MoE: {message}"):
-        MoE(MoE.Config(8, 6, 4, 2))(torch.zeros(shape), mask)
+        MoE(MoE.Config.of(8, 6, 4, 2))(torch.zeros(shape), mask)
+
+
+def test_parts_that_do_not_fit_each_other():
+    gate, experts = Router.Config(8, 4, 2), Experts.Config(8, 16, 4)
+    assert MoE.Config(gate, experts) == MoE.Config.of(8, 16, 4, 2)
+    assert MoE(MoE.Config(gate, experts)).gate.config is gate
+    for wrong, message in (
+        ((gate, Experts.Config(6, 16, 4)), "the same dim, got gate.dim=8, experts.dim=6"),
+        ((Router.Config(8, 6, 2), experts), "the same experts, got gate.experts=6, ex"),
+        ((gate, Experts.Config(8, 16, 4, default_vectors=True)), "if and only if router_grad"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoE.Config(*wrong)
 
 
 def test_renormalised_top_1_warns():
     with pytest.warns(UserWarning, match="weight 1 to every token"):
-        MoE.Config(8, 8, 4, 1)
+        MoE.Config.of(8, 8, 4, 1)

@@ -103,7 +103,7 @@ def test_routers_are_trained_balanced_and_recorded(model):
         run.train_step()
     layers, experts = len(run.routers.layers), run.model.config.experts
     assert [tuple(load.shape) for load in run.routers.loads] == [(layers, experts)] * 2
-    assignments = 2 * 65 * run.routers.layers[0].config.top_k
+    assignments = 2 * 65 * run.routers.layers[0].config.gate.top_k
     assert (run.routers.loads[0].sum(-1) == assignments).all()
     assert all(value > 0 for value in run.routers.losses)
     total = Routers(run.model, sum_layers=True).loss()
@@ -116,7 +116,7 @@ def test_routers_are_trained_balanced_and_recorded(model):
         bias = router.gate.e_score_correction_bias
         assert (bias is None) == (model != "deepseek-moe")
         if bias is not None:
-            expected = router.config.bias_rate * sum(moves)[layer]
+            expected = router.config.gate.bias_rate * sum(moves)[layer]
             torch.testing.assert_close(bias.double(), expected, rtol=1e-5, atol=1e-9)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from omniattn.ops import _library
-from omniattn.reference.philox import new_seed
+from omniattn.reference.philox import new_seed as new_seed
+from omniattn.reference.precision import widen as widen
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = (None, "cpu", "cuda", "reference")

@@ -17,7 +17,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
-from omniattn.ops.activation import ACTIVATIONS
+from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
 from omniattn.ops.ffn import glu_mlp as op_glu_mlp
 from omniattn.ops.gemm_choice import native_is_faster
 

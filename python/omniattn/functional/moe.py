@@ -21,6 +21,7 @@ from omniattn.functional._checks import (
     use_reference,
 )
 from omniattn.ops import moe as ops
+from omniattn.ops.moe import ACTIVATIONS as ACTIVATIONS
 
 __all__ = ["moe_experts"]
 

@@ -25,7 +25,7 @@ from omniattn.functional.norm import casts_first
 from omniattn.ops import rope as ops
 from omniattn.ops.norm_rope import norm_rope
 from omniattn.reference.rope import OptionalTensor
-from omniattn.reference.rope_scaling import RopeScaling
+from omniattn.reference.rope_scaling import RopeScaling as RopeScaling
 
 __all__ = [
     "apply_rotary",

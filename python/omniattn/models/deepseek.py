@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, LlamaFamilyConfig
@@ -125,7 +125,7 @@ class DeepSeekConfig(MLAConfig):
     def feed_forward(self, layer: int) -> LayerConfig:
         if layer < self.dense_layers:
             return super().feed_forward(layer)
-        moe = MoE.Config.deepseek_v3(
+        return MoE.Config.deepseek_v3(
             self.dim,
             self.expert_dim,
             self.experts,
@@ -134,8 +134,9 @@ class DeepSeekConfig(MLAConfig):
             groups=self.groups,
             top_groups=self.top_groups,
             route_scale=self.route_scale,
+            bias_rate=self.bias_rate,
+            **self.common,
         )
-        return replace(moe, bias_rate=self.bias_rate, **self.common)
 
     def hf_values(self) -> dict[str, Any]:
         return super().hf_values() | {

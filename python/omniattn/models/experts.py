@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, GroupedQueryConfig
@@ -35,8 +35,9 @@ class MixtralConfig(GroupedQueryConfig):
     top_k: int = 2
 
     def feed_forward(self, layer: int) -> LayerConfig:
-        moe = MoE.Config.mixtral(self.dim, self.hidden_dim, self.experts, self.top_k)
-        return replace(moe, **self.common)
+        return MoE.Config.mixtral(
+            self.dim, self.hidden_dim, self.experts, self.top_k, **self.common
+        )
 
     def hf_values(self) -> dict[str, Any]:
         return super().hf_values() | {"sliding_window": None, "router_jitter_noise": 0.0}
@@ -66,5 +67,4 @@ class SwitchConfig(GroupedQueryConfig):
                 bias=False,
                 **self.common,
             )
-        moe = MoE.Config.switch(self.dim, self.hidden_dim, self.experts)
-        return replace(moe, **self.common)
+        return MoE.Config.switch(self.dim, self.hidden_dim, self.experts, **self.common)

@@ -45,9 +45,9 @@ class Routers:
         if not self.layers:
             return
         for layer in self.layers:
-            if layer.config.router == "sigmoid":
+            if layer.config.gate.router == "sigmoid":
                 layer.update_bias(group=group)
-            if layer.config.router_grad == "default_vector":
+            if layer.config.gate.router_grad == "default_vector":
                 layer.update_default_vectors()
         states = self._states()
         self.loads.append(torch.stack([state.counts for state in states]).cpu())

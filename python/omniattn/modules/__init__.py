@@ -5,6 +5,7 @@ from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.expert_parallel import ExpertParallel
+from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
 from omniattn.modules.linear import Linear
@@ -29,6 +30,7 @@ from omniattn.modules.relative_attention import (
 )
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rope import RotaryEmbedding
+from omniattn.modules.router import Router
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
@@ -46,6 +48,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "ExpertParallel",
+    "Experts",
     "GatedAttentionUnit",
     "GatedMLP",
     "GroupNorm",
@@ -70,6 +73,7 @@ __all__ = [
     "Residual",
     "RollingCache",
     "RotaryEmbedding",
+    "Router",
     "RouterState",
     "SinCosPositional2d",
     "SinusoidalPositional",

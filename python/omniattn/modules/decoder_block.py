@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from omniattn.functional._checks import widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules.attention import Attention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.state import State, takes_cache
-from omniattn.reference.precision import widen
 
 
 class DecoderBlock(Layer):

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.routing import Routing
 from omniattn.modules.experts import DefaultVectors, Experts
-from omniattn.modules.moe import MoE
 
 __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel(DefaultVectors):
-    """The experts of a :class:`MoE`, of which each rank holds E / ranks.
+    """The experts of a :class:`omniattn.modules.MoE`, of which each rank holds E / ranks.
 
     Every rank routes its own tokens; a row travels to the rank of its expert and its result back
     (two all-to-alls forward, two backward), where it is weighted and summed in the order of the
@@ -42,7 +41,7 @@ class ExpertParallel(DefaultVectors):
 
     def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.config: MoE.Config = experts.config
+        self.config = experts.config
         self.group = group
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if self.config.experts % ranks != 0:
@@ -84,7 +83,7 @@ class ExpertParallel(DefaultVectors):
 
         tokens = x.reshape(-1, x.shape[-1])[rows // max(k, 1)]
         weights = routing.weights.masked_fill(routing.experts < 0, 0.0)
-        if self.config.router == "llama4":
+        if self.config.weigh_inputs:
             tokens = (tokens * weights.reshape(-1, 1)[rows]).to(x.dtype)
             weights = torch.ones_like(weights)
         if torch.is_grad_enabled() and not tokens.requires_grad:

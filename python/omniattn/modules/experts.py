@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_number
+from omniattn.functional.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
-from omniattn.modules.layer import Float32Buffers
-from omniattn.ops.moe import ACTIVATIONS
-
-if TYPE_CHECKING:
-    from omniattn.modules.moe import MoE
+from omniattn.modules.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 
 
 class DefaultVectors(Float32Buffers):
     """Experts with what router_grad="default_vector" learns: a vector for each that stands for its
     output where it is not chosen."""
 
-    config: MoE.Config
+    config: Experts.Config
     default_vectors: Tensor | None
     #: Where the last forward in training moves those of :attr:`own`.
     moved_vectors: Tensor | None = None
@@ -54,17 +52,72 @@ class DefaultVectors(Float32Buffers):
         vectors.copy_(own)
 
 
-class Experts(DefaultVectors):
+class Experts(DefaultVectors, Layer):
     """The stacked weights of all experts.
 
     Shape:
-        x (..., dim), Routing of (..., k) -> (..., dim). router_grad="default_vector" has a buffer
-        default_vectors (E, dim).
+        x (..., dim), Routing of (..., k) -> (..., dim). Parameters gate_up_proj (E, 2 hidden_dim,
+        dim), or (E, hidden_dim, dim) where the activation has no gate, down_proj (E, dim,
+        hidden_dim), with bias gate_up_proj_bias and down_proj_bias; the buffer default_vectors
+        (E, dim).
+
+    Example:
+        >>> from omniattn.modules import Router
+        >>> x = torch.ones(1, 3, 8)
+        >>> _, routing, _ = Router(8, experts=4, top_k=2)(x)
+        >>> Experts(8, 16, experts=4)(x, routing).shape
+        torch.Size([1, 3, 8])
     """
 
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim, hidden_dim, experts: width of a token and within an expert, number of experts.
+            activation: of `omniattn.functional.moe_experts`.
+            bias: of both products.
+            clamp: alpha and limit of clamped_swiglu.
+            weigh_inputs: weights multiply the inputs of the experts (Llama 4), not their outputs.
+            default_vectors: learn them, for a router with router_grad="default_vector".
+            default_decay: of their running means.
+            route_scale: of the router, for their gradient.
+            recompute: keep nothing of the hidden size for the backward.
+            init_std, out_init_std: of gate_up_proj and down_proj.
+        """
+
+        dim: int
+        hidden_dim: int
+        experts: int
+        activation: str = "swiglu"
+        bias: bool = False
+        clamp: tuple[float, float] = (1.702, 7.0)
+        weigh_inputs: bool = False
+        default_vectors: bool = False
+        default_decay: float = 0.9
+        route_scale: float = 1.0
+        recompute: bool = False
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.activation not in ACTIVATIONS:
+                raise ValueError(
+                    f"Experts: activation must be one of {', '.join(ACTIVATIONS)}, "
+                    f"got activation={self.activation!r}"
+                )
+            if len(self.clamp) != 2:
+                raise ValueError(f"Experts: clamp must be (alpha, limit), got clamp={self.clamp}")
+            for name, value in zip(("alpha", "limit"), self.clamp, strict=True):
+                require_number("Experts", f"{name} of clamp", value, above=0)
+            require_number("Experts", "default_decay", self.default_decay, 0, 1)
+
+    @config_or_fields(Config)
     def __init__(
         self,
-        config: MoE.Config,
+        config: Config,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,8 +134,7 @@ class Experts(DefaultVectors):
         self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
         self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
         vectors = torch.empty(c.experts, c.dim, device=device, dtype=torch.float32)
-        learns = c.router_grad == "default_vector"
-        self.register_buffer("default_vectors", vectors if learns else None)
+        self.register_buffer("default_vectors", vectors if c.default_vectors else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -116,8 +168,7 @@ class Experts(DefaultVectors):
             activation=c.activation,
             alpha=c.clamp[0],
             limit=c.clamp[1],
-            weigh_inputs=c.router == "llama4",
-            # Of E slots a token most are empty when experts choose; keeping would count them all.
-            recompute=c.recompute or c.router == "expert_choice",
+            weigh_inputs=c.weigh_inputs,
+            recompute=c.recompute,
             backend=c.backend,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omniattn.functional._checks import BACKENDS, require_number, require_pair
+from omniattn.functional._checks import BACKENDS, require_int, require_number, require_pair
 from omniattn.functional.norm import CASTINGS
 
 if TYPE_CHECKING:
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 #: Ends of the names of sizes.
 _SIZES = (
-    *("dim", "heads", "features", "rank", "layers", "experts"),
-    *("vocab_size", "positions", "classes", "channels"),
+    *("dim", "heads", "features", "rank", "layers", "experts", "groups", "axes", "sr_ratio"),
+    *("vocab_size", "positions", "classes", "channels", "image", "patch", "window", "expansion"),
+    *("max_length", "max_distance", "num_buckets", "depths", "token_types", "norm_n", "top_k"),
 )
 #: Sizes of parts that a layer or model may lack.
-_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "shared_hidden_dim", "dense_layers")
+_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "dense_layers", "mtp_depths")
+#: Numbers that may be negative; no other one may.
+_SIGNED = ("offset", "scale", "clamp_length")
+#: Numbers that must not be 0.
+_POSITIVE = ("base", "mscale", "max_exponent", "mlp_ratio")
+_LARGEST = sys.float_info.max
 #: What the annotation of a field of plain values allows, by its parts.
 _TYPES: dict[str, type] = {
     "int": Integral,
@@ -61,19 +67,30 @@ def check_fields(config: Any) -> None:
         wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
         if len(allowed) == len(kinds) and wrong:
             raise TypeError(f"{op}: {name} must be {annotation}, got {name}={value!r}")
-        if name.endswith("eps") and not 0 <= value < math.inf:
-            raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
-        if name.endswith("init_std") and value is not None:
-            require_number(op, name, value, 0)
-        if name.endswith(("dropout_p", "dropout")):
-            require_number(op, name, value, 0, 1)
+        if isinstance(value, Real) and not isinstance(value, bool):
+            _check_number(op, name, value)
         if name == "window_size":
             require_pair(op, name, value, -1)
         for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
             if name == option and value not in choices:
                 raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")
+
+
+def _check_number(op: str, name: str, value: Any) -> None:
+    least = None if name in _SIGNED else 0
+    if isinstance(value, Integral) and not name.endswith(_POSITIVE):
+        require_int(op, name, value, least)
+        return
+    if name.endswith("eps") and not 0 <= value <= _LARGEST:
+        raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
+    if not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
+    if name.endswith(("dropout_p", "dropout", "drop_path_p")):
+        require_number(op, name, value, 0, 1)
+    elif name.endswith(_POSITIVE):
+        require_number(op, name, value, above=0)
+    elif least is not None:
+        require_number(op, name, value, least)
 
 
 @dataclass(frozen=True)
@@ -86,11 +103,9 @@ class LayerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def build(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Any:
-        """The layer."""
-        return self.layer(self, device=device, dtype=dtype)
+    def build(self, **factory: Any) -> Any:
+        """The layer; `factory` is its device and dtype."""
+        return self.layer(self, **factory)
 
 
 class Float32Buffers(nn.Module):
@@ -145,13 +160,15 @@ class Layer(nn.Module):
 
 def config_or_fields(
     kind: type[LayerConfig],
+    make: Callable[..., LayerConfig] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
 
     `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
     device="cuda")`: what else `__init__` takes is then given by name. The signature shows the
-    fields; type checkers take any arguments.
+    fields; type checkers take any arguments. `make` is what takes the fields, default the config.
     """
+    new = kind if make is None else make
     layer = kind.__qualname__.removesuffix(".Config")
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
@@ -169,7 +186,7 @@ def config_or_fields(
                 return
             own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
             try:
-                config = kind(*args, **kwargs)
+                config = new(*args, **kwargs)
             except TypeError as error:
                 if str(error).startswith(f"{layer}: "):
                     raise
@@ -180,8 +197,9 @@ def config_or_fields(
                 ) from error
             init(self, config, **own)
 
-        fields = inspect.signature(kind).parameters.values()
-        signature = inspect.Signature([self_, *fields, *keywords])
+        fields = inspect.signature(new).parameters.values()
+        order = sorted([self_, *fields, *keywords], key=lambda parameter: parameter.kind)
+        signature = inspect.Signature(order)
         init_from_either.__signature__ = signature  # type: ignore[attr-defined]
         return init_from_either
 

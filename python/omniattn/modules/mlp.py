@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from omniattn import functional
+from omniattn.functional.ffn import ACTIVATIONS
 from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
-from omniattn.ops.activation import ACTIVATIONS
 
 #: Name of a gated activation -> that of the activation.
 GATED_ACTIVATIONS = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -11,17 +10,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from omniattn import functional
-from omniattn.functional._checks import require_float, require_int, require_number
-from omniattn.functional.routing import BALANCE_LOSSES, ROUTER_GRADS, Routing
+from omniattn.functional._checks import require_float
+from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
-from omniattn.functional.routing.routers import check_groups
 from omniattn.modules.experts import Experts
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.mlp import GatedMLP
-from omniattn.modules.router import ROUTERS, Router
-from omniattn.ops.moe import ACTIVATIONS
+from omniattn.modules.router import Router
 
 #: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
 IMPORTANCE_LOAD = "importance_load"
@@ -55,7 +52,8 @@ class MoE(ChannelMixer):
     """y = sum of the chosen experts, weighted by the router, + shared experts.
 
     Args:
-        config: sizes and options; the class methods of `Config` give published layers.
+        config: of the parts, or in its place the arguments of `Config.of`; further class methods of
+            `Config` give published layers.
         device, dtype: of the parameters.
 
     Shape:
@@ -79,196 +77,149 @@ class MoE(ChannelMixer):
         Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538.
 
     Example:
-        >>> layer = MoE(MoE.Config(8, 16, experts=4, top_k=2))
+        >>> layer = MoE(8, 16, experts=4, top_k=2)
         >>> layer(torch.ones(1, 3, 8)).shape, layer.state.counts.sum()
         (torch.Size([1, 3, 8]), tensor(6))
     """
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes and options of the layer.
+        """The parts of the layer; `of` makes them from flat options.
 
-        `router`: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
-        (top_k of them), or expert_choice, for which `capacity_factor` is needed and k unused.
-        `renormalize`, `route_scale`, `groups`, `top_groups`, `router_grad`, `jitter`, `noise_eps`,
-        `balance`: see omniattn.functional.routing; "importance_load", of the noisy router alone, is
-        the sum of both `cv_squared`. `default_decay`: of the default vectors.
-        `capacity_factor`: None never drops; `capacity` gives the room of an expert in tokens
-        instead. It is for the batch or, with `capacity_per_sequence`, for each sequence, as in
-        transformers' Switch; earlier tokens take it first or, with `capacity_by_score`, the most
-        probable ones (V-MoE). `shared_hidden_dim`: width of the experts that take every token, 0
-        for none; `shared_gate`: sigmoid gate in front of them (Qwen2-MoE). `clamp`: alpha and limit
-        of clamped_swiglu. `bias_rate`: of `update_bias`.
+        Args:
+            gate, experts: the router and what it chooses from.
+            shared: of the experts that take every token, as one layer.
+            shared_gate: sigmoid gate in front of them (Qwen2-MoE).
+            balance: see omniattn.functional.load_balance_loss; "importance_load", of the noisy
+                router alone, is the sum of both `cv_squared`.
+            balance_coefficient, z_coefficient: of the losses, 0 for none.
         """
 
-        dim: int
-        hidden_dim: int
-        experts: int
-        top_k: int
-        activation: str = "swiglu"
-        bias: bool = False
-        clamp: tuple[float, float] = (1.702, 7.0)
-        router: str = "softmax"
-        router_bias: bool = False
-        renormalize: bool = True
-        route_scale: float = 1.0
-        groups: int = 1
-        top_groups: int = 1
-        router_grad: str = "exact"
-        default_decay: float = 0.9
-        jitter: float = 0.0
-        noise_eps: float = 0.0
-        capacity_factor: float | None = None
-        capacity: int | None = None
-        capacity_per_sequence: bool = False
-        capacity_by_score: bool = False
-        capacity_at_eval: bool = False
-        shared_hidden_dim: int = 0
+        gate: Router.Config
+        experts: Experts.Config
+        shared: GatedMLP.Config | None = None
         shared_gate: bool = False
         balance: str = "switch"
         balance_coefficient: float = 0.0
         z_coefficient: float = 0.0
-        bias_rate: float = 1e-3
-        recompute: bool = False
-        init_std: float = 0.02
-        out_init_std: float = 0.02
-        backend: str | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, allowed in (
-                ("activation", tuple(ACTIVATIONS)),
-                ("router", ROUTERS),
-                ("router_grad", ROUTER_GRADS),
-                ("balance", (*BALANCE_LOSSES, IMPORTANCE_LOAD)),
-            ):
-                value = getattr(self, name)
-                if value not in allowed:
+            for name in ("dim", "experts"):
+                ours, theirs = getattr(self.gate, name), getattr(self.experts, name)
+                if ours != theirs:
                     raise ValueError(
-                        f"MoE: {name} must be one of {', '.join(allowed)}, got {name}={value!r}"
+                        f"MoE: gate and experts must have the same {name}, "
+                        f"got gate.{name}={ours}, experts.{name}={theirs}"
                     )
-            if not 1 <= self.top_k <= self.experts:
+            if self.experts.default_vectors != (self.gate.router_grad == "default_vector"):
                 raise ValueError(
-                    f"MoE: top_k must be in [1, experts], got top_k={self.top_k}, "
-                    f"experts={self.experts}"
+                    "MoE: experts must have default_vectors if and only if router_grad is "
+                    f"'default_vector', got default_vectors={self.experts.default_vectors}, "
+                    f"router_grad={self.gate.router_grad!r}"
                 )
-            if self.top_k == 1 and self.renormalize and self.router == "softmax":
-                warnings.warn(
-                    "MoE: top_k=1 with renormalize=True gives weight 1 to every token: its router "
-                    "learns from the balance loss alone",
-                    stacklevel=3,
-                )
-            if self.router_grad != "exact" and self.router != "softmax":
+            allowed = (*BALANCE_LOSSES, IMPORTANCE_LOAD)
+            if self.balance not in allowed:
                 raise ValueError(
-                    "MoE: router_grad must be exact but for router='softmax', "
-                    f"got router_grad={self.router_grad!r}, router={self.router!r}"
+                    f"MoE: balance must be one of {', '.join(allowed)}, "
+                    f"got balance={self.balance!r}"
                 )
-            self._check_router()
-
-        def _check_router(self) -> None:
-            """An option that the router does not have is an error, not ignored."""
-            if self.router == "expert_choice" and self.capacity_factor is None:
-                raise ValueError("MoE: router='expert_choice' needs a capacity_factor, got None")
-            if self.capacity is not None and self.capacity_factor is not None:
+            if self.balance == IMPORTANCE_LOAD and self.gate.router != "noisy":
                 raise ValueError(
-                    "MoE: capacity and capacity_factor must not both be given, "
-                    f"got capacity={self.capacity}, capacity_factor={self.capacity_factor}"
+                    f"MoE: balance={IMPORTANCE_LOAD!r} needs router='noisy', "
+                    f"got router={self.gate.router!r}"
                 )
-            if self.router_grad == "ste_dense" and self.limited:
-                raise ValueError(
-                    "MoE: router_grad='ste_dense' evaluates every expert: capacity and "
-                    "capacity_factor must be None, "
-                    f"got capacity={self.capacity}, capacity_factor={self.capacity_factor}"
-                )
-            for name in ("capacity_per_sequence", "capacity_by_score", "capacity_at_eval"):
-                if getattr(self, name) and not self.limited:
-                    raise ValueError(
-                        f"MoE: {name} needs capacity or capacity_factor, got None of both"
-                    )
-            if self.capacity is not None:
-                require_int("MoE", "capacity", self.capacity, 0)
-            if self.capacity_factor is not None:
-                require_number("MoE", "capacity_factor", self.capacity_factor, 0)
-            require_number("MoE", "default_decay", self.default_decay, 0, 1)
-            require_number("MoE", "jitter", self.jitter, 0, below=1)
-            if len(self.clamp) != 2:
-                raise ValueError(f"MoE: clamp must be (alpha, limit), got clamp={self.clamp}")
-            for name, value in zip(("alpha", "limit"), self.clamp, strict=True):
-                require_number("MoE", f"{name} of clamp", value, above=0)
-            check_groups("MoE", self.experts, self.groups, self.top_groups, self.top_k)
-            if self.router not in ("softmax", "sigmoid"):
-                limits = {"route_scale": 1.0, "top_groups": self.groups}
-                for name, only in limits.items():
-                    if getattr(self, name) != only:
-                        raise ValueError(
-                            f"MoE: {name} must be {only} but for router='softmax' and 'sigmoid', "
-                            f"got {name}={getattr(self, name)}, router={self.router!r}"
-                        )
-            if self.router != "noisy" and (self.noise_eps or self.balance == IMPORTANCE_LOAD):
-                raise ValueError(
-                    f"MoE: noise_eps and balance={IMPORTANCE_LOAD!r} need router='noisy', "
-                    f"got noise_eps={self.noise_eps}, balance={self.balance!r}, "
-                    f"router={self.router!r}"
-                )
-            if self.shared_gate and not self.shared_hidden_dim:
-                raise ValueError(
-                    "MoE: shared_gate needs shared experts, got shared_hidden_dim="
-                    f"{self.shared_hidden_dim}"
-                )
-
-        @property
-        def limited(self) -> bool:
-            """Whether experts drop what they have no room for."""
-            return self.capacity is not None or self.capacity_factor is not None
+            if self.shared_gate and self.shared is None:
+                raise ValueError("MoE: shared_gate needs shared experts, got shared=None")
 
         @classmethod
-        def mixtral(cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2) -> MoE.Config:
+        def of(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int,
+            top_k: int,
+            *,
+            shared_hidden_dim: int = 0,
+            **options: Any,
+        ) -> MoE.Config:
+            """The config by sizes and by fields of Router.Config, Experts.Config and its own.
+
+            Fields that parts share (init_std, ...) go to all of them. What the experts must know of
+            the router follows from it. `shared_hidden_dim` is the width of the shared experts, 0
+            for none.
+            """
+            router = options.get("router", "softmax")
+            options |= {"dim": dim, "hidden_dim": hidden_dim, "experts": experts, "top_k": top_k}
+            options.setdefault("weigh_inputs", router == "llama4")
+            options.setdefault("default_vectors", options.get("router_grad") == "default_vector")
+            # Of E slots a token most are empty when experts choose; keeping would count them all.
+            options["recompute"] = options.get("recompute", False) or router == "expert_choice"
+
+            def of(kind: type[LayerConfig], *but: str) -> dict[str, Any]:
+                names = {field.name for field in fields(kind)}.difference(but)
+                return {name: options[name] for name in options if name in names}
+
+            gate, each = of(Router.Config), of(Experts.Config)
+            own = of(cls, "gate", "experts", "shared")
+            if unknown := options.keys() - {*gate, *each, *own}:
+                raise TypeError(f"unknown options {', '.join(sorted(unknown))}")
+            shared = None
+            if shared_hidden_dim != 0:
+                common = of(GatedMLP.Config, "hidden_dim", "activation", "bias", "recompute")
+                shared = GatedMLP.Config(hidden_dim=shared_hidden_dim, **common)
+            return cls(Router.Config(**gate), Experts.Config(**each), shared, **own)
+
+        @classmethod
+        def mixtral(
+            cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2, **options: Any
+        ) -> MoE.Config:
             """Jiang et al. 2024, arXiv 2401.04088; Qwen3-MoE too."""
-            return cls(dim, hidden_dim, experts, top_k, balance_coefficient=2e-2)
+            own: dict[str, Any] = {"balance_coefficient": 2e-2}
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
         @classmethod
-        def switch(cls, dim: int, hidden_dim: int, experts: int) -> MoE.Config:
+        def switch(cls, dim: int, hidden_dim: int, experts: int, **options: Any) -> MoE.Config:
             """Fedus et al. 2021, arXiv 2101.03961: top-1, ReLU experts, capacity 1.25."""
-            return cls(
-                dim,
-                hidden_dim,
-                experts,
-                1,
-                activation="relu",
-                renormalize=False,
-                jitter=1e-2,
-                capacity_factor=1.25,
-                balance_coefficient=1e-2,
-            )
+            own: dict[str, Any] = {
+                "activation": "relu",
+                "renormalize": False,
+                "jitter": 1e-2,
+                "capacity_factor": 1.25,
+                "balance_coefficient": 1e-2,
+            }
+            return cls.of(dim, hidden_dim, experts, 1, **own | options)
 
         @classmethod
-        def llama4(cls, dim: int, hidden_dim: int, experts: int, top_k: int = 1) -> MoE.Config:
+        def llama4(
+            cls, dim: int, hidden_dim: int, experts: int, top_k: int = 1, **options: Any
+        ) -> MoE.Config:
             """Meta AI 2025, Llama 4: top-1 of a sigmoid on the inputs, one shared expert."""
-            return cls(
-                dim,
-                hidden_dim,
-                experts,
-                top_k,
-                router="llama4",
-                shared_hidden_dim=hidden_dim,
-                balance_coefficient=1e-3,
-            )
+            own: dict[str, Any] = {
+                "router": "llama4",
+                "shared_hidden_dim": hidden_dim,
+                "balance_coefficient": 1e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
         @classmethod
         def qwen2_moe(
-            cls, dim: int, hidden_dim: int, experts: int, top_k: int, shared_hidden_dim: int
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int,
+            top_k: int,
+            shared_hidden_dim: int,
+            **options: Any,
         ) -> MoE.Config:
             """Qwen1.5-MoE and Qwen2-MoE: a gated shared expert, no renormalisation."""
-            return cls(
-                dim,
-                hidden_dim,
-                experts,
-                top_k,
-                renormalize=False,
-                shared_hidden_dim=shared_hidden_dim,
-                shared_gate=True,
-                balance_coefficient=1e-3,
-            )
+            own: dict[str, Any] = {
+                "renormalize": False,
+                "shared_hidden_dim": shared_hidden_dim,
+                "shared_gate": True,
+                "balance_coefficient": 1e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
         @classmethod
         def deepseek_v2(
@@ -279,24 +230,19 @@ class MoE(ChannelMixer):
             top_k: int = 6,
             *,
             shared: int = 2,
-            groups: int = 8,
-            top_groups: int = 3,
-            route_scale: float = 16.0,
+            **options: Any,
         ) -> MoE.Config:
             """DeepSeek-AI 2024, arXiv 2405.04434: group-limited softmax routing."""
-            return cls(
-                dim,
-                hidden_dim,
-                experts,
-                top_k,
-                renormalize=False,
-                route_scale=route_scale,
-                groups=groups,
-                top_groups=top_groups,
-                shared_hidden_dim=shared * hidden_dim,
-                balance="deepseek_v2",
-                balance_coefficient=3e-3,
-            )
+            own: dict[str, Any] = {
+                "renormalize": False,
+                "route_scale": 16.0,
+                "groups": 8,
+                "top_groups": 3,
+                "shared_hidden_dim": shared * hidden_dim,
+                "balance": "deepseek_v2",
+                "balance_coefficient": 3e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
         @classmethod
         def deepseek_v3(
@@ -307,28 +253,23 @@ class MoE(ChannelMixer):
             top_k: int = 8,
             *,
             shared: int = 1,
-            groups: int = 8,
-            top_groups: int = 4,
-            route_scale: float = 2.5,
+            **options: Any,
         ) -> MoE.Config:
             """DeepSeek-AI 2024, arXiv 2412.19437: sigmoid routing balanced by a bias."""
-            return cls(
-                dim,
-                hidden_dim,
-                experts,
-                top_k,
-                router="sigmoid",
-                route_scale=route_scale,
-                groups=groups,
-                top_groups=top_groups,
-                shared_hidden_dim=shared * hidden_dim,
-                balance="deepseek_v3",
-                balance_coefficient=1e-4,
-            )
+            own: dict[str, Any] = {
+                "router": "sigmoid",
+                "route_scale": 2.5,
+                "groups": 8,
+                "top_groups": 4,
+                "shared_hidden_dim": shared * hidden_dim,
+                "balance": "deepseek_v3",
+                "balance_coefficient": 1e-4,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
     state: RouterState | None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, make=Config.of)
     def __init__(
         self,
         config: Config,
@@ -338,21 +279,15 @@ class MoE(ChannelMixer):
     ) -> None:
         super().__init__()
         self.config = c = config
-        self.gate = Router(c, device=device, dtype=dtype)
-        self.experts = Experts(c, device=device, dtype=dtype)
+        self.gate = Router(c.gate, device=device, dtype=dtype)
+        self.experts = Experts(c.experts, device=device, dtype=dtype)
         self.shared_experts: GatedMLP | None = None
-        if c.shared_hidden_dim:
-            shared = GatedMLP.Config(
-                c.dim,
-                c.shared_hidden_dim,
-                init_std=c.init_std,
-                out_init_std=c.out_init_std,
-                backend=c.backend,
-            )
-            self.shared_experts = GatedMLP(shared, device=device, dtype=dtype)
+        if c.shared is not None:
+            self.shared_experts = GatedMLP(c.shared, device=device, dtype=dtype)
         self.shared_expert_gate: Linear | None = None
         if c.shared_gate:
-            gate = Linear.Config(c.dim, 1, init_std=c.init_std, backend=c.backend)
+            init_std, backend = c.gate.init_std, c.experts.backend
+            gate = Linear.Config(c.gate.dim, 1, init_std=init_std, backend=backend)
             self.shared_expert_gate = Linear(gate, device=device, dtype=dtype)
         self.state = None
 
@@ -376,11 +311,11 @@ class MoE(ChannelMixer):
 
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """The routing that forward executes, and its state."""
-        c = self.config
+        c, dim = self.config.gate, self.config.gate.dim
         require_float("MoE", "x", x)
-        if x.dim() < 2 or x.shape[-1] != c.dim:
+        if x.dim() < 2 or x.shape[-1] != dim:
             raise ValueError(
-                f"MoE: x must have shape (..., T, {c.dim}), got x.shape={tuple(x.shape)}"
+                f"MoE: x must have shape (..., T, {dim}), got x.shape={tuple(x.shape)}"
             )
         if token_mask is not None:
             require_mask("MoE", token_mask, x, "x")
@@ -395,24 +330,26 @@ class MoE(ChannelMixer):
         if c.router_grad == "ste_dense":  # which evaluates the others too, with weight 0
             experts = experts.masked_fill(routing.weights == 0, -1)
         counts = functional.expert_counts(experts, c.experts)
-        learns = self.training or torch.is_grad_enabled()
-        balance_loss = z_loss = routing.scores.new_zeros(())
-        if c.balance_coefficient and learns:
-            loss = self._imbalance(routing._replace(experts=experts), load, token_mask)
-            balance_loss = c.balance_coefficient * loss
-        if c.z_coefficient and learns:
-            z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
+        losses = self._losses(logits, routing._replace(experts=experts), load, token_mask)
         dropped = counts.new_zeros(())
         if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
-            routing, dropped = self._drop(routing, token_mask)
-        seen = routing.scores.detach()
-        if token_mask is not None:
-            seen = seen.masked_fill(~token_mask[..., None], 0.0)
-        total = seen.flatten(0, -2).sum(0)
-        share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
-        entropy = torch.special.entr(share).sum()
-        state = RouterState(routing.experts, counts, dropped, entropy, balance_loss, z_loss)
-        return routing, state
+            routing, dropped = self.gate.drop(routing, token_mask)
+        entropy = _load_entropy(routing.scores.detach(), token_mask)
+        return routing, RouterState(routing.experts, counts, dropped, entropy, *losses)
+
+    def _losses(
+        self, logits: Tensor, routing: Routing, load: Tensor | None, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Balance and z-loss with their coefficients, before any assignment is dropped."""
+        c = self.config
+        balance_loss = z_loss = routing.scores.new_zeros(())
+        if not (self.training or torch.is_grad_enabled()):
+            return balance_loss, z_loss
+        if c.balance_coefficient:
+            balance_loss = c.balance_coefficient * self._imbalance(routing, load, token_mask)
+        if c.z_coefficient:
+            z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
+        return balance_loss, z_loss
 
     def _imbalance(
         self, routing: Routing, load: Tensor | None, token_mask: Tensor | None
@@ -425,7 +362,7 @@ class MoE(ChannelMixer):
             return functional.cv_squared(importance) + functional.cv_squared(load)
         counted = routing.experts
         if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
-            counted = functional.top_k(routing.scores, c.top_k)[1]
+            counted = functional.top_k(routing.scores, c.gate.top_k)[1]
             if token_mask is not None:
                 counted = counted.masked_fill(~token_mask[..., None], -1)
         return functional.load_balance_loss(
@@ -433,25 +370,9 @@ class MoE(ChannelMixer):
             counted,
             kind=c.balance,
             token_mask=token_mask,
-            groups=c.groups,
-            top_groups=c.top_groups,
+            groups=c.gate.groups,
+            top_groups=c.gate.top_groups,
         )
-
-    def _drop(self, routing: Routing, token_mask: Tensor | None) -> tuple[Routing, Tensor]:
-        """The routing without what finds no room, and how much that was."""
-        c = self.config
-        groups = routing
-        if not c.capacity_per_sequence:
-            groups = Routing(*(t.flatten(0, -2) for t in routing))
-            token_mask = None if token_mask is None else token_mask.flatten()
-        capacity: int | Tensor | None = c.capacity
-        if c.capacity_factor is not None:
-            tokens = groups.experts.shape[-2] if token_mask is None else token_mask.sum(-1)
-            capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
-        assert capacity is not None
-        priority = groups.scores.amax(-1) if c.capacity_by_score else None
-        kept, dropped = functional.drop_over_capacity(groups, capacity, priority=priority)
-        return Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True))), dropped
 
     @torch.no_grad()
     def update_bias(
@@ -475,11 +396,21 @@ class MoE(ChannelMixer):
         if group is not None:
             counts = counts.clone()
             torch.distributed.all_reduce(counts, group=group)
-        functional.update_router_bias(bias, counts, self.config.bias_rate if rate is None else rate)
+        rate = self.config.gate.bias_rate if rate is None else rate
+        functional.update_router_bias(bias, counts, rate)
 
     def update_default_vectors(self) -> None:
         """Moves the default vectors towards the mean outputs of the last forward in training."""
         self.experts.update_default_vectors()
+
+
+def _load_entropy(scores: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Entropy () of the mean scores (..., T, E) of the real tokens."""
+    if token_mask is not None:
+        scores = scores.masked_fill(~token_mask[..., None], 0.0)
+    total = scores.flatten(0, -2).sum(0)
+    share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
+    return torch.special.entr(share).sum()
 
 
 def _in_backward() -> bool:

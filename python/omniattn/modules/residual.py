@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_number, widen
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.mixer import Norm
-from omniattn.reference.precision import widen
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers, require_number
+from omniattn.functional.rope import RopeScaling
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
-from omniattn.reference import RopeScaling
 
 
 class RotaryEmbedding(Layer):

@@ -2,35 +2,144 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import autocast_dtype
-from omniattn.functional.routing import Routing
-from omniattn.modules.layer import Float32Buffers
-from omniattn.reference.philox import new_seed
-
-if TYPE_CHECKING:
-    from omniattn.modules.moe import MoE
+from omniattn.functional._checks import autocast_dtype, new_seed, require_int, require_number
+from omniattn.functional.routing import ROUTER_GRADS, Routing
+from omniattn.functional.routing.routers import check_groups
+from omniattn.modules.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 
 ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
 
-class Router(Float32Buffers):
+class Router(Float32Buffers, Layer):
     """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
 
     Shape:
         x (..., T, dim) -> logits (..., T, E), Routing, and of the noisy router the load (E,).
+        Parameters weight (E, dim), bias (E,), noise_weight (E, dim); the buffer
+        e_score_correction_bias (E,) of the sigmoid router.
+
+    Example:
+        >>> logits, routing, _ = Router(8, experts=4, top_k=2)(torch.ones(1, 3, 8))
+        >>> logits.shape, routing.experts.shape
+        (torch.Size([1, 3, 4]), torch.Size([1, 3, 2]))
     """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Which experts take a token, and with which weights.
+
+        Args:
+            dim, experts: width of a token, number of experts.
+            top_k: experts of a token.
+            router: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
+                (top_k of them), or expert_choice, for which `capacity_factor` is needed and
+                `top_k` unused.
+            router_bias: of the logits.
+            renormalize, route_scale, groups, top_groups, router_grad, jitter, noise_eps: see
+                omniattn.functional.routing.
+            capacity_factor, capacity: room of an expert, as a multiple of an even share or in
+                tokens. Without either nothing is dropped.
+            capacity_per_sequence: room for each sequence, as in transformers' Switch, instead of
+                the batch.
+            capacity_by_score: the most probable tokens take it first (V-MoE), not the earlier ones.
+            capacity_at_eval: in inference too.
+            bias_rate: of `MoE.update_bias`.
+            init_std: of the weight.
+        """
+
+        dim: int
+        experts: int
+        top_k: int
+        router: str = "softmax"
+        router_bias: bool = False
+        renormalize: bool = True
+        route_scale: float = 1.0
+        groups: int = 1
+        top_groups: int = 1
+        router_grad: str = "exact"
+        jitter: float = 0.0
+        noise_eps: float = 0.0
+        capacity_factor: float | None = None
+        capacity: int | None = None
+        capacity_per_sequence: bool = False
+        capacity_by_score: bool = False
+        capacity_at_eval: bool = False
+        bias_rate: float = 1e-3
+        init_std: float = 0.02
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name, allowed in (("router", ROUTERS), ("router_grad", ROUTER_GRADS)):
+                if getattr(self, name) not in allowed:
+                    raise ValueError(
+                        f"Router: {name} must be one of {', '.join(allowed)}, "
+                        f"got {name}={getattr(self, name)!r}"
+                    )
+            require_int("Router", "top_k", self.top_k, 1, self.experts)
+            require_number("Router", "jitter", self.jitter, 0, below=1)
+            check_groups("Router", self.experts, self.groups, self.top_groups, self.top_k)
+            self._check_router()
+            self._check_capacity()
+            if self.top_k == 1 and self.renormalize and self.router == "softmax":
+                warnings.warn(
+                    "Router: top_k=1 with renormalize=True gives weight 1 to every token: its "
+                    "router learns from the balance loss alone",
+                    stacklevel=3,
+                )
+
+        def _check_router(self) -> None:
+            """An option that the router does not have is an error, not ignored."""
+            scored = ("softmax", "sigmoid")
+            for name, plain, routers in (
+                ("router_grad", "exact", ("softmax",)),
+                ("route_scale", 1.0, scored),
+                ("top_groups", self.groups, scored),
+                ("noise_eps", 0.0, ("noisy",)),
+            ):
+                if getattr(self, name) != plain and self.router not in routers:
+                    raise ValueError(
+                        f"Router: {name} must be {plain!r} unless router is "
+                        f"{' or '.join(map(repr, routers))}, "
+                        f"got {name}={getattr(self, name)!r}, router={self.router!r}"
+                    )
+
+        def _check_capacity(self) -> None:
+            room = f"capacity={self.capacity}, capacity_factor={self.capacity_factor}"
+            if self.router == "expert_choice" and self.capacity_factor is None:
+                raise ValueError("Router: router='expert_choice' needs a capacity_factor, got None")
+            if self.capacity is not None and self.capacity_factor is not None:
+                raise ValueError(
+                    f"Router: capacity and capacity_factor must not both be given, got {room}"
+                )
+            if self.router_grad == "ste_dense" and self.limited:
+                raise ValueError(
+                    "Router: router_grad='ste_dense' evaluates every expert: capacity and "
+                    f"capacity_factor must be None, got {room}"
+                )
+            for name in ("capacity_per_sequence", "capacity_by_score", "capacity_at_eval"):
+                if getattr(self, name) and not self.limited:
+                    raise ValueError(
+                        f"Router: {name} needs capacity or capacity_factor, got None of both"
+                    )
+
+        @property
+        def limited(self) -> bool:
+            """Whether experts drop what they have no room for."""
+            return self.capacity is not None or self.capacity_factor is not None
 
     e_score_correction_bias: Tensor | None
 
+    @config_or_fields(Config)
     def __init__(
         self,
-        config: MoE.Config,
+        config: Config,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,6 +218,22 @@ class Router(Float32Buffers):
                 router_grad=c.router_grad,
             )
         return logits, routing, load
+
+    def drop(self, routing: Routing, token_mask: Tensor | None = None) -> tuple[Routing, Tensor]:
+        """The routing without what finds no room, and how much that was."""
+        c = self.config
+        groups = routing
+        if not c.capacity_per_sequence:
+            groups = Routing(*(t.flatten(0, -2) for t in routing))
+            token_mask = None if token_mask is None else token_mask.flatten()
+        capacity: int | Tensor | None = c.capacity
+        if c.capacity_factor is not None:
+            tokens = groups.experts.shape[-2] if token_mask is None else token_mask.sum(-1)
+            capacity = functional.expert_capacity(tokens, c.experts, c.top_k, c.capacity_factor)
+        assert capacity is not None
+        priority = groups.scores.amax(-1) if c.capacity_by_score else None
+        kept, dropped = functional.drop_over_capacity(groups, capacity, priority=priority)
+        return Routing(*(t.view(r.shape) for t, r in zip(kept, routing, strict=True))), dropped
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor) -> Tensor:
