@@ -1,0 +1,81 @@
+"""The table of layers in docs/architecture.md says who may include or import whom."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def layers() -> dict[str, set[str]]:
+    """Folder of a layer -> folders that it may use."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    allowed: dict[str, set[str]] = {}
+    for path, uses in re.findall(
+        r"^\| [^|]+ \| `([\w/]+/)[^|]* \| ([^|]+) \|$", text, re.MULTILINE
+    ):
+        tree, name = re.match(r"(csrc|python/omniattn)/(\w+)/", path).groups()
+        above = {folder for folder in allowed if folder.startswith(tree)}
+        known = {f"{tree}/{word}" for word in re.findall(r"\w+", uses)} & above
+        used = above if "all of the above" in uses else known
+        allowed[f"{tree}/{name}"] = allowed.get(f"{tree}/{name}", set()) | used
+    return allowed
+
+
+LAYERS = layers()
+#: gpu.h includes the emulator under g++ in place of CUDA's headers.
+EXCEPTIONS = {"csrc/runtime/gpu.h": {"csrc/emulator"}}
+
+
+def used_by(source: str, suffix: str) -> set[str]:
+    """The folders that a file includes or imports, functions and type checking included."""
+    if suffix != ".py":
+        return {f"csrc/{name}" for name in re.findall(r'#include "(\w+)/', source)}
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return {f"python/omniattn/{n.split('.')[1]}" for n in names if n.startswith("omniattn.")}
+
+
+def violations(layer: str, source: str, suffix: str) -> set[str]:
+    return (used_by(source, suffix) & set(LAYERS)) - LAYERS[layer] - {layer}
+
+
+def test_every_folder_is_in_the_table():
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for pattern in ("csrc/*/*.*", "python/omniattn/*/__init__.py")
+        for path in ROOT.glob(pattern)
+    }
+    assert folders - {"csrc/kernels"} == set(LAYERS) - {"csrc/kernels"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_uses_only_what_the_table_allows(layer):
+    files = [p for p in (ROOT / layer).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu")]
+    assert files
+    for path in files:
+        found = violations(layer, path.read_text(encoding="utf-8"), path.suffix)
+        name = path.relative_to(ROOT).as_posix()
+        assert found == EXCEPTIONS.get(name, set()), f"{name} must not use {found}"
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("python/omniattn/modules", "from omniattn.ops.moe import ACTIVATIONS"),
+        ("python/omniattn/modules", "def f():\n    from omniattn import functional, reference"),
+        ("python/omniattn/functional", "import omniattn.modules"),
+        ("python/omniattn/reference", "if T:\n    from omniattn.functional.masks import Mask"),
+        ("csrc/semantics", '#include "runtime/vec.h"'),
+        ("csrc/kernels", '#include "ops/tensor.h"'),
+    ],
+)
+def test_a_violation_is_found(layer, source):
+    assert violations(layer, source, ".py" if layer.startswith("python") else ".h")
