@@ -8,7 +8,7 @@ import pytest
 from omniattn import config
 from omniattn.encoding.masks import BLOCK, LAYOUTS, MaskKind
 from omniattn.encoding.scores import ScoreKind
-from omniattn.functional import _attention, masks
+from omniattn.functional import _attention, _mask
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES
 
@@ -67,4 +67,4 @@ def test_constants_match():
     tile = [
         constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
     ]
-    assert tuple(tile) == masks.TILE
+    assert tuple(tile) == _mask.TILE

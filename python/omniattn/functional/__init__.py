@@ -7,9 +7,8 @@ from omniattn.functional.attention import (
     attention,
     attention_cached,
     attention_varlen,
-    attention_weights,
-    merge_attention,
 )
+from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
@@ -27,11 +26,10 @@ from omniattn.functional.positions import (
     sinusoidal,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
-from omniattn.functional.rope import (
-    apply_rotary,
+from omniattn.functional.rope import apply_rotary, qk_norm_rotary
+from omniattn.functional.rope_tables import (
     axial_frequencies,
     mrope_axes,
-    qk_norm_rotary,
     rope_frequencies,
     rotary_tables,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers, require_number
-from omniattn.functional.rope import RopeScaling
+from omniattn.functional.rope_tables import RopeScaling
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 

@@ -8,6 +8,7 @@ paged attention N pages of Tk tokens for each sequence.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from omniattn.testing.spec import OpSpec
 from omniattn.testing.specs import (
@@ -20,12 +21,25 @@ from omniattn.testing.specs import (
     norm,
     random,
     rope,
+    sequences,
     topk,
 )
 
 __all__ = ["registry"]
 
-FAMILIES = (attention, norm, rope, activation, ffn, gemm, loss, moe, topk, random)
+FAMILIES: tuple[ModuleType, ...] = (
+    attention,
+    sequences,
+    norm,
+    rope,
+    activation,
+    ffn,
+    gemm,
+    loss,
+    moe,
+    topk,
+    random,
+)
 
 
 @functools.cache

@@ -25,9 +25,7 @@ from omniattn.functional.routing.losses import (
 )
 from omniattn.functional.routing.routers import (
     ROUTER_GRADS,
-    Routing,
     expert_choice,
-    expert_counts,
     llama4_top_k,
     noisy_top_k,
     router_jitter,
@@ -35,6 +33,7 @@ from omniattn.functional.routing.routers import (
     softmax_top_k,
     top_k_softmax,
 )
+from omniattn.functional.routing.routing import Routing, expert_counts
 
 __all__ = [
     "BALANCE_LOSSES",

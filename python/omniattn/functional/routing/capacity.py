@@ -18,7 +18,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional.random import uniform_like
 from omniattn.functional.routing._checks import require_integers_beside
-from omniattn.functional.routing.routers import Routing, require_routing
+from omniattn.functional.routing.routing import Routing, require_routing
 
 
 @overload

@@ -12,7 +12,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.routing._checks import require_float_beside, require_integers_beside
-from omniattn.functional.routing.routers import Routing, expert_counts, require_routing
+from omniattn.functional.routing.routing import Routing, expert_counts, require_routing
 
 
 def default_vector_gradient(

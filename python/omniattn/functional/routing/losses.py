@@ -13,13 +13,8 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.routing._checks import require_integers_beside, require_mask
-from omniattn.functional.routing.routers import (
-    Routing,
-    check_groups,
-    count_rows,
-    require_routing,
-    widen,
-)
+from omniattn.functional.routing.routers import check_groups
+from omniattn.functional.routing.routing import Routing, count_rows, require_routing, widen
 
 BALANCE_LOSSES = (
     "switch",

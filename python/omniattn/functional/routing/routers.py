@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from omniattn.functional._checks import (
     require_choice,
     require_float,
     require_int,
-    require_integers,
     require_like,
     require_number,
     require_seed,
@@ -24,61 +21,14 @@ from omniattn.functional.routing._checks import (
     require_integers_beside,
     require_mask,
 )
+from omniattn.functional.routing.routing import (
+    Routing,
+    expert_counts,
+    widen,
+)
 from omniattn.functional.topk import top_k
 
 ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
-
-
-class Routing(NamedTuple):
-    """What a router decided.
-
-    Attributes:
-        experts: (..., k) int64, the expert of each slot, -1 for none.
-        weights: (..., k) in the compute dtype.
-        scores: (..., E) in the compute dtype, what the losses average: softmax or sigmoid.
-    """
-
-    experts: Tensor
-    weights: Tensor
-    scores: Tensor
-
-
-def require_routing(op: str, routing: Routing) -> None:
-    if not isinstance(routing, Routing):
-        raise TypeError(f"{op}: routing must be a Routing, got routing={routing!r}")
-    experts, weights, scores = routing
-    require_float(op, "routing.scores", scores)
-    require_float_beside(op, "routing.weights", weights, scores, "routing.scores")
-    require_integers_beside(op, "routing.experts", experts, scores, "routing.scores")
-    require_shape(op, "routing.weights", weights, experts.shape)
-    if 0 in (experts.dim(), scores.dim()) or experts.shape[:-1] != scores.shape[:-1]:
-        raise ValueError(
-            f"{op}: routing must have experts (..., k) and scores (..., E), got "
-            f"experts.shape={tuple(experts.shape)}, scores.shape={tuple(scores.shape)}"
-        )
-
-
-def expert_counts(index: Tensor, experts: int) -> Tensor:
-    """Assignments of each expert, (E,) int64; a negative index counts for none.
-
-    Raises:
-        TypeError: an index that is not integers.
-        ValueError: less than one expert.
-        RuntimeError: an index of E or more.
-
-    Example:
-        >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), 3)
-        tensor([1, 0, 2])
-    """
-    require_integers("expert_counts", "index", index)
-    require_int("expert_counts", "experts", experts, 1)
-    return count_rows(index.reshape(1, index.numel()).long(), experts)[0]
-
-
-def count_rows(index: Tensor, experts: int) -> Tensor:
-    """Counts (rows, E) of index (rows, n)."""
-    counts = index.new_zeros(index.shape[0], experts)
-    return counts.scatter_add(1, index.clamp(min=0), (index >= 0).long())
 
 
 def softmax_top_k(
@@ -409,10 +359,6 @@ def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
     require_number(op, "eps", eps, 0, below=1)
     noise = uniform_like(x, seed=require_seed(op, seed, x))
     return (widen(x) * (1 + eps * (2 * noise - 1))).to(x.dtype)
-
-
-def widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def check_groups(op: str, experts: int, groups: int, top_groups: int, k: int = 0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ GRADIENT_FACTORS = {
 }
 
 
-def _qkv(
+def qkv(
     label: str,
     B: int,
     Tq: int,
@@ -43,7 +42,7 @@ def _qkv(
     return Case(label, sizes, tensors, options)
 
 
-def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
+def attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
     b, tq, tk, h = (case.sizes[k] for k in ("B", "Tq", "Tk", "H"))
     makers: dict[str, Callable[[], dict[str, Tensor]]] = {
         "bias": lambda: {"bias": random.normal(1, h, tq, tk)},
@@ -68,7 +67,7 @@ def _attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
-def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+def attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
     pages = b * case.sizes.get("N", 1)
     made = {
@@ -76,7 +75,7 @@ def _attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "k": random.normal(pages, tk, g, d),
         "v": random.normal(pages, tk, g, case.sizes.get("Dv", d)),
     }
-    return made | _attention_tensors(case, random)
+    return made | attention_tensors(case, random)
 
 
 def _ends(random: Random, count: int) -> Tensor:
@@ -104,7 +103,7 @@ def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
     return mask
 
 
-def _attention_flops(case: Case, pass_: Pass) -> float:
+def attention_flops(case: Case, pass_: Pass) -> float:
     """2 FLOP per visible (query, key) and feature, 2 GEMMs forward, 5 backward."""
     s = case.sizes
     causal = case.options.get("causal", False) or case.options.get("is_causal", False)
@@ -139,7 +138,7 @@ PATTERNS: dict[str, masks.Mask] = {
 
 
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    made = _attention_inputs(case, random)
+    made = attention_inputs(case, random)
     names = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask"}
     heads_first = {n: t.transpose(1, 2).contiguous() for n, t in made.items() if n in "qkv"}
     return {names[n]: heads_first.get(n, t) for n, t in made.items()}
@@ -150,80 +149,78 @@ ATTENTION = OpSpec(
     family="attention",
     cuda="emulated",
     paper="Dao 2023, arXiv 2307.08691",
-    inputs=_attention_inputs,
+    inputs=attention_inputs,
     differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
-    flops=_attention_flops,
+    flops=attention_flops,
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
     cases=(
-        _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, ("bias",), causal=True, return_lse=True),
-        _qkv("plain", 2, 64, 64, 2, 2, 64),
-        _qkv("one", 1, 1, 1, 1, 1, 1, 1),
-        _qkv("oneof8", 1, 1, 1, 1, 1, 8),
-        _qkv("offtile", 2, 63, 100, 4, 2, 40, return_lse=True),
-        _qkv("tile+1", 1, 65, 129, 2, 1, 65),
-        _qkv("blocks", 1, 300, 520, 2, 1, 128, causal=True, return_lse=True),
-        _qkv("causal", 2, 100, 100, 4, 2, 64, causal=True),
-        _qkv("cached", 1, 7, 200, 4, 1, 32, causal=True),
-        _qkv("emptyrows", 1, 100, 63, 2, 2, 32, causal=True, return_lse=True),
-        _qkv("window", 1, 200, 200, 2, 1, 32, causal=True, window_size=(17, 0)),
-        _qkv("band", 2, 150, 170, 2, 2, 16, window_size=(9, 5)),
-        _qkv("DnotDv", 1, 65, 65, 2, 2, 24, 40, causal=True),
-        _qkv("wide", 1, 40, 70, 2, 1, 136, 256, causal=True),
-        _qkv("widest", 1, 20, 33, 1, 1, 264),
-        _qkv("decode", 2, 1, 1000, 8, 2, 64, return_lse=True),
-        _qkv("latents", 2, 3, 300, 24, 1, 24, 16, ("sinks",), causal=True, return_lse=True),
-        _qkv("scale+softcap", 1, 64, 80, 2, 2, 32, scale=0.3, softcap=4.0),
-        _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), return_lse=True),
-        _qkv("padding", 3, 64, 100, 2, 2, 32, None, ("padding",), causal=True),
-        _qkv("bias", 2, 65, 65, 2, 2, 32, None, ("bias",), causal=True),
-        _qkv("biasbatch", 2, 33, 70, 4, 2, 16, None, ("bias per batch", "mask")),
-        _qkv("biaskey", 2, 33, 70, 2, 2, 16, None, ("bias per key",), softcap=3.0),
-        _qkv("dropout", 2, 65, 100, 2, 1, 32, None, ("seed",), causal=True, dropout_p=0.3),
-        _qkv("alibi", 2, 130, 150, 4, 2, 16, None, ("alibi",), causal=True),
-        _qkv("alibibatch", 2, 70, 70, 4, 2, 16, None, ("alibi per batch", "bias")),
-        _qkv("sinks", 2, 100, 100, 4, 2, 16, None, ("sinks",), causal=True, return_lse=True),
-        _qkv("sinks+", 1, 70, 63, 2, 1, 16, None, ("sinks", "mask"), causal=True),
-        _qkv("headscale", 2, 100, 100, 4, 2, 16, None, ("head scale",), softcap=3.0),
-        _qkv("terms", 2, 9, 150, 4, 2, 16, None, ("alibi", "sinks", "head scale"), causal=True),
-        _qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
-        _qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
-        _qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
-        _qkv("ends", 2, 60, 70, 4, 2, 16, None, ("ends",), causal=True, return_lse=True),
-        _qkv("endsdecode", 2, 3, 300, 6, 2, 16, None, ("ends",), return_lse=True),
-        _qkv("endswide", 1, 65, 70, 2, 2, 136, None, ("ends", "mask")),
-        _qkv("endsoneach", 2, 33, 70, 2, 2, 16, None, ("ends",), normaliser="sigmoid"),
-        _qkv(
+        qkv("tiny", 1, 3, 4, 2, 1, 3, 2, ("bias",), causal=True, return_lse=True),
+        qkv("plain", 2, 64, 64, 2, 2, 64),
+        qkv("one", 1, 1, 1, 1, 1, 1, 1),
+        qkv("oneof8", 1, 1, 1, 1, 1, 8),
+        qkv("offtile", 2, 63, 100, 4, 2, 40, return_lse=True),
+        qkv("tile+1", 1, 65, 129, 2, 1, 65),
+        qkv("blocks", 1, 300, 520, 2, 1, 128, causal=True, return_lse=True),
+        qkv("causal", 2, 100, 100, 4, 2, 64, causal=True),
+        qkv("cached", 1, 7, 200, 4, 1, 32, causal=True),
+        qkv("emptyrows", 1, 100, 63, 2, 2, 32, causal=True, return_lse=True),
+        qkv("window", 1, 200, 200, 2, 1, 32, causal=True, window_size=(17, 0)),
+        qkv("band", 2, 150, 170, 2, 2, 16, window_size=(9, 5)),
+        qkv("DnotDv", 1, 65, 65, 2, 2, 24, 40, causal=True),
+        qkv("wide", 1, 40, 70, 2, 1, 136, 256, causal=True),
+        qkv("widest", 1, 20, 33, 1, 1, 264),
+        qkv("decode", 2, 1, 1000, 8, 2, 64, return_lse=True),
+        qkv("latents", 2, 3, 300, 24, 1, 24, 16, ("sinks",), causal=True, return_lse=True),
+        qkv("scale+softcap", 1, 64, 80, 2, 2, 32, scale=0.3, softcap=4.0),
+        qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), return_lse=True),
+        qkv("padding", 3, 64, 100, 2, 2, 32, None, ("padding",), causal=True),
+        qkv("bias", 2, 65, 65, 2, 2, 32, None, ("bias",), causal=True),
+        qkv("biasbatch", 2, 33, 70, 4, 2, 16, None, ("bias per batch", "mask")),
+        qkv("biaskey", 2, 33, 70, 2, 2, 16, None, ("bias per key",), softcap=3.0),
+        qkv("dropout", 2, 65, 100, 2, 1, 32, None, ("seed",), causal=True, dropout_p=0.3),
+        qkv("alibi", 2, 130, 150, 4, 2, 16, None, ("alibi",), causal=True),
+        qkv("alibibatch", 2, 70, 70, 4, 2, 16, None, ("alibi per batch", "bias")),
+        qkv("sinks", 2, 100, 100, 4, 2, 16, None, ("sinks",), causal=True, return_lse=True),
+        qkv("sinks+", 1, 70, 63, 2, 1, 16, None, ("sinks", "mask"), causal=True),
+        qkv("headscale", 2, 100, 100, 4, 2, 16, None, ("head scale",), softcap=3.0),
+        qkv("terms", 2, 9, 150, 4, 2, 16, None, ("alibi", "sinks", "head scale"), causal=True),
+        qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
+        qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
+        qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+        qkv("ends", 2, 60, 70, 4, 2, 16, None, ("ends",), causal=True, return_lse=True),
+        qkv("endsdecode", 2, 3, 300, 6, 2, 16, None, ("ends",), return_lse=True),
+        qkv("endswide", 1, 65, 70, 2, 2, 136, None, ("ends", "mask")),
+        qkv("endsoneach", 2, 33, 70, 2, 2, 16, None, ("ends",), normaliser="sigmoid"),
+        qkv(
             *("endsinks", 1, 70, 63, 5, 1, 16, None, ("ends", "sinks at the ends", "mask")),
             return_lse=True,
         ),
-        _qkv("onlyendsinks", 2, 9, 20, 5, 1, 16, None, ("sinks at the ends",), causal=True),
-        _qkv("onlysinks", 2, 5, 0, 2, 1, 8, None, ("sinks",), return_lse=True),
-        *(_qkv(name, 2, 160, 160, 4, 2, 16, mask=mask) for name, mask in PATTERNS.items()),
-        _qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
-        _qkv("noqueries", 2, 0, 5, 2, 1, 8, return_lse=True),
-        _qkv("nobatch", 0, 5, 5, 2, 1, 8),
+        qkv("onlyendsinks", 2, 9, 20, 5, 1, 16, None, ("sinks at the ends",), causal=True),
+        qkv("onlysinks", 2, 5, 0, 2, 1, 8, None, ("sinks",), return_lse=True),
+        *(qkv(name, 2, 160, 160, 4, 2, 16, mask=mask) for name, mask in PATTERNS.items()),
+        qkv("nokeys", 2, 5, 0, 2, 1, 8, return_lse=True),
+        qkv("noqueries", 2, 0, 5, 2, 1, 8, return_lse=True),
+        qkv("nobatch", 0, 5, 5, 2, 1, 8),
     ),
     benchmarks=(
-        Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 128), (F32, F16), EACH, "compute"),
-        Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 64), (F32,), EACH, "compute"),
-        Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 64), (BF16,), FORWARD, "compute"),
-        Benchmark(_qkv("full", 1, 1152, 1152, 8, 8, 128), (BF16,), ("backward",), "compute"),
+        Benchmark(qkv("full", 1, 1152, 1152, 8, 8, 128), (F32, F16), EACH, "compute"),
+        Benchmark(qkv("full", 1, 1152, 1152, 8, 8, 64), (F32,), EACH, "compute"),
+        Benchmark(qkv("full", 1, 1152, 1152, 8, 8, 64), (BF16,), FORWARD, "compute"),
+        Benchmark(qkv("full", 1, 1152, 1152, 8, 8, 128), (BF16,), ("backward",), "compute"),
         Benchmark(
-            _qkv("causal", 1, 4096, 4096, 8, 8, 128, causal=True), (BF16,), FORWARD, "compute"
+            qkv("causal", 1, 4096, 4096, 8, 8, 128, causal=True), (BF16,), FORWARD, "compute"
         ),
-        Benchmark(_qkv("causal", 4, 384, 384, 8, 8, 64, causal=True), (F32,), EACH, "compute"),
+        Benchmark(qkv("causal", 4, 384, 384, 8, 8, 64, causal=True), (F32,), EACH, "compute"),
         Benchmark(
-            _qkv("window", 1, 4096, 4096, 8, 8, 64, causal=True, window_size=(255, 0)),
+            qkv("window", 1, 4096, 4096, 8, 8, 64, causal=True, window_size=(255, 0)),
             (F32,),
             BOTH,
             "compute",
         ),
-        Benchmark(
-            _qkv("bias", 2, 512, 512, 8, 8, 64, None, ("bias",)), (F32,), TRAINING, "compute"
-        ),
-        Benchmark(_qkv("decode", 1, 1, 4096, 32, 8, 128), (BF16, F32), FORWARD),
+        Benchmark(qkv("bias", 2, 512, 512, 8, 8, 64, None, ("bias",)), (F32,), TRAINING, "compute"),
+        Benchmark(qkv("decode", 1, 1, 4096, 32, 8, 128), (BF16, F32), FORWARD),
     ),
 )
 
@@ -234,22 +231,22 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
     paper="Dao 2023, arXiv 2307.08691",
     inputs=_sdpa_inputs,
     differentiable=("query", "key", "value", "attn_mask"),
-    flops=_attention_flops,
+    flops=attention_flops,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
     cases=(
-        _qkv("tiny", 1, 3, 4, 2, 2, 3, 2, ("bias",)),
-        _qkv("plain", 2, 65, 100, 2, 2, 32),
-        _qkv("topleft", 1, 65, 100, 2, 2, 32, is_causal=True),
-        _qkv("topleft+", 1, 100, 65, 2, 2, 32, is_causal=True),
-        _qkv("ends", 1, 33, 50, 4, 4, 32, None, ("ends",)),
-        _qkv("gqa", 1, 33, 50, 4, 2, 32, enable_gqa=True, scale=0.2),
-        _qkv("bool", 2, 33, 50, 2, 2, 32, None, ("mask",)),
-        _qkv("nokeys", 1, 3, 0, 2, 2, 4),
+        qkv("tiny", 1, 3, 4, 2, 2, 3, 2, ("bias",)),
+        qkv("plain", 2, 65, 100, 2, 2, 32),
+        qkv("topleft", 1, 65, 100, 2, 2, 32, is_causal=True),
+        qkv("topleft+", 1, 100, 65, 2, 2, 32, is_causal=True),
+        qkv("ends", 1, 33, 50, 4, 4, 32, None, ("ends",)),
+        qkv("gqa", 1, 33, 50, 4, 2, 32, enable_gqa=True, scale=0.2),
+        qkv("bool", 2, 33, 50, 2, 2, 32, None, ("mask",)),
+        qkv("nokeys", 1, 3, 0, 2, 2, 4),
     ),
     benchmarks=(
         Benchmark(
-            _qkv("topleft", 4, 384, 384, 8, 8, 64, is_causal=True), (F32, BF16), EACH, "compute"
+            qkv("topleft", 4, 384, 384, 8, 8, 64, is_causal=True), (F32, BF16), EACH, "compute"
         ),
     ),
 )
@@ -257,7 +254,7 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
 
 def _weights_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, tq, h = (case.sizes[k] for k in ("B", "Tq", "H"))
-    made = _attention_inputs(case, random)
+    made = attention_inputs(case, random)
     v = made.pop("v")
     if "ends" in case.tensors:
         options: dict[str, Any] = {**made, "v": v, "return_lse": True}
@@ -274,165 +271,26 @@ ATTENTION_WEIGHTS = OpSpec(
     paper="Dao 2023, arXiv 2307.08691",
     inputs=_weights_inputs,
     differentiable=("q", "k", "lse", "bias"),
-    flops=lambda case, pass_: _attention_flops(case, "forward") / 2,
+    flops=lambda case, pass_: attention_flops(case, "forward") / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
     cases=(
-        _qkv("tiny", 1, 3, 4, 2, 1, 3, None, ("bias",), causal=True),
-        _qkv("plain", 2, 65, 130, 4, 2, 32),
-        _qkv("causal", 2, 100, 100, 4, 2, 40, causal=True, softcap=3.0),
-        _qkv("sums", 2, 200, 300, 4, 2, 32, causal=True, column_sums=True),
-        _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), column_sums=True),
-        _qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
-        _qkv("ends", 1, 33, 70, 4, 2, 16, None, ("ends",)),
-        _qkv("nokeys", 1, 5, 0, 2, 1, 8),
+        qkv("tiny", 1, 3, 4, 2, 1, 3, None, ("bias",), causal=True),
+        qkv("plain", 2, 65, 130, 4, 2, 32),
+        qkv("causal", 2, 100, 100, 4, 2, 40, causal=True, softcap=3.0),
+        qkv("sums", 2, 200, 300, 4, 2, 32, causal=True, column_sums=True),
+        qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), column_sums=True),
+        qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
+        qkv("ends", 1, 33, 70, 4, 2, 16, None, ("ends",)),
+        qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
     benchmarks=(
         Benchmark(
-            _qkv("sums", 1, 4096, 4096, 4, 4, 64, causal=True, column_sums=True),
+            qkv("sums", 1, 4096, 4096, 4, 4, 64, causal=True, column_sums=True),
             (F32,),
             FORWARD,
             "compute",
         ),
-    ),
-)
-
-
-def _packed(
-    label: str,
-    B: int,
-    Tq: int,
-    Tk: int,
-    H: int,
-    G: int,
-    D: int,
-    tensors: tuple[str, ...] = (),
-    **options: Any,
-) -> Case:
-    """B sequences of up to Tq queries and Tk keys; the longest has them all."""
-    longest = {"max_seqlen_q": Tq, "max_seqlen_k": Tk}
-    return _qkv(label, B, Tq, Tk, H, G, D, None, tensors, **longest, **options)
-
-
-def _lengths(case: Case, random: Random) -> tuple[Tensor, Tensor]:
-    """Lengths (B,) of queries and keys, the same where Tq = Tk."""
-    b, tq, tk = (case.sizes[k] for k in ("B", "Tq", "Tk"))
-    tk *= case.sizes.get("N", 1)
-    longest_first = torch.arange(b) == 0
-    queries = torch.where(longest_first, tq, random.integers(tq + 1, b))
-    keys = torch.where(longest_first, tk, random.integers(tk + 1, b))
-    return queries, queries if tq == tk else keys
-
-
-def _boundaries(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-
-
-def _varlen_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    h, g, d = (case.sizes[k] for k in ("H", "G", "D"))
-    queries, keys = _lengths(case, random)
-    nq, nk = int(queries.sum()), int(keys.sum())
-    made = {
-        "q": random.normal(nq, h, d),
-        "k": random.normal(nk, g, d),
-        "v": random.normal(nk, g, d),
-        "cu_seqlens_q": _boundaries(queries),
-        "cu_seqlens_k": _boundaries(keys),
-    }
-    return made | _attention_tensors(case, random)
-
-
-def _sequence_flops(case: Case, pass_: Pass) -> float:
-    queries, keys = _lengths(case, Random(case.name, F32))
-    sizes = zip(queries.tolist(), keys.tolist(), strict=True)
-    each = ({**case.sizes, "B": 1, "Tq": tq, "Tk": tk} for tq, tk in sizes)
-    return sum(_attention_flops(replace(case, sizes=s), pass_) for s in each)
-
-
-ATTENTION_VARLEN = OpSpec(
-    name="attention_varlen",
-    family="attention",
-    cuda="emulated",
-    paper="Dao 2023, arXiv 2307.08691",
-    inputs=_varlen_inputs,
-    differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
-    flops=_sequence_flops,
-    gradient_factor=GRADIENT_FACTOR,
-    gradient_factors=GRADIENT_FACTORS,
-    second_order=True,
-    cases=(
-        _packed("tiny", 3, 3, 3, 2, 1, 3, ("bias",), causal=True, return_lse=True),
-        _packed("self", 5, 130, 130, 4, 2, 32, causal=True, return_lse=True),
-        _packed("cross", 5, 70, 200, 4, 2, 32, return_lse=True),
-        _packed("short", 9, 20, 20, 4, 1, 16, window_size=(3, 2)),
-        _packed("decode", 6, 1, 300, 4, 2, 32, causal=True),
-        _packed("onekey", 3, 20, 1, 1, 1, 8),
-        _packed("terms", 4, 120, 120, 4, 2, 16, ("alibi per batch", "sinks", "head scale")),
-        _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
-        _packed("ends", 3, 40, 70, 4, 2, 16, ("ends",), return_lse=True),
-        _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),
-        _packed("strided", 4, 150, 150, 4, 2, 16, mask=masks.Strided(40, 9)),
-        _packed("prefix", 2, 150, 150, 2, 2, 16, mask=masks.PrefixLM(torch.tensor([0, 70]))),
-        _packed("relu2", 3, 60, 60, 2, 2, 16, normaliser="relu2", scale=0.05),
-    ),
-    benchmarks=(
-        Benchmark(
-            _packed("mixed", 8, 1024, 1024, 8, 8, 64, causal=True), (F32, BF16), EACH, "compute"
-        ),
-    ),
-)
-
-
-def _cached_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    _, keys = _lengths(case, random)
-    made = _attention_inputs(case, random)
-    return made | {"cache_seqlens": keys.clamp(min=min(case.sizes["Tq"], case.sizes["Tk"]))}
-
-
-def _paged(
-    label: str,
-    B: int,
-    Tq: int,
-    pages: int,
-    size: int,
-    H: int,
-    G: int,
-    D: int,
-    tensors: tuple[str, ...] = (),
-    **options: Any,
-) -> Case:
-    """B sequences of up to `pages` pages of `size` tokens, some of them shared."""
-    case = _qkv(label, B, Tq, size, H, G, D, None, ("block table", *tensors), **options)
-    return replace(case, sizes={**case.sizes, "N": pages})
-
-
-ATTENTION_CACHED = OpSpec(
-    name="attention_cached",
-    family="attention",
-    cuda="emulated",
-    paper="Dao 2023, arXiv 2307.08691",
-    inputs=_cached_inputs,
-    differentiable=("q", "k", "v", "alibi_slopes", "sinks"),
-    flops=_sequence_flops,
-    gradient_factor=GRADIENT_FACTOR,
-    gradient_factors=GRADIENT_FACTORS,
-    second_order=True,
-    cases=(
-        _qkv("tiny", 2, 2, 4, 2, 1, 3, causal=True, return_lse=True),
-        _qkv("decode", 4, 1, 700, 4, 2, 32, causal=True, return_lse=True),
-        _qkv("chunk", 3, 60, 200, 4, 2, 32, causal=True),
-        _qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
-        _qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
-        _qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
-        _qkv("ends", 3, 2, 100, 4, 2, 16, None, ("ends",), return_lse=True),
-        _paged("pages", 3, 1, 5, 16, 4, 2, 32, causal=True, return_lse=True),
-        _paged("oddpages", 4, 3, 90, 7, 4, 2, 16, ("sinks",), causal=True),
-        _paged("pagesoftokens", 2, 2, 40, 1, 4, 2, 16, ("alibi",), window_size=(20, 0)),
-        _paged("chunkofpages", 3, 60, 5, 40, 4, 2, 16, causal=True),
-    ),
-    benchmarks=(
-        Benchmark(_qkv("decode", 4, 1, 4096, 32, 8, 128, causal=True), (F32, BF16), FORWARD),
-        Benchmark(_paged("pages", 4, 1, 64, 64, 32, 8, 128, causal=True), (F32, BF16), FORWARD),
     ),
 )
 
@@ -442,31 +300,24 @@ SELECT_ATTENTION = OpSpec(
     family="attention",
     cuda="emulated",
     paper="straight through: Bengio et al. 2013, arXiv 1308.3432",
-    inputs=_attention_inputs,
+    inputs=attention_inputs,
     differentiable=("q", "k", "v"),
-    flops=lambda case, pass_: _attention_flops(case, pass_) / 2,
+    flops=lambda case, pass_: attention_flops(case, pass_) / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
     cases=(
         # One key each, for which straight-through gradients are the true ones.
-        _qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),
-        _qkv("plain", 2, 65, 130, 4, 2, 32),
-        _qkv("dot", 2, 100, 300, 4, 2, 16, energy="dot", causal=True, tau=0.5),
-        _qkv("theta", 2, 70, 70, 2, 2, 8, theta=1.0, scale=0.5),
-        _qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), tau=3.0),
-        _qkv("one", 2, 1, 40, 4, 1, 16),
-        _qkv("nokeys", 1, 5, 0, 2, 1, 8),
+        qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),
+        qkv("plain", 2, 65, 130, 4, 2, 32),
+        qkv("dot", 2, 100, 300, 4, 2, 16, energy="dot", causal=True, tau=0.5),
+        qkv("theta", 2, 70, 70, 2, 2, 8, theta=1.0, scale=0.5),
+        qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), tau=3.0),
+        qkv("one", 2, 1, 40, 4, 1, 16),
+        qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
     benchmarks=(
-        Benchmark(_qkv("causal", 1, 1024, 1024, 8, 8, 64, causal=True), (F32,), FORWARD, "compute"),
+        Benchmark(qkv("causal", 1, 1024, 1024, 8, 8, 64, causal=True), (F32,), FORWARD, "compute"),
     ),
 )
 
-SPECS = (
-    ATTENTION,
-    SCALED_DOT_PRODUCT_ATTENTION,
-    ATTENTION_VARLEN,
-    ATTENTION_CACHED,
-    ATTENTION_WEIGHTS,
-    SELECT_ATTENTION,
-)
+SPECS = (ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, ATTENTION_WEIGHTS, SELECT_ATTENTION)

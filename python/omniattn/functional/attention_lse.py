@@ -1,0 +1,145 @@
+"""What the log-sum-exp of attention is for: its weights, and the union of several sets of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import reference
+from omniattn.functional._attention import (
+    autocast,
+    check_shapes,
+    checked_codes,
+    full_shape,
+    require_parameter,
+)
+from omniattn.functional._checks import (
+    require_float,
+    require_shape,
+    shown,
+    use_reference,
+)
+from omniattn.ops import attention as ops
+from omniattn.reference.options import WeightOptions, pack, spelled_out
+
+__all__ = ["attention_weights", "merge_attention"]
+
+
+@spelled_out(WeightOptions)
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    column_sums: bool = False,
+    backend: str | None = None,
+    **options: Unpack[WeightOptions],
+) -> Tensor:
+    """The weights P of :func:`attention`, to look at, from the lse it returned.
+
+    ``P = exp(logits - lse)``, as in the call with the same arguments, before dropout. Rows sum
+    to 1 as far as lse resolves it: where all logits of a row are large (finfo.min on all keys), lse
+    cannot hold ln Tk next to them, and P is up to Tk times too large.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).
+        k: see q.
+        lse: (B, Hq, Tq) as attention returned it, sinks included; not read but with softmax.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: as in that call.
+        sinks, head_scale, normaliser, backend: as in that call.
+        column_sums: the sums over queries instead, what each key received (the statistic of H2O,
+            Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
+
+    Returns:
+        P (B, Hq, Tq, Tk) of q's dtype, 0 where not allowed, or their sums (B, Hq, Tk) in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        Gradients, to q, k, lse and parameters, recompute through the eager definition.
+
+    Example:
+        >>> from omniattn.functional import attention
+        >>> q = k = torch.zeros(1, 2, 1, 4)
+        >>> _, lse = attention(q, k, k, causal=True, return_lse=True)
+        >>> attention_weights(q, k, lse, causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+    """
+    op = "attention_weights"
+    q, k, _ = autocast(op, q, k, k)
+    check_shapes(op, q, k, k)
+    full = full_shape(q, k)
+    require_float(op, "lse", lse)
+    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if lse.dtype != widest or lse.device != q.device:
+        raise TypeError(
+            f"{op}: lse must be {widest} on the device of q, got {lse.dtype}, {lse.device}"
+        )
+    require_shape(op, "lse", lse, full[:3])
+    codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
+    weigh = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
+    weights: Tensor = weigh(q, k, lse, *codes, column_sums)
+    return weights
+
+
+def merge_attention(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from what attention to each returned.
+
+    ``lse = ln sum_n exp(lse_n)``, ``O = sum_n exp(lse_n - lse) O_n``: exact, so that keys may be
+    split over calls, caches or machines in any way.
+
+    Args:
+        outs: O_n (B, Tq, Hq, Dv) of each set.
+        lses: lse_n (B, Hq, Tq) of each set, without sinks.
+        sinks: (Hq,), see :func:`attention`; they take part once, here.
+
+    Returns:
+        O of the dtype of outs[0], and lse.
+
+    Raises:
+        ValueError: no sets, or shapes that differ.
+
+    Note:
+        Differentiable through outs, lses and sinks. A query that no set has a key for gives 0.
+
+    Example:
+        >>> from omniattn.functional import attention
+        >>> q, k = torch.zeros(1, 1, 1, 4), torch.zeros(1, 3, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1)
+        >>> first = attention(q, k[:, :2], v[:, :2], return_lse=True)
+        >>> second = attention(q, k[:, 2:], v[:, 2:], return_lse=True)
+        >>> merge_attention(*zip(first, second))[0].item()
+        4.0
+    """
+    op = "merge_attention"
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list)):
+            raise TypeError(f"{op}: {name} must be a list of tensors, got {name}={shown(parts)}")
+        for part in parts:
+            require_float(op, f"each of {name}", part)
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(
+            f"{op}: outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
+        )
+    if outs[0].dim() != 4:
+        raise ValueError(
+            f"{op}: outs must have shape (B, Tq, Hq, Dv), got outs[0].shape={tuple(outs[0].shape)}"
+        )
+    b, t, h = outs[0].shape[:3]
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != (b, h, t):
+            raise ValueError(
+                f"{op}: all must have shapes {tuple(outs[0].shape)} and {(b, h, t)}, "
+                f"got {tuple(out.shape)} and {tuple(lse.shape)}"
+            )
+    if sinks is not None:
+        require_parameter(op, "sinks", sinks, outs[0], [(h,)])
+    return reference.merge_attention(outs, lses, sinks=sinks)
