@@ -1,13 +1,14 @@
 """What decoding asks of any mixer, shown with a recurrence that is defined here."""
 
 import copy
+import json
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from omniattn.models import Decoder, generate
+from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
 from omniattn.modules import (
     Attention,
     CrossCache,
@@ -29,6 +30,7 @@ from omniattn.modules import (
     TransformerXLAttention,
 )
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.reference import LinearScaling
 
 
 class Average(Mixer):
@@ -64,27 +66,25 @@ class Average(Mixer):
         return self.proj(torch.stack(steps, 1))
 
 
-@dataclass(frozen=True)
-class HybridConfig(Decoder.Config):
-    """Attention in every other layer."""
-
-    vocab_size: int = 61
-    dim: int = 24
-    num_layers: int = 3
-    init_std: float = 0.5
-
-    norm = RMSNorm.Config(24)
-    rope = RotaryEmbedding.Config(6)
-
-    def block(self, layer: int) -> DecoderBlock.Config:
-        mixer = Attention.Config(24, 4, 2, init_std=0.5) if layer % 2 else Average.Config(24)
-        return DecoderBlock.Config(mixer, GatedMLP.Config(24, 32, init_std=0.5), self.norm)
+MLP, NORM = GatedMLP.Config(24, 32, init_std=0.5), RMSNorm.Config(24)
+#: Attention in every other layer.
+HYBRID = BlocksConfig(
+    vocab_size=61,
+    dim=24,
+    num_layers=3,
+    init_std=0.5,
+    blocks=(
+        DecoderBlock.Config(Average.Config(24), MLP, NORM),
+        DecoderBlock.Config(Attention.Config(24, 4, 2, init_std=0.5), MLP, NORM),
+    ),
+    rope=RotaryEmbedding.Config(6, scaling=LinearScaling(2.0)),
+)
 
 
 @pytest.fixture
 def model() -> Decoder:
     torch.manual_seed(0)
-    return HybridConfig().build(dtype=torch.float64)
+    return HYBRID.build(dtype=torch.float64)
 
 
 def test_a_layer_joins_by_being_defined():
@@ -239,7 +239,7 @@ def test_generate_takes_any_model_with_the_methods(model):
     class Counter(nn.Module):
         """Its state counts how often each token was read; the next one is the rarest."""
 
-        config = HybridConfig(vocab_size=4)
+        config = replace(HYBRID, vocab_size=4)
 
         def new_state(self, batch, max_length):
             return torch.zeros(batch, 4)
@@ -253,6 +253,23 @@ def test_generate_takes_any_model_with_the_methods(model):
 
     out = generate(Counter(), torch.tensor([[0, 0, 1, 3]]), 4)
     assert out[0, 4:].tolist() == [2, 1, 2, 3]
+
+
+def test_a_hybrid_goes_into_files(model, tmp_path):
+    assert BlocksConfig.from_dict(json.loads(json.dumps(HYBRID.to_dict()))) == HYBRID
+    with pytest.raises(ValueError, match="class is defined, got type='Median'"):
+        BlocksConfig.from_dict({"blocks": [{"type": "Median"}]})
+    save_model(model, tmp_path / "hybrid")
+    again, tokens = load_model(tmp_path / "hybrid", backend="reference"), torch.arange(5)[None]
+    assert again.layers[1].mixer.config.backend == again.norm.config.backend == "reference"
+    torch.testing.assert_close(again(tokens), model(tokens))
+
+
+def test_blocks_must_fit():
+    with pytest.raises(ValueError, match=r"mixer\.dim=24, dim=16"):
+        replace(HYBRID, dim=16)
+    with pytest.raises(ValueError, match="blocks must not be empty"):
+        BlocksConfig()
 
 
 def test_replaced_configs_keep_their_layer():

@@ -1,6 +1,7 @@
 """Models, their checkpoints and text generation."""
 
 from omniattn.models.bert import Bert, BertConfig
+from omniattn.models.blocks import BlocksConfig
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
@@ -20,6 +21,7 @@ __all__ = [
     "T5",
     "Bert",
     "BertConfig",
+    "BlocksConfig",
     "CheckpointError",
     "Decoder",
     "DeepSeekConfig",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from omniattn.models.model import Model
-from omniattn.models.presets import ARCHITECTURES
+from omniattn.models.model import Model, ModelConfig
 
 
 class CheckpointError(ValueError):
@@ -104,10 +103,11 @@ def load_model(
         CheckpointError: if it is damaged or holds an unknown architecture.
     """
     tensors, metadata = read_checkpoint(path)
-    architecture = ARCHITECTURES.get(metadata.get("architecture", ""))
+    known = ModelConfig.architectures
+    architecture = known.get(metadata.get("architecture", ""))
     if architecture is None:
         raise CheckpointError(
-            f"checkpoint: architecture must be one of {', '.join(ARCHITECTURES)}, "
+            f"checkpoint: architecture must be one of {', '.join(known)}, "
             f"got {metadata.get('architecture')!r}"
         )
     config = architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from omniattn.models.hf import Counterpart, copy_weights
-from omniattn.modules.layer import check_fields
+from omniattn.modules.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class Model(nn.Module):
             >>> Model.from_hf(BertForMaskedLM(BertConfig(**sizes))).config.dim
             48
         """
-        kinds = ModelConfig.__subclasses__()
-        for kind in kinds:
-            kinds += kind.__subclasses__()
-        known = {kind.hf.model: kind for kind in reversed(kinds) if kind.hf is not None}
+        kinds = ModelConfig.architectures.values()
+        known = {kind.hf.model: kind for kind in kinds if kind.hf is not None}
         name = type(model).__name__
         if name not in known:
             raise NotImplementedError(
@@ -106,12 +104,18 @@ class ModelConfig(ABC):
         backend: of all ops, e.g. "reference".
     """
 
-    #: Name of the architecture in files.
+    #: Name of the architecture in files; a config joins `architectures` by having one.
     architecture: ClassVar[str]
+    architectures: ClassVar[dict[str, type[ModelConfig]]] = {}
     #: Its names in transformers, None where that does not have it.
     hf: ClassVar[Counterpart | None] = None
 
     backend: str | None = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "architecture" in vars(cls):
+            ModelConfig.architectures[cls.architecture] = cls
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,11 +138,7 @@ class ModelConfig(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the backend."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "backend"}
-        for name, value in values.items():
-            if isinstance(value, RopeScaling):
-                values[name] = asdict(value) | {"type": type(value).__name__}
-        return values
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "backend"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -203,9 +203,29 @@ class ModelConfig(ABC):
         return {}
 
 
+def _plain(value: Any) -> Any:
+    """For JSON: configs and scalings as dictionaries with the name of their type."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, LayerConfig):
+        kind = next(name for name, layer in Layer.layers.items() if layer is value.layer)
+    elif isinstance(value, RopeScaling):
+        kind = type(value).__name__
+    else:
+        return value
+    return {f.name: _plain(getattr(value, f.name)) for f in fields(value)} | {"type": kind}
+
+
 def _value(value: Any) -> Any:
+    """The inverse of `_plain`, also of what JSON makes of its result."""
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
+        kinds |= {name: layer.Config for name, layer in Layer.layers.items()}
+        if value.get("type") not in kinds:
+            raise ValueError(
+                "from_dict: type must be a scaling or a layer whose class is defined, "
+                f"got type={value.get('type')!r}"
+            )
         options = {name: _value(v) for name, v in value.items() if name != "type"}
         return kinds[value["type"]](**options)
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_value, value)) if isinstance(value, list | tuple) else value

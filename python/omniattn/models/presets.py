@@ -16,24 +16,6 @@ from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
 
-#: Name of an architecture in files -> its config.
-ARCHITECTURES: dict[str, type[ModelConfig]] = {
-    config.architecture: config
-    for config in (
-        LlamaConfig,
-        GPT2Config,
-        MixtralConfig,
-        SwitchConfig,
-        MLAConfig,
-        DeepSeekConfig,
-        DifferentialConfig,
-        T5Config,
-        BertConfig,
-        ViTConfig,
-        SwinConfig,
-    )
-}
-
 #: What `omniattn train` offers.
 TRAINED: dict[str, ModelConfig] = {
     "llama-tiny": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=176),

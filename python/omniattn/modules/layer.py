@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -102,6 +102,19 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def with_backend(self, backend: str | None) -> Self:
+        """The same with another backend of this layer and its parts, unless that is None."""
+        if backend is None:
+            return self
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, LayerConfig):
+                changed[field.name] = value.with_backend(backend)
+            elif field.name == "backend":
+                changed[field.name] = backend
+        return replace(self, **changed)
 
     def build(self, **factory: Any) -> Any:
         """The layer; `factory` is its device and dtype."""
