@@ -1,26 +1,26 @@
-// glu, glu_backward on the CPU: split over threads.
+// The gated activations on the CPU: split over threads.
 #include "ops/activation.h"
-
 #include "ops/parallel.h"
+#include "semantics/seqlen.h"
 
+namespace omniattn::ops::activation {
 namespace {
 
-// About 16 Ki elements per task, so that a task costs more than handing it out.
 template <class Params>
 void parallel_blocks(const Params& p, int64_t rows,
                      void (*kernel)(const Params&, int64_t, int64_t)) {
-  const int64_t width = std::clamp<int64_t>(p.cols, 1, kGluBlock);
-  const int64_t blocks = (p.cols + kGluBlock - 1) / kGluBlock;
-  parallel_ranges(rows * blocks, std::max<int64_t>(1, 16384 / width),
+  parallel_ranges(rows * ceil_div(p.cols, kGluBlock), grain_of(std::min(p.cols, kGluBlock)),
                   [&](int64_t a, int64_t b) { kernel(p, a, b); });
 }
 
-void run_glu(const GluParams& p, int64_t rows) {
+}  // namespace
+
+void run(const char*, const GluParams& p, int64_t rows) {
   parallel_blocks(p, rows, activation_kernels().glu);
 }
 
-void run_glu_backward(const GluBackwardParams& p, int64_t rows) {
+void run(const char*, const GluBackwardParams& p, int64_t rows) {
   parallel_blocks(p, rows, activation_kernels().glu_backward);
 }
 
-}  // namespace
+}  // namespace omniattn::ops::activation

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "ops/registry.h"
 #include "ops/seed.h"
 
 namespace omniattn::ops::attention {
@@ -83,7 +84,7 @@ Call check(const Arguments& given) {
 
 namespace {
 
-// None is an empty list, see schema.cpp.
+// None is an empty list, see the schemas.
 template <class T>
 std::vector<T> list(std::optional<std::vector<T>> given) {
   return given.has_value() ? *std::move(given) : std::vector<T>();
@@ -289,7 +290,7 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
 std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,
                                             OptInts mask, OptInts score, Floats params) {
   const DeviceScope scope(q);
-  const Call call = check_keys("attention_select", q, k, std::move(aux), std::move(mask),
+  const Call call = check_keys("select_attention", q, k, std::move(aux), std::move(mask),
                                std::move(score), params);
   const AttentionProblem& p = call.problem;
   const Tensor index = torch::stable::new_empty(q, call.lse_sizes, ScalarType::Long);
@@ -301,14 +302,39 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
   return {index, top};
 }
 
+const Registry registry([](Registry& ops) {
+  // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
+  // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
+  // kind, aux index, params index per rule (semantics/score.h); params: scale, dropout_p,
+  // parameters of score rules; seed: [seed, offset]. lse (B, Hq, Tq), and lse_tail of the same
+  // shape, what lse lost when it was rounded (semantics/softmax.h); attention_only gives none. None
+  // is an empty list: AOTInductor's runner makes it of one.
+  ops.add<attention>(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask,"
+      " int[]? score, float[] params) -> (Tensor out, Tensor lse, Tensor lse_tail)",
+      differentiable);
+  ops.add<attention_only>(
+      "attention_only(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, int[]? mask,"
+      " int[]? score, float[] params) -> (Tensor out, Tensor lse)");
+  ops.add<attention_backward>(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
+      " Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, Tensor lse_tail, SymInt[] mask,"
+      " int[] score, float[] params, int[] wanted)"
+      " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
+
+  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,
+  // Tk)
+  ops.add<attention_weights>(
+      "attention_weights(Tensor q, Tensor k, Tensor lse, Tensor[]? aux, SymInt[]? mask,"
+      " int[]? score, float[] params, bool sums) -> Tensor",
+      differentiable);
+
+  // the key with the largest logit, the first of equal ones, -1 where none is visible, and that
+  // logit (B, Hq, Tq)
+  ops.add<attention_select>(
+      "attention_select(Tensor q, Tensor k, Tensor[]? aux, SymInt[]? mask, int[]? score,"
+      " float[] params) -> (Tensor index, Tensor top)");
+});
+
 }  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(omniattn, OMNIATTN_DISPATCH_KEY, m) {
-  OMNIATTN_IMPL(m, "attention", attention);
-  m.impl("attention_only", TORCH_BOX(&attention_only));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  OMNIATTN_IMPL(m, "attention_weights", attention_weights);
-  m.impl("attention_select", TORCH_BOX(&attention_select));
-}
-
 }  // namespace omniattn::ops::attention

@@ -17,7 +17,7 @@ using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
 using Tensors = std::vector<Tensor>;
 
-// The arguments of any of these ops; masks, scores and their parameters as schema.cpp says.
+// The arguments of any of these ops; masks, scores and their parameters as the schemas say.
 struct Arguments {
   const char* op;
   const Tensor &q, &k, &v;

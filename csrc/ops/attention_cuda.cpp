@@ -126,7 +126,7 @@ void run_weights(AttentionWeightsParams w) {
 }
 
 void run_select(AttentionSelectParams x) {
-  constexpr const char* op = "attention_select";
+  constexpr const char* op = "select_attention";
   const Tensor table = expand_table(op, x.problem);
   require_launched(op, launch_attention_select(x, stream()));
 }

@@ -1,20 +1,19 @@
-// gated_norm, gated_norm_backward on the CPU: split over threads.
+// rms_norm_gated and group_norm on the CPU: split over threads.
 #include "ops/gated_norm.h"
+#include "ops/sum_over_rows.h"
 
-#include "ops/norm_cpu.h"
+namespace omniattn::ops::gated_norm {
 
-namespace {
-
-void run_forward(const GatedNormParams& p) {
+void run_forward(const char*, const GatedNormParams& p) {
   const auto forward = gated_norm_kernels().forward;
-  parallel_ranges(p.rows, norm_grain(p.groups * p.cols),
+  parallel_ranges(p.rows, grain_of(p.groups * p.cols),
                   [&](int64_t a, int64_t b) { forward(p, a, b); });
 }
 
-void run_backward(const GatedNormBackwardParams& p, void* dweight, void* dbias) {
+void run_backward(const char*, const GatedNormBackwardParams& p, void* dweight, void* dbias) {
   const auto backward = gated_norm_kernels().backward;
   sum_over_rows(p.dtype, p.rows, p.groups, p.cols, dweight, dbias,
                 [&](void* dw, void* db, int64_t a, int64_t b) { backward(p, dw, db, a, b); });
 }
 
-}  // namespace
+}  // namespace omniattn::ops::gated_norm

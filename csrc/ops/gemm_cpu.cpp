@@ -1,80 +1,119 @@
-// linear, linear_backward on the CPU: checks, allocation.
+// Matrix products on the CPU, and linear made of them.
 #include "ops/gemm.h"
 
 #include <tuple>
-#include <vector>
+
+#include "ops/parallel.h"
+#include "ops/registry.h"
+#include "semantics/seqlen.h"
+
+namespace omniattn::ops::gemm {
+namespace {
+
+// Elements of a task of column sums, 256 KiB of fp32: the rows of a task are far apart.
+constexpr int64_t kColumnTask = 65536;
+constexpr int64_t kLineElements = 64;  // at least a cache line
+
+void run(const GemmParams& p) {
+  const GemmKernels& kernels = gemm_kernels(p.a_dtype);
+  const int64_t items = kernels.items(p);
+  const int64_t bytes = kernels.workspace_bytes(p);
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  const Tensor workspace = scratch(bytes / 4 * threads, DType::f32);
+  char* const memory = static_cast<char*>(workspace.mutable_data_ptr());
+  parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
+    kernels.run(p, memory + thread * bytes, item, item + 1);
+  });
+}
+
+}  // namespace
+
+void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
+              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate) {
+  run({.a_dtype = a.dtype,
+       .b_dtype = b.dtype,
+       .c_dtype = c_dtype,
+       .m = m,
+       .n = n,
+       .k = k,
+       .a = a.data,
+       .b = b.data,
+       .bias = bias,
+       .c = c,
+       .lda = a.stride,
+       .ldb = b.stride,
+       .ldc = ldc,
+       .a_transposed = a.transposed,
+       .b_transposed = b.transposed,
+       .accumulate = accumulate});
+}
+
+void sum_columns(const Rows& x, DType dtype, void* out) {
+  const auto sums = gemm_kernels(dtype).column_sums;
+  const int64_t grain =
+      std::max(kLineElements, round_up(grain_of(x.rows, kColumnTask), kLineElements));
+  parallel_ranges(ceil_div(x.cols, grain), 1, [&](int64_t begin, int64_t end) {
+    sums(dtype, x.data(), x.stride, x.rows, out, begin * grain, std::min(end * grain, x.cols));
+  });
+}
 
 namespace {
 
-using namespace omniattn;
-using namespace omniattn::ops;
-
-struct LinearArgs {
+// The arguments that forward and backward share, checked.
+struct Problem {
+  const char* op;
   DType dtype;
   Rows x, weight;
+  int64_t m, n, k;
+
+  Problem(const char* op_, const Tensor& x_, const Tensor& weight_)
+      : op(op_),
+        dtype(dtype_of(op, "x", x_)),
+        x(as_rows(op, "x", x_, dtype)),
+        weight(as_rows(op, "weight", weight_, dtype)),
+        m(x.rows),
+        n(weight.rows),
+        k(x.cols) {
+    require(weight_.dim() == 2, op, "weight must have 2 dimensions, got ", weight_.dim());
+    require(k == weight.cols, op, "x and weight must have the same last size, got K=", k, " and ",
+            weight.cols);
+  }
+
+  Operand of(const Rows& rows, bool transposed = false) const {
+    return {rows.data(), dtype, rows.stride, transposed};
+  }
 };
 
-LinearArgs check(const char* op, const Tensor& x, const Tensor& weight) {
-  const DType dtype = dtype_of(op, "x", x);
-  require_tensor(op, "x", x, dtype);
-  require_tensor(op, "weight", weight, dtype);
-  require(weight.dim() == 2, op, "weight must have 2 dimensions, got ", weight.dim());
-  LinearArgs args{dtype, as_rows(op, "x", x), as_rows(op, "weight", weight)};
-  require(args.x.cols == args.weight.cols, op,
-          "x and weight must have the same last size, got K=", args.x.cols, " and ",
-          args.weight.cols);
-  return args;
-}
-
 Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
-  constexpr const char* op = "linear";
-  const auto [dtype, rows, matrix] = check(op, x, weight);
-  const int64_t n = matrix.rows;
-  if (bias.has_value()) {
-    require_tensor(op, "bias", *bias, dtype);
-    require_sizes(op, "bias", *bias, {&n, 1});
-  }
-  const OptTensor dense_bias = contiguous(bias);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = n;
-  const Tensor y = empty_tensor({sizes.data(), sizes.size()}, dtype);
-  multiply({rows.data(), dtype, rows.stride}, {matrix.data(), dtype, matrix.stride, true},
-           data_or_null(dense_bias), y.mutable_data_ptr(), dtype, n, rows.rows, n, rows.cols);
+  const Problem p("linear", x, weight);
+  const OptTensor shift = as_vector(p.op, "bias", bias, p.dtype, p.n);
+  const Tensor y = empty_tensor(sizes_with_last(x, p.n), p.dtype);
+  multiply(p.of(p.x), p.of(p.weight, true), data_or_null(shift), y.mutable_data_ptr(), p.dtype, p.n,
+           p.m, p.n, p.k);
   return y;
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
                                                    const Tensor& weight, bool x_grad,
                                                    bool weight_grad, bool bias_grad) {
-  constexpr const char* op = "linear_backward";
-  const auto [dtype, rows, matrix] = check(op, x, weight);
-  const int64_t m = rows.rows, n = matrix.rows, k = rows.cols;
-  require_tensor(op, "grad_y", grad_y, dtype);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = n;
-  require_sizes(op, "grad_y", grad_y, {sizes.data(), sizes.size()});
-  const Rows grad = as_rows(op, "grad_y", grad_y);
-
-  constexpr int64_t kNone = 0;
-  const Sizes none{&kNone, 1};
-  const Tensor dx = empty_tensor(x_grad ? x.sizes() : none, dtype);
-  const Tensor dweight = empty_tensor(weight_grad ? weight.sizes() : none, dtype);
-  const Tensor dbias = empty_tensor({bias_grad ? &n : &kNone, 1}, dtype);
+  const Problem p("linear_backward", x, weight);
+  const Rows grad = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(x, p.n));
+  const Output dx(x_grad, x.sizes(), p.dtype), dweight(weight_grad, weight.sizes(), p.dtype);
+  const Output dbias(bias_grad, {p.n}, p.dtype);
   if (x_grad) {
-    multiply({grad.data(), dtype, grad.stride}, {matrix.data(), dtype, matrix.stride}, nullptr,
-             dx.mutable_data_ptr(), dtype, k, m, k, n);
+    multiply(p.of(grad), p.of(p.weight), nullptr, dx.data(), p.dtype, p.k, p.m, p.k, p.n);
   }
   if (weight_grad) {
-    multiply({grad.data(), dtype, grad.stride, true}, {rows.data(), dtype, rows.stride}, nullptr,
-             dweight.mutable_data_ptr(), dtype, k, n, k, m);
+    multiply(p.of(grad, true), p.of(p.x), nullptr, dweight.data(), p.dtype, p.k, p.n, p.k, p.m);
   }
-  if (bias_grad) sum_columns(grad, dtype, dbias.mutable_data_ptr());
-  return {dx, dweight, dbias};
+  if (bias_grad) sum_columns(grad, p.dtype, dbias.data());
+  return {dx.tensor(), dweight.tensor(), dbias.tensor()};
 }
+
+const Registry registry([](Registry& ops) {
+  ops.implement<linear>("linear", differentiable);
+  ops.implement<linear_backward>("linear_backward");
+});
 
 }  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(omniattn, CPU, m) {
-  OMNIATTN_IMPL(m, "linear", linear);
-  m.impl("linear_backward", TORCH_BOX(&linear_backward));
-}
+}  // namespace omniattn::ops::gemm

@@ -15,6 +15,11 @@ bool set_cpu_isa(int64_t isa) {
 
 }  // namespace
 
+STABLE_TORCH_LIBRARY(omniattn, m) {
+  m.def("cpu_isa() -> int");
+  m.def("detected_cpu_isa() -> int");
+  m.def("set_cpu_isa(int isa) -> bool");
+}
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));

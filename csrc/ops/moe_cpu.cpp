@@ -1,88 +1,21 @@
-// moe, moe_backward on the CPU: sorting, phases.
-#include "ops/moe.h"
-
+// moe_experts on the CPU: the phases of forward and backward, wave by wave.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "ops/gemm.h"
+#include "kernels/gemm/gemm.h"
+#include "ops/moe_routing.h"
+#include "ops/parallel.h"
 
+namespace omniattn::ops::moe {
 namespace {
 
-// Intermediate arrays of the experts that are worked on together; more only costs memory.
-constexpr int64_t kWaveBytes = int64_t{32} << 20;
-
-// The (token, slot) pairs by expert, stable: rows offsets[e] to offsets[e + 1] are of expert e.
-struct Routing {
-  std::vector<int64_t> offsets, token_of_row, slot_of_row, row_of_slot;
-
-  Routing(const char* op, const Problem& p)
-      : offsets(static_cast<size_t>(p.experts) + 1, 0), row_of_slot(p.tokens * p.slots, -1) {
-    const auto* const experts_of = static_cast<const int64_t*>(p.index.const_data_ptr());
-    const int64_t count = p.tokens * p.slots;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t e = experts_of[i];
-      require(e >= -1 && e < p.experts, op, "index must be in [0, ", p.experts,
-              ") or -1 for none, got index=", e, " at flat position ", i);
-      if (e >= 0) ++offsets[e + 1];
-    }
-    for (int64_t e = 0; e < p.experts; ++e) offsets[e + 1] += offsets[e];
-    std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
-    token_of_row.resize(rows());
-    slot_of_row.resize(rows());
-    for (int64_t i = 0; i < count; ++i) {
-      if (experts_of[i] < 0) continue;
-      const int64_t row = next[experts_of[i]]++;
-      token_of_row[row] = i / p.slots;
-      slot_of_row[row] = i;
-      row_of_slot[i] = row;
-    }
-  }
-
-  int64_t rows() const { return offsets.back(); }
-};
-
-// Consecutive experts whose intermediate arrays fit into kWaveBytes, one expert at least.
-struct Wave {
-  int64_t first_expert, experts;
-  int64_t row, rows;
-  std::vector<MoeBlock> blocks;  // rows counted from `row`, largest block first
-};
-
-std::vector<Wave> waves(const Routing& routing, int64_t bytes_per_row) {
-  const int64_t limit = std::max<int64_t>(1, kWaveBytes / std::max<int64_t>(1, bytes_per_row));
-  std::vector<Wave> result;
-  const auto experts = static_cast<int64_t>(routing.offsets.size()) - 1;
-  for (int64_t e = 0; e < experts; ++e) {
-    const int64_t begin = routing.offsets[e], rows = routing.offsets[e + 1] - begin;
-    if (result.empty() || begin + rows - result.back().row > limit) {
-      result.push_back({e, 0, begin, 0, {}});
-    }
-    Wave& wave = result.back();
-    const int64_t pieces = divide_up(rows, kMoeBlockRows);
-    for (int64_t i = 0; i < pieces; ++i) {
-      const int64_t from = rows * i / pieces, to = rows * (i + 1) / pieces;
-      wave.blocks.push_back({e, begin + from - wave.row, to - from});
-    }
-    ++wave.experts;
-    wave.rows += rows;
-  }
-  for (Wave& wave : result) {
-    std::stable_sort(wave.blocks.begin(), wave.blocks.end(),
-                     [](const MoeBlock& a, const MoeBlock& b) { return a.rows > b.rows; });
-  }
-  return result;
-}
-
-int64_t most_rows(const std::vector<Wave>& all) {
-  int64_t rows = 0;
-  for (const Wave& wave : all) rows = std::max(rows, wave.rows);
-  return rows;
-}
+// Elements of a task that copies or adds rows.
+constexpr int64_t kCopyTask = 2 * kTaskElements;
 
 // One at least: experts without features still add their bias.
 int64_t feature_groups(const Problem& p) {
-  return std::max<int64_t>(1, divide_up(p.hidden.features, kMoeFeatures));
+  return std::max<int64_t>(1, ceil_div(p.hidden.features, kMoeFeatures));
 }
 
 // Memory for (rows, cols) of a dtype.
@@ -90,10 +23,8 @@ struct Buffer {
   Tensor tensor;
   int64_t cols, item;
 
-  Buffer(int64_t rows, int64_t cols_, DType dtype) : cols(cols_), item(size_of(dtype)) {
-    const int64_t count = rows * cols;
-    tensor = empty_tensor({&count, 1}, dtype);
-  }
+  Buffer(int64_t rows, int64_t cols_, DType dtype)
+      : tensor(scratch(rows * cols_, dtype)), cols(cols_), item(size_of(dtype)) {}
   void* row(int64_t r) const {
     return static_cast<char*>(tensor.mutable_data_ptr()) + r * cols * item;
   }
@@ -121,16 +52,16 @@ class Products {
   Buffer memory_;
 };
 
-// out (wave rows, cols) = the rows of x that the wave's rows stand for.
-void gather(const Problem& p, const Routing& routing, const Wave& wave, const Rows& x, void* out) {
-  const MoeGatherParams g{.dtype = p.dtype,
+// out (count, cols) = the rows of x with these numbers.
+void gather(DType dtype, const int64_t* numbers, int64_t count, const Rows& x, void* out) {
+  const MoeGatherParams g{.dtype = dtype,
                           .cols = x.cols,
                           .x_stride = x.stride,
-                          .tokens = routing.token_of_row.data() + wave.row,
+                          .tokens = numbers,
                           .x = x.data(),
                           .out = out};
-  parallel_ranges(wave.rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, x.cols)),
-                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).gather(g, a, b); });
+  parallel_ranges(count, grain_of(x.cols, kCopyTask),
+                  [&](int64_t a, int64_t b) { moe_kernels(dtype).gather(g, a, b); });
 }
 
 void up(const Problem& p, const Wave& wave, const Products& products, const void* x, void* pre,
@@ -139,7 +70,7 @@ void up(const Problem& p, const Wave& wave, const Products& products, const void
                       .hidden_of = p.hidden,
                       .k = p.dim,
                       .blocks = wave.blocks.data(),
-                      .block_count = static_cast<int64_t>(wave.blocks.size()),
+                      .block_count = wave.block_count(),
                       .x = x,
                       .up = p.up.forward(),
                       .bias = data_or_null(p.up_bias),
@@ -154,12 +85,12 @@ void project(const Problem& p, const Wave& wave, const Products& products, const
                            .k = k,
                            .n = p.dim,
                            .blocks = wave.blocks.data(),
-                           .block_count = static_cast<int64_t>(wave.blocks.size()),
+                           .block_count = wave.block_count(),
                            .a = a,
                            .b = b,
                            .bias = data_or_null(bias),
                            .out = out};
-  products.run(q, divide_up(p.dim, kMoeFeatures), moe_kernels(p.dtype).project);
+  products.run(q, ceil_div(p.dim, kMoeFeatures), moe_kernels(p.dtype).project);
 }
 
 void combine(const Problem& p, const Routing& routing, const Buffer& rows, const void* weight,
@@ -171,34 +102,8 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
                            .row_of_slot = routing.row_of_slot.data(),
                            .weight = weight,
                            .y = y};
-  const int64_t cost = std::max<int64_t>(1, p.dim * std::max<int64_t>(1, p.slots));
-  parallel_ranges(p.tokens, std::max<int64_t>(1, 32768 / cost),
+  parallel_ranges(p.tokens, grain_of(p.dim * std::max<int64_t>(1, p.slots), kCopyTask),
                   [&](int64_t a, int64_t b) { moe_kernels(p.dtype).combine(c, a, b); });
-}
-
-void run_forward(const Problem& p, void* y, void* pre) {
-  const Routing routing("moe_experts", p);
-  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
-  const int64_t features = p.hidden.features;
-  const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));
-  const Buffer gathered(most_rows(all), p.dim, operand);
-  const Buffer hidden(most_rows(all), features, operand);
-  const Buffer rows(routing.rows(), p.dim, p.compute);
-  char* const kept = static_cast<char*>(pre);
-  const int64_t pre_row = p.columns * size_of(p.dtype);
-  if (pre != nullptr) {
-    std::memset(kept + routing.rows() * pre_row, 0,
-                (p.tokens * p.slots - routing.rows()) * pre_row);
-  }
-  const Products products(p.dtype);
-  for (const Wave& wave : all) {
-    gather(p, routing, wave, p.x, gathered.row(0));
-    up(p, wave, products, gathered.row(0), pre != nullptr ? kept + wave.row * pre_row : nullptr,
-       hidden.row(0));
-    project(p, wave, products, hidden.row(0), features, p.down.forward(), p.down_bias,
-            rows.row(wave.row));
-  }
-  combine(p, routing, rows, p.weights.const_data_ptr(), y);
 }
 
 // Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in).
@@ -211,19 +116,22 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
     const int64_t row = routing.offsets[e] - wave.row;
     const Buffer& a = w.transposed ? in : grad;
     const Buffer& b = w.transposed ? grad : in;
-    GemmParams g{};
-    g.a_dtype = g.b_dtype = operand;
-    g.c_dtype = p.dtype;
-    g.m = a.cols;
-    g.n = b.cols;
-    g.k = routing.offsets[e + 1] - routing.offsets[e];
-    g.a = a.row(row);
-    g.b = b.row(row);
-    g.c = static_cast<char*>(result) + e * g.m * g.n * size_of(p.dtype);
-    g.lda = g.m;
-    g.ldb = g.ldc = g.n;
-    g.a_transposed = true;
-    products.push_back(g);
+    products.push_back({.a_dtype = operand,
+                        .b_dtype = operand,
+                        .c_dtype = p.dtype,
+                        .m = a.cols,
+                        .n = b.cols,
+                        .k = routing.offsets[e + 1] - routing.offsets[e],
+                        .a = a.row(row),
+                        .b = b.row(row),
+                        .bias = nullptr,
+                        .c = static_cast<char*>(result) + e * a.cols * b.cols * size_of(p.dtype),
+                        .lda = a.cols,
+                        .ldb = b.cols,
+                        .ldc = b.cols,
+                        .a_transposed = true,
+                        .b_transposed = false,
+                        .accumulate = false});
   }
   // Sizes but for k, and with them items and workspace, are the same for all.
   const int64_t items = kernels.items(products[0]);
@@ -251,91 +159,147 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
                   [&](int64_t a, int64_t b) { moe_kernels(p.dtype).bias_grad(g, a, b); });
 }
 
-template <class F>
-void with_compute_type(DType dtype, const F& f) {
-  if (dtype == DType::f64) {
-    f(double{});
-  } else {
-    f(float{});
+}  // namespace
+
+void run_forward(const Problem& p, void* y, void* pre) {
+  const Routing routing(p);
+  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
+  const int64_t features = p.hidden.features;
+  const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));
+  const Buffer gathered(most_rows(all), p.dim, operand);
+  const Buffer hidden(most_rows(all), features, operand);
+  const Buffer rows(routing.rows(), p.dim, p.compute);
+  char* const kept = static_cast<char*>(pre);
+  const int64_t pre_row = p.columns * size_of(p.dtype);
+  if (pre != nullptr) {
+    std::memset(kept + routing.rows() * pre_row, 0, (p.pairs() - routing.rows()) * pre_row);
   }
+  const Products products(p.dtype);
+  for (const Wave& wave : all) {
+    gather(p.dtype, routing.tokens_of(wave), wave.rows, p.x, gathered.row(0));
+    up(p, wave, products, gathered.row(0), pre != nullptr ? kept + wave.row * pre_row : nullptr,
+       hidden.row(0));
+    project(p, wave, products, hidden.row(0), features, p.down.forward(), p.down_bias,
+            rows.row(wave.row));
+  }
+  combine(p, routing, rows, p.weights.const_data_ptr(), y);
 }
+
+namespace {
+
+// The backward, whose arrays hold the rows of one wave, but for those that all rows are needed of.
+class Backward {
+ public:
+  // pre: null to compute it again.
+  Backward(const Problem& p, const Rows& grad_y, const void* pre, const MoeGradients& grads)
+      : p_(p),
+        grad_y_(grad_y),
+        pre_(static_cast<const char*>(pre)),
+        grads_(grads),
+        operand_(moe_kernels(p.dtype).operand(p.dtype)),
+        groups_(feature_groups(p)),
+        routing_(p),
+        waves_(waves(routing_, row_bytes())),
+        products_(p.dtype),
+        gathered_x_(most_rows(waves_), p.dim, operand_),
+        gathered_grad_(most_rows(waves_), p.dim, operand_),
+        grad_pre_(most_rows(waves_), p.columns, operand_),
+        hidden_(most_rows(waves_), p.hidden.features, operand_),
+        recomputed_(pre != nullptr ? 0 : most_rows(waves_), p.columns, p.dtype),
+        dx_rows_(grads.x != nullptr ? routing_.rows() : 0, p.dim, p.compute),
+        row_weight_(routing_.rows(), 1, p.compute),
+        grad_weight_(routing_.rows(), groups_, p.compute) {}
+
+  void run() const {
+    gather(p_.compute, routing_.slot_of_row.data(), routing_.rows(), {p_.weights, p_.pairs(), 1, 1},
+           row_weight_.row(0));
+    for (const Wave& wave : waves_) {
+      up_backward(wave, pre_of(wave));
+      gradients(wave);
+    }
+    if (grads_.x != nullptr) combine(p_, routing_, dx_rows_, nullptr, grads_.x);
+    if (grads_.weights != nullptr) sum_slots();
+  }
+
+ private:
+  int64_t row_bytes() const {
+    return (2 * p_.dim + p_.columns + p_.hidden.features) * size_of(operand_);
+  }
+
+  const void* pre_of(const Wave& wave) const {
+    if (pre_ == nullptr || grads_.up != nullptr) {
+      gather(p_.dtype, routing_.tokens_of(wave), wave.rows, p_.x, gathered_x_.row(0));
+    }
+    if (pre_ != nullptr) return pre_ + wave.row * p_.columns * size_of(p_.dtype);
+    up(p_, wave, products_, gathered_x_.row(0), recomputed_.row(0), nullptr);
+    return recomputed_.row(0);
+  }
+
+  void up_backward(const Wave& wave, const void* pre) const {
+    gather(p_.dtype, routing_.tokens_of(wave), wave.rows, grad_y_, gathered_grad_.row(0));
+    const MoeUpBackwardParams u{.dtype = p_.dtype,
+                                .hidden_of = p_.hidden,
+                                .k = p_.dim,
+                                .blocks = wave.blocks.data(),
+                                .block_count = wave.block_count(),
+                                .grad_y = gathered_grad_.row(0),
+                                .down = p_.down.backward(),
+                                .down_bias = data_or_null(p_.down_bias),
+                                .pre = pre,
+                                .weight = row_weight_.row(wave.row),
+                                .grad_pre = grad_pre_.row(0),
+                                .weighted_hidden = hidden_.row(0),
+                                .grad_weight = grad_weight_.row(wave.row)};
+    products_.run(u, groups_, moe_kernels(p_.dtype).up_backward);
+  }
+
+  void gradients(const Wave& wave) const {
+    if (grads_.x != nullptr) {
+      project(p_, wave, products_, grad_pre_.row(0), p_.columns, p_.up.backward(), {},
+              dx_rows_.row(wave.row));
+    }
+    if (grads_.up != nullptr) {
+      weight_grad(p_, routing_, wave, p_.up, grad_pre_, gathered_x_, grads_.up);
+    }
+    if (grads_.down != nullptr) {
+      weight_grad(p_, routing_, wave, p_.down, gathered_grad_, hidden_, grads_.down);
+    }
+    if (grads_.up_bias != nullptr) {
+      bias_grad(p_, routing_, wave, grad_pre_, nullptr, grads_.up_bias);
+    }
+    if (grads_.down_bias != nullptr) {
+      bias_grad(p_, routing_, wave, gathered_grad_, row_weight_.row(wave.row), grads_.down_bias);
+    }
+  }
+
+  void sum_slots() const {
+    const MoeSlotSumParams s{.dtype = p_.compute,
+                             .parts = groups_,
+                             .row_of_slot = routing_.row_of_slot.data(),
+                             .rows = grad_weight_.row(0),
+                             .out = grads_.weights};
+    parallel_ranges(p_.pairs(), grain_of(groups_, kCopyTask),
+                    [&](int64_t a, int64_t b) { moe_kernels(p_.compute).slot_sum(s, a, b); });
+  }
+
+  const Problem& p_;
+  const Rows& grad_y_;
+  const char* pre_;
+  const MoeGradients& grads_;
+  DType operand_;
+  int64_t groups_;
+  Routing routing_;
+  std::vector<Wave> waves_;
+  Products products_;
+  Buffer gathered_x_, gathered_grad_, grad_pre_, hidden_, recomputed_;
+  Buffer dx_rows_, row_weight_, grad_weight_;  // of all waves
+};
+
+}  // namespace
 
 void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                   const MoeGradients& grads) {
-  const Routing routing("moe_backward", p);
-  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
-  const int64_t features = p.hidden.features, groups = feature_groups(p);
-  const int64_t row_bytes = (2 * p.dim + p.columns + features) * size_of(operand);
-  const std::vector<Wave> all = waves(routing, row_bytes);
-  const int64_t most = most_rows(all);
-  const Buffer gathered_x(most, p.dim, operand), gathered_grad(most, p.dim, operand);
-  const Buffer grad_pre(most, p.columns, operand), hidden(most, features, operand);
-  const Buffer recomputed(pre != nullptr ? 0 : most, p.columns, p.dtype);
-  const Buffer dx_rows(grads.x != nullptr ? routing.rows() : 0, p.dim, p.compute);
-  const Buffer row_weight(routing.rows(), 1, p.compute);
-  const Buffer grad_weight(routing.rows(), groups, p.compute);
-  with_compute_type(p.compute, [&]<class C>(C) {
-    const auto* const from = static_cast<const C*>(p.weights.const_data_ptr());
-    auto* const to = static_cast<C*>(row_weight.row(0));
-    for (int64_t r = 0; r < routing.rows(); ++r) to[r] = from[routing.slot_of_row[r]];
-  });
-
-  const Products products(p.dtype);
-  for (const Wave& wave : all) {
-    gather(p, routing, wave, grad_y, gathered_grad.row(0));
-    if (pre == nullptr || grads.up != nullptr) gather(p, routing, wave, p.x, gathered_x.row(0));
-    const char* wave_pre = static_cast<const char*>(pre);
-    if (pre != nullptr) {
-      wave_pre += wave.row * p.columns * size_of(p.dtype);
-    } else {
-      up(p, wave, products, gathered_x.row(0), recomputed.row(0), nullptr);
-      wave_pre = static_cast<const char*>(recomputed.row(0));
-    }
-    const MoeUpBackwardParams u{.dtype = p.dtype,
-                                .hidden_of = p.hidden,
-                                .k = p.dim,
-                                .blocks = wave.blocks.data(),
-                                .block_count = static_cast<int64_t>(wave.blocks.size()),
-                                .grad_y = gathered_grad.row(0),
-                                .down = p.down.backward(),
-                                .down_bias = data_or_null(p.down_bias),
-                                .pre = wave_pre,
-                                .weight = row_weight.row(wave.row),
-                                .grad_pre = grad_pre.row(0),
-                                .weighted_hidden = hidden.row(0),
-                                .grad_weight = grad_weight.row(wave.row)};
-    products.run(u, groups, moe_kernels(p.dtype).up_backward);
-    if (grads.x != nullptr) {
-      project(p, wave, products, grad_pre.row(0), p.columns, p.up.backward(), {},
-              dx_rows.row(wave.row));
-    }
-    if (grads.up != nullptr) {
-      weight_grad(p, routing, wave, p.up, grad_pre, gathered_x, grads.up);
-    }
-    if (grads.down != nullptr) {
-      weight_grad(p, routing, wave, p.down, gathered_grad, hidden, grads.down);
-    }
-    if (grads.up_bias != nullptr) {
-      bias_grad(p, routing, wave, grad_pre, nullptr, grads.up_bias);
-    }
-    if (grads.down_bias != nullptr) {
-      bias_grad(p, routing, wave, gathered_grad, row_weight.row(wave.row), grads.down_bias);
-    }
-  }
-  if (grads.x != nullptr) combine(p, routing, dx_rows, nullptr, grads.x);
-  if (grads.weights != nullptr) {
-    with_compute_type(p.compute, [&]<class C>(C) {
-      auto* const out = static_cast<C*>(grads.weights);
-      for (int64_t i = 0; i < p.tokens * p.slots; ++i) {
-        C sum = 0;
-        if (const int64_t row = routing.row_of_slot[i]; row >= 0) {
-          const auto* const parts = static_cast<const C*>(grad_weight.row(row));
-          for (int64_t g = 0; g < groups; ++g) sum += parts[g];
-        }
-        out[i] = sum;
-      }
-    });
-  }
+  Backward(p, grad_y, pre, grads).run();
 }
 
-}  // namespace
+}  // namespace omniattn::ops::moe

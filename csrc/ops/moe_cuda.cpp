@@ -1,10 +1,10 @@
-// moe, moe_backward on CUDA: memory and phases. All sizes are those of the most rows and blocks
+// moe_experts on CUDA: memory and phases. All sizes are those of the most rows and blocks
 // that there can be, so that nothing waits for the routing.
 #include "kernels/moe/moe_cuda.h"
-
 #include "ops/cuda.h"
 #include "ops/moe.h"
 
+namespace omniattn::ops::moe {
 namespace {
 
 bool whole_16_bytes(const void* data, int64_t stride) {
@@ -32,7 +32,7 @@ struct Routing {
   MoeRouting arrays;
 };
 
-Routing route(const char* op, const Problem& p, int64_t block_rows) {
+Routing route(const Problem& p, int64_t block_rows) {
   MoeRouting r{};
   r.tokens = p.tokens;
   r.slots = p.slots;
@@ -43,7 +43,7 @@ Routing route(const char* op, const Problem& p, int64_t block_rows) {
   constexpr int64_t kBlockNumbers = sizeof(MoeBlock) / sizeof(int64_t);
   const int64_t numbers =
       r.chunks() * r.experts + 2 * (r.experts + 1) + 3 * r.pairs() + kBlockNumbers * r.block_count;
-  const Tensor memory = torch::stable::new_empty(p.index, {&numbers, 1}, ScalarType::Long);
+  const Tensor memory = torch::stable::new_empty(p.index, {numbers}, ScalarType::Long);
   auto* next = static_cast<int64_t*>(memory.mutable_data_ptr());
   const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
   r.counts = take(r.chunks() * r.experts);
@@ -53,18 +53,19 @@ Routing route(const char* op, const Problem& p, int64_t block_rows) {
   r.slot_of_row = take(r.pairs());
   r.row_of_slot = take(r.pairs());
   r.blocks = reinterpret_cast<MoeBlock*>(take(kBlockNumbers * r.block_count));
-  require_launched(op, launch_moe_route(r, stream()));
+  require_launched(p.op, launch_moe_route(r, stream()));
   return {memory, r};
-}
-
-Tensor empty_rows(int64_t rows, int64_t cols, DType dtype) {
-  const std::array<int64_t, 2> sizes{rows, cols};
-  return empty_tensor({sizes.data(), 2}, dtype);
 }
 
 MoeProduct product(const Problem& p, const MoeRouting& r, const MoeRows& a, const MoeMatrix& b,
                    int64_t k, int64_t n) {
-  return {p.dtype, r.blocks, r.block_count, a, b, k, n};
+  return {.dtype = p.dtype,
+          .blocks = r.blocks,
+          .block_count = r.block_count,
+          .a = a,
+          .b = b,
+          .k = k,
+          .n = n};
 }
 // Rows of tokens, by row of the routing.
 MoeRows gathered(const Rows& x, const MoeRouting& r) {
@@ -72,25 +73,24 @@ MoeRows gathered(const Rows& x, const MoeRouting& r) {
 }
 MoeRows dense(const Tensor& t) { return {t.const_data_ptr(), nullptr, t.size(1)}; }
 
-void up(const char* op, const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
-        void* pre, void* hidden) {
+void up(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels, void* pre,
+        void* hidden) {
   const MoeUpProduct u{.product = product(p, r, gathered(p.x, r), p.up.forward(), p.dim, p.columns),
                        .hidden_of = p.hidden,
                        .bias = data_or_null(p.up_bias),
                        .pre = pre,
                        .hidden = hidden};
-  require_launched(op, kernels.up(u, stream()));
+  require_launched(p.op, kernels.up(u, stream()));
 }
 
 // y = the weighted sum over each token's slots of the rows of a times their experts' b.
-void project(const char* op, const Problem& p, const MoeRouting& r,
-             const MoeProductKernels& kernels, const Tensor& a, const MoeMatrix& b,
-             const void* bias, const void* weights, void* y) {
-  const Tensor rows = empty_rows(r.pairs(), p.dim, p.compute);
+void project(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
+             const Tensor& a, const MoeMatrix& b, const void* bias, const void* weights, void* y) {
+  const Tensor rows = empty_tensor({r.pairs(), p.dim}, p.compute);
   const MoeProjectProduct q{.product = product(p, r, dense(a), b, a.size(1), p.dim),
                             .bias = bias,
                             .out = rows.mutable_data_ptr()};
-  require_launched(op, kernels.project(q, stream()));
+  require_launched(p.op, kernels.project(q, stream()));
   const MoeCombineParams c{.dtype = p.dtype,
                            .cols = p.dim,
                            .slots = p.slots,
@@ -98,22 +98,25 @@ void project(const char* op, const Problem& p, const MoeRouting& r,
                            .row_of_slot = r.row_of_slot,
                            .weight = weights,
                            .y = y};
-  require_launched(op, launch_moe_combine(c, p.tokens, stream()));
+  require_launched(p.op, launch_moe_combine(c, p.tokens, stream()));
 }
 
+}  // namespace
+
 void run_forward(const Problem& p, void* y, void* pre) {
-  constexpr const char* op = "moe";
   const MoeProductKernels& kernels = kernels_for(p, nullptr);
-  const Routing routing = route(op, p, kernels.block_rows);
+  const Routing routing = route(p, kernels.block_rows);
   const MoeRouting& r = routing.arrays;
-  const Tensor hidden = empty_rows(r.pairs(), p.hidden.features, p.dtype);
+  const Tensor hidden = empty_tensor({r.pairs(), p.hidden.features}, p.dtype);
   if (pre != nullptr) {
-    require_launched(op, launch_moe_clear(p.dtype, r, p.columns, pre, stream()));
+    require_launched(p.op, launch_moe_clear(p.dtype, r, p.columns, pre, stream()));
   }
-  up(op, p, r, kernels, pre, hidden.mutable_data_ptr());
-  project(op, p, r, kernels, hidden, p.down.forward(), data_or_null(p.down_bias),
+  up(p, r, kernels, pre, hidden.mutable_data_ptr());
+  project(p, r, kernels, hidden, p.down.forward(), data_or_null(p.down_bias),
           p.weights.const_data_ptr(), y);
 }
+
+namespace {
 
 // out: gradient of w (E, out, in), sums over rows of grad (rows, out)^T in (rows, in).
 void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
@@ -126,24 +129,25 @@ void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels&
                         .m = w.transposed ? w.in : w.out,
                         .n = w.transposed ? w.out : w.in,
                         .out = out};
-  require_launched("moe_backward", kernels.weight_grad(g, stream()));
+  require_launched(p.op, kernels.weight_grad(g, stream()));
 }
+
+}  // namespace
 
 void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                   const MoeGradients& grads) {
-  constexpr const char* op = "moe_backward";
   const MoeProductKernels& kernels = kernels_for(p, &grad_y);
-  const Routing routing = route(op, p, kernels.block_rows);
+  const Routing routing = route(p, kernels.block_rows);
   const MoeRouting& r = routing.arrays;
-  const int64_t features = p.hidden.features, parts = divide_up(features, kMoeTileColumns);
-  const Tensor recomputed = empty_rows(pre != nullptr ? 0 : r.pairs(), p.columns, p.dtype);
+  const int64_t features = p.hidden.features, parts = ceil_div(features, kMoeTileColumns);
+  const Tensor recomputed = empty_tensor({pre != nullptr ? 0 : r.pairs(), p.columns}, p.dtype);
   if (pre == nullptr) {
-    up(op, p, r, kernels, recomputed.mutable_data_ptr(), nullptr);
+    up(p, r, kernels, recomputed.mutable_data_ptr(), nullptr);
     pre = recomputed.const_data_ptr();
   }
-  const Tensor grad_pre = empty_rows(r.pairs(), p.columns, p.dtype);
-  const Tensor hidden = empty_rows(r.pairs(), features, p.dtype);
-  const Tensor grad_weight = empty_rows(r.pairs(), parts, p.compute);
+  const Tensor grad_pre = empty_tensor({r.pairs(), p.columns}, p.dtype);
+  const Tensor hidden = empty_tensor({r.pairs(), features}, p.dtype);
+  const Tensor grad_weight = empty_tensor({r.pairs(), parts}, p.compute);
   const MoeRows grad_rows = gathered(grad_y, r);
   const void* const weights = p.weights.const_data_ptr();
   const MoeUpBackwardProduct u{
@@ -155,9 +159,9 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
       .grad_pre = grad_pre.mutable_data_ptr(),
       .weighted_hidden = hidden.mutable_data_ptr(),
       .grad_weight = grad_weight.mutable_data_ptr()};
-  require_launched(op, kernels.up_backward(u, stream()));
+  require_launched(p.op, kernels.up_backward(u, stream()));
   if (grads.x != nullptr) {
-    project(op, p, r, kernels, grad_pre, p.up.backward(), nullptr, nullptr, grads.x);
+    project(p, r, kernels, grad_pre, p.up.backward(), nullptr, nullptr, grads.x);
   }
   if (grads.up != nullptr) {
     weight_grad(p, r, kernels, p.up, dense(grad_pre), gathered(p.x, r), grads.up);
@@ -174,7 +178,7 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                           .slot_of_row = r.slot_of_row,
                           .weights = by,
                           .out = out};
-    require_launched(op, launch_moe_column_sums(s, stream()));
+    require_launched(p.op, launch_moe_column_sums(s, stream()));
   };
   if (grads.up_bias != nullptr) column_sums(dense(grad_pre), p.columns, nullptr, grads.up_bias);
   if (grads.down_bias != nullptr) column_sums(grad_rows, p.dim, weights, grads.down_bias);
@@ -190,8 +194,8 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                               .grad_y = {grad_y.data(), nullptr, grad_y.stride},
                               .down_bias = data_or_null(p.down_bias),
                               .out = grads.weights};
-    require_launched(op, launch_moe_slot_grad(s, stream()));
+    require_launched(p.op, launch_moe_slot_grad(s, stream()));
   }
 }
 
-}  // namespace
+}  // namespace omniattn::ops::moe

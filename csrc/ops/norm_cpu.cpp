@@ -1,19 +1,18 @@
-// norm, add_norm, norm_backward on the CPU: split over threads.
+// rms_norm and layer_norm on the CPU: split over threads.
 #include "ops/norm.h"
+#include "ops/sum_over_rows.h"
 
-#include "ops/norm_cpu.h"
+namespace omniattn::ops::norm {
 
-namespace {
-
-void run_forward(const NormParams& p) {
+void run_forward(const char*, const NormParams& p) {
   const auto forward = norm_kernels().forward;
-  parallel_ranges(p.rows, norm_grain(p.cols), [&](int64_t a, int64_t b) { forward(p, a, b); });
+  parallel_ranges(p.rows, grain_of(p.cols), [&](int64_t a, int64_t b) { forward(p, a, b); });
 }
 
-void run_backward(const NormBackwardParams& p, void* dweight, void* dbias) {
+void run_backward(const char*, const NormBackwardParams& p, void* dweight, void* dbias) {
   const auto backward = norm_kernels().backward;
   sum_over_rows(p.dtype, p.rows, 1, p.cols, dweight, dbias,
                 [&](void* dw, void* db, int64_t a, int64_t b) { backward(p, dw, db, a, b); });
 }
 
-}  // namespace
+}  // namespace omniattn::ops::norm

@@ -9,6 +9,14 @@
 
 namespace omniattn::ops {
 
+// Elements of a task of a light kernel, so that it costs more than handing it out.
+inline constexpr int64_t kTaskElements = 16384;
+
+// Items in a task of about `task` elements.
+inline int64_t grain_of(int64_t elements_per_item, int64_t task = kTaskElements) {
+  return std::max<int64_t>(1, task / std::max<int64_t>(1, elements_per_item));
+}
+
 // f(begin, end) over contiguous ranges of at least `grain` items. One range is run in place:
 // opening the pool costs about 2 us. f must not throw: an exception inside the pool loses its text.
 template <class F>

@@ -1,8 +1,9 @@
-// rope, rope_, norm_rope on the CPU: split over threads.
-#include "ops/norm_cpu.h"
-#include "ops/norm_rope.h"
+// apply_rotary and qk_norm_rotary on the CPU: split over threads.
+#include "ops/rope.h"
 
-namespace {
+#include "ops/sum_over_rows.h"
+
+namespace omniattn::ops::rope {
 
 void check_positions(const char* op, const RopeParams& p, int64_t entries) {
   for (int64_t b = 0; b < entries; ++b) {
@@ -14,27 +15,26 @@ void check_positions(const char* op, const RopeParams& p, int64_t entries) {
   }
 }
 
-void run(const RopeParams& p, int64_t batch) {
+void run(const char*, const RopeParams& p, int64_t batch) {
   int64_t heads = 0;
   for (int32_t k = 0; k < p.tensor_count; ++k) heads += p.tensors[k].heads;
   if (heads == 0 || p.dim == 0) return;
-  // About 16 Ki elements per task, so that a task costs more than handing it out.
-  const int64_t grain = std::max<int64_t>(1, 16384 / (heads * p.dim));
   const auto rotate = rope_kernels().rotate;
-  parallel_ranges(batch * p.tokens, grain, [&](int64_t a, int64_t b) { rotate(p, a, b); });
+  parallel_ranges(batch * p.tokens, grain_of(heads * p.dim),
+                  [&](int64_t a, int64_t b) { rotate(p, a, b); });
 }
 
-void run_forward(const NormRopeParams& p, int64_t batch) {
+void run_forward(const char*, const NormRopeParams& p, int64_t batch) {
   const auto forward = norm_rope_kernels().forward;
-  parallel_ranges(batch * p.rope.tokens, norm_grain(p.rope.tensors[0].heads * p.rope.dim),
+  parallel_ranges(batch * p.rope.tokens, grain_of(p.rope.tensors[0].heads * p.rope.dim),
                   [&](int64_t a, int64_t b) { forward(p, a, b); });
 }
 
-void run_backward(const NormRopeBackwardParams& p, int64_t batch, void* dweight) {
+void run_backward(const char*, const NormRopeBackwardParams& p, int64_t batch, void* dweight) {
   const auto backward = norm_rope_kernels().backward;
   // The sums are kept in the order of the elements, as those of the accumulator type are.
   sum_over_rows(accumulator(p.rope.dtype), batch * p.rope.tokens, 1, p.rope.dim, dweight, nullptr,
                 [&](void* dw, void*, int64_t a, int64_t b) { backward(p, dw, a, b); });
 }
 
-}  // namespace
+}  // namespace omniattn::ops::rope

@@ -1,31 +1,27 @@
-// rope, rope_, norm_rope on CUDA.
+// apply_rotary and qk_norm_rotary on CUDA.
 #include "kernels/rope/rope_cuda.h"
 #include "kernels/rope/norm_rope_cuda.h"
-
 #include "ops/cuda.h"
-#include "ops/norm_rope.h"
+#include "ops/rope.h"
 
-namespace {
+namespace omniattn::ops::rope {
 
 // The kernel checks them: reading them here would wait for the GPU.
 void check_positions(const char*, const RopeParams&, int64_t) {}
 
-void run(const RopeParams& p, int64_t batch) {
-  require_launched("rope", launch_rope(p, batch, stream()));
+void run(const char* op, const RopeParams& p, int64_t batch) {
+  require_launched(op, launch_rope(p, batch, stream()));
 }
 
-void run_forward(const NormRopeParams& p, int64_t batch) {
-  require_launched("norm_rope", launch_norm_rope(p, batch, stream()));
+void run_forward(const char* op, const NormRopeParams& p, int64_t batch) {
+  require_launched(op, launch_norm_rope(p, batch, stream()));
 }
 
-void run_backward(const NormRopeBackwardParams& p, int64_t batch, void* dweight) {
-  const DType acc = accumulator(p.rope.dtype);
-  const int64_t shards = norm_rope_backward_shards(p, batch);
-  const int64_t sizes[] = {dweight != nullptr ? shards : 0, p.rope.dim};
-  const Tensor partial = empty_tensor({sizes, 2}, acc);
+void run_backward(const char* op, const NormRopeBackwardParams& p, int64_t batch, void* dweight) {
+  const int64_t shards = dweight != nullptr ? norm_rope_backward_shards(p, batch) : 0;
+  const Tensor partial = scratch(shards * p.rope.dim, accumulator(p.rope.dtype));
   void* const sums = dweight != nullptr ? partial.mutable_data_ptr() : nullptr;
-  require_launched("norm_rope_backward",
-                   launch_norm_rope_backward(p, batch, sums, dweight, stream()));
+  require_launched(op, launch_norm_rope_backward(p, batch, sums, dweight, stream()));
 }
 
-}  // namespace
+}  // namespace omniattn::ops::rope

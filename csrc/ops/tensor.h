@@ -76,7 +76,6 @@ inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 
 inline bool has_memory(const Tensor& t) { return t.const_data_ptr() != nullptr || t.numel() == 0; }
 
 #if defined(OMNIATTN_CUDA)
-#define OMNIATTN_DISPATCH_KEY CUDA
 inline constexpr const char* kDeviceName =
     "the CUDA device of the first argument, with memory of its own";
 inline int32_t device_index() { return torch::stable::accelerator::getCurrentDeviceIndex(); }
@@ -93,7 +92,6 @@ class DeviceScope {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 #else
-#define OMNIATTN_DISPATCH_KEY CPU
 inline constexpr const char* kDeviceName = "the CPU, with memory of its own";
 inline int32_t device_index() { return 0; }
 inline bool is_here(const Tensor& t) { return t.is_cpu() && has_memory(t); }
@@ -110,6 +108,13 @@ inline void require_tensor(const char* op, const char* name, const Tensor& t, DT
           static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(scalar_type(t)));
 }
 
+// Requires `t` to be an int64 tensor on the device of this file.
+inline void require_int64(const char* op, const char* name, const Tensor& t) {
+  const ScalarType type = scalar_type(t);
+  require(is_here(t) && type == ScalarType::Long, op, name, " must be int64 on ", kDeviceName,
+          ", got scalar type ", static_cast<int>(type));
+}
+
 // Requires `t` to have exactly these sizes.
 inline void require_sizes(const char* op, const char* name, const Tensor& t, Sizes want) {
   const Sizes got = t.sizes();
@@ -117,6 +122,14 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
   for (size_t i = 0; same && i < got.size(); ++i) same = got[i] == want[i];
   require(same, op, name, " must have shape ", Shape{want.data(), want.size()}, ", got ",
           Shape{got.data(), got.size()});
+}
+
+// Requires `t` to be such a tensor without gaps, as kernels write them.
+inline void require_dense(const char* op, const char* name, const Tensor& t, DType dtype,
+                          Sizes sizes) {
+  require_tensor(op, name, t, dtype);
+  require_sizes(op, name, t, sizes);
+  require(t.is_contiguous(), op, name, " must be contiguous");
 }
 
 // Results from this size on do not fit into the caches.
@@ -158,13 +171,40 @@ inline Tensor empty_tensor(Sizes sizes, DType dtype) {
   return result;
 }
 
+// Uninitialised elements for a kernel to work in.
+inline Tensor scratch(int64_t elements, DType dtype) { return empty_tensor({elements}, dtype); }
+
+// A result that is made only where it is wanted: kernels get null for others, callers a tensor
+// without elements.
+class Output {
+ public:
+  Output(bool wanted, Sizes sizes, DType dtype) : dtype_(dtype) {
+    if (wanted) tensor_ = empty_tensor(sizes, dtype);
+  }
+
+  void* data() const { return tensor_.has_value() ? tensor_->mutable_data_ptr() : nullptr; }
+  Tensor tensor() const { return tensor_.has_value() ? *tensor_ : empty_tensor({0}, dtype_); }
+
+ private:
+  OptTensor tensor_;
+  DType dtype_;
+};
+
 inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;
 }
 
-inline OptTensor contiguous(const OptTensor& t) {
-  if (!t.has_value() || t->is_contiguous()) return t;
-  return torch::stable::contiguous(*t);
+// `t` or, where that is not contiguous, a copy.
+inline Tensor as_dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+inline OptTensor as_dense(const OptTensor& t) { return t.has_value() ? as_dense(*t) : t; }
+
+// Sizes of `t` with another last one.
+inline std::vector<int64_t> sizes_with_last(const Tensor& t, int64_t last) {
+  std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());
+  sizes.back() = last;
+  return sizes;
 }
 
 // A tensor seen as `rows` rows of `cols` elements, unit stride within a row and one stride between
@@ -200,18 +240,33 @@ inline Rows as_rows(const char* op, const char* name, const Tensor& t) {
   return {torch::stable::contiguous(t), rows, cols, cols};
 }
 
+using OptRows = std::optional<Rows>;
+
+// The same of a tensor that must have this dtype, and these sizes where they are given.
+inline Rows as_rows(const char* op, const char* name, const Tensor& t, DType dtype) {
+  require_tensor(op, name, t, dtype);
+  return as_rows(op, name, t);
+}
+inline Rows as_rows(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
+  require_sizes(op, name, t, sizes);
+  return as_rows(op, name, t, dtype);
+}
+inline OptRows as_rows(const char* op, const char* name, const OptTensor& t, DType dtype,
+                       Sizes sizes) {
+  return t.has_value() ? OptRows(as_rows(op, name, *t, dtype, sizes)) : std::nullopt;
+}
+inline const void* data_or_null(const OptRows& rows) {
+  return rows.has_value() ? rows->data() : nullptr;
+}
+inline int64_t stride_or_zero(const OptRows& rows) { return rows.has_value() ? rows->stride : 0; }
+
 // A per-column vector with unit stride: a copy where `v` has another one.
 inline OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
                            int64_t cols) {
   if (!v.has_value()) return v;
   require_tensor(op, name, *v, dtype);
-  require_sizes(op, name, *v, {&cols, 1});
+  require_sizes(op, name, *v, {cols});
   return cols <= 1 || v->stride(0) == 1 ? v : torch::stable::contiguous(*v);
 }
 
 }  // namespace omniattn::ops
-
-// Registers one implementation under both names of an op (see schema.cpp).
-#define OMNIATTN_IMPL(m, name, function) \
-  m.impl(name, TORCH_BOX(&function));    \
-  m.impl(name "_raw", TORCH_BOX(&function))

@@ -1,13 +1,12 @@
 // top_k on CUDA.
 #include "kernels/topk/topk_cuda.h"
-
 #include "ops/cuda.h"
 #include "ops/topk.h"
 
-namespace {
+namespace omniattn::ops::topk {
 
-void run(const TopKParams& p, int64_t rows) {
-  require_launched("top_k", launch_top_k(p, rows, stream()));
+void run(const char* op, const TopKParams& p, int64_t rows) {
+  require_launched(op, launch_top_k(p, rows, stream()));
 }
 
-}  // namespace
+}  // namespace omniattn::ops::topk

@@ -45,6 +45,12 @@ struct LossKernels {
   // elements [begin, end).
   void (*sum_chunks)(DType dtype, const void* sums, int64_t chunks, int64_t n, void* total,
                      int64_t begin, int64_t end);
+  // total () = the sum of p.loss in the compute type, or their mean over the kept targets.
+  void (*total)(const CrossEntropyParams&, bool mean, void* total);
+  // weights (rows) = grad, one per row or for all, null for 1, over the number of kept targets for
+  // the mean; in the compute type.
+  void (*row_weights)(const CrossEntropyParams&, bool mean, bool per_row, const void* grad,
+                      void* weights);
 };
 
 OMNIATTN_KERNEL_TABLE(LossKernels, loss_kernels)

@@ -177,6 +177,35 @@ void sum_chunks(const compute_t<T>* sums, int64_t chunks, int64_t n, T* total, i
   });
 }
 
+// 1 / number of kept targets, at least 1.
+double one_over_kept(const CrossEntropyParams& p) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < p.rows; ++i) kept += p.target[i] != p.ignore_index;
+  return 1.0 / static_cast<double>(kept > 1 ? kept : 1);
+}
+
+template <class C>
+void total(const CrossEntropyParams& p, bool mean, C* out) {
+  const C* const losses = static_cast<const C*>(p.loss);
+  double sum = 0;
+  for (int64_t i = 0; i < p.rows; ++i) sum += static_cast<double>(losses[i]);
+  *out = static_cast<C>(mean ? sum * one_over_kept(p) : sum);
+}
+
+template <class C>
+void row_weights(const CrossEntropyParams& p, bool mean, bool per_row, const C* grad, C* weights) {
+  const C scale = mean ? static_cast<C>(one_over_kept(p)) : C(1);
+  for (int64_t i = 0; i < p.rows; ++i) {
+    weights[i] = grad != nullptr ? scale * grad[per_row ? i : 0] : scale;
+  }
+}
+
+// f(C{}) with the compute type of a dtype.
+template <class F>
+void dispatch_compute(DType dtype, const F& f) {
+  dtype == DType::f64 ? f(double{}) : f(float{});
+}
+
 void forward_any(const CrossEntropyParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class T>(T) {
     p.softcap > 0 ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);
@@ -195,9 +224,23 @@ void sum_chunks_any(DType dtype, const void* sums, int64_t chunks, int64_t n, vo
   });
 }
 
+void total_any(const CrossEntropyParams& p, bool mean, void* out) {
+  dispatch_compute(p.dtype, [&]<class C>(C) { total(p, mean, static_cast<C*>(out)); });
+}
+void row_weights_any(const CrossEntropyParams& p, bool mean, bool per_row, const void* grad,
+                     void* weights) {
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    row_weights(p, mean, per_row, static_cast<const C*>(grad), static_cast<C*>(weights));
+  });
+}
+
 }  // namespace
 
 extern const LossKernels loss_kernels_table;
-const LossKernels loss_kernels_table{forward_any, backward_any, sum_chunks_any};
+const LossKernels loss_kernels_table{.forward = forward_any,
+                                     .backward = backward_any,
+                                     .sum_chunks = sum_chunks_any,
+                                     .total = total_any,
+                                     .row_weights = row_weights_any};
 
 }  // namespace omniattn::OMNIATTN_ISA

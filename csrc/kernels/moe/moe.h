@@ -122,6 +122,15 @@ struct MoeBiasGradParams {
   const void* weight;      // (rows) compute, or null for 1
   void* out;               // (experts, cols)
 };
+
+// out (tokens, slots) = the sums of the parts of each slot's row, 0 where it has none.
+struct MoeSlotSumParams {
+  DType dtype;  // of rows and out
+  int64_t parts;
+  const int64_t* row_of_slot;  // (tokens, slots), -1: none
+  const void* rows;            // (rows, parts)
+  void* out;
+};
 static_assert(std::is_trivially_copyable_v<MoeUpParams>);
 static_assert(std::is_trivially_copyable_v<MoeUpBackwardParams>);
 static_assert(std::is_trivially_copyable_v<MoeProjectParams>);
@@ -138,6 +147,7 @@ struct MoeKernels {
   void (*project)(const MoeProjectParams&, void* workspace, int64_t begin, int64_t end);
   void (*combine)(const MoeCombineParams&, int64_t begin, int64_t end);     // item: token
   void (*bias_grad)(const MoeBiasGradParams&, int64_t begin, int64_t end);  // item: expert
+  void (*slot_sum)(const MoeSlotSumParams&, int64_t begin, int64_t end);    // item: slot
 };
 
 OMNIATTN_DOT_KERNEL_TABLE(MoeKernels, moe_kernels)

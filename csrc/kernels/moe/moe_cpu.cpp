@@ -4,6 +4,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
+#include "semantics/seqlen.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -19,7 +20,6 @@ constexpr int64_t kMaxDotRows = 32;
 constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class T>
 struct Workspace {
@@ -143,7 +143,7 @@ void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMa
 template <class F>
 OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, int64_t columns, int64_t width,
                                 int64_t begin, int64_t end, const F& f) {
-  const int64_t groups = columns > width ? divide_up(columns, width) : 1;
+  const int64_t groups = columns > width ? ceil_div(columns, width) : 1;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t first = item % groups * width;
     f(blocks[item / groups], first, smaller(width, columns - first));
@@ -327,7 +327,7 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
   using C = compute_t<T>;
   const Workspace<T> work(memory);
   const int64_t features = p.hidden_of.features, columns = p.hidden_of.columns();
-  const int64_t groups = features > kMoeFeatures ? divide_up(features, kMoeFeatures) : 1;
+  const int64_t groups = features > kMoeFeatures ? ceil_div(features, kMoeFeatures) : 1;
   for_groups(p.blocks, features, kMoeFeatures, begin, end,
              [&](const MoeBlock& block, int64_t first, int64_t n) {
                const auto* const grad_y = static_cast<const T*>(p.grad_y) + block.row * p.k;
@@ -420,6 +420,18 @@ void bias_grad(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
   }
 }
 
+template <class C>
+void slot_sum(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    C sum = 0;
+    if (const int64_t row = p.row_of_slot[i]; row >= 0) {
+      const C* const parts = static_cast<const C*>(p.rows) + row * p.parts;
+      for (int64_t part = 0; part < p.parts; ++part) sum += parts[part];
+    }
+    static_cast<C*>(p.out)[i] = sum;
+  }
+}
+
 // ---- entries ------------------------------------------------------------------------------------
 
 DType operand(DType dtype) {
@@ -453,10 +465,21 @@ void bias_grad_any(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class S>(S) { bias_grad<operand_t<S>, S>(p, begin, end); });
 }
 
+void slot_sum_any(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
+  p.dtype == DType::f64 ? slot_sum<double>(p, begin, end) : slot_sum<float>(p, begin, end);
+}
+
 }  // namespace
 
 extern const MoeKernels moe_kernels_table;
-const MoeKernels moe_kernels_table{operand,         workspace_bytes, gather_any,  up_any,
-                                   up_backward_any, project_any,     combine_any, bias_grad_any};
+const MoeKernels moe_kernels_table{.operand = operand,
+                                   .workspace_bytes = workspace_bytes,
+                                   .gather = gather_any,
+                                   .up = up_any,
+                                   .up_backward = up_backward_any,
+                                   .project = project_any,
+                                   .combine = combine_any,
+                                   .bias_grad = bias_grad_any,
+                                   .slot_sum = slot_sum_any};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -82,8 +82,10 @@ Status launch_weight_grad(const MoeWeightGrad& p, Stream stream) {
 
 }  // namespace
 
-const MoeProductKernels kMoeFma{gpu::kFmaRows, launch_product<MoeUpProduct>,
-                                launch_product<MoeUpBackwardProduct>,
-                                launch_product<MoeProjectProduct>, launch_weight_grad};
+const MoeProductKernels kMoeFma{.block_rows = gpu::kFmaRows,
+                                .up = launch_product<MoeUpProduct>,
+                                .up_backward = launch_product<MoeUpBackwardProduct>,
+                                .project = launch_product<MoeProjectProduct>,
+                                .weight_grad = launch_weight_grad};
 
 }  // namespace omniattn

@@ -159,7 +159,10 @@ Status launch_weight_grad(const MoeWeightGrad& p, Stream stream) {
 
 }  // namespace
 
-const MoeProductKernels kMoeMma{128, launch<MoeUpProduct>, launch<MoeUpBackwardProduct>,
-                                launch<MoeProjectProduct>, launch_weight_grad};
+const MoeProductKernels kMoeMma{.block_rows = 128,
+                                .up = launch<MoeUpProduct>,
+                                .up_backward = launch<MoeUpBackwardProduct>,
+                                .project = launch<MoeProjectProduct>,
+                                .weight_grad = launch_weight_grad};
 
 }  // namespace omniattn

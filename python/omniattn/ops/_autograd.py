@@ -107,7 +107,7 @@ class DifferentiableOp(Op):
     """A public op with gradients, callable with the positional arguments of its schema.
 
     Args:
-        name: name in the `omniattn` namespace; `<name>_raw` must exist too (csrc/ops/schema.cpp).
+        name: name in the `omniattn` namespace; `<name>_raw` must exist too (csrc/ops/registry.h).
         fake: shapes and dtypes of the outputs, from the arguments.
         save: (arguments, outputs) -> (tensors to save, anything else to keep).
         backward: (saved tensors, kept, needs, gradients of the outputs) -> one gradient per

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,6 +72,37 @@ def _check_torch() -> None:
         )
 
 
+#: The public function of an op whose name is another one, or how it follows from the arguments.
+_PUBLIC: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
+    "activate": "mlp",
+    "add_norm": lambda given: "layer_norm" if given.get("center") else "rms_norm",
+    "attention_select": "select_attention",
+    "gated_norm": lambda given: "group_norm" if given.get("z") is None else "rms_norm_gated",
+    "moe": "moe_experts",
+    "norm": lambda given: "layer_norm" if given.get("center") else "rms_norm",
+    "norm_rope": "qk_norm_rotary",
+    "rope": "apply_rotary",
+}
+
+
+def public_name(name: str, args: Sequence[Any]) -> str:
+    """The name of an op in errors: its public function, or `<function>_backward`.
+
+    csrc/ops names ops in the same way; tests/ops/test_op_errors.py compares the two.
+    """
+    stem = name.removesuffix("_").removesuffix("_raw").removesuffix("_only")
+    op = stem.removesuffix("_backward")
+    public = _PUBLIC.get(op, op)
+    if not isinstance(public, str):
+        public = public(dict(zip((a.name for a in _arguments(name)), args, strict=False)))
+    return public + stem.removeprefix(op)
+
+
+def _arguments(name: str) -> Sequence[Any]:
+    arguments: Sequence[Any] = getattr(torch.ops.omniattn, name).default._schema.arguments
+    return arguments
+
+
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _kernels = torch.library.Library("omniattn", "IMPL")
 _explained: set[str] = set()
@@ -107,7 +138,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     It also runs where any tensor is on the meta device. Were others not, results beside them would
     be memory that nobody writes: such calls are refused, but for a seed, which lies on the CPU.
     """
-    arguments = getattr(torch.ops.omniattn, name).default._schema.arguments
+    arguments = _arguments(name)
     first = arguments[0].name
 
     def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +152,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                 for t in tree_leaves(value):
                     if isinstance(t, Tensor) and (t.device.type == "meta") != is_meta:
                         raise RuntimeError(
-                            f"{name.removesuffix('_raw')}: {argument.name} must be on the device "
+                            f"{public_name(name, args)}: {argument.name} must be on the device "
                             f"of {first}, got {argument.name}.device={t.device}, "
                             f"{first}.device={device}"
                         )
@@ -144,7 +175,7 @@ def explain_missing() -> None:
 def _explain(name: str) -> Callable[..., NoReturn]:
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{name.removesuffix('_raw')}: no native kernel for device='cuda' "
+            f"{public_name(name, args)}: no native kernel for device='cuda' "
             f"({cuda_unavailable or 'there is one for ' + ', '.join(ops_of('cuda'))}); "
             'backend="reference" runs the eager definition'
         )
@@ -161,15 +192,15 @@ def explain_layouts() -> None:
 
 def _refuse_layout(name: str) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
-        arguments = getattr(torch.ops.omniattn, name).default._schema.arguments
-        for argument, value in zip(arguments, args, strict=False):
+        op = public_name(name, args)
+        for argument, value in zip(_arguments(name), args, strict=False):
             if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized):
                 raise TypeError(
-                    f"{name.removesuffix('_raw')}: {argument.name} must be strided and not "
+                    f"{op}: {argument.name} must be strided and not "
                     f"quantized, got {argument.name}.layout={value.layout}, "
                     f"{argument.name}.dtype={value.dtype}"
                 )
-        raise TypeError(f"{name}: all tensors must be strided and not quantized")
+        raise TypeError(f"{op}: all tensors must be strided and not quantized")
 
     return refused
 

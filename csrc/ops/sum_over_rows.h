@@ -1,4 +1,4 @@
-// What the normalisations share on the CPU: how rows are split, and sums over rows.
+// Sums over rows on the CPU, for the gradients of the weights of normalisations.
 #pragma once
 
 #include "kernels/norm/norm.h"
@@ -11,11 +11,6 @@
 
 namespace omniattn::ops {
 
-// Rows per task: about 16 Ki elements, so that a task costs more than handing it out.
-inline int64_t norm_grain(int64_t cols) {
-  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, cols));
-}
-
 // backward(dw, db, begin, end) for shards of the rows, each with its own sums (groups * cols) of
 // dweight and dbias in the accumulator type (null where the result is), which are then added in
 // order. Within a group the sums lie in the order that the kernel walks it (runtime/row.h).
@@ -23,11 +18,10 @@ template <class F>
 void sum_over_rows(DType dtype, int64_t rows, int64_t groups, int64_t cols, void* dweight,
                    void* dbias, const F& backward) {
   const DType acc = accumulator(dtype);
-  const int64_t shards = std::clamp<int64_t>(rows / norm_grain(groups * cols), 1, 8);
+  const int64_t shards = std::clamp<int64_t>(rows / grain_of(groups * cols), 1, 8);
   const int64_t dw_cols = dweight ? groups * cols : 0, db_cols = dbias ? groups * cols : 0;
   const int64_t width = dw_cols + db_cols;
-  const int64_t partial_sizes[] = {shards, width};
-  const Tensor partial = empty_tensor({partial_sizes, 2}, acc);
+  const Tensor partial = scratch(shards * width, acc);
   char* const sums = static_cast<char*>(partial.mutable_data_ptr());
   const int64_t size = size_of(acc);
   if (width > 0) std::memset(sums, 0, static_cast<size_t>(shards * width * size));

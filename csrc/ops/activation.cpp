@@ -1,0 +1,148 @@
+// glu, and the activation alone that mlp is made of: checks and allocation.
+#include "ops/activation.h"
+
+#include <tuple>
+
+#include "ops/registry.h"
+
+namespace omniattn::ops::activation {
+namespace {
+
+// The arguments that forward and backward share, checked: rows of `cols` columns of the gate and of
+// up, which is the right half of the gate's rows where they are packed, or null.
+struct Problem {
+  const char* op;
+  DType dtype;
+  Rows gate;
+  OptRows up_rows;
+  Activation act;
+  int64_t cols;
+  const void* up = nullptr;
+  int64_t up_stride = 0;
+
+  // The activation of x alone.
+  Problem(const char* op_, const char* name, const Tensor& x, int64_t act_)
+      : op(op_),
+        dtype(dtype_of(op, name, x)),
+        gate(as_rows(op, name, x, dtype)),
+        act(static_cast<Activation>(act_)),
+        cols(gate.cols) {
+    require(act_ >= 0 && act_ < kActivationCount, op, "act must be in [0, ", kActivationCount,
+            "), got act=", act_);
+  }
+
+  Problem(const char* op_, const Tensor& gate_, const OptTensor& up_, int64_t act_)
+      : Problem(op_, "gate", gate_, act_) {
+    if (up_.has_value()) {
+      up_rows = as_rows(op, "up", *up_, dtype, gate_.sizes());
+      up = up_rows->data();
+      up_stride = up_rows->stride;
+    } else {
+      require(cols % 2 == 0, op, "packed gate must have an even last size, got ", cols);
+      cols /= 2;
+      up = static_cast<const char*>(gate.data()) + cols * size_of(dtype);
+      up_stride = gate.stride;
+    }
+  }
+};
+
+// y: (rows, cols) contiguous.
+void forward(const Problem& p, const Tensor& y) {
+  run(p.op,
+      GluParams{.dtype = p.dtype,
+                .act = p.act,
+                .cols = p.cols,
+                .gate = p.gate.data(),
+                .up = p.up,
+                .y = y.mutable_data_ptr(),
+                .gate_row = p.gate.stride,
+                .up_row = p.up_stride,
+                .y_row = p.cols},
+      p.gate.rows);
+}
+
+// dgate and dup are contiguous; dup is null if both lie side by side, as a packed gate's do, or
+// without up.
+void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
+  if (p.up != nullptr && !p.up_rows.has_value()) {
+    dup = static_cast<char*>(dgate) + p.cols * size_of(p.dtype);
+  }
+  run(p.op,
+      GluBackwardParams{.dtype = p.dtype,
+                        .act = p.act,
+                        .cols = p.cols,
+                        .grad_y = grad_y.data(),
+                        .gate = p.gate.data(),
+                        .up = p.up,
+                        .dgate = dgate,
+                        .dup = dup,
+                        .grad_y_row = grad_y.stride,
+                        .gate_row = p.gate.stride,
+                        .up_row = p.up_stride,
+                        .dgate_row = p.gate.cols,
+                        .dup_row = p.gate.cols},
+      p.gate.rows);
+}
+
+Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act) {
+  const DeviceScope scope(gate);
+  const Problem p("glu", gate, up, act);
+  const Tensor y = empty_tensor(sizes_with_last(gate, p.cols), p.dtype);
+  forward(p, y);
+  return y;
+}
+
+// A packed gate has one packed gradient; dup is then empty.
+std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
+                                        const OptTensor& up, int64_t act) {
+  const DeviceScope scope(gate);
+  const Problem p("glu_backward", gate, up, act);
+  const Rows rows = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(gate, p.cols));
+  const Tensor dgate = empty_tensor(gate.sizes(), p.dtype);
+  const Output dup(up.has_value(), gate.sizes(), p.dtype);
+  backward(p, rows, dgate.mutable_data_ptr(), dup.data());
+  return {dgate, dup.tensor()};
+}
+
+// The same without new memory: dgate goes into a tensor of the caller, dup takes grad_y's place.
+void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
+                          const Tensor& dgate) {
+  const DeviceScope scope(gate);
+  const Problem p("glu_backward", gate, up, act);
+  require_dense(p.op, "grad_y", grad_y, p.dtype, gate.sizes());
+  require_dense(p.op, "dgate", dgate, p.dtype, gate.sizes());
+  backward(p, as_rows(p.op, "grad_y", grad_y), dgate.mutable_data_ptr(), grad_y.mutable_data_ptr());
+}
+
+Tensor activate(const Tensor& x, int64_t act) {
+  const DeviceScope scope(x);
+  const Problem p("mlp", "x", x, act);
+  const Tensor y = empty_tensor(x.sizes(), p.dtype);
+  forward(p, y);
+  return y;
+}
+
+// dx takes grad_y's place.
+void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t act) {
+  const DeviceScope scope(x);
+  const Problem p("mlp_backward", "x", x, act);
+  require_dense(p.op, "grad_y", grad_y, p.dtype, x.sizes());
+  backward(p, as_rows(p.op, "grad_y", grad_y), grad_y.mutable_data_ptr(), nullptr);
+}
+
+// glu: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up; activate:
+// act(x) alone. The backwards in place write dup, or dx, over grad_y.
+const Registry registry([](Registry& ops) {
+  ops.add<glu>("glu(Tensor gate, Tensor? up, int act) -> Tensor", differentiable);
+  ops.add<glu_backward>(
+      "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act)"
+      " -> (Tensor dgate, Tensor dup)");
+  ops.add<glu_backward_inplace>(
+      "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, Tensor(b!) dgate) -> ()");
+  ops.add<activate>("activate(Tensor x, int act) -> Tensor");
+  ops.add<activate_backward_inplace>(
+      "activate_backward_(Tensor(a!) grad_y, Tensor x, int act) -> ()");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::activation

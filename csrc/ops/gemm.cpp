@@ -1,0 +1,16 @@
+// linear: native on the CPU only (gemm_cpu.cpp); on CUDA Python makes it of torch's products.
+#include "ops/registry.h"
+
+namespace omniattn::ops::gemm {
+namespace {
+
+// y = x weight^T + bias with x (..., K), weight (N, K).
+const Registry registry([](Registry& ops) {
+  ops.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", differentiable);
+  ops.define(
+      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool x_grad, bool weight_grad,"
+      " bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::gemm

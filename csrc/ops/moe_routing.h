@@ -1,0 +1,31 @@
+// Which rows of a mixture of experts are worked on together, on the CPU.
+#pragma once
+
+#include <vector>
+
+#include "ops/moe.h"
+
+namespace omniattn::ops::moe {
+
+// Consecutive experts whose intermediate arrays fit into a fixed size, one expert at least.
+struct Wave {
+  int64_t first_expert, experts;
+  int64_t row, rows;
+  std::vector<MoeBlock> blocks;  // rows counted from `row`, largest block first
+
+  int64_t block_count() const { return static_cast<int64_t>(blocks.size()); }
+};
+
+// The (token, slot) pairs by expert, stable: rows offsets[e] to offsets[e + 1] are of expert e.
+struct Routing {
+  std::vector<int64_t> offsets, token_of_row, slot_of_row, row_of_slot;
+
+  explicit Routing(const Problem& p);
+  int64_t rows() const { return offsets.back(); }
+  const int64_t* tokens_of(const Wave& wave) const { return token_of_row.data() + wave.row; }
+};
+
+std::vector<Wave> waves(const Routing& routing, int64_t bytes_per_row);
+int64_t most_rows(const std::vector<Wave>& all);
+
+}  // namespace omniattn::ops::moe

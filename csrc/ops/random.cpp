@@ -1,0 +1,56 @@
+// dropout, uniform_like: checks and allocation.
+#include "ops/random.h"
+
+#include "ops/registry.h"
+
+namespace omniattn::ops::random {
+namespace {
+
+Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
+  constexpr const char* op = "dropout";
+  const DeviceScope scope(x);
+  const DType dtype = dtype_of(op, "x", x);
+  require_tensor(op, "x", x, dtype);
+  require(probability >= 0 && probability <= 1, op, "p must be in [0, 1], got p=", probability);
+  require_seed(op, seed);
+  const Tensor y = empty_tensor(x.sizes(), dtype);
+  if (probability == 1) return torch::stable::fill_(y, 0);
+  const Tensor dense = as_dense(x);
+  const Dropout rule = make_dropout(probability, 0, 0);
+  run(op,
+      DropoutParams{.dtype = dtype,
+                    .n = x.numel(),
+                    .x = dense.const_data_ptr(),
+                    .y = y.mutable_data_ptr(),
+                    .threshold = static_cast<uint32_t>(rule.threshold),
+                    .scale = rule.scale,
+                    .stream = {},
+                    .seed = nullptr},
+      seed);
+  return y;
+}
+
+Tensor uniform_like(const Tensor& x, const Tensor& seed) {
+  constexpr const char* op = "uniform_like";
+  const DeviceScope scope(x);
+  require(is_here(x), op, "x must be on ", kDeviceName);
+  require_seed(op, seed);
+  const Tensor y = empty_tensor(x.sizes(), DType::f32);
+  run(op,
+      UniformParams{.n = x.numel(),
+                    .y = static_cast<float*>(y.mutable_data_ptr()),
+                    .stream = {},
+                    .seed = nullptr},
+      seed);
+  return y;
+}
+
+// dropout: y = x / (1 - p) where an element's draw keeps it, else 0. uniform_like: fp32 numbers in
+// [0, 1) of x's shape. Draws are functions of seed = [seed, offset] and the element's index.
+const Registry registry([](Registry& ops) {
+  ops.add<dropout>("dropout(Tensor x, Tensor seed, float p) -> Tensor", differentiable);
+  ops.add<uniform_like>("uniform_like(Tensor x, Tensor seed) -> Tensor");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::random

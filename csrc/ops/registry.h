@@ -1,0 +1,78 @@
+// Registration of ops with torch's dispatcher, schema and implementation in one place.
+//
+// A differentiable op is registered under two names: `<op>` gets a fake kernel and an autograd
+// formula in Python and is what compiled graphs contain; `<op>_raw` gets a fake kernel only and is
+// what the eager paths call (the autograd key of a Python formula costs 2.5 us even without
+// gradients). It takes numbers where graphs have symbols: a list of four as SymInt[] costs 0.8 us
+// more than as int[]. See python/omniattn/ops/_autograd.py.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "ops/tensor.h"
+
+namespace omniattn::ops {
+
+enum class Gradient { none, differentiable };
+using enum Gradient;
+
+// The ops of a file, which has one at namespace scope:
+//
+//   const Registry registry([](Registry& ops) { ops.add<top_k>("top_k(Tensor scores) -> Tensor");
+//   });
+class Registry {
+ public:
+  explicit Registry(void (*fill)(Registry&), const char* file = __builtin_FILE(),
+                    uint32_t line = __builtin_LINE())
+#if defined(OMNIATTN_CUDA)
+      : implementations_(Kind::IMPL, "omniattn", "CUDA", file, line) {
+#else
+      : schemas_(Kind::FRAGMENT, "omniattn", nullptr, file, line),
+        implementations_(Kind::IMPL, "omniattn", "CPU", file, line) {
+#endif
+    fill(*this);
+  }
+
+  // kFunction is the implementation on this device of an op "name(arguments) -> results".
+  template <auto kFunction>
+  void add(const std::string& schema, Gradient gradient = Gradient::none) {
+    define(schema, gradient);
+    implement<kFunction>(schema.substr(0, schema.find('(')), gradient);
+  }
+
+  // The schema alone, of ops that other files or Python implement. The CUDA library is loaded after
+  // the one for the CPU, which has them all.
+  void define([[maybe_unused]] std::string schema,
+              [[maybe_unused]] Gradient gradient = Gradient::none) {
+#if !defined(OMNIATTN_CUDA)
+    schemas_.def(schema.c_str());
+    if (gradient == Gradient::none) return;
+    schema.insert(schema.find('('), "_raw");
+    const std::string symbols = "SymInt[]";
+    const size_t at = schema.find(symbols);
+    if (at != std::string::npos) schema.replace(at, symbols.size(), "int[]");
+    schemas_.def(schema.c_str());
+#endif
+  }
+
+  template <auto kFunction>
+  void implement(const std::string& name, Gradient gradient = Gradient::none) {
+    constexpr auto boxed = torch::stable::detail::boxer<std::remove_pointer_t<decltype(kFunction)>,
+                                                        kFunction>::boxed_fn;
+    implementations_.impl(name.c_str(), boxed);
+    if (gradient != Gradient::none) implementations_.impl((name + "_raw").c_str(), boxed);
+  }
+
+ private:
+  using Library = torch::stable::detail::StableLibrary;
+  using Kind = Library::Kind;
+
+#if !defined(OMNIATTN_CUDA)
+  Library schemas_;
+#endif
+  Library implementations_;
+};
+
+}  // namespace omniattn::ops

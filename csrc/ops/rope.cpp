@@ -1,0 +1,233 @@
+// apply_rotary and qk_norm_rotary: checks and allocation.
+#include "ops/rope.h"
+
+#include <tuple>
+
+#include "ops/registry.h"
+
+namespace omniattn::ops::rope {
+namespace {
+
+bool unit_last_stride(const Tensor& t) {
+  return t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1;
+}
+
+Tensor with_unit_last_stride(const Tensor& t) {
+  return unit_last_stride(t) ? t : torch::stable::contiguous(t);
+}
+
+// The arguments that all forms share, checked, and the tensors that turn, once they are added.
+struct Problem {
+  const char* op;
+  DType dtype;
+  Tensor cos, sin;
+  RopeParams params{};
+  int64_t batch;
+
+  // x (B, T, H, D) names the first of the tensors that turn.
+  Problem(const char* op_, const char* name, const Tensor& x, const Tensor& cos_,
+          const Tensor& sin_, const OptTensor& positions, int64_t start, bool interleaved,
+          bool inverse)
+      : op(op_), dtype(dtype_of(op, name, x)), cos(table("cos", cos_)), sin(table("sin", sin_)) {
+    require(x.dim() == 4, op, name, " must have 4 dimensions, got ", x.dim());
+    require_tensor(op, name, x, dtype);
+    require_sizes(op, "sin", sin, cos.sizes());
+    const int64_t dims = cos.dim(), half = cos.size(dims - 1), dim = x.size(3);
+    batch = x.size(0);
+    require(dims == 2 || cos.size(0) == batch || cos.size(0) == 1, op, "cos must have ", batch,
+            " batch entries or 1, got ", cos.size(0));
+    require(2 * half <= dim, op, "cos must have at most D / 2 columns, got ", half, " for D=", dim);
+    require(start >= 0 && start <= dim - 2 * half, op, "start must be in [0, ", dim - 2 * half,
+            "], so that what turns lies within D=", dim, ", got ", start);
+    params.dtype = dtype;
+    params.tokens = x.size(1);
+    params.dim = dim;
+    params.start = start;
+    params.half = half;
+    params.rows = cos.size(dims - 2);
+    params.cos = cos.const_data_ptr();
+    params.sin = sin.const_data_ptr();
+    params.cos_row = cos.stride(dims - 2);
+    params.sin_row = sin.stride(dims - 2);
+    if (dims == 3 && cos.size(0) > 1) {
+      params.cos_batch = cos.stride(0);
+      params.sin_batch = sin.stride(0);
+    }
+    params.interleaved = interleaved;
+    params.inverse = inverse;
+    if (positions.has_value()) {
+      choose_rows(*positions);
+    } else {
+      require(params.rows == params.tokens, op,
+              "cos must have one row per token, T=", params.tokens, ", got ", params.rows);
+    }
+  }
+
+  // Requires a tensor that turns with the first one; only the number of heads may differ.
+  void require_like_first(const char* name, const Tensor& x) const {
+    require_tensor(op, name, x, dtype);
+    require(x.dim() == 4, op, name, " must have 4 dimensions, got ", x.dim());
+    require_sizes(op, name, x, {batch, params.tokens, x.size(2), params.dim});
+  }
+
+  void add(const Tensor& in, const Tensor& out) {
+    params.tensors[params.tensor_count++] = {.in = in.const_data_ptr(),
+                                             .out = out.mutable_data_ptr(),
+                                             .heads = in.size(2),
+                                             .in_batch = in.stride(0),
+                                             .in_token = in.stride(1),
+                                             .in_head = in.stride(2),
+                                             .out_batch = out.stride(0),
+                                             .out_token = out.stride(1),
+                                             .out_head = out.stride(2)};
+  }
+
+ private:
+  Tensor table(const char* name, const Tensor& t) const {
+    require_tensor(op, name, t, accumulator(dtype));
+    require(t.dim() == 2 || t.dim() == 3, op, name, " must have 2 or 3 dimensions, got ", t.dim());
+    return with_unit_last_stride(t);
+  }
+
+  void choose_rows(const Tensor& positions) {
+    require_int64(op, "positions", positions);
+    require(cos.dim() == 2, op,
+            "cos must have 2 dimensions where positions choose its rows, got 3");
+    const int64_t dims = positions.dim();
+    require(dims == 1 || dims == 2, op, "positions must have 1 or 2 dimensions, got ", dims);
+    require(positions.size(dims - 1) == params.tokens, op, "positions must have T=", params.tokens,
+            " columns, got ", positions.size(dims - 1));
+    require(dims == 1 || positions.size(0) == batch || positions.size(0) == 1, op,
+            "positions must have ", batch, " rows or 1, got ", positions.size(0));
+    params.positions = static_cast<const int64_t*>(positions.const_data_ptr());
+    params.positions_token = positions.stride(dims - 1);
+    params.positions_batch = dims == 2 && positions.size(0) > 1 ? positions.stride(0) : 0;
+    check_positions(op, params, dims == 2 ? positions.size(0) : 1);
+  }
+};
+
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tensor& cos,
+                                const Tensor& sin, const OptTensor& positions, int64_t start,
+                                bool interleaved, bool inverse) {
+  const DeviceScope scope(q);
+  Problem p("apply_rotary", "q", q, cos, sin, positions, start, interleaved, inverse);
+  const Tensor q_in = with_unit_last_stride(q);
+  const Tensor q_out = empty_tensor(q.sizes(), p.dtype);
+  p.add(q_in, q_out);
+  const int64_t elements = q.numel() + (k.has_value() ? k->numel() : 0);
+  p.params.past_caches = elements * size_of(p.dtype) >= kLargeBytes;
+  if (!k.has_value()) {
+    run(p.op, p.params, p.batch);
+    return {q_out, empty_tensor({0}, p.dtype)};
+  }
+  p.require_like_first("k", *k);
+  const Tensor k_in = with_unit_last_stride(*k);
+  const Tensor k_out = empty_tensor(k->sizes(), p.dtype);
+  p.add(k_in, k_out);
+  run(p.op, p.params, p.batch);
+  return {q_out, k_out};
+}
+
+void require_writable(const char* op, const char* name, const Tensor& x) {
+  if (x.numel() == 0) return;  // its strides mean nothing
+  require(unit_last_stride(x), op, name, " must have unit stride in its last dimension to be ",
+          "turned in place, got ", x.stride(3));
+  for (int64_t i = 0; i < 3; ++i) {
+    require(x.size(i) <= 1 || x.stride(i) != 0, op, name,
+            " must not be an expanded tensor to be turned in place");
+  }
+}
+
+void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
+                  const OptTensor& positions, int64_t start, bool interleaved, bool inverse) {
+  const DeviceScope scope(q);
+  Problem p("apply_rotary", "q", q, cos, sin, positions, start, interleaved, inverse);
+  require_writable(p.op, "q", q);
+  p.add(q, q);
+  if (k.has_value()) {
+    p.require_like_first("k", *k);
+    require_writable(p.op, "k", *k);
+    require(k->const_data_ptr() != q.const_data_ptr() || k->numel() == 0, p.op,
+            "q and k must not share memory to be turned in place");
+    p.add(*k, *k);
+  }
+  run(p.op, p.params, p.batch);
+}
+
+std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, const Tensor& cos,
+                                     const Tensor& sin, const OptTensor& positions, int64_t start,
+                                     bool interleaved, double eps, double offset, bool cast_first) {
+  const DeviceScope scope(x);
+  Problem p("qk_norm_rotary", "x", x, cos, sin, positions, start, interleaved, false);
+  const OptTensor scale = as_vector(p.op, "weight", weight, p.dtype, x.size(3));
+  const Tensor in = with_unit_last_stride(x);
+  const Tensor y = empty_tensor(x.sizes(), p.dtype);
+  const Tensor rstd = empty_tensor({x.size(0), x.size(1), x.size(2)}, accumulator(p.dtype));
+  p.add(in, y);
+  run_forward(p.op,
+              {.rope = p.params,
+               .weight = data_or_null(scale),
+               .rstd = rstd.mutable_data_ptr(),
+               .eps = eps,
+               .offset = offset,
+               .cast_first = cast_first},
+              p.batch);
+  return {y, rstd};
+}
+
+// dweight is in the accumulator type, and empty if not wanted.
+std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor& x,
+                                              const OptTensor& weight, const Tensor& cos,
+                                              const Tensor& sin, const OptTensor& positions,
+                                              const Tensor& rstd, int64_t start, bool interleaved,
+                                              double offset, bool weight_grad) {
+  const DeviceScope scope(x);
+  Problem p("qk_norm_rotary_backward", "grad_y", grad_y, cos, sin, positions, start, interleaved,
+            true);
+  const DType acc = accumulator(p.dtype);
+  require_tensor(p.op, "x", x, p.dtype);
+  require_sizes(p.op, "x", x, grad_y.sizes());
+  require_dense(p.op, "rstd", rstd, acc, {x.size(0), x.size(1), x.size(2)});
+  const OptTensor scale = as_vector(p.op, "weight", weight, p.dtype, x.size(3));
+  const Tensor grad = with_unit_last_stride(grad_y), in = with_unit_last_stride(x);
+  const Tensor dx = empty_tensor(x.sizes(), p.dtype);
+  const Output dweight(weight_grad, {x.size(3)}, acc);
+  p.add(grad, dx);
+  run_backward(p.op,
+               {.rope = p.params,
+                .x = in.const_data_ptr(),
+                .x_batch = in.stride(0),
+                .x_token = in.stride(1),
+                .x_head = in.stride(2),
+                .weight = data_or_null(scale),
+                .rstd = rstd.const_data_ptr(),
+                .offset = offset},
+               p.batch, dweight.data());
+  return {dx, dweight.tensor()};
+}
+
+// rope: q, k (B, T, H, D) turned by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are chosen
+// by positions (T) or (B, T), from dimension `start` of D on; without k the second result is empty.
+// norm_rope: the heads of x (B, T, H, D) normalised by their mean square, times weight + offset,
+// and turned as by rope; cast_first as in norm, and what the weight makes of it is rounded, too;
+// rstd (B, T, H).
+const Registry registry([](Registry& ops) {
+  ops.add<rope>(
+      "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int start,"
+      " bool interleaved, bool inverse) -> (Tensor q_out, Tensor k_out)",
+      differentiable);
+  ops.add<rope_inplace>(
+      "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, int start,"
+      " bool interleaved, bool inverse) -> ()");
+  ops.add<norm_rope>(
+      "norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? positions, int start,"
+      " bool interleaved, float eps, float offset, bool cast_first) -> (Tensor y, Tensor rstd)",
+      differentiable);
+  ops.add<norm_rope_backward>(
+      "norm_rope_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor cos, Tensor sin,"
+      " Tensor? positions, Tensor rstd, int start, bool interleaved, float offset,"
+      " bool weight_grad) -> (Tensor dx, Tensor dweight)");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::rope
