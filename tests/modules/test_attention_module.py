@@ -261,7 +261,7 @@ def test_nested_sequences_that_do_not_fit():
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     with pytest.raises(ValueError, match=r"source must be a jagged nested tensor .* without holes"):
         layer(nested, dense)
-    with pytest.raises(ValueError, match="cache must be None where x is nested"):
+    with pytest.raises(ValueError, match="state must be None where x is nested"):
         layer(nested, nested, state=layer.new_state(2, 3))
     holes = torch.nested.narrow(
         dense, 1, torch.tensor([0, 1]), torch.tensor([2, 2]), layout=torch.jagged

@@ -61,7 +61,7 @@ def test_loss_is_the_mean_over_kept_targets():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="depths must be >= 1"):
+    with pytest.raises(ValueError, match="depths must be an integer >= 1"):
         MTP.Config(8, depths=0)
     with pytest.raises(ValueError, match="concat must be"):
         MTP.Config(8, concat="both")

@@ -122,7 +122,7 @@ def test_residual_dropout_acts_on_the_branch_only():
     ("call", "message"),
     [
         (lambda: GroupNorm.Config(10, 3), "num_groups must divide dim"),
-        (lambda: RMSNormGated.Config(10, num_groups=0), "num_groups must divide dim"),
+        (lambda: RMSNormGated.Config(10, num_groups=3), "num_groups must divide dim"),
         (lambda: Residual.Config(RMSNorm.Config(2), "around"), "placement='around'"),
         (
             lambda: Residual.Config(RMSNorm.Config(2), "post", residual_in_fp32=True),

@@ -134,7 +134,7 @@ def test_coordinates():
     ("options", "message"),
     [
         (dict(sections=(1, 2)), "sections must add up"),
-        (dict(num_axes=0), "num_axes must be an int >= 1, got num_axes=0"),
+        (dict(num_axes=0), "num_axes must be an integer >= 1, got num_axes=0"),
         (dict(sections=(5, -1)), "sections must be an int >= 0"),
         (dict(num_axes=3), "multiple of 2 \\* num_axes"),
         (dict(num_axes=2, scaling=reference.LinearScaling(2.0)), "num_axes must be 1"),

@@ -26,7 +26,6 @@ from omniattn.modules.positions import (
 from omniattn.modules.relative_attention import (
     DisentangledAttention,
     T5RelativeBias,
-    TransformerXLAttention,
 )
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rope import RotaryEmbedding
@@ -34,6 +33,7 @@ from omniattn.modules.router import Router
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
+from omniattn.modules.transformer_xl import TransformerXLAttention
 
 __all__ = [
     "MLP",

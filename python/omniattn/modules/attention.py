@@ -1,6 +1,7 @@
 """Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -313,13 +314,7 @@ class Attention(Mixer):
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
             if isinstance(cache, PagedCache) and mask is None and bias is None:
-                cache.store(k, v)
-                k, v = cache.pages
-                attend = partial(
-                    functional.attention_cached,
-                    cache_seqlens=cache.lengths,
-                    block_table=cache.block_table,
-                )
+                k, v, attend = _in_pages(cache, k, v)
             elif cache is not None:
                 k, v = cache.append(k, v)
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
@@ -341,11 +336,15 @@ class Attention(Mixer):
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )
-        if c.gate is not None:
-            gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))
-            act = torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu
-            out = out * act(gate)
-        return sequences.restored(self.o_proj(out.flatten(-2)))
+        return sequences.restored(self.o_proj(self._gated(out, x).flatten(-2)))
+
+    def _gated(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The heads times their gates of x, if there are any."""
+        c = self.config
+        if c.gate is None:
+            return out
+        gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))
+        return out * (torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu)(gate)
 
     def _head_scale(self) -> torch.Tensor | None:
         if self.logit_scale is None:
@@ -366,6 +365,17 @@ class Attention(Mixer):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
+
+
+def _in_pages(
+    cache: PagedCache, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
+    """Stores k and v; all pages, and the attention that reads them in place."""
+    cache.store(k, v)
+    attend = partial(
+        functional.attention_cached, cache_seqlens=cache.lengths, block_table=cache.block_table
+    )
+    return *cache.pages, attend
 
 
 def with_cache(

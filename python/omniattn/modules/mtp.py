@@ -64,10 +64,6 @@ class MultiTokenPredictor(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.depths < 1:
-                raise ValueError(
-                    f"MultiTokenPredictor: depths must be >= 1, got depths={self.depths}"
-                )
             if self.concat not in ("hidden_first", "embedding_first"):
                 raise ValueError(
                     "MultiTokenPredictor: concat must be hidden_first or embedding_first, "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_number
+from omniattn.functional._checks import require_integers, require_number
 from omniattn.functional.rope_tables import RopeScaling
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
@@ -66,7 +66,6 @@ class RotaryEmbedding(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             require_number("RotaryEmbedding", "base", self.base, above=0)
-            require_int("RotaryEmbedding", "num_axes", self.num_axes, 1)
             if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
                 raise TypeError(
                     "RotaryEmbedding: scaling must be None or a RopeScaling, "
