@@ -16,7 +16,7 @@
 namespace omniattn::ops {
 
 enum class Gradient { none, differentiable };
-using enum Gradient;
+using Gradient::differentiable;
 
 // The ops of a file, which has one at namespace scope:
 //
