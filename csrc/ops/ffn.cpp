@@ -1,4 +1,4 @@
-// glu_mlp: made of other ops in python/omniattn/ops/ffn.py, on either device.
+// glu_mlp: made of other ops in python/omniattn/compositions/ffn.py, on either device.
 #include "ops/registry.h"
 
 namespace omniattn::ops::ffn {

@@ -15,6 +15,7 @@ from omniattn import config as _config
 if _config.LIBRARY_DIR is not None:
     __path__.insert(0, str(_config.LIBRARY_DIR))
 
+from omniattn import compositions as compositions
 from omniattn import functional, reference
 from omniattn.ops import _library
 

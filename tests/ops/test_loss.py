@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from omniattn import reference
+from omniattn.compositions import loss as compositions
 from omniattn.functional import cross_entropy, linear_cross_entropy
-from omniattn.ops import loss as ops
+from omniattn.ops.loss import REDUCTIONS
 
 
 def logits_and_target(rows=5, vocab=7, dtype=torch.float32):
@@ -109,7 +110,7 @@ def test_many_chunks_equal_the_reference(reduction, dtype):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
     """What CUDA runs, three tokens at a time."""
-    monkeypatch.setattr(ops, "CHUNK_LOGITS", 3 * 11)
+    monkeypatch.setattr(compositions, "CHUNK_LOGITS", 3 * 11)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 5, 4), (11, 4), (11,)]
     x, weight, bias = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
@@ -119,12 +120,12 @@ def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
     expected = torch.autograd.grad(loss.sum(), (x, weight, bias))
     options = (-100, 0.0, 0.0, 0.0)
     inputs = (x.detach(), weight.detach(), bias.detach(), target, *options)
-    number = ops.REDUCTIONS[reduction]
+    number = REDUCTIONS[reduction]
     wanted = [reduction == "mean"] * 3
-    actual, *found = ops.composed_linear_cross_entropy(*inputs, number, *wanted)
+    actual, *found = compositions.linear_cross_entropy(*inputs, number, *wanted)
     if reduction == "none":
         grad = torch.ones(2, 5)
-        found = ops.composed_linear_cross_entropy_backward(grad, *inputs, True, True, True)
+        found = compositions.linear_cross_entropy_backward(grad, *inputs, True, True, True)
     for a, e in zip((actual, *found), (loss, *expected), strict=True):
         torch.testing.assert_close(a, e)
 

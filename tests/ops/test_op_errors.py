@@ -51,7 +51,7 @@ TAKEN = {
     "glu_backward": (X, X, X, 2),
     "glu_backward_": (X.clone(), X, X, 2, X.clone()),
     "glu_mlp": (X, *MLP),
-    "glu_mlp_backward": (X, f(3, 5), f(3, 5), [True] * 7, X, *MLP),
+    "glu_mlp_backward": (X, f(3, 5), f(3, 5), [True] * 7 + [False], X, *MLP),
     "linear": (X, f(5, 4), f(5)),
     "linear_backward": (f(3, 5), X, f(5, 4), True, True, True),
     "linear_cross_entropy": (*(X, f(5, 4), f(5), i(3), -100, 0.0, 0.0, 0.0, 1, True, True, True),),

@@ -13,6 +13,7 @@ from omniattn.encoding.masks import BLOCK, MaskKind, Rule
 from omniattn.encoding.scores import ScoreKind, ScoreRule
 from omniattn.functional._checks import (
     autocast_dtype,
+    implementation,
     require_bool,
     require_choice,
     require_device,
@@ -23,13 +24,13 @@ from omniattn.functional._checks import (
     require_seed,
     require_shape,
     shown,
-    use_reference,
 )
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
 from omniattn.reference.options import Options
+from omniattn.reference.precision import compute_dtype
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
 _LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
@@ -102,7 +103,7 @@ def run(
     if return_lse and options.normaliser != "softmax":
         raise ValueError(f"{op}: return_lse needs softmax, got normaliser={options.normaliser!r}")
     seed = require_seed(op, options.seed, q) if options.dropout_p > 0 else None
-    attend = ops.formula if use_reference(op, backend, q) else ops.attention
+    attend = implementation(op, backend, q, ops.attention)
     aux, mask, score, params = codes
     out, lse = attend(q, k, v, aux, seed, mask, score, params)
     return out, lse
@@ -242,7 +243,7 @@ def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
 
 def require_bias(op: str, name: str, bias: Tensor, q: Tensor, q_name: str = "q") -> None:
     require_float(op, name, bias)
-    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
+    widest = compute_dtype(q)
     if bias.dtype != q.dtype and bias.dtype != torch.float32 and widest != torch.float32:
         raise TypeError(
             f"{op}: {name} must be float64 or float32 for float64 inputs, "

@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from omniattn.ops import _library
+from omniattn.ops._autograd import Op
 from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen
 
@@ -48,6 +49,14 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
             'backend="reference" runs the eager definition'
         )
     return False
+
+
+def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Callable[..., Any]:
+    """The op, or its formula where `backend` asks for the eager definition."""
+    if (backend is None and x.is_cpu) or not use_reference(op, backend, x):
+        return native
+    assert native.formula is not None
+    return native.formula
 
 
 def shown(value: Any) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     cast_like,
+    implementation,
     require_choice,
     require_float,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import activation as ops
 
@@ -51,10 +50,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
         >>> swiglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([0.0000, 1.4621])
     """
-    up = _prepare("swiglu", gate, up)
-    if use_reference("swiglu", backend, gate):
-        return reference.swiglu(gate, up)
-    return ops.glu(gate, up, ops.ACTIVATIONS["silu"])
+    return _gated("swiglu", backend, gate, up, "silu")
 
 
 def geglu(
@@ -93,10 +89,7 @@ def geglu(
         tensor([0.0000, 1.6827])
     """
     require_choice("geglu", "approximate", approximate, ("none", "tanh"))
-    up = _prepare("geglu", gate, up)
-    if use_reference("geglu", backend, gate):
-        return reference.geglu(gate, up, approximate=approximate)
-    return ops.glu(gate, up, ops.ACTIVATIONS["gelu" if approximate == "none" else "gelu_tanh"])
+    return _gated("geglu", backend, gate, up, "gelu" if approximate == "none" else "gelu_tanh")
 
 
 def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -125,10 +118,7 @@ def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None)
         >>> reglu(torch.tensor([-1.0, 3.0]), torch.tensor([5.0, 2.0]))
         tensor([0., 6.])
     """
-    up = _prepare("reglu", gate, up)
-    if use_reference("reglu", backend, gate):
-        return reference.reglu(gate, up)
-    return ops.glu(gate, up, ops.ACTIVATIONS["relu"])
+    return _gated("reglu", backend, gate, up, "relu")
 
 
 def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -157,10 +147,7 @@ def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = No
         >>> bilinear(torch.tensor([2.0, 3.0, 5.0, 7.0]))
         tensor([10., 21.])
     """
-    up = _prepare("bilinear", gate, up)
-    if use_reference("bilinear", backend, gate):
-        return reference.bilinear(gate, up)
-    return ops.glu(gate, up, ops.ACTIVATIONS["identity"])
+    return _gated("bilinear", backend, gate, up, "identity")
 
 
 def glu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -189,23 +176,22 @@ def glu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -
         >>> glu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([2.5000, 1.4621])
     """
-    up = _prepare("glu", gate, up)
-    if use_reference("glu", backend, gate):
-        return reference.glu(gate, up)
-    return ops.glu(gate, up, ops.ACTIVATIONS["sigmoid"])
+    return _gated("glu", backend, gate, up, "sigmoid")
 
 
-def _prepare(op: str, gate: Tensor, up: Tensor | None) -> Tensor | None:
-    """Checks both halves; autocast brings up to gate's dtype."""
+def _gated(
+    op: str, backend: str | None, gate: Tensor, up: Tensor | None, activation: str
+) -> Tensor:
     require_float(op, "gate", gate)
     if gate.dim() == 0:
         raise ValueError(f"{op}: gate must have at least 1 dimension, got gate.shape=()")
-    if up is None:
-        if gate.shape[-1] % 2 != 0:
-            raise ValueError(
-                f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
-            )
-        return None
-    up = cast_like(op, "up", up, gate, "gate")
-    require_shape(op, "up", up, gate.shape)
-    return up
+    if up is not None:
+        up = cast_like(op, "up", up, gate, "gate")
+        require_shape(op, "up", up, gate.shape)
+    elif gate.shape[-1] % 2 != 0:
+        raise ValueError(
+            f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
+        )
+    run = implementation(op, backend, gate, ops.glu)
+    y: Tensor = run(gate, up, ops.ACTIVATIONS[activation])
+    return y

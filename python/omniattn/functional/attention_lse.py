@@ -17,10 +17,10 @@ from omniattn.functional._attention import (
     require_parameter,
 )
 from omniattn.functional._checks import (
+    implementation,
     require_float,
     require_shape,
     shown,
-    use_reference,
 )
 from omniattn.ops import attention as ops
 from omniattn.reference.options import WeightOptions, pack, spelled_out
@@ -83,7 +83,7 @@ def attention_weights(
         )
     require_shape(op, "lse", lse, full[:3])
     codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
-    weigh = ops.weights_formula if use_reference(op, backend, q) else ops.attention_weights
+    weigh = implementation(op, backend, q, ops.attention_weights)
     weights: Tensor = weigh(q, k, lse, *codes, column_sums)
     return weights
 

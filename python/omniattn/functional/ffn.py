@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
+    implementation,
     require_bool,
     require_choice,
     require_float,
@@ -15,10 +15,9 @@ from omniattn.functional._checks import (
     require_number,
     require_seed,
     require_shape,
-    use_reference,
 )
+from omniattn.ops import ffn as ops
 from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
-from omniattn.ops.ffn import glu_mlp as op_glu_mlp
 from omniattn.ops.gemm_choice import native_is_faster
 
 __all__ = ["glu_mlp", "mlp"]
@@ -86,19 +85,6 @@ def glu_mlp(
     x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
     require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, x) if dropout_p > 0 else None
-    if use_reference(op, backend, x):
-        return reference.glu_mlp(
-            x,
-            gate_weight,
-            up_weight,
-            down_weight,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            activation=activation,
-            dropout_p=dropout_p,
-            seed=seed,
-        )
     return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
 
 
@@ -152,17 +138,6 @@ def mlp(
     x, up_weight, _, down_weight, up_bias, _, down_bias = tensors
     require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, x) if dropout_p > 0 else None
-    if use_reference(op, backend, x):
-        return reference.mlp(
-            x,
-            up_weight,
-            down_weight,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            activation=activation,
-            dropout_p=dropout_p,
-            seed=seed,
-        )
     return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
 
 
@@ -229,6 +204,8 @@ def _run(
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
-    native = native_is_faster(tensors[0]) if backend is None else backend == "cpu"
-    y: Tensor = op_glu_mlp(*tensors, seed, dropout_p, ACTIVATIONS[activation], recompute, native)
+    x, act = tensors[0], ACTIVATIONS[activation]
+    run = implementation(op, backend, x, ops.glu_mlp)
+    native = native_is_faster(x) if backend is None else backend == "cpu"
+    y: Tensor = run(*tensors, seed, dropout_p, act, recompute, native)
     return y

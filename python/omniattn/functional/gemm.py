@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     autocast_linear,
+    implementation,
     require_float,
     require_like,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import gemm as ops
 from omniattn.ops.gemm_choice import native_is_faster
@@ -67,8 +66,8 @@ def linear(
     if bias is not None:
         require_like("linear", "bias", bias, x)
         require_shape("linear", "bias", bias, weight.shape[:1])
-    if use_reference("linear", backend, x):
-        return reference.linear(x, weight, bias)
+    run = implementation("linear", backend, x, ops.linear)
     if backend is None and not native_is_faster(x):
-        return torch.nn.functional.linear(x, weight, bias)
-    return ops.linear(x, weight, bias)
+        run = torch.nn.functional.linear
+    y: Tensor = run(x, weight, bias)
+    return y

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     autocast_linear,
+    implementation,
     require_choice,
     require_float,
     require_int,
     require_like,
     require_number,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import loss as ops
 from omniattn.ops._autograd import may_need_gradient
@@ -77,18 +76,8 @@ def cross_entropy(
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
     target = _check_target(op, target, logits)
     number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    if use_reference(op, backend, logits):
-        return reference.cross_entropy(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            reduction=reduction,
-        )
-    options = (ignore_index, label_smoothing, z_loss, softcap, number)
-    loss: Tensor = ops.cross_entropy(logits, target, *options)
+    run = implementation(op, backend, logits, ops.cross_entropy)
+    loss: Tensor = run(logits, target, ignore_index, label_smoothing, z_loss, softcap, number)
     return loss
 
 
@@ -150,21 +139,10 @@ def linear_cross_entropy(
         require_shape(op, "bias", bias, weight.shape[:1])
     target = _check_target(op, target, x)
     number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    if use_reference(op, backend, x):
-        return reference.linear_cross_entropy(
-            x,
-            weight,
-            target,
-            bias=bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            reduction=reduction,
-        )
     now = reduction != "none" and torch.is_grad_enabled()
     wanted = [now and t is not None and may_need_gradient(t) for t in (x, weight, bias)]
-    loss: Tensor = ops.linear_cross_entropy(
+    run = implementation(op, backend, x, ops.linear_cross_entropy)
+    loss: Tensor = run(
         x, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, number, *wanted
     )
     return loss

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from omniattn import reference
+from omniattn.compositions.moe import moe_of_weighed_inputs
 from omniattn.functional._checks import (
     autocast_dtype,
+    implementation,
     require_bool,
     require_choice,
     require_device,
@@ -18,10 +19,10 @@ from omniattn.functional._checks import (
     require_like,
     require_number,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import moe as ops
 from omniattn.ops.moe import ACTIVATIONS as ACTIVATIONS
+from omniattn.reference.precision import compute_dtype
 
 __all__ = ["moe_experts"]
 
@@ -118,40 +119,14 @@ def moe_experts(
         ("recompute", recompute),
     ):
         require_bool(op, name, flag)
-    options: dict[str, Any] = {
-        "up_bias": up_bias,
-        "down_bias": down_bias,
-        "activation": activation,
-        "interleaved": interleaved,
-        "alpha": alpha,
-        "limit": limit,
-    }
-    if use_reference(op, backend, x):
-        return reference.moe_experts(
-            x, index, weights, up, down, weigh_inputs=weigh_inputs, **options
-        )
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if weigh_inputs:
-        weights = weights.to(compute).masked_fill(index < 0, 0.0)[..., None]
-        slots = moe_experts(
-            (x.to(compute)[..., None, :] * weights).to(x.dtype),
-            index[..., None],
-            torch.ones_like(weights),
-            up,
-            down,
-            recompute=recompute,
-            backend=backend,
-            **options,
-        )
-        return slots.sum(-2)
     tensors = (x, weights, up, up_bias, down, down_bias)
     keep = not recompute and torch.is_grad_enabled()
     keep = keep and any(t is not None and t.requires_grad for t in tensors)
-    tokens = math.prod(x.shape[:-1])
-    y: Tensor = ops.moe(
+    tokens, slots = math.prod(x.shape[:-1]), index.shape[-1]
+    arguments = (
         x.reshape(tokens, x.shape[-1]),
-        index.long().reshape(tokens, index.shape[-1]),
-        weights.to(compute).reshape(tokens, index.shape[-1]),
+        index.long().reshape(tokens, slots),
+        weights.to(compute_dtype(x)).reshape(tokens, slots),
         up,
         up_bias,
         down,
@@ -159,6 +134,10 @@ def moe_experts(
         *ops.encode(activation, interleaved, alpha, limit),
         keep,
     )
+    run = implementation(op, backend, x, ops.moe)
+    if weigh_inputs:
+        run = moe_of_weighed_inputs if run is ops.moe else partial(run, weigh_inputs=True)
+    y: Tensor = run(*arguments)
     return y.reshape(x.shape)
 
 

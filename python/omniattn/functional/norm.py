@@ -7,10 +7,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     autocast_dtype,
     cast_like,
+    implementation,
     require_bool,
     require_choice,
     require_device,
@@ -18,7 +18,6 @@ from omniattn.functional._checks import (
     require_int,
     require_number,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import norm as ops
 from omniattn.ops.activation import ACTIVATIONS
@@ -116,20 +115,9 @@ def rms_norm(
         >>> rms_norm(x, eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
-    if residual is not None:
-        x, residual = _promote("rms_norm", x, residual)
-    cols = _check("rms_norm", x, eps)
     require_number("rms_norm", "offset", offset)
     cast_first = casts_first("rms_norm", casting)
-    weight = _vector("rms_norm", "weight", weight, x, cols)
-    if use_reference("rms_norm", backend, x):
-        return reference.rms_norm(
-            x, weight, eps=eps, offset=offset, casting=casting, residual=residual
-        )
-    if residual is None:
-        y: Tensor = ops.norm(x, weight, None, False, eps, offset, cast_first)
-        return y
-    return _add_norm("rms_norm", x, residual, weight, None, False, eps, offset, cast_first)
+    return _norm("rms_norm", backend, x, residual, weight, None, False, eps, offset, cast_first)
 
 
 @overload
@@ -201,17 +189,7 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
-    if residual is not None:
-        x, residual = _promote("layer_norm", x, residual)
-    cols = _check("layer_norm", x, eps)
-    weight = _vector("layer_norm", "weight", weight, x, cols)
-    bias = _vector("layer_norm", "bias", bias, x, cols)
-    if use_reference("layer_norm", backend, x):
-        return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
-    if residual is None:
-        y: Tensor = ops.norm(x, weight, bias, True, eps, 0.0, False)
-        return y
-    return _add_norm("layer_norm", x, residual, weight, bias, True, eps, 0.0, False)
+    return _norm("layer_norm", backend, x, residual, weight, bias, True, eps, 0.0, False)
 
 
 def group_norm(
@@ -256,27 +234,10 @@ def group_norm(
         >>> group_norm(torch.tensor([1.0, 3.0, 10.0, 30.0]), 2, eps=0.0)
         tensor([-1.,  1., -1.,  1.])
     """
-    op = "group_norm"
-    cols = _check(op, x, eps)
-    _check_groups(op, x, cols, num_groups)
-    require_bool(op, "center", center)
-    weight = _vector(op, "weight", weight, x, cols)
-    bias = _vector(op, "bias", bias, x, cols)
-    if use_reference(op, backend, x):
-        return reference.group_norm(x, num_groups, weight, bias, eps=eps, center=center)
-    y: Tensor = gated_norm(
-        x,
-        None,
-        weight,
-        bias,
-        num_groups,
-        GATE_PLACES["none"],
-        ACTIVATIONS["silu"],
-        center,
-        eps,
-        False,
+    require_bool("group_norm", "center", center)
+    return _gated_norm(
+        "group_norm", backend, x, None, weight, bias, num_groups, "none", "silu", center, eps, False
     )
-    return y
 
 
 def rms_norm_gated(
@@ -328,30 +289,12 @@ def rms_norm_gated(
         tensor([0.4243, 0.5657])
     """
     op = "rms_norm_gated"
-    cols = _check(op, x, eps)
-    _check_groups(op, x, cols, num_groups)
     require_bool(op, "norm_before_gate", norm_before_gate)
     require_choice(op, "activation", activation, GATES)
-    cast_first = casts_first(op, casting)
-    gate = cast_like(op, "gate", gate, x)
-    require_shape(op, "gate", gate, x.shape)
-    weight = _vector(op, "weight", weight, x, cols)
-    if use_reference(op, backend, x):
-        return reference.rms_norm_gated(
-            x,
-            gate,
-            weight,
-            eps=eps,
-            norm_before_gate=norm_before_gate,
-            activation=activation,
-            num_groups=num_groups,
-            casting=casting,
-        )
-    place = GATE_PLACES["after" if norm_before_gate else "before"]
-    y: Tensor = gated_norm(
-        x, gate, weight, None, num_groups, place, ACTIVATIONS[activation], False, eps, cast_first
+    cast_first, place = casts_first(op, casting), "after" if norm_before_gate else "before"
+    return _gated_norm(
+        op, backend, x, gate, weight, None, num_groups, place, activation, False, eps, cast_first
     )
-    return y
 
 
 def casts_first(op: str, casting: str) -> bool:
@@ -361,13 +304,64 @@ def casts_first(op: str, casting: str) -> bool:
     return True
 
 
-def _check_groups(op: str, x: Tensor, cols: int, num_groups: int) -> None:
+def _norm(
+    op: str,
+    backend: str | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    center: bool,
+    eps: float,
+    *options: Any,
+) -> Any:
+    if residual is not None:
+        x, residual = _promote(op, x, residual)
+    cols = _check(op, x, eps)
+    if weight is not None:
+        weight = _vector(op, "weight", weight, x, cols)
+    if bias is not None:
+        bias = _vector(op, "bias", bias, x, cols)
+    if residual is None:
+        return implementation(op, backend, x, ops.norm)(x, weight, bias, center, eps, *options)
+    if not (residual.is_cpu and x.is_cpu):
+        require_device(op, "residual", residual, x)
+    require_shape(op, "residual", residual, x.shape)
+    run = implementation(op, backend, x, ops.add_norm)
+    return run(x, residual, weight, bias, center, eps, *options)
+
+
+def _gated_norm(
+    op: str,
+    backend: str | None,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    place: str,
+    activation: str,
+    center: bool,
+    eps: float,
+    *options: Any,
+) -> Any:
+    cols = _check(op, x, eps)
     require_int(op, "num_groups", num_groups, 1)
     if cols % num_groups:
         raise ValueError(
             f"{op}: num_groups must divide the last dimension of x, "
             f"got num_groups={num_groups}, x.shape={tuple(x.shape)}"
         )
+    if gate is not None:
+        gate = cast_like(op, "gate", gate, x)
+        require_shape(op, "gate", gate, x.shape)
+    if weight is not None:
+        weight = _vector(op, "weight", weight, x, cols)
+    if bias is not None:
+        bias = _vector(op, "bias", bias, x, cols)
+    codes = GATE_PLACES[place], ACTIVATIONS[activation]
+    run = implementation(op, backend, x, gated_norm)
+    return run(x, gate, weight, bias, num_groups, *codes, center, eps, *options)
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -395,19 +389,9 @@ def _check(op: str, x: Tensor, eps: float) -> int:
     return shape[-1]
 
 
-def _vector(op: str, name: str, v: Tensor | None, x: Tensor, cols: int) -> Tensor | None:
+def _vector(op: str, name: str, v: Tensor, x: Tensor, cols: int) -> Tensor:
     """Checks one value per column, which autocast brings to x's dtype."""
-    if v is None:
-        return None
     v = cast_like(op, name, v, x)
     if v.ndim != 1 or v.numel() != cols:
         require_shape(op, name, v, (cols,))
     return v
-
-
-def _add_norm(op: str, x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    if not (residual.is_cpu and x.is_cpu):
-        require_device(op, "residual", residual, x)
-    require_shape(op, "residual", residual, x.shape)
-    pair: tuple[Tensor, Tensor] = ops.add_norm(x, residual, *args)
-    return pair

@@ -11,13 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
+    implementation,
     require_float,
     require_number,
     require_seed,
     require_tensor,
-    use_reference,
 )
 from omniattn.ops import random as ops
 
@@ -76,9 +75,7 @@ def dropout(
     if not training or p == 0.0:
         return x
     seed = require_seed(op, seed, x)
-    if use_reference(op, backend, x):
-        return reference.dropout(x, p, seed=seed)
-    y: Tensor = ops.dropout(x, seed, p)
+    y: Tensor = implementation(op, backend, x, ops.dropout)(x, seed, p)
     return y
 
 
@@ -108,9 +105,7 @@ def uniform_like(x: Tensor, *, seed: Tensor | None = None, backend: str | None =
     op = "uniform_like"
     require_tensor(op, "x", x)
     seed = require_seed(op, seed, x)
-    if use_reference(op, backend, x):
-        return reference.uniform_like(x, seed=seed)
-    u: Tensor = ops.uniform_like(x.detach(), seed)
+    u: Tensor = implementation(op, backend, x, ops.uniform_like)(x.detach(), seed)
     return u
 
 

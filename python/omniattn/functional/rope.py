@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
     cast_like,
+    implementation,
     require_bool,
     require_device,
     require_float,
@@ -16,11 +16,11 @@ from omniattn.functional._checks import (
     require_like,
     require_number,
     require_shape,
-    use_reference,
 )
 from omniattn.functional.norm import casts_first
 from omniattn.ops import rope as ops
 from omniattn.ops.norm_rope import norm_rope
+from omniattn.reference.precision import compute_dtype
 from omniattn.reference.rope import OptionalTensor
 
 __all__ = ["apply_rotary", "qk_norm_rotary"]
@@ -91,24 +91,18 @@ def apply_rotary(
     _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_bool(op, "inverse", inverse)
     require_bool(op, "inplace", inplace)
-    if use_reference(op, backend, q):
-        return reference.apply_rotary(
-            q,
-            k,
-            cos,
-            sin,
-            positions=positions,
-            rotary_start=rotary_start,
-            interleaved=interleaved,
-            inverse=inverse,
-            inplace=inplace,
-        )
-    cos, sin, rows = _native_tables(op, q, cos, sin, positions)
+    run = implementation(op, backend, q, ops.rope)
+    cos, sin, rows = _tables(op, q, cos, sin, positions, native=run is ops.rope)
     rest = (cos, sin, rows, rotary_start, interleaved, inverse)
-    if inplace:
+    if inplace and run is ops.rope:
         ops.rope_inplace(q, k, *rest)
+    elif inplace:
+        for x in (q, k):
+            if x is not None:
+                x.copy_(run(x, None, *rest)[0])
+    if inplace:
         return q, k
-    q_out, k_out = ops.rope(q, k, *rest)
+    q_out, k_out = run(q, k, *rest)
     return q_out, None if k is None else k_out
 
 
@@ -173,45 +167,30 @@ def qk_norm_rotary(
     cast_first = casts_first(op, casting)
     q_weight = _head_weight(op, "q_weight", q_weight, q)
     k_weight = _head_weight(op, "k_weight", k_weight, q)
-    if use_reference(op, backend, q):
-        return reference.qk_norm_rotary(
-            q,
-            k,
-            cos,
-            sin,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=eps,
-            offset=offset,
-            casting=casting,
-            positions=positions,
-            rotary_start=rotary_start,
-            interleaved=interleaved,
-        )
-    cos, sin, rows = _native_tables(op, q, cos, sin, positions)
+    run = implementation(op, backend, q, norm_rope)
+    cos, sin, rows = _tables(op, q, cos, sin, positions, native=run is norm_rope)
     rest = (cos, sin, rows, rotary_start, interleaved, eps, offset, cast_first)
-    return (
-        norm_rope(q, q_weight, *rest),
-        None if k is None else norm_rope(k, k_weight, *rest),
-    )
+    return run(q, q_weight, *rest), None if k is None else run(k, k_weight, *rest)
 
 
-def _native_tables(
-    op: str, q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int | None
+def _tables(
+    op: str, q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int | None, native: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and positions as the kernels read them."""
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise NotImplementedError(
-            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
-        )
+    """cos, sin and positions as the ops take them; the definition takes any dtype of tables."""
     if isinstance(positions, int):
         tokens = slice(positions, positions + q.shape[1])
         cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
     elif positions is not None and positions.dtype != torch.int64:
         positions = positions.to(torch.int64)
-    table = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if cos.dtype != table:
-        cos, sin = cos.to(table), sin.to(table)
+    if not native:
+        return cos, sin, positions
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise NotImplementedError(
+            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
+        )
+    dtype = compute_dtype(q)
+    if cos.dtype != dtype:
+        cos, sin = cos.to(dtype), sin.to(dtype)
     return cos, sin, positions
 
 

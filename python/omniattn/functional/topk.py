@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.functional._checks import (
+    implementation,
     require_device,
     require_float,
     require_int,
     require_shape,
-    use_reference,
 )
 from omniattn.ops import topk as ops
 
@@ -63,8 +62,6 @@ def top_k(
             raise TypeError(f"{op}: mask must be a bool tensor, got {got}")
         require_shape(op, "mask", mask, scores.shape)
         require_device(op, "mask", mask, scores, "scores")
-    if use_reference(op, backend, scores):
-        return reference.top_k(scores, k, mask=mask)
-    index = ops.top_k(scores.detach(), k, mask)
+    index = implementation(op, backend, scores, ops.top_k)(scores.detach(), k, mask)
     values = scores.gather(-1, index.clamp(min=0))
     return (values if mask is None else values.masked_fill(index < 0, -torch.inf)), index

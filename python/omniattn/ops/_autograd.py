@@ -10,19 +10,13 @@ nothing of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
 Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
-recomputed from the saved inputs. An op without one raises: it never returns zeros.
-
-vmap over any of the tensors calls the op once per element and stacks the results. Where only
-tensors that have a batch dimension are mapped over, and nothing else depends on the place in the
-batch, the elements become one batch and one call (`Fold`).
+recomputed from the saved inputs. An op without them raises: it never returns zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,34 +26,16 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from omniattn.ops._backward import Backward, BackwardOp, Plan, private_op
 from omniattn.ops._library import register_fake
+from omniattn.ops._names import Rules, Schema, call_by_name, outputs_like, picker
+from omniattn.ops._vmap import Fold, Layout, flatten, map_batch, unflatten
 
-__all__ = ["DifferentiableOp", "Fold", "Op", "private_op", "register_vmap"]
+__all__ = ["DifferentiableOp", "Op"]
 
 Arguments = tuple[Any, ...]
-Saved = tuple[Tensor | None, ...]
-#: Per argument the length of a list of tensors, or None; None where an op takes no lists.
-Layout = tuple[int | None, ...] | None
-#: From the arguments of an op to the places of those whose first dimension is a batch of problems
-#: that this call solves one by one, with the batch dimension of all outputs first; or to none.
-Fold = Callable[..., Sequence[int]]
-
-_implementations = torch.library.Library("omniattn", "IMPL")
-
-
-@cache
-def private_op(name: str) -> Callable[..., Any]:
-    """An op without autograd formula that only this package calls, as the cheapest callable.
-
-    It goes to the dispatcher without what an OpOverload does in Python and about
-    `__torch_function__` (1.7 of 4.5 us for small norms), and there past the autograd key, whose
-    fallback looks at every argument (0.2 us).
-    """
-    _implementations.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    handle = torch._C._dispatch_find_schema_or_throw(f"omniattn::{name}", "")
-    return partial(torch._C._dispatch_call_boxed, handle)
 
 
 class Op:
@@ -67,21 +43,29 @@ class Op:
 
     Args:
         name: name in the `omniattn` namespace.
-        fake: shapes and dtypes of the outputs, from the arguments.
+        fakes: rules for outputs that are not like the first argument.
+        formula: the op in plain torch, from its arguments: what `backend="reference"` runs.
         fold: how vmap may run it in one call; None where it never does.
     """
 
-    differentiable_backward = False
-
-    def __init__(self, name: str, *, fake: Callable[..., Any], fold: Fold | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        fakes: Rules | None = None,
+        formula: Callable[..., Any] | None = None,
+        fold: Fold | None = None,
+    ) -> None:
         self.name = name
+        self.formula = formula
+        self.schema = Schema(name)
         self.registered = getattr(torch.ops.omniattn, name).default
         self.raw: Callable[..., Any] = self.registered
         self.fold = fold
-        kinds = [str(argument.type) for argument in self.registered._schema.arguments]
-        self.tensors = [i for i, k in enumerate(kinds) if k in ("Tensor", "Optional[Tensor]")]
-        self.tensor_lists = [i for i, k in enumerate(kinds) if "List[Ten" in k]
-        register_fake(name)(fake)
+        #: Places of the arguments that are lists of tensors.
+        self.tensor_lists = [self.schema.arguments.index(n) for n in self.schema.tensor_lists]
+        self.fake = outputs_like(self.schema, fakes or {})
+        register_fake(name)(self.fake)
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling() or peek_interpreter_stack() is None:
@@ -90,7 +74,7 @@ class Op:
 
     def _transformed(self, args: Arguments) -> Any:
         layout, levels = self._layout(args), _grad_levels()
-        return _TransformedOp.apply(self, layout, levels, *_flatten(layout, args))
+        return _TransformedOp.apply(self, layout, levels, *flatten(layout, args))
 
     def _layout(self, args: Arguments) -> Layout:
         """Lengths of the arguments that are lists of tensors, None for the others."""
@@ -106,75 +90,91 @@ class Op:
 class DifferentiableOp(Op):
     """A public op with gradients, callable with the positional arguments of its schema.
 
+    It is declared by the names in its schema (_names.py), which become subscripts when it is made.
+    `<name>_raw` must exist too (csrc/ops/registry.h); `<name>_only`, where it exists, has no
+    private outputs and is called where no gradient is needed. Autograd casts gradients to the
+    dtypes of their arguments.
+
     Args:
-        name: name in the `omniattn` namespace; `<name>_raw` must exist too (csrc/ops/registry.h).
-        fake: shapes and dtypes of the outputs, from the arguments.
-        save: (arguments, outputs) -> (tensors to save, anything else to keep).
-        backward: (saved tensors, kept, needs, gradients of the outputs) -> one gradient per
-            argument, None where there is none. `needs[i]` tells whether argument i needs one (a
-            list for a list). Gradients of unused outputs come as None.
-        private_outputs: how many outputs, at the end, are there for `save` only (statistics): calls
-            do not return them.
-        inference: name of an op without the private outputs, for calls without gradients.
-        formula: the op in plain torch, from the arguments to its differentiable outputs.
-        restore: (saved tensors, kept) -> the arguments, for `formula`.
+        name: name in the `omniattn` namespace.
+        fakes: rules for outputs that are not like the first argument, and those of `backward_op`
+            where that is not given.
+        private: outputs, at the end, that calls do not return: statistics for the backward.
+        backward: from what its parameters are named after to gradients by the names of their
+            arguments; `*arguments` are all those of `backward_op`. The gradient of an unused output
+            is None; gradients that nobody needs may be left out. None: what `backward_op` finds.
+        backward_op: `<name>_backward`, where neither is given.
+        unsaved: function of named arguments: what the backward of this call does not read, although
+            that of other calls does.
+        formula: see Op; its outputs are those of calls.
+        higher_derivatives: whether second and forward-mode derivatives go through the formula.
+        restored: rules for arguments of `formula` that are not saved.
         differentiable_backward: `backward` calls differentiable functions only, so that second
             derivatives need no formula.
-        refuse: called with `needs` where a gradient passes through vmap: functions, which refuse
-            tensors that need a gradient and get none, cannot see that there.
+        refuse: called by name (`<argument>_grad`) where a gradient passes through vmap: functions,
+            which refuse tensors that need a gradient and get none, cannot see that there.
         fold: see Op.
     """
+
+    formula: Callable[..., Any]
 
     def __init__(
         self,
         name: str,
         *,
-        fake: Callable[..., Any],
-        save: Callable[[Arguments, Any], tuple[Saved, Any]],
-        backward: Callable[[Saved, Any, Sequence[Any], Sequence[Tensor | None]], Arguments],
-        private_outputs: int = 0,
-        inference: str | None = None,
-        formula: Callable[..., Any] | None = None,
-        restore: Callable[[Saved, Any], Arguments] | None = None,
+        fakes: Rules | None = None,
+        private: tuple[str, ...] = (),
+        backward: Backward | None = None,
+        backward_op: BackwardOp | None = None,
+        unsaved: Callable[..., Sequence[str]] | None = None,
+        formula: Callable[..., Any],
+        higher_derivatives: bool = True,
+        restored: Rules | None = None,
         differentiable_backward: bool = False,
-        refuse: Callable[[Sequence[Any]], None] | None = None,
+        refuse: Callable[..., None] | None = None,
         fold: Fold | None = None,
     ) -> None:
-        super().__init__(name, fake=fake, fold=fold)
-        self.refuse = refuse
-        self.raw = private_op(name + "_raw")
-        self.inference = None if inference is None else private_op(inference)
-        self.save = save
-        self.backward = backward
-        self.private_outputs = private_outputs
-        count = len(self.registered._schema.returns) - private_outputs
-        #: Subscript of the outputs that calls return, None for all.
-        self.public: Any = None if not private_outputs else 0 if count == 1 else slice(count)
-        self.formula = formula
-        self.restore = restore
+        super().__init__(name, fakes=fakes, formula=formula, fold=fold)
+        self.raw = private_op(f"{name}_raw")
+        self.inference: Callable[..., Any] | None = None
+        self.unsaved = unsaved
+        self.higher_derivatives = higher_derivatives
         self.differentiable_backward = differentiable_backward
-        #: The tensors among the arguments (an op has at least two); and the inverse, from values of
-        #: the tensors and one for all others to one per argument.
-        self._single_tensors = itemgetter(*self.tensors)
-        places = {argument: place for place, argument in enumerate(self.tensors)}
-        arguments = self.registered._schema.arguments
-        self._spread = itemgetter(*(places.get(i, -1) for i in range(len(arguments))))
-        register_fake(f"{name}_raw")(fake)
-        if inference is not None:
-            register_fake(inference)(lambda *args: self._public(fake(*args)))
+        self.refuse = refuse
+        self.private_outputs = len(private)
+        count = len(self.schema.outputs) - len(private)
+        assert self.schema.outputs[count:] == private
+        #: Subscript of the outputs that calls return, None for all.
+        self.public: Any = None if not private else 0 if count == 1 else slice(count)
+        if backward is None and backward_op is None:
+            own = None if fold is None else Fold((*fold.names, *self.schema.outputs), fold.when)
+            backward_op = BackwardOp(f"{name}_backward", fakes=fakes, fold=own)
+        through_formula = higher_derivatives and not differentiable_backward
+        self.plan = Plan(self.schema, backward, backward_op, restored or {}, through_formula)
+        #: The tensors among the arguments, lists of them at the end; and the inverse, from a value
+        #: for each tensor and one for all other arguments to one for each argument.
+        arguments, inputs = self.schema.arguments, self.plan.inputs
+        self._tensors = picker([arguments.index(n) for n in self.schema.tensors])
+        self._inputs = picker([arguments.index(n) for n in inputs])
+        self._spread = picker([inputs.index(n) if n in inputs else -1 for n in arguments])
+        self._register(name)
 
-        def registered_backward(ctx: Any, *grads: Tensor | None) -> Any:
-            needs = ctx.needs_input_grad
-            found = self._gradients(ctx, needs, grads)
+    def _register(self, name: str) -> None:
+        register_fake(f"{name}_raw")(self.fake)
+        if hasattr(torch.ops.omniattn, f"{name}_only"):
+            self.inference = private_op(f"{name}_only")
+            register_fake(f"{name}_only")(lambda *args: self._public(self.fake(*args)))
+
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
             # torch.library wants lists where the arguments are lists, the empty ones too.
+            needs = ctx.needs_input_grad
+            found = self._spread((*self._gradients(ctx, self._inputs(needs), grads), None))
             return tuple(
                 [None] * len(n) if g is None and isinstance(n, list) else g
                 for n, g in zip(needs, found, strict=True)
             )
 
-        torch.library.register_autograd(
-            f"omniattn::{name}", registered_backward, setup_context=self._set_up
-        )
+        torch.library.register_autograd(f"omniattn::{name}", backward, setup_context=self._set_up)
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
@@ -185,13 +185,13 @@ class DifferentiableOp(Op):
             if has_torch_function(args[i]):
                 return handle_torch_function(self, args[i], *args)
         if peek_interpreter_stack() is not None:
-            if self.formula is not None and _inside_jvp():
+            if self.higher_derivatives and _inside_jvp():
                 return self._call_formula(args)
             return self._public(self._transformed(args))
         if forward_ad._current_level >= 0 and _any_dual(args):
             return self._call_formula(args)
         if is_grad_enabled():
-            tensors = self._single_tensors(args)
+            tensors = self._tensors(args)
             for i in self.tensor_lists:
                 tensors += tuple(args[i])
             for t in tensors:
@@ -210,7 +210,7 @@ class DifferentiableOp(Op):
             ctx.mark_non_differentiable(*output[-self.private_outputs :])
 
     def _call_formula(self, args: Arguments) -> Any:
-        if self.formula is None:
+        if not self.higher_derivatives:
             raise NotImplementedError(
                 f"omniattn::{self.name} has no forward-mode derivative; "
                 'use backend="reference" for functions that need one'
@@ -218,18 +218,24 @@ class DifferentiableOp(Op):
         return self.formula(*args)
 
     def _remember(self, ctx: Any, args: Arguments, output: Any) -> None:
-        saved, ctx.kept = self.save(args, output)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
+        unsaved: Sequence[str] = ()
+        if self.unsaved is not None:
+            unsaved = call_by_name(self.unsaved, self.schema.by_name(args, {}))
+        self.plan.remember(ctx, args, output, unsaved)
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """The gradients; differentiable where grad mode asks for it (create_graph=True)."""
         if is_grad_enabled() and not self.differentiable_backward:
             return self._second_order(ctx, needs, grads)
-        return self.backward(ctx.saved_tensors, ctx.kept, needs, grads)
+        return self._first_order(ctx, needs, grads)
+
+    def _first_order(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
+        if grads[0] is None and all(grad is None for grad in grads):
+            return [None] * len(needs)
+        return self.plan.find(self.plan.read(ctx, needs, grads), needs)
 
     def _second_order(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
-        if self.formula is None or self.restore is None:
+        if not self.higher_derivatives:
             raise NotImplementedError(
                 f"omniattn::{self.name} has no second derivative; "
                 'use backend="reference" for functions that need one'
@@ -237,7 +243,8 @@ class DifferentiableOp(Op):
         with torch.enable_grad():
             # Views cut the inputs off each other: k computed from q must not add to the gradient of
             # q.
-            args = _map_tensors(lambda t: t.view_as(t), self.restore(ctx.saved_tensors, ctx.kept))
+            saved = self.plan.arguments(self.plan.read(ctx, needs, grads))
+            args = tree_map_only(Tensor, lambda t: t.view_as(t), saved)
             outputs = self.formula(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             pairs = [
@@ -245,22 +252,28 @@ class DifferentiableOp(Op):
                 for o, g in zip(outputs, grads, strict=False)
                 if g is not None and o.requires_grad
             ]
-            layout = self._layout(args)
-            flat = _flatten(layout, args)
-            wanted = [i for i, need in enumerate(_flatten(layout, needs)) if need]
+            lists = len(self.tensor_lists)
+            tensors, lengths = _one_by_one(self._inputs(args), lists)
+            flags, _ = _one_by_one(needs, lists)
+            wanted = [t for t, flag in zip(tensors, flags, strict=True) if flag]
             if not pairs or not wanted:
-                return _unflatten(layout, [None] * len(flat))
+                return [None] * len(needs)
             found = torch.autograd.grad(
                 [o for o, _ in pairs],
-                [flat[i] for i in wanted],
+                wanted,
                 [g for _, g in pairs],
                 create_graph=True,
                 allow_unused=True,
             )
-        result: list[Tensor | None] = [None] * len(flat)
-        for i, grad in zip(wanted, found, strict=True):
-            result[i] = grad
-        return _unflatten(layout, result)
+        grads_found = iter(found)
+        return self.plan.group([next(grads_found) if flag else None for flag in flags], lengths)
+
+
+def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]]:
+    """Values of which the last are lists, with the elements of these; the lengths of the lists."""
+    single = len(values) - lists
+    rest = values[single:]
+    return [*values[:single], *chain.from_iterable(rest)], [len(each) for each in rest]
 
 
 class _EagerOp(torch.autograd.Function):
@@ -272,24 +285,18 @@ class _EagerOp(torch.autograd.Function):
         output = op.raw(*args)
         op._remember(ctx, args, output)
         ctx.op = op
-        if op.tensor_lists:
-            ctx.lengths = [len(args[i]) for i in op.tensor_lists]
         return op._public(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         op: DifferentiableOp = ctx.op
-        flags = ctx.needs_input_grad[2:]
-        needs = op._spread((*flags, False))
+        needs = ctx.needs_input_grad[2:]
         if not op.tensor_lists:
-            found = op._gradients(ctx, needs, grads)
-            return None, None, *op._single_tensors(found)
-        needs, listed = list(needs), iter(flags[len(op.tensors) :])
-        for i, length in zip(op.tensor_lists, ctx.lengths, strict=True):
-            needs[i] = [next(listed) for _ in range(length)]
-        found = op._gradients(ctx, needs, grads)
-        lists = (found[i] or [None] * len(needs[i]) for i in op.tensor_lists)
-        return None, None, *op._single_tensors(found), *chain.from_iterable(lists)
+            return None, None, *op._gradients(ctx, needs, grads)
+        found = op._gradients(ctx, op.plan.group(needs, ctx.lengths), grads)
+        single = len(found) - len(ctx.lengths)
+        lists = (each or [None] * n for each, n in zip(found[single:], ctx.lengths, strict=True))
+        return None, None, *found[:single], *chain.from_iterable(lists)
 
 
 # What Function.apply does but for unwrapping dead functorch tensors, which took 1 us of a call.
@@ -301,12 +308,12 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op, layout: Layout, levels: int, *flat: Any) -> Any:
-        return op.raw(*_unflatten(layout, flat))
+        return op.raw(*unflatten(layout, flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
         op, layout, levels, *flat = inputs
-        op._set_up(ctx, _unflatten(layout, flat), output)
+        op._set_up(ctx, unflatten(layout, flat), output)
         ctx.op, ctx.layout, ctx.levels = op, layout, levels
 
     @staticmethod
@@ -315,19 +322,23 @@ class _TransformedOp(torch.autograd.Function):
         op, layout, levels, *flat = inputs
 
         def call(*args: Any) -> Any:
-            return _TransformedOp.apply(op, layout, levels, *_flatten(layout, args))
+            return _TransformedOp.apply(op, layout, levels, *flatten(layout, args))
 
-        args, dims = _unflatten(layout, flat), _unflatten(layout, in_dims[3:])
-        return _map_batch(op.name, call, op.fold, info.batch_size, args, dims)
+        args, dims = unflatten(layout, flat), unflatten(layout, in_dims[3:])
+        places = [] if op.fold is None else op.fold.places(op.schema, args)
+        return map_batch(op.name, call, places, info.batch_size, args, dims)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # torch.func always builds the graph of the backward; only a second level can ask for it.
-        derive: Callable[..., Any] = _backward_flat
-        if ctx.op.refuse is not None:
-            ctx.op.refuse(_unflatten(ctx.layout, ctx.needs_input_grad[3:]))
-        if not ctx.op.differentiable_backward:
-            derive = _second_order_flat if ctx.levels > 1 else once_differentiable(_backward_flat)
+        op: DifferentiableOp = ctx.op
+        if op.refuse is not None:
+            needs = unflatten(ctx.layout, ctx.needs_input_grad[3:])
+            flags = zip(op.schema.arguments, needs, strict=True)
+            call_by_name(op.refuse, {f"{name}_grad": need for name, need in flags})
+        derive: Callable[..., Any] = _first_order_flat
+        if not op.differentiable_backward:
+            derive = _second_order_flat if ctx.levels > 1 else once_differentiable(derive)
         return (None, None, None, *derive(ctx, *grads))
 
     @staticmethod
@@ -336,88 +347,19 @@ class _TransformedOp(torch.autograd.Function):
         return ctx.op._call_formula(())
 
 
-def _backward_flat(ctx: Any, *grads: Any) -> Any:
-    needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
-    found = ctx.op.backward(ctx.saved_tensors, ctx.kept, needs, grads)
-    return tuple(_flatten(ctx.layout, found))
+def _first_order_flat(ctx: Any, *grads: Any) -> Any:
+    return _flat(ctx, ctx.op._first_order, grads)
 
 
 def _second_order_flat(ctx: Any, *grads: Any) -> Any:
-    needs = _unflatten(ctx.layout, ctx.needs_input_grad[3:])
-    return tuple(_flatten(ctx.layout, ctx.op._second_order(ctx, needs, grads)))
+    return _flat(ctx, ctx.op._second_order, grads)
 
 
-def register_vmap(name: str, fold: Fold | None = None) -> None:
-    """Gives an op that only this package calls a vmap rule; `fold` as for Op."""
-    op = getattr(torch.ops.omniattn, name).default
-
-    def rule(info: Any, in_dims: Arguments, *args: Any) -> Any:
-        return _map_batch(name, op, fold, info.batch_size, args, in_dims)
-
-    torch.library.register_vmap(f"omniattn::{name}", rule)
-
-
-def _map_batch(
-    name: str,
-    call: Callable[..., Any],
-    fold: Fold | None,
-    size: int,
-    args: Arguments,
-    dims: Arguments,
-) -> tuple[Any, int]:
-    """The results of `call` on a batch of arguments, and their batch dimension.
-
-    `dims` tells for each tensor of `args` which dimension is the batch, None where all share it.
-    """
-    if size == 0:
-        raise ValueError(f"{name}: vmap must be over at least one element, got a batch size of 0")
-
-    def batch(t: Tensor, dim: int | None) -> Tensor:
-        return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-    def select(value: Any, dim: Any, i: int) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [select(v, d, i) for v, d in zip(value, dim, strict=True)]
-        return value if dim is None else value.select(dim, i)
-
-    places = () if fold is None else fold(*args)
-    batches = {i: batch(args[i], dims[i]) for i in places if args[i] is not None}
-    mapped = {i for i, dim in enumerate(dims) if any(d is not None for d in tree_leaves(dim))}
-    if mapped <= batches.keys() and all(t.dim() > 2 for t in batches.values()):
-        folded = (batches[i].flatten(0, 1) if i in batches else a for i, a in enumerate(args))
-        return tree_map(lambda t: t.unflatten(0, (size, len(t) // size)), call(*folded)), 0
-    calls = [
-        call(*(select(a, dim, i) for a, dim in zip(args, dims, strict=True))) for i in range(size)
-    ]
-    return tree_map(lambda *results: torch.stack(results), *calls), 0
-
-
-def _flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:
-    if layout is None:
-        return args
-    flat: list[Any] = []
-    for a, length in zip(args, layout, strict=True):
-        if length is None:
-            flat.append(a)
-        else:
-            flat.extend([None] * length if a is None else a)
-    return flat
-
-
-def _unflatten(layout: Layout, flat: Sequence[Any]) -> Arguments:
-    if layout is None:
-        return tuple(flat)
-    values = iter(flat)
-    return tuple(next(values) if n is None else [next(values) for _ in range(n)] for n in layout)
-
-
-def _map_tensors(f: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return f(value)
-        return [convert(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return tuple(convert(a) for a in args)
+def _flat(ctx: Any, derive: Callable[..., Any], grads: Sequence[Tensor | None]) -> Any:
+    """From flags and to gradients of all arguments, as `flatten` gives them."""
+    op: DifferentiableOp = ctx.op
+    needs = op._inputs(unflatten(ctx.layout, ctx.needs_input_grad[3:]))
+    return tuple(flatten(ctx.layout, op._spread((*derive(ctx, needs, grads), None))))
 
 
 def _any_dual(args: Arguments) -> bool:

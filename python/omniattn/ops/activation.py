@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, private_op, register_vmap
+from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._names import like
+from omniattn.ops._vmap import Fold
 
-__all__ = ["ACTIVATIONS", "glu"]
+__all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "glu"]
 
 #: Name of an activation -> its number in csrc/kernels/activation/activation.h.
 ACTIVATIONS = {
@@ -25,54 +24,21 @@ ACTIVATIONS = {
     "relu_squared": 7,
 }
 
-_NAMES = {number: name for name, number in ACTIVATIONS.items()}
+ACTIVATION_NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
-_backward_op = private_op("glu_backward")
-
-
-def _fake(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
-    cols = gate.shape[-1] if up is not None else gate.shape[-1] // 2
-    return gate.new_empty((*gate.shape[:-1], cols))
+for _name in ("activate_backward_", "glu_backward_"):
+    _library.register_fake(_name)(lambda *_: None)
+_library.register_fake("activate")(lambda x, act: like(x))
 
 
-@_library.register_fake("glu_backward")
-def _fake_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, act: int
-) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
-
-
-@_library.register_fake("glu_backward_")
-@_library.register_fake("activate_backward_")
-def _fake_inplace(*args: Any) -> None:
-    return None
-
-
-@_library.register_fake("activate")
-def _fake_activate(x: Tensor, act: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward(
-    saved: Any, act: int, needs: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    (grad_y,) = grads
-    if grad_y is None:
-        return None, None, None
-    gate, up = saved
-    dgate, dup = _backward_op(grad_y, gate, up, act)
-    return dgate, None if up is None else dup, None
+def _result(gate: Tensor, up: Tensor | None) -> Tensor:
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
 #: (gate, up, act) -> y
 glu = DifferentiableOp(
     "glu",
-    fake=_fake,
-    save=lambda args, output: (args[:2], args[2]),
-    backward=_backward,
-    formula=lambda gate, up, act: reference.gated_activation(gate, up, _NAMES[act]),
-    restore=lambda saved, act: (*saved, act),
-    fold=lambda *_: (0, 1),
+    fakes={"y": _result},
+    formula=lambda gate, up, act: reference.gated_activation(gate, up, ACTIVATION_NAMES[act]),
+    fold=Fold(("gate", "up")),
 )
-
-register_vmap("glu_backward", lambda *_: (0, 1, 2))

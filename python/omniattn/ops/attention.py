@@ -11,31 +11,36 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.encoding.attention import as_cached, decode, pages_of
 from omniattn.encoding.masks import MaskKind
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, Op, private_op, register_vmap
+from omniattn.ops._autograd import DifferentiableOp, Op
+from omniattn.ops._backward import BackwardOp
+from omniattn.ops._names import like
+from omniattn.ops._vmap import Fold
+from omniattn.reference.precision import compute_dtype
 
-__all__ = ["attention", "attention_select", "attention_weights", "formula", "weights_formula"]
-
-_backward_op = private_op("attention_backward")
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+__all__ = ["attention", "attention_select", "attention_weights"]
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, aux: Any, seed: Any, mask: Any, score: Any, params: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, tq, heads, _ = q.shape
-    out = q.new_empty((batch, tq, heads, v.shape[3]))
-    lse = q.new_empty((batch, heads, tq), dtype=_accumulator(q))
-    return out, lse, torch.empty_like(lse)
+def _alone(aux: Sequence[Tensor], seed: Tensor | None) -> bool:
+    """Whether there are no tensors that elements of a batch could share."""
+    return not aux and seed is None
 
 
-@_library.register_fake("attention_backward")
-def _fake_backward(
-    grad_out: Tensor,
+_backward_op = BackwardOp(
+    "attention_backward",
+    fakes={
+        "grad_q": lambda q: like(q),
+        "grad_k": lambda k: like(k),
+        "grad_v": lambda v: like(v),
+        "grad_aux": lambda aux, wanted: [like(aux[i]) for i in wanted],
+    },
+    fold=Fold(("q", "k", "v", "out", "lse", "lse_tail"), when=_alone),
+)
+
+
+def _backward(
+    grad_out: Tensor | None,
     grad_lse: Tensor | None,
+    aux_grad: Sequence[bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,53 +52,32 @@ def _fake_backward(
     mask: Sequence[int],
     score: Sequence[int],
     params: Sequence[float],
-    wanted: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    grad_aux = [aux[i].new_empty(aux[i].shape) for i in wanted]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_aux
-
-
-def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    q, k, v, aux, seed, mask, score, params = args
-    return (q, k, v, seed, *output, *aux), (mask, score, params)
-
-
-def _backward(
-    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    q, k, v, seed, out, lse, lse_tail, *aux = saved
-    grad_out, grad_lse, *_ = grads
+) -> dict[str, Any]:
     if grad_out is None:
-        if grad_lse is None:
-            return (None,) * 8
         grad_out = torch.zeros_like(out)
-    wanted = [i for i in range(len(aux)) if needs[3][i]]
-    mask, score, params = kept
+    wanted = [i for i, need in enumerate(aux_grad) if need]
     contiguous, pages = (k, v), pages_of(mask, aux)
     if pages is not None:
         pages = pages.clamp(min=0).long()
         contiguous, mask = (k[pages].flatten(1, 2), v[pages].flatten(1, 2)), as_cached(mask)
     rows = (out, lse, lse_tail)
-    *grads_qkv, found = _backward_op(
+    dq, dk, dv, found = _backward_op.call(
         grad_out, grad_lse, q, *contiguous, aux, seed, *rows, mask, score, params, wanted
     )
     if pages is not None:
-        for i, t in ((1, k), (2, v)):
-            sums = torch.zeros(t.shape, dtype=_accumulator(t), device=t.device)
-            grad = grads_qkv[i].unflatten(1, (-1, t.shape[1])).flatten(0, 1).to(sums.dtype)
-            grads_qkv[i] = sums.index_add(0, pages.flatten(), grad).to(t.dtype)
-    grad_aux: list[Tensor | None] = [None] * len(aux)
-    for i, grad in zip(wanted, found, strict=True):
-        grad_aux[i] = grad
-    return (*grads_qkv, grad_aux, None, None, None, None)
+        dk, dv = _scatter(dk, k, pages), _scatter(dv, v, pages)
+    grads = dict(zip(wanted, found, strict=True))
+    return {"q": dq, "k": dk, "v": dv, "aux": [grads.get(i) for i in range(len(aux))]}
 
 
-def _restore(saved: Any, kept: Any) -> tuple[Any, ...]:
-    q, k, v, seed, _, _, _, *aux = saved
-    return (q, k, v, aux, seed, *kept)
+def _scatter(grad: Tensor, t: Tensor, pages: Tensor) -> Tensor:
+    """The sums over the places where the pages t (pages, P, H, D) were gathered."""
+    sums = torch.zeros(t.shape, dtype=compute_dtype(t), device=t.device)
+    grad = grad.unflatten(1, (-1, t.shape[1])).flatten(0, 1).to(sums.dtype)
+    return sums.index_add(0, pages.flatten(), grad).to(t.dtype)
 
 
-def formula(
+def _formula(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,49 +103,34 @@ def formula(
     return out, lse
 
 
+def _out(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _rows(q: Tensor) -> Tensor:
+    batch, tq, heads, _ = q.shape
+    return q.new_empty((batch, heads, tq), dtype=compute_dtype(q))
+
+
 #: (q, k, v, aux, seed, mask, score, params) -> (out, lse)
 attention = DifferentiableOp(
     "attention",
-    fake=_fake,
-    save=_save,
+    fakes={"out": _out, "lse": _rows, "lse_tail": _rows},
+    private=("lse_tail",),
     backward=_backward,
-    private_outputs=1,
-    inference="attention_only",
-    formula=formula,
-    restore=_restore,
-    fold=lambda q, k, v, aux, seed, *_: () if aux or seed is not None else (0, 1, 2),
+    formula=_formula,
+    fold=Fold(("q", "k", "v"), when=_alone),
 )
 
 
-def _fold_backward(
-    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, aux: Any, seed: Any, *_: Any
-) -> tuple[int, ...]:
-    return () if aux or seed is not None else (0, 1, 2, 3, 4, 7, 8, 9)
-
-
-register_vmap("attention_backward", _fold_backward)
-
-
-def _fake_weights(
-    q: Tensor, k: Tensor, lse: Tensor, aux: Any, mask: Any, score: Any, params: Any, sums: bool
-) -> Tensor:
+def _weights(q: Tensor, k: Tensor, sums: bool) -> Tensor:
     batch, tq, heads, _ = q.shape
     if sums:
-        return q.new_empty((batch, heads, k.shape[1]), dtype=_accumulator(q))
+        return q.new_empty((batch, heads, k.shape[1]), dtype=compute_dtype(q))
     return q.new_empty((batch, heads, tq, k.shape[1]))
 
 
-def _save_weights(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    q, k, lse, aux, *kept = args
-    return (q, k, lse, *aux), kept
-
-
-def _restore_weights(saved: Any, kept: Any) -> tuple[Any, ...]:
-    q, k, lse, *aux = saved
-    return (q, k, lse, aux, *kept)
-
-
-def weights_formula(
+def _weights_formula(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -177,46 +146,53 @@ def weights_formula(
 
 
 def _weights_backward(
-    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
+    grad_y: Tensor,
+    q_grad: bool,
+    k_grad: bool,
+    lse_grad: bool,
+    aux_grad: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    aux: Sequence[Tensor],
+    mask: Sequence[int],
+    score: Sequence[int],
+    params: Sequence[float],
+    sums: bool,
+) -> dict[str, Any]:
     """Through the eager definition: weights are looked at, not trained through."""
-    needed = [i for i, need in enumerate((*needs[:3], *needs[3])) if need]
+    tensors = [q, k, lse, *aux]
+    needed = [i for i, need in enumerate((q_grad, k_grad, lse_grad, *aux_grad)) if need]
 
     def weights(*leaves: Tensor) -> Tensor:
-        tensors = list(saved)
-        for i, leaf in zip(needed, leaves, strict=True):
-            tensors[i] = leaf
-        return weights_formula(*_restore_weights(tensors, kept))
+        replaced = dict(zip(needed, leaves, strict=True))
+        q, k, lse, *aux = (replaced.get(i, t) for i, t in enumerate(tensors))
+        return _weights_formula(q, k, lse, aux, mask, score, params, sums)
 
-    found: list[Tensor | None] = [None] * len(saved)
-    if grads[0] is None:
-        return (*found[:3], found[3:], None, None, None, None)
-    pull = torch.func.vjp(weights, *(saved[i] for i in needed))[1]
-    for i, grad in zip(needed, pull(grads[0]), strict=True):
-        found[i] = grad
-    return (*found[:3], found[3:], None, None, None, None)
+    pull = torch.func.vjp(weights, *(tensors[i] for i in needed))[1]
+    grads = dict(zip(needed, pull(grad_y), strict=True))
+    dq, dk, dlse, *daux = (grads.get(i) for i in range(len(tensors)))
+    return {"q": dq, "k": dk, "lse": dlse, "aux": daux}
 
 
-def _fake_select(
-    q: Tensor, k: Tensor, aux: Any, mask: Any, score: Any, params: Any
-) -> tuple[Tensor, Tensor]:
-    shape = (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty(shape, dtype=torch.int64), q.new_empty(shape, dtype=_accumulator(q))
+def _per_query(q: Tensor) -> Tensor:
+    batch, tq, heads, _ = q.shape
+    return q.new_empty((batch, heads, tq), dtype=torch.int64)
 
 
 #: (q, k, aux, mask, score, params) -> (index, top); no gradient
 attention_select = Op(
-    "attention_select", fake=_fake_select, fold=lambda q, k, aux, *_: () if aux else (0, 1)
+    "attention_select",
+    fakes={"index": _per_query, "top": _rows},
+    fold=Fold(("q", "k"), when=lambda aux: not aux),
 )
 
 
 #: (q, k, lse, aux, mask, score, params, sums) -> weights
 attention_weights = DifferentiableOp(
     "attention_weights",
-    fake=_fake_weights,
-    save=_save_weights,
+    fakes={"y": _weights},
     backward=_weights_backward,
-    formula=weights_formula,
-    restore=_restore_weights,
-    fold=lambda q, k, lse, aux, *_: () if aux else (0, 1, 2),
+    formula=_weights_formula,
+    fold=Fold(("q", "k", "lse"), when=lambda aux: not aux),
 )

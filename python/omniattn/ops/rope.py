@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp, is_transformed
+from omniattn.ops._names import like
+from omniattn.ops._vmap import Fold
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["rope", "rope_inplace"]
@@ -19,41 +20,41 @@ __all__ = ["rope", "rope_inplace"]
 _inplace_op = torch.ops.omniattn.rope_.default
 
 
-def _fake(q: Tensor, k: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
+_library.register_fake("rope_")(lambda *_: None)
 
 
-@_library.register_fake("rope_")
-def _fake_inplace(*args: Any) -> None:
-    return None
-
-
-def _save(args: Any, output: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    _, _, cos, sin, positions, *kept = args
-    return (cos, sin, positions), kept
-
-
-def refuse_table_gradients(op: str, needs: Sequence[Any]) -> None:
-    """`needs`: of q or x, one more, cos and sin."""
-    if needs[2] or needs[3]:
+def refuse_table_gradients(op: str, cos_grad: bool, sin_grad: bool) -> None:
+    if cos_grad or sin_grad:
         raise NotImplementedError(
             f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
         )
 
 
+def is_shared(cos: Tensor, positions: Tensor | None) -> bool:
+    """Whether all sequences of a batch turn by the same angles."""
+    return cos.dim() == 2 and (positions is None or positions.dim() == 1)
+
+
 def _backward(
-    saved: Any, kept: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
+    grad_q_out: Tensor | None,
+    grad_k_out: Tensor | None,
+    q_grad: bool,
+    k_grad: bool,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    start: int,
+    interleaved: bool,
+    inverse: bool,
+) -> dict[str, Tensor]:
     """The gradients turn by the negative angle."""
-    start, interleaved, inverse = kept
-    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=False)]
-    found = [grad for grad in wanted if grad is not None]
+    given = {"q": grad_q_out if q_grad else None, "k": grad_k_out if k_grad else None}
+    found = {name: grad for name, grad in given.items() if grad is not None}
     if not found:
-        return (None,) * 8
-    second = found[1] if len(found) == 2 else None
-    turned = iter(rope(found[0], second, *saved, start, interleaved, not inverse))
-    dq, dk = (None if grad is None else next(turned) for grad in wanted)
-    return dq, dk, None, None, None, None, None, None
+        return {}
+    first, second = (*found.values(), None)[:2]
+    turned = rope(first, second, cos, sin, positions, start, interleaved, not inverse)
+    return dict(zip(found, turned, strict=False))
 
 
 def _formula(
@@ -78,21 +79,15 @@ def _formula(
     )
 
 
-def is_shared(cos: Tensor, sin: Tensor, positions: Tensor | None) -> bool:
-    """Whether all sequences of a batch turn by the same angles."""
-    return cos.dim() == 2 and (positions is None or positions.dim() == 1)
-
-
 #: (q, k, cos, sin, positions, start, interleaved, inverse) -> (q_out, k_out)
 rope = DifferentiableOp(
     "rope",
-    fake=_fake,
-    save=_save,
+    fakes={"k_out": lambda q, k: q.new_empty(0) if k is None else like(k)},
     backward=_backward,
     formula=_formula,
     differentiable_backward=True,
-    refuse=functools.partial(refuse_table_gradients, "apply_rotary"),
-    fold=lambda q, k, *tables: (0, 1) if is_shared(*tables[:3]) else (),
+    refuse=partial(refuse_table_gradients, "apply_rotary"),
+    fold=Fold(("q", "k"), when=is_shared),
 )
 
 

@@ -14,8 +14,36 @@ def _add(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     return x if residual is None else (widen(x) + widen(residual)).to(residual.dtype)
 
 
-def _cast(y: torch.Tensor, dtype: torch.dtype, casting: str) -> torch.Tensor:
-    return widen(y.to(dtype)) if casting == "llama" else y
+def _cast(y: torch.Tensor, dtype: torch.dtype, cast_first: bool) -> torch.Tensor:
+    return widen(y.to(dtype)) if cast_first else y
+
+
+def norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    center: bool,
+    eps: float,
+    offset: float,
+    cast_first: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y = (h - mean) (offset + weight) / sqrt(mean((h - mean)^2) + eps) + bias.
+
+    x (..., N), weight and bias (N,). The mean is 0 but with `center`; with `cast_first` what is
+    normalised is rounded to the dtype before the weight multiplies it.
+    """
+    h = _add(x, residual)
+    hw = widen(h)
+    if center:
+        hw = hw - hw.mean(-1, keepdim=True)
+    y = _cast(hw * torch.rsqrt(hw.square().mean(-1, keepdim=True) + eps), x.dtype, cast_first)
+    if weight is not None:
+        y = y * (offset + widen(weight))
+    if bias is not None:
+        y = y + widen(bias)
+    y = y.to(x.dtype)
+    return y if residual is None else (y, h)
 
 
 def rms_norm(
@@ -31,13 +59,7 @@ def rms_norm(
 
     The "llama" casting rounds what is normalised to the dtype before the weight multiplies it.
     """
-    h = _add(x, residual)
-    hw = widen(h)
-    y = _cast(hw * torch.rsqrt(hw.square().mean(-1, keepdim=True) + eps), x.dtype, casting)
-    if weight is not None:
-        y = y * (offset + widen(weight))
-    y = y.to(x.dtype)
-    return y if residual is None else (y, h)
+    return norm(x, residual, weight, None, False, eps, offset, casting == "llama")
 
 
 def layer_norm(
@@ -49,16 +71,42 @@ def layer_norm(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = (h - mean) weight / sqrt(var + eps) + bias, x (..., N), weight and bias (N,)."""
-    h = _add(x, residual)
-    hw = widen(h)
-    centred = hw - hw.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return norm(x, residual, weight, bias, True, eps, 0.0, False)
+
+
+def gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    place: str,
+    activation: str,
+    center: bool,
+    eps: float,
+    cast_first: bool,
+) -> torch.Tensor:
+    """Each of `num_groups` parts (heads) of x (..., N) normalised alone, then weight and bias (N,).
+
+    act(gate) multiplies "before" or "after" that, where there is a gate. With `cast_first` what is
+    normalised, and what the gate then multiplies, is rounded to the dtype.
+    """
+    y = widen(x)
+    factor = None if gate is None else ACTIVATIONS[activation](widen(gate))
+    if factor is not None and place == "before":
+        y = y * factor
+    parts = y.unflatten(-1, (num_groups, x.shape[-1] // num_groups))
+    if center:
+        parts = parts - parts.mean(-1, keepdim=True)
+    y = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    y = _cast(y, x.dtype, cast_first)
     if weight is not None:
         y = y * widen(weight)
     if bias is not None:
         y = y + widen(bias)
-    y = y.to(x.dtype)
-    return y if residual is None else (y, h)
+    if factor is not None and place == "after":
+        y = _cast(y, x.dtype, cast_first) * factor
+    return y.to(x.dtype)
 
 
 def group_norm(
@@ -74,15 +122,9 @@ def group_norm(
 
     LayerNorm of the parts, or RMSNorm without `center`.
     """
-    parts = widen(x).unflatten(-1, (num_groups, x.shape[-1] // num_groups))
-    if center:
-        parts = parts - parts.mean(-1, keepdim=True)
-    y = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    if weight is not None:
-        y = y * widen(weight)
-    if bias is not None:
-        y = y + widen(bias)
-    return y.to(x.dtype)
+    return gated_norm(
+        x, None, weight, bias, num_groups, "none", "identity", center, eps, cast_first=False
+    )
 
 
 def rms_norm_gated(
@@ -99,11 +141,5 @@ def rms_norm_gated(
     """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; over each of `num_groups` parts
     of x, gate (..., N). The "llama" casting rounds what is normalised, and what the gate then
     multiplies, to the dtype."""
-    factor = ACTIVATIONS[activation](widen(gate))
-    y = widen(x) if norm_before_gate else widen(x) * factor
-    y = _cast(group_norm(y, num_groups, eps=eps, center=False), x.dtype, casting)
-    if weight is not None:
-        y = y * widen(weight)
-    if norm_before_gate:
-        y = _cast(y, x.dtype, casting) * factor
-    return y.to(x.dtype)
+    place, cast_first = "after" if norm_before_gate else "before", casting == "llama"
+    return gated_norm(x, gate, weight, None, num_groups, place, activation, False, eps, cast_first)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omniattn.reference.norm import rms_norm
+from omniattn.reference.norm import norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
 
@@ -128,6 +128,36 @@ def apply_rotary(
     return turn(q), None if k is None else turn(k)
 
 
+def norm_rotary(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | int | None,
+    rotary_start: int,
+    interleaved: bool,
+    eps: float,
+    offset: float,
+    cast_first: bool,
+) -> torch.Tensor:
+    """apply_rotary of rms_norm(x, weight): rounded once, or with `cast_first` where the two with
+    the "llama" casting round."""
+    inputs = (x, weight)
+    if not cast_first:
+        inputs = (widen(x), None if weight is None else widen(weight))
+    normed: Any = norm(inputs[0], None, inputs[1], None, False, eps, offset, cast_first)
+    y, _ = apply_rotary(
+        normed,
+        None,
+        cos,
+        sin,
+        positions=positions,
+        rotary_start=rotary_start,
+        interleaved=interleaved,
+    )
+    return y.to(x.dtype)
+
+
 def qk_norm_rotary(
     q: torch.Tensor,
     k: OptionalTensor,
@@ -145,21 +175,8 @@ def qk_norm_rotary(
 ) -> tuple[torch.Tensor, OptionalTensor]:
     """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight): rounded once, or with the
     "llama" casting where the two round."""
-
-    def turn(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        inputs = (x, weight)
-        if casting == "fp32":
-            inputs = (widen(x), None if weight is None else widen(weight))
-        normed: Any = rms_norm(*inputs, eps=eps, offset=offset, casting=casting)
-        y, _ = apply_rotary(
-            normed,
-            None,
-            cos,
-            sin,
-            positions=positions,
-            rotary_start=rotary_start,
-            interleaved=interleaved,
-        )
-        return y.to(x.dtype)
-
-    return turn(q, q_weight), None if k is None else turn(k, k_weight)
+    rest = (cos, sin, positions, rotary_start, interleaved, eps, offset, casting == "llama")
+    return (
+        norm_rotary(q, q_weight, *rest),
+        None if k is None else norm_rotary(k, k_weight, *rest),
+    )

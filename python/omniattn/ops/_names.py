@@ -1,0 +1,97 @@
+"""Names of an op's arguments, outputs and gradients, by which declarations refer to them.
+
+Beside an argument `x` and an output `y` there are `grad_y`, the gradient of y that a backward gets,
+`x_grad`, whether it is to find that of x, and `dx`, what it finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rules", "Schema", "call_by_name", "gradients_like", "like", "outputs_like", "picker"]
+
+#: From a name to a function, which is called with what its parameters are named after.
+Rules = Mapping[str, Callable[..., Any]]
+
+
+class Schema:
+    """The names in the schema of an op; where an only output has none, it is `y`."""
+
+    def __init__(self, name: str) -> None:
+        schema = getattr(torch.ops.omniattn, name).default._schema
+        kinds = {a.name: str(a.type) for a in schema.arguments}
+        self.arguments = tuple(kinds)
+        self.required = tuple(a.name for a in schema.arguments if not a.has_default_value())
+        self.tensors = tuple(n for n, k in kinds.items() if k in ("Tensor", "Optional[Tensor]"))
+        self.tensor_lists = tuple(n for n, k in kinds.items() if "List[Ten" in k)
+        self.optional = frozenset(n for n, k in kinds.items() if k.startswith("Optional"))
+        self.outputs = tuple(r.name or "y" for r in schema.returns)
+
+    def by_name(self, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call; None where they have a default and are not given."""
+        given = zip(self.arguments, args, strict=False)
+        return {**dict.fromkeys(self.arguments), **dict(given), **others}
+
+
+def call_by_name(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    return function(*(values[name] for name in inspect.signature(function).parameters))
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function from a tuple to its values at `places`, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if not places:
+        return lambda values: ()
+    (place,) = places
+    return lambda values: (values[place],)
+
+
+def like(t: Tensor) -> Tensor:
+    return t.new_empty(t.shape)
+
+
+def outputs_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
+    """The fake of an op: outputs without a rule are like its first argument."""
+
+    def fake(*args: Any, **others: Any) -> Any:
+        values = schema.by_name(args, others)
+        found = tuple(
+            call_by_name(rules[name], values) if name in rules else like(args[0])
+            for name in schema.outputs
+        )
+        return found if len(found) > 1 else found[0]
+
+    return fake
+
+
+def gradients_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
+    """The fake of a backward op: gradients without a rule are like their arguments.
+
+    They are empty where the argument is None or `<argument>_grad` is False.
+    """
+    stems = [name.removeprefix("d") for name in schema.outputs]
+
+    def gradient(name: str, stem: str, values: Mapping[str, Any]) -> Any:
+        model = values.get(stem)
+        if name in rules:
+            found = call_by_name(rules[name], values)
+        else:
+            found = None if model is None else like(model)
+        if found is None:
+            return values[stems[0]].new_empty(0)
+        return found if values.get(f"{stem}_grad", True) else found.new_empty(0)
+
+    def fake(*args: Any, **others: Any) -> Any:
+        values = schema.by_name(args, others)
+        pairs = zip(schema.outputs, stems, strict=True)
+        found = tuple(gradient(name, stem, values) for name, stem in pairs)
+        return found if len(found) > 1 else found[0]
+
+    return fake

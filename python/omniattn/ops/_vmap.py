@@ -1,0 +1,114 @@
+"""torch.vmap over ops: once per element of the batch, or once in all where an op can fold it.
+
+Where only tensors are mapped over that have a batch dimension, and nothing else depends on the
+place in the batch, the elements become one batch and one call (`Fold`). Otherwise the op is called
+once per element, and the results are stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from omniattn.ops._names import Schema, call_by_name
+
+__all__ = ["Fold", "Layout", "flatten", "map_batch", "register_vmap", "unflatten"]
+
+#: Per argument the length of a list of tensors, or None; None where an op takes no lists.
+Layout = tuple[int | None, ...] | None
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What may be mapped over in one call.
+
+    The first dimension of these arguments is a batch of problems that an op solves one by one, and
+    that of all outputs is the same batch. This holds for incoming gradients (`grad_y`) too, but not
+    where a call finds the gradient of another argument, which is one per element.
+    """
+
+    names: tuple[str, ...]
+    #: Of other arguments, by their names: whether they are the same for the whole batch.
+    when: Callable[..., bool] | None = None
+
+    def places(self, schema: Schema, args: Sequence[Any]) -> list[int]:
+        """The places of what this call may be mapped over."""
+        values = schema.by_name(args, {})
+        others = [n for n in schema.arguments if n.removesuffix("_grad") not in self.names]
+        if any(n.endswith("_grad") and values[n] for n in others):
+            return []
+        if self.when is not None and not call_by_name(self.when, values):
+            return []
+        folded = [n in self.names or n.startswith("grad_") for n in schema.arguments]
+        return [i for i, is_folded in enumerate(folded) if is_folded and args[i] is not None]
+
+
+def register_vmap(name: str, fold: Fold | None = None) -> None:
+    """Gives an op that only this package calls a vmap rule."""
+    op, schema = getattr(torch.ops.omniattn, name).default, Schema(name)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        places = [] if fold is None else fold.places(schema, args)
+        return map_batch(name, op, places, info.batch_size, args, in_dims)
+
+    torch.library.register_vmap(f"omniattn::{name}", rule)
+
+
+def map_batch(
+    name: str,
+    call: Callable[..., Any],
+    places: Sequence[int],
+    size: int,
+    args: tuple[Any, ...],
+    dims: tuple[Any, ...],
+) -> tuple[Any, int]:
+    """The results of `call` on a batch of arguments, and their batch dimension.
+
+    `dims` tells for each tensor of `args` which dimension is the batch, None where all share it;
+    `places` are those of arguments that one call may have all elements of.
+    """
+    if size == 0:
+        raise ValueError(f"{name}: vmap must be over at least one element, got a batch size of 0")
+
+    def batch(t: Tensor, dim: int | None) -> Tensor:
+        return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+    def select(value: Any, dim: Any, i: int) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [select(v, d, i) for v, d in zip(value, dim, strict=True)]
+        return value if dim is None else value.select(dim, i)
+
+    batches = {i: batch(args[i], dims[i]) for i in places}
+    mapped = {i for i, dim in enumerate(dims) if any(d is not None for d in tree_leaves(dim))}
+    if mapped <= batches.keys() and all(t.dim() > 2 for t in batches.values()):
+        folded = (batches[i].flatten(0, 1) if i in batches else a for i, a in enumerate(args))
+        return tree_map(lambda t: t.unflatten(0, (size, len(t) // size)), call(*folded)), 0
+    calls = [
+        call(*(select(a, dim, i) for a, dim in zip(args, dims, strict=True))) for i in range(size)
+    ]
+    return tree_map(lambda *results: torch.stack(results), *calls), 0
+
+
+def flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of an op with the elements of lists in their places."""
+    if layout is None:
+        return args
+    flat: list[Any] = []
+    for a, length in zip(args, layout, strict=True):
+        if length is None:
+            flat.append(a)
+        else:
+            flat.extend([None] * length if a is None else a)
+    return flat
+
+
+def unflatten(layout: Layout, flat: Sequence[Any]) -> tuple[Any, ...]:
+    if layout is None:
+        return tuple(flat)
+    values = iter(flat)
+    return tuple(next(values) if n is None else [next(values) for _ in range(n)] for n in layout)
