@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   }
   if (has_work(p)) {
     run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(),
-                 lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr, nullptr},
+                 lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr},
                 call.sequences);
   }
   return {out, lse};
@@ -183,10 +183,12 @@ Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tenso
   void* const data = grad.mutable_data_ptr();
   bool adds = true;  // to zeros
   if (index == call.bias) {
-    const ScoreStrides s = score_strides(op, "bias", grad, {p.batch, p.hq, p.tq, p.tk});
+    const ScoreStrides s =
+        score_strides(op, "bias", grad, {p.batch, p.hq, call.whole_q, call.whole_k});
     // Some element belongs to many pairs or to none, or to one that no tile may visit.
     adds = call.has_layout || p.mask.count > 0 || grad.numel() != p.batch * p.hq * p.tq * p.tk;
-    b.grad_bias = data;
+    const int64_t first = p.mask.part.first_q * s.q + p.mask.part.first_k;
+    b.grad_bias = static_cast<char*>(data) + first * size_of(accumulator(p.dtype));
     b.grad_bias_stride_b = s.b;
     b.grad_bias_stride_h = s.h;
     b.grad_bias_stride_q = s.q;
@@ -277,11 +279,8 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
   const Tensor out =
       sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
   fill(out, 0);
-  AttentionWeightsParams w{.problem = p,
-                           .lse = lse_rows.const_data_ptr(),
-                           .weights = nullptr,
-                           .sums = nullptr,
-                           .scratch = nullptr};
+  AttentionWeightsParams w{
+      .problem = p, .lse = lse_rows.const_data_ptr(), .weights = nullptr, .sums = nullptr};
   (sums ? w.sums : w.weights) = out.mutable_data_ptr();
   if (out.numel() > 0 && p.tq > 0) run_weights(w);
   return out;
@@ -296,8 +295,7 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
   const Tensor index = torch::stable::new_empty(q, call.lse_sizes, ScalarType::Long);
   const Tensor top = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (index.numel() > 0) {
-    run_select(
-        {p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr(), nullptr});
+    run_select({p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr()});
   }
   return {index, top};
 }

@@ -35,6 +35,7 @@ struct Call {
   // Of the results that have the rows of q: (B, Tq, Hq, Dv) and (B, Hq, Tq).
   std::array<int64_t, 4> out_sizes;
   std::array<int64_t, 3> lse_sizes;
+  int64_t whole_q = 0, whole_k = 0;  // Tq and Tk of the call that this is a part of, see PartKind
   bool has_layout = false, is_packed = false;
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;  // places in aux, -1: none
   Tensors kept;  // what keeps the problem's memory alive

@@ -1,14 +1,15 @@
 // attention, attention_backward, attention_weights and attention_select on the CPU: choice of
 // kernels, memory, threads.
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <type_traits>
 #include <utility>
 
+#include "kernels/attention/attention_terms.h"
 #include "ops/attention.h"
 #include "ops/parallel.h"
 #include "ops/path.h"
+#include "ops/stage.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::ops::attention {
@@ -28,21 +29,6 @@ int64_t thread_count(const Problems& problems, int64_t items) {
   }
   return work < 50'000 ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
 }
-
-// Memory of which each thread has a part of its own.
-class PerThread {
- public:
-  PerThread(int64_t threads, int64_t elements, DType dtype)
-      : buffer_(buffer(threads * elements, dtype)),
-        base_(static_cast<char*>(buffer_.mutable_data_ptr())),
-        bytes_(elements * size_of(accumulator(dtype))) {}
-  void* of(int64_t thread) const { return base_ + thread * bytes_; }
-
- private:
-  Tensor buffer_;
-  char* base_;
-  int64_t bytes_;
-};
 
 // f(problem) added up, and its largest value.
 template <class Problems, class F>
@@ -71,39 +57,18 @@ Tensor share_workspace(std::span<Params> problems, const F& elements) {
   return memory;
 }
 
-// Items of a stage over the threads, problem after problem. Each thread has its own scratch, its
-// own workspace where `workspace_elements` asks for one, and its own copy of the parameters of the
-// problem that it works on.
-template <class Params, class Kernel, class Items>
-void run_stage(Kernel kernel, std::span<Params> problems, const Items& items,
-               int64_t scratch_elements, int64_t workspace_elements = 0) {
-  std::vector<int64_t> ends;  // of the items of each problem
-  for (const Params& x : problems) ends.push_back((ends.empty() ? 0 : ends.back()) + items(x));
-  if (ends.empty() || ends.back() == 0) return;
-  const DType dtype = problems.front().problem.dtype;
-  const int64_t threads = thread_count(problems, ends.back());
-  const PerThread scratch(threads, scratch_elements, dtype);
-  const PerThread workspace(threads, workspace_elements, dtype);
-  struct Copy {
-    size_t problem;
-    Params params;
-  };
-  std::vector<Copy> copies(static_cast<size_t>(threads), {problems.size(), problems.front()});
-  parallel_queue(ends.back(), threads, [&](int64_t thread, int64_t item) {
-    const auto n =
-        static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
-    Copy& mine = copies[static_cast<size_t>(thread)];
-    if (mine.problem != n) {
-      mine = {n, problems[n]};
-      mine.params.scratch = scratch.of(thread);
-      if constexpr (requires { mine.params.workspace; }) {
-        if (workspace_elements > 0) mine.params.workspace = workspace.of(thread);
-      }
-    }
-    const int64_t local = n == 0 ? item : item - ends[n - 1];
-    const FlushDenormals flush;
-    kernel(mine.params, local, local + 1);
-  });
+// Items of all problems over the threads they are worth. Kernels flush denormals.
+template <class Params, class Items>
+void run(AttentionKernel<Params> kernel, std::type_identity_t<std::span<const Params>> problems,
+         const Items& items, int64_t scratch_elements) {
+  const DType dtype = accumulator(problems.front().problem.dtype);
+  const ThreadMemory memory(thread_count(problems, total(problems, items)),
+                            scratch_elements * size_of(dtype));
+  run_stage(problems, items, memory,
+            [kernel](const Params& x, void* scratch, int64_t begin, int64_t end) {
+              const FlushDenormals flush;
+              kernel(x, scratch, begin, end);
+            });
 }
 
 // The problems of a call, of which a path may take some.
@@ -166,16 +131,12 @@ MaskRule rule_of(MaskRule rule, int64_t b) {
 // anyway.
 void gather_pages(AttentionProblem& p, Tensors& memory) {
   const auto gather = [&](HeadView& x, int64_t width) {
-    const int64_t sizes[] = {p.tk, p.hkv, width}, size = size_of(p.dtype);
+    const int64_t sizes[] = {p.tk, p.hkv, width};
     memory.push_back(empty_tensor({sizes, 3}, p.dtype));
-    auto* to = static_cast<char*>(memory.back().mutable_data_ptr());
-    for (int64_t t = 0; t < p.tk; ++t) {
-      const int64_t page = p.pages.table[t / p.pages.size];
-      const int64_t row = page * x.stride_b + t % p.pages.size * x.stride_t;
-      for (int64_t h = 0; h < p.hkv; ++h, to += width * size) {
-        std::memcpy(to, moved(x.data, row + h * x.stride_h, size), width * size);
-      }
-    }
+    void* const to = memory.back().mutable_data_ptr();
+    parallel_ranges(p.tk, grain_of(p.hkv * width), [&](int64_t begin, int64_t end) {
+      attention_terms_kernels().gather_pages(p, x, width, to, begin, end);
+    });
     x = {memory.back().const_data_ptr(), 0, p.hkv * width, width};
   };
   gather(p.k, p.d);
@@ -251,102 +212,52 @@ std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
   return problems;
 }
 
-// ---- the table's term of all pairs --------------------------------------------------------------
-
-int64_t plane_elements(const AttentionProblem& p) {
-  const int64_t keys = round_up(p.tk, kKeyPanel) + kKeyPanel;
-  return is_relative(p.table.kind) ? p.tq + keys : p.tq * keys;
-}
-
-// f(element of a plane, i, k) for all pairs, where the term is relative one for each distance.
-template <class F>
-void for_plane(const AttentionProblem& p, const F& f) {
-  if (is_relative(p.table.kind)) {
-    for (int64_t e = 0; e < p.tq + p.tk - 1; ++e) f(e, int64_t{0}, e - (p.tk - 1));
-  } else {
-    for (int64_t q = 0; q < p.tq; ++q) {
-      for (int64_t k = 0; k < p.tk; ++k) f(p.relative.origin + q * p.relative.stride_q + k, q, k);
-    }
-  }
-}
+// ---- terms and their gradients ------------------------------------------------------------------
 
 // Points `relative` into the memory it returns.
 Tensor expand_table(AttentionProblem& p) {
   if (p.table.kind == TableKind::none) return buffer(0, p.dtype);
-  const int64_t plane = plane_elements(p), batches = p.table.stride_b == 0 ? 1 : p.batch;
-  const Tensor memory = buffer(batches * p.hq * plane, p.dtype);
+  const bool relative = is_relative(p.table.kind);
+  const int64_t plane = plane_elements(p);
+  const Tensor memory = buffer(table_heads(p) * plane, p.dtype);
   p.relative.data = memory.const_data_ptr();
   p.relative.stride_h = plane;
-  p.relative.stride_b = batches == 1 ? 0 : p.hq * plane;
+  p.relative.stride_b = table_batches(p) == 1 ? 0 : p.hq * plane;
   // Element of a relative term: k - i + Tk - 1 with i = q + Tk - Tq.
-  p.relative.origin = is_relative(p.table.kind) ? p.tq - 1 : 0;
-  p.relative.stride_q = is_relative(p.table.kind) ? -1 : plane / p.tq;
-  const auto expand = [&](auto type) {
-    using A = decltype(type);
-    auto* const out = static_cast<A*>(memory.mutable_data_ptr());
-    const auto* const table = static_cast<const A*>(p.table.data);
-    for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
-      const int64_t row = table_row(p.table, i, k) * p.hq;
-      const double factor = table_factor(p.table, i, k);
-      for (int64_t b = 0; b < batches; ++b) {
-        for (int64_t h = 0; h < p.hq; ++h) {
-          out[(b * p.hq + h) * plane + e] =
-              static_cast<A>(table[b * p.table.stride_b + row + h] * factor);
-        }
-      }
-    });
-  };
-  p.dtype == DType::f64 ? expand(double{}) : expand(float{});
+  p.relative.origin = relative ? p.tq - 1 : 0;
+  p.relative.stride_q = relative ? -1 : plane / p.tq;
+  const int64_t item = (relative ? kExpandedDistances : p.tk) * table_heads(p);
+  parallel_ranges(expand_items(p), grain_of(item), [&](int64_t begin, int64_t end) {
+    attention_terms_kernels().expand_table(p, memory.mutable_data_ptr(), begin, end);
+  });
   return memory;
 }
 
-// Adds the planes (splits, table_parts, Hq) of all problems up, in order, to the gradient of the
-// table of the whole call x.
-void gather_table(const AttentionBackwardParams& x,
-                  const std::vector<AttentionBackwardParams>& problems) {
-  const AttentionProblem& p = x.problem;
-  const auto gather = [&](auto type) {
-    using A = decltype(type);
-    auto* const grad = static_cast<A*>(x.grad_table);
-    const int64_t batches = p.table.stride_b == 0 ? 1 : p.batch;
-    std::vector<double> sums(static_cast<size_t>(batches * p.table.rows * p.hq));
-    std::vector<double> plane;  // of all that read the same table
-    for (int64_t head = 0; head < batches * p.hq; ++head) {
-      const int64_t batch = head / p.hq, h = head % p.hq;
-      plane.assign(static_cast<size_t>(plane_elements(p)), 0);
-      for (const AttentionBackwardParams& b : problems) {
-        for (int64_t n = 0; n < b.splits * table_parts(b); ++n) {
-          if (batches > 1 && b.problem.first_batch + n % table_parts(b) != batch) continue;
-          const A* const part =
-              static_cast<const A*>(b.part_relative) + (n * p.hq + h) * b.part_relative_plane;
-          for (size_t e = 0; e < plane.size(); ++e) plane[e] += part[e];
-        }
-      }
-      for_plane(p, [&](int64_t e, int64_t i, int64_t k) {
-        const int64_t row = batch * p.table.stride_b + table_row(p.table, i, k) * p.hq + h;
-        sums[static_cast<size_t>(row)] +=
-            table_factor(p.table, i, k) * plane[static_cast<size_t>(e)];
-      });
-    }
-    for (size_t n = 0; n < sums.size(); ++n) grad[n] = static_cast<A>(sums[n]);
-  };
-  p.dtype == DType::f64 ? gather(double{}) : gather(float{});
-}
-
-// Adds parts (B, Hq, query blocks) up, in order, to a gradient (Hq,).
-void gather_heads(const AttentionProblem& p, const void* parts, void* grad) {
-  const int64_t blocks = query_block_count(p);
-  const auto gather = [&](auto type) {
-    using A = decltype(type);
-    for (int64_t h = 0; h < p.hq; ++h) {
-      double sum = 0;
-      for (int64_t n = 0; n < p.batch * blocks; ++n) {
-        sum += static_cast<const A*>(parts)[(n / blocks * p.hq + h) * blocks + n % blocks];
-      }
-      static_cast<A*>(grad)[h] += static_cast<A>(sum);
-    }
-  };
-  p.dtype == DType::f64 ? gather(double{}) : gather(float{});
+// Sums of what the problems of a call x left for the gradients of parameters.
+void gather_gradients(const AttentionBackwardParams& x,
+                      const std::vector<AttentionBackwardParams>& problems) {
+  const auto& kernels = attention_terms_kernels();
+  if (x.grad_table != nullptr) {
+    const AttentionTableGradient g{&x, problems.data(), static_cast<int64_t>(problems.size())};
+    const int64_t items = table_heads(x.problem), grain = grain_of(plane_elements(x.problem));
+    const ThreadMemory memory(
+        std::min(ceil_div(items, grain), int64_t{torch::stable::get_num_threads()}),
+        gather_scratch_bytes(x.problem));
+    run_stage(
+        std::span(&g, 1), [&](const AttentionTableGradient&) { return items; }, memory,
+        kernels.gather_table);
+  }
+  for (const AttentionBackwardParams& b : problems) {
+    const auto gather = [&](const void* parts, void* grad) {
+      if (grad == nullptr) return;
+      parallel_ranges(b.problem.hq, grain_of(forward_items(b.problem) / b.problem.hq),
+                      [&](int64_t begin, int64_t end) {
+                        kernels.gather_heads(b.problem, parts, grad, begin, end);
+                      });
+    };
+    gather(b.part_sinks, b.grad_sinks);
+    gather(b.part_head_scale, b.grad_head_scale);
+  }
 }
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -360,7 +271,7 @@ void run_decode(ForwardProblems problems) {
   const Tensor workspace = share_workspace(
       problems, [](const Forward& x) { return decode_workspace_elements(x.problem); });
   const auto& kernels = attention_decode_kernels();
-  run_stage(
+  run<Forward>(
       kernels.decode, problems, [](const Forward& x) { return decode_items(x.problem); },
       largest(problems, [](const Forward& x) { return decode_scratch_elements(x.problem); }));
   // Most merges take less time than it takes to open the pool.
@@ -369,21 +280,18 @@ void run_decode(ForwardProblems problems) {
   if (total(problems, [](const Forward& x) {
         return merge_items(x.problem) * decode_splits(x.problem) * x.problem.dv;
       }) >= kLargeMerge) {
-    run_stage(kernels.merge, problems, rows, 0);
+    run<Forward>(kernels.merge, problems, rows, 0);
   } else {
-    for (const Forward& x : problems) kernels.merge(x, 0, rows(x));
+    for (const Forward& x : problems) kernels.merge(x, nullptr, 0, rows(x));
   }
-}
-
-int64_t forward_scratch(ForwardProblems problems) {
-  return largest(problems, [](const Forward& x) { return forward_scratch_elements(x.problem); });
 }
 
 // Packs and multiplies one kv head after the other.
 void run_heads(ForwardProblems problems) {
-  run_stage(attention_forward_kernels(problems[0].problem.dtype).forward_heads, problems, kv_heads,
-            forward_scratch(problems),
-            largest(problems, [](const Forward& x) { return packed_head_elements(x.problem); }));
+  run<Forward>(attention_forward_kernels(problems[0].problem.dtype).forward_heads, problems,
+               kv_heads, largest(problems, [](const Forward& x) {
+                 return forward_scratch_elements(x.problem) + packed_head_elements(x.problem);
+               }));
 }
 
 // Packs all keys, then multiplies block by block of queries.
@@ -391,10 +299,10 @@ void run_blocks(ForwardProblems problems) {
   const auto& kernels = attention_forward_kernels(problems[0].problem.dtype);
   const Tensor workspace = share_workspace(
       problems, [](const Forward& x) { return forward_workspace_elements(x.problem); });
-  run_stage(kernels.pack, problems, [](const Forward& x) { return pack_items(x.problem); }, 0);
-  run_stage(
+  run<Forward>(kernels.pack, problems, [](const Forward& x) { return pack_items(x.problem); }, 0);
+  run<Forward>(
       kernels.forward, problems, [](const Forward& x) { return forward_items(x.problem); },
-      forward_scratch(problems));
+      largest(problems, [](const Forward& x) { return forward_scratch_elements(x.problem); }));
 }
 
 const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwardPaths(
@@ -412,15 +320,12 @@ const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwa
 using Backward = AttentionBackwardParams;
 using BackwardProblems = std::span<Backward>;
 
-int64_t backward_scratch(BackwardProblems problems) {
-  return largest(problems, [](const Backward& x) { return backward_scratch_elements(x); });
-}
-
 void run_backward_heads(BackwardProblems problems) {
-  run_stage(attention_backward_kernels(problems[0].problem.dtype).backward_heads, problems,
-            backward_owners, backward_scratch(problems), largest(problems, [](const Backward& x) {
-              return backward_workspace_elements(x, group_size(x.problem) * x.problem.tq);
-            }));
+  run<Backward>(attention_backward_kernels(problems[0].problem.dtype).backward_heads, problems,
+                backward_owners, largest(problems, [](const Backward& x) {
+                  const int64_t rows = group_size(x.problem) * x.problem.tq;
+                  return backward_scratch_elements(x) + backward_workspace_elements(x, rows);
+                }));
 }
 
 void run_backward_blocks(BackwardProblems problems) {
@@ -429,9 +334,10 @@ void run_backward_blocks(BackwardProblems problems) {
     return backward_workspace_elements(x, query_rows(x.problem));
   });
   const auto query_blocks = [](const Backward& x) { return forward_items(x.problem); };
-  run_stage(kernels.prepare, problems, query_blocks, 0);
-  run_stage(kernels.backward, problems, backward_items, backward_scratch(problems));
-  run_stage(kernels.finish, problems, query_blocks, 0);
+  run<Backward>(kernels.prepare, problems, query_blocks, 0);
+  run<Backward>(kernels.backward, problems, backward_items,
+                largest(problems, backward_scratch_elements));
+  run<Backward>(kernels.finish, problems, query_blocks, 0);
 }
 
 const PathTable<bool(const Backward&, const Load&), void(BackwardProblems)> kBackwardPaths(
@@ -492,27 +398,21 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   } else {
     run(problems);
   }
-  if (x.grad_table != nullptr) gather_table(x, problems);
-  for (const Backward& b : problems) {
-    if (b.grad_sinks != nullptr) gather_heads(b.problem, b.part_sinks, b.grad_sinks);
-    if (b.grad_head_scale != nullptr) {
-      gather_heads(b.problem, b.part_head_scale, b.grad_head_scale);
-    }
-  }
+  gather_gradients(x, problems);
 }
 
 void run_weights(AttentionWeightsParams w) {
   const Tensor table = expand_table(w.problem);
-  run_stage(
-      attention_weights_kernels().weights, std::span(&w, 1),
+  run<AttentionWeightsParams>(
+      attention_weights_kernels().weights, {&w, 1},
       [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
       weights_scratch_elements(w.problem));
 }
 
 void run_select(AttentionSelectParams x) {
   const Tensor table = expand_table(x.problem);
-  run_stage(
-      attention_select_kernels().select, std::span(&x, 1),
+  run<AttentionSelectParams>(
+      attention_select_kernels().select, {&x, 1},
       [](const AttentionSelectParams& y) { return forward_items(y.problem); },
       select_scratch_elements(x.problem));
 }

@@ -46,7 +46,8 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
     }
     case SideTensor::per_score: {
       const Tensor t = keep_rows(call, typed_side_tensor(op, "mask", aux, index, ScalarType::Bool));
-      const ScoreStrides s = score_strides(op, "mask", t, {p.batch, p.hq, p.tq, p.tk});
+      const ScoreStrides s =
+          score_strides(op, "mask", t, {p.batch, p.hq, call.whole_q, call.whole_k});
       rule.side = t.const_data_ptr();
       rule.stride_b = s.b;
       rule.stride_h = s.h;
@@ -54,7 +55,7 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
       return;
     }
     case SideTensor::ids: {
-      const int64_t sizes[2][2] = {{p.batch, p.tq}, {p.batch, p.tk}};
+      const int64_t sizes[2][2] = {{p.batch, call.whole_q}, {p.batch, call.whole_k}};
       const Tensor queries =
           keep_rows(call, typed_side_tensor(op, "document ids", aux, index, ScalarType::Long));
       require_sizes(op, "document ids of queries", queries, {sizes[0], 2});
@@ -70,9 +71,9 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
     case SideTensor::blocks: {
       const Tensor codes =
           keep_rows(call, typed_side_tensor(op, "blocks", aux, index, ScalarType::Int));
-      const ScoreStrides s = score_strides(
-          op, "blocks", codes,
-          {p.batch, p.hq, ceil_div(p.tq, kPatternBlock), ceil_div(p.tk, kPatternBlock)});
+      const ScoreStrides s = score_strides(op, "blocks", codes,
+                                           {p.batch, p.hq, ceil_div(call.whole_q, kPatternBlock),
+                                            ceil_div(call.whole_k, kPatternBlock)});
       const Tensor& bits = typed_side_tensor(op, "bits", aux, index + 1, ScalarType::Long);
       require(bits.dim() == 2 && bits.size(1) == kPatternBlock, op, "bits must have shape (N, ",
               kPatternBlock, ")");
@@ -132,8 +133,10 @@ void set_bias(const char* op, Call& call, const Tensor& bias) {
   require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
           "float64 inputs need a float64 or float32 bias");
   const Tensor t = keep_rows(call, bias);
-  const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, p.tq, p.tk});
-  p.bias = {t.const_data_ptr(), dtype, s.b, s.h, s.q};
+  const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, call.whole_q, call.whole_k});
+  const int64_t first = p.mask.part.first_q * s.q + p.mask.part.first_k;
+  p.bias = {static_cast<const char*>(t.const_data_ptr()) + first * size_of(dtype), dtype, s.b, s.h,
+            s.q};
 }
 
 // `t` of these sizes in the compute type, contiguous, kept alive.
@@ -157,9 +160,33 @@ void set_table(const char* op, Call& call, TableKind kind, const Tensor& t, cons
   const int64_t sizes[] = {t.size(0), t.size(1), p.hq};
   p.table = {kind,    static_cast<int64_t>(ab[0]),        static_cast<int64_t>(ab[1]), sizes[1],
              nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
-  require(table_fits(p.table, p.tq, p.tk), op, "a table of ", sizes[1], " rows with parameters ",
-          p.table.a, " and ", p.table.b, " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
+  require(table_fits(p.table, call.whole_q, call.whole_k), op, "a table of ", sizes[1],
+          " rows with parameters ", p.table.a, " and ", p.table.b,
+          " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
+  const Part& part = p.mask.part;
+  require(is_relative(kind) || (part.rest_q == 0 && part.rest_k == 0), op,
+          "parts of windows are not supported");
+  p.relative_shift = part.first_k - part.first_q - part.rest_k + part.rest_q;
   p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
+}
+
+// The rows [first, first + count) that a call has of `whole`; sets what else the whole has.
+void decode_part(const Arguments& given, Call& call, int64_t code, int64_t first, int64_t whole) {
+  AttentionProblem& p = call.problem;
+  const bool of_keys = code == static_cast<int64_t>(PartKind::keys);
+  const int64_t count = of_keys ? p.tk : p.tq;
+  require(whole < kMaskParamLimit && first >= 0 && first <= whole - count, given.op, "a part of ",
+          count, of_keys ? " keys" : " queries", " must lie in the whole, got first=", first,
+          " of ", whole);
+  if (of_keys) {
+    require(p.dropout.threshold == 0 || first % 4 == 0, given.op,
+            "a part of the keys must start at a multiple of 4 for dropout, got first=", first);
+    p.mask.part.first_k = p.dropout.first_k = first;
+    p.mask.part.rest_k = whole - count;
+  } else {
+    p.mask.part.first_q = p.dropout.first_q = first;
+    p.mask.part.rest_q = whole - count;
+  }
 }
 
 }  // namespace
@@ -199,7 +226,13 @@ void decode_mask(const Arguments& given, Call& call) {
     decode_layout(given, call);
     at = kMaskRuleInts;
   }
-  p.mask = {p.tq, p.tk, 0, {}};
+  p.mask = {p.tq, p.tk, 0, {}, {}};
+  for (; at < mask.size() && is_part(mask[at]); at += kMaskRuleInts) {
+    require(!call.has_layout, op, "sequences have no parts");
+    decode_part(given, call, mask[at], mask[at + 1], mask[at + 2]);
+  }
+  call.whole_q = p.tq + p.mask.part.rest_q;
+  call.whole_k = p.tk + p.mask.part.rest_k;
   for (; at < mask.size(); at += kMaskRuleInts) {
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
     require(!is_layout(kind), op, "a layout must be the first mask rule, and the only one");

@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/attention/attention.h"
 #include "ops/tensor.h"
 #include "semantics/sequences.h"
 

@@ -29,7 +29,7 @@ struct OwnedMask {
 
   OwnedMask(const std::vector<int64_t>& rules, std::vector<py::array> tensors, int64_t tq,
             int64_t tk)
-      : mask{tq, tk, static_cast<int32_t>(rules.size()) / kMaskRuleInts, {}},
+      : mask{tq, tk, static_cast<int32_t>(rules.size()) / kMaskRuleInts, {}, {}},
         side(std::move(tensors)) {
     if (rules.size() % kMaskRuleInts != 0 || mask.count > kMaxMaskRules)
       throw py::value_error("mask: wrong number of integers");

@@ -13,19 +13,41 @@ constexpr int32_t kMaxMaskRules = 8;
 // Encoded form: kind, a, b, index of the first side tensor in aux or -1.
 constexpr int32_t kMaskRuleInts = 4;
 
-// Rules for a problem of these lengths.
+// Where a problem lies in a whole one, whose positions its rules mean: its query 0 is query first_q
+// of the whole, which has rest_q more queries; keys likewise. All 0: it is the whole.
+struct Part {
+  int64_t first_q, first_k, rest_q, rest_k;
+};
+
+// Rules for a problem of these lengths. Positions are the problem's, but the side tensors of a rule
+// have those of the whole.
 struct MaskView {
   int64_t tq, tk;
   int32_t count;
   const MaskRule* rules;
+  Part part;
+
+  OMNIATTN_FN Range to_whole_q(Range q) const {
+    return {q.begin + part.first_q, q.end + part.first_q};
+  }
+  OMNIATTN_FN Range to_whole_k(Range k) const {
+    return {k.begin + part.first_k, k.end + part.first_k};
+  }
+  OMNIATTN_FN Range to_part_q(Range q) const {
+    return {q.begin - part.first_q, q.end - part.first_q};
+  }
+  OMNIATTN_FN Range to_part_k(Range k) const {
+    return {k.begin - part.first_k, k.end - part.first_k};
+  }
 };
 
 struct AttentionMask {
   int64_t tq, tk;
   int32_t count;
   MaskRule rules[kMaxMaskRules];
+  Part part;
 
-  OMNIATTN_FN operator MaskView() const { return {tq, tk, count, rules}; }
+  OMNIATTN_FN operator MaskView() const { return {tq, tk, count, rules, part}; }
 };
 
 enum class TileClass : int32_t { skip, full, partial };
@@ -64,7 +86,8 @@ OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
 template <class F>
 OMNIATTN_FN void for_rules(const MaskView& mask, int64_t b, int64_t h, const F& f) {
   for (int32_t n = 0; n < mask.count; ++n) {
-    const mask_rules::Place x{mask.rules[n], mask.tq, mask.tk, b, h};
+    const mask_rules::Place x{mask.rules[n], mask.tq + mask.part.rest_q, mask.tk + mask.part.rest_k,
+                              b, h};
     const bool goes_on =
         with_mask_rule(x.rule.kind, [&](auto rule) OMNIATTN_LAMBDA { return f(rule, x); });
     if (!goes_on) return;
@@ -73,22 +96,22 @@ OMNIATTN_FN void for_rules(const MaskView& mask, int64_t b, int64_t h, const F& 
 
 // Every key that some query of q sees, for any head, lies in the result.
 OMNIATTN_FN Range visible_keys(const MaskView& mask, int64_t b, Range q) {
-  Range keys{0, mask.tk};
+  Range keys = mask.to_whole_k({0, mask.tk});
   for_rules(mask, b, 0, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    keys = intersect(keys, rule.keys_any(x, q));
+    keys = intersect(keys, rule.keys_any(x, mask.to_whole_q(q)));
     return !is_empty(keys);
   });
-  return keys;
+  return mask.to_part_k(keys);
 }
 
 // Every query that sees some key of k, for any head, lies in the result.
 OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
-  Range queries{0, k.begin < mask.tk ? mask.tq : 0};
+  Range queries = mask.to_whole_q({0, k.begin < mask.tk ? mask.tq : 0});
   for_rules(mask, b, 0, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    queries = intersect(queries, rule.queries_any(x, k));
+    queries = intersect(queries, rule.queries_any(x, mask.to_whole_k(k)));
     return !is_empty(queries);
   });
-  return queries;
+  return mask.to_part_q(queries);
 }
 
 // The first key from `key` on that some query of q may see in head h; Tk or more: there is none.
@@ -97,7 +120,7 @@ OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h,
   for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips any
     before = key;
     for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-      key = rule.next_key(x, q, key);
+      key = rule.next_key(x, mask.to_whole_q(q), key + mask.part.first_k) - mask.part.first_k;
       return key < mask.tk;
     });
   }
@@ -110,7 +133,7 @@ OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t 
   for (int64_t before = -1; before < query && query < mask.tq;) {
     before = query;
     for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-      query = rule.next_query(x, k, query);
+      query = rule.next_query(x, mask.to_whole_k(k), query + mask.part.first_q) - mask.part.first_q;
       return query < mask.tq;
     });
   }
@@ -121,11 +144,12 @@ OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t 
 OMNIATTN_FN Range visible_keys_in(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   Range keys = intersect(k, {0, mask.tk});
   if (is_empty(keys)) return keys;
+  keys = mask.to_whole_k(keys);
   for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    keys = rule.keys_in(x, q, keys);
+    keys = rule.keys_in(x, mask.to_whole_q(q), keys);
     return !is_empty(keys);
   });
-  return keys;
+  return mask.to_part_k(keys);
 }
 
 // Every query of q sees every key of k; keys at or beyond Tk count as hidden.
@@ -133,7 +157,7 @@ OMNIATTN_FN bool all_visible(const MaskView& mask, int64_t b, int64_t h, Range q
   bool all = contains({0, mask.tk}, k);
   if (!all) return false;
   for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    all = rule.all(x, q, k);
+    all = rule.all(x, mask.to_whole_q(q), mask.to_whole_k(k));
     return all;
   });
   return all;
@@ -151,7 +175,7 @@ OMNIATTN_FN uint64_t visible_bits(const MaskView& mask, int64_t b, int64_t h, in
   uint64_t bits = mask_rules::range_bits({0, mask.tk}, key);
   if (bits == 0) return 0;
   for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    bits &= rule.bits(x, q, key);
+    bits &= rule.bits(x, q + mask.part.first_q, key + mask.part.first_k);
     return bits != 0;
   });
   return bits;

@@ -56,11 +56,16 @@ struct Dropout {
   double scale;        // of kept values: 1 / (1 - p), 0 for p = 1
   PhiloxKey key;
   uint32_t offset;
+  int64_t first_q, first_k;  // of a part of a problem (see Part), first_k a multiple of 4
 };
 
 OMNIATTN_FN Dropout make_dropout(double p, int64_t seed, int64_t offset) {
-  return {static_cast<uint64_t>(p * 4294967296.0), p < 1.0 ? 1.0 / (1.0 - p) : 0.0,
-          philox_key(seed), static_cast<uint32_t>(offset)};
+  return {static_cast<uint64_t>(p * 4294967296.0),
+          p < 1.0 ? 1.0 / (1.0 - p) : 0.0,
+          philox_key(seed),
+          static_cast<uint32_t>(offset),
+          0,
+          0};
 }
 
 // Bit n: (row, query, key + n) is kept, for 0 <= n < 4 kGroups; key is a multiple of 4 and row = b
@@ -69,10 +74,10 @@ template <int kGroups>
 OMNIATTN_FN uint64_t keep_groups(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
   uint64_t bits = 0;
   for (int group = 0; group < kGroups; ++group) {
-    const PhiloxWords w =
-        philox({{static_cast<uint32_t>((key >> 2) + group), static_cast<uint32_t>(query),
-                 static_cast<uint32_t>(row), dropout.offset}},
-               dropout.key);
+    const PhiloxWords w = philox({{static_cast<uint32_t>(((key + dropout.first_k) >> 2) + group),
+                                   static_cast<uint32_t>(query + dropout.first_q),
+                                   static_cast<uint32_t>(row), dropout.offset}},
+                                 dropout.key);
     for (int n = 0; n < 4; ++n) bits |= uint64_t{w.word[n] >= dropout.threshold} << (4 * group + n);
   }
   return bits;

@@ -16,6 +16,35 @@ enum class LayoutKind : int32_t {
   paged = 15,   // the same of pages of k and v; row n of a table lists those of sequence n
 };
 
+// A call may be a part of a whole one: then these come first, in place of a layout, and masks, side
+// tensors, bias, table term and dropout are those of the whole. Parts of the keys are put together
+// by merge_attention.
+enum class PartKind : int32_t {
+  queries = 17,  // q has the rows a .. a + Tq of b
+  keys = 18,     // k and v have the rows a .. a + Tk of b; a is a multiple of 4 if there is dropout
+};
+
+OMNIATTN_FN bool is_part(int64_t code) {
+  return code == static_cast<int64_t>(PartKind::queries) ||
+         code == static_cast<int64_t>(PartKind::keys);
+}
+
+// Where the sequences of a packed or cached batch lie, for kernels that read it themselves (CUDA;
+// on the CPU each is a problem of its own): sequence n has the rows q[n] .. q[n + 1] of q and k[n]
+// .. k[n + 1] of k and v, or with q == nullptr entry n of q and the first k[n] rows of entry n of k
+// and v. k == nullptr: an ordinary batch.
+struct SequenceRows {
+  const int64_t *q, *k;
+  int64_t rows_q, rows_k;  // of the tensors; of a paged batch rows_k is the number of pages
+};
+
+// Which page of k and v holds a run of keys: key t of batch entry b is row t % size of page table[b
+// stride_b + t / size], and k and v are (pages, size, Hkv, D).
+struct PageView {
+  const int64_t* table;  // null: k and v are (B, Tk, Hkv, D)
+  int64_t stride_b, size;
+};
+
 OMNIATTN_FN bool is_layout(int64_t code) {
   return code >= static_cast<int64_t>(LayoutKind::packed) &&
          code <= static_cast<int64_t>(LayoutKind::paged);

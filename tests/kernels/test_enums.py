@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from omniattn import config
-from omniattn.encoding.masks import BLOCK, LAYOUTS, MaskKind
+from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
 from omniattn.encoding.scores import ScoreKind
 from omniattn.functional import _attention, _mask
 from omniattn.ops.activation import ACTIVATIONS
@@ -42,8 +42,9 @@ def by_name(kinds):
 @pytest.mark.parametrize(
     ("native", "python"),
     [
-        (mask_kinds(), by_name(set(MaskKind) - set(LAYOUTS))),
+        (mask_kinds(), by_name(set(MaskKind) - {*LAYOUTS, *PARTS})),
         (enumerators("semantics/sequences.h", "LayoutKind"), by_name(LAYOUTS)),
+        (enumerators("semantics/sequences.h", "PartKind"), by_name(PARTS)),
         (
             enumerators("semantics/score.h", "ScoreKind"),
             {kind.name.lower(): int(kind) for kind in ScoreKind},
@@ -55,7 +56,7 @@ def by_name(kinds):
             {name: number for number, name in enumerate(config.CPU_ISAS)},
         ),
     ],
-    ids=["masks", "layouts", "scores", "activations", "gates", "isas"],
+    ids=["masks", "layouts", "parts", "scores", "activations", "gates", "isas"],
 )
 def test_enums_match(native, python):
     assert native == python

@@ -27,6 +27,7 @@
 #include "semantics/philox.h"
 #include "semantics/score.h"
 #include "semantics/seqlen.h"
+#include "semantics/sequences.h"
 #include "semantics/softmax.h"
 
 namespace omniattn {
@@ -55,22 +56,6 @@ struct RelativeView {
   int64_t origin, stride_b, stride_h, stride_q;
 };
 
-// Which page of k and v holds a run of keys: key t of batch entry b is row t % size of page table[b
-// stride_b + t / size], and k and v are (pages, size, Hkv, D). Only decode kernels read pages.
-struct PageView {
-  const int64_t* table;  // null: k and v are (B, Tk, Hkv, D)
-  int64_t stride_b, size;
-};
-
-// Where the sequences of a packed or cached batch lie, for kernels that read it themselves (CUDA;
-// on the CPU each is a problem of its own): sequence n has the rows q[n] .. q[n + 1] of q and k[n]
-// .. k[n + 1] of k and v, or with q == nullptr entry n of q and the first k[n] rows of entry n of k
-// and v. k == nullptr: an ordinary batch.
-struct SequenceRows {
-  const int64_t *q, *k;
-  int64_t rows_q, rows_k;  // of the tensors; of a paged batch rows_k is the number of pages
-};
-
 struct AttentionProblem {
   DType dtype;
   int64_t batch, tq, tk, hq, hkv, d, dv;
@@ -84,6 +69,7 @@ struct AttentionProblem {
   ScoreView bias;
   TableTerm table;
   RelativeView relative;   // of the table; kernels read only this
+  int64_t relative_shift;  // of k - i in the whole problem (see Part) against that in this one
   const void* sinks;       // (Hq,) in the compute type, or null
   const void* head_scale;  // (Hq,) in the compute type, or null
   Dropout dropout;
@@ -136,7 +122,6 @@ struct AttentionForwardParams {
   void* lse;            // (B, Hq, lse_stride) in the compute type
   void* lse_tail;       // the same, for the backward (see Lse), or null
   void* workspace;      // forward_workspace_elements or decode_workspace_elements
-  void* scratch;        // of the calling thread, *_scratch_elements
 };
 
 // `at`: the row's number in lse.
@@ -172,7 +157,6 @@ struct AttentionBackwardParams {
   void *part_sinks, *part_head_scale;
   int64_t splits;   // key splits = dQ buffers
   void* workspace;  // backward_workspace_elements
-  void* scratch;
 };
 
 struct AttentionWeightsParams {
@@ -180,14 +164,12 @@ struct AttentionWeightsParams {
   const void* lse;           // (B, Hq, Tq) in the compute type
   void* weights;             // (B, Hq, Tq, Tk), zero on entry, or null
   void* sums;                // (B, Hq, Tk) in the compute type, or null
-  void* scratch;             // of the calling thread, weights_scratch_elements
 };
 
 struct AttentionSelectParams {
   AttentionProblem problem;  // v is not read
   int64_t* index;            // (B, Hq, Tq), -1 where no key is visible
   void* top;                 // (B, Hq, Tq) in the compute type
-  void* scratch;             // of the calling thread, select_scratch_elements
 };
 
 static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
@@ -327,34 +309,41 @@ OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
 
 // ---- entries: one table per file and ISA --------------------------------------------------------
 
-using AttentionForwardKernel = void (*)(const AttentionForwardParams&, int64_t begin, int64_t end);
-using AttentionBackwardKernel = void (*)(const AttentionBackwardParams&, int64_t begin,
-                                         int64_t end);
+// Items begin to end of a problem, with memory of the calling thread's own: `scratch` elements.
+template <class Params>
+using AttentionKernel = void (*)(const Params&, void* scratch, int64_t begin, int64_t end);
+using AttentionForwardKernel = AttentionKernel<AttentionForwardParams>;
+using AttentionBackwardKernel = AttentionKernel<AttentionBackwardParams>;
 
 struct AttentionForwardKernels {
-  // Keys packed once for all threads: pack_items, then forward_items ...
+  // Keys packed once for all threads, into the workspace: pack_items, no scratch; forward_items,
+  // forward_scratch_elements ...
   AttentionForwardKernel pack, forward;
-  // ... or by the item that needs them, into a workspace of its thread: kv_head_items. The results
-  // are the same to the bit.
+  // ... or by the item that needs them, into packed_head_elements more of scratch: kv_head_items.
+  // The results are the same to the bit.
   AttentionForwardKernel forward_heads;
 };
 struct AttentionDecodeKernels {
-  AttentionForwardKernel decode, merge;  // decode_items, merge_items
+  // decode_items, decode_scratch_elements; merge_items, no scratch
+  AttentionForwardKernel decode, merge;
 };
 struct AttentionBackwardKernels {
-  // forward_items, backward_items, forward_items
+  // forward_items, backward_items, forward_items; only the second has scratch,
+  // backward_scratch_elements
   AttentionBackwardKernel prepare, backward, finish;
-  // All three for one kv head after the other, in a workspace of its thread, where splits is 1:
-  // backward_owners.
+  // All three for one kv head after the other, where splits is 1: backward_owners. The workspace is
+  // in scratch, backward_workspace_elements more for the rows of a kv head.
   AttentionBackwardKernel backward_heads;
 };
 
 struct AttentionWeightsKernels {
-  void (*weights)(const AttentionWeightsParams&, int64_t begin, int64_t end);  // weights_items
+  // weights_items, weights_scratch_elements
+  AttentionKernel<AttentionWeightsParams> weights;
 };
 
 struct AttentionSelectKernels {
-  void (*select)(const AttentionSelectParams&, int64_t begin, int64_t end);  // forward_items
+  // forward_items, select_scratch_elements
+  AttentionKernel<AttentionSelectParams> select;
 };
 
 OMNIATTN_DOT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)

@@ -24,12 +24,12 @@ struct QueryRows {
   M *q_, *grad_out_;
   A *grad_q_, *delta_, *shift_;
 
-  QueryRows(const AttentionBackwardParams& params, int64_t first_row, int64_t rows)
+  QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
       : first(first_row),
         count(rows),
         ldq(padded_row(params.problem.d)),
         ldo(padded_row(params.problem.dv)) {
-    Arena<A> arena{static_cast<A*>(params.workspace), backward_workspace_elements(params, rows)};
+    Arena<A> arena{static_cast<A*>(memory), backward_workspace_elements(params, rows)};
     q_ = reinterpret_cast<M*>(arena.take(count * ldq));
     grad_out_ = reinterpret_cast<M*>(arena.take(count * ldo));
     grad_q_ = arena.take(count * ldq * params.splits);
@@ -46,7 +46,7 @@ struct QueryRows {
 };
 template <class T>
 QueryRows<T> all_rows(const AttentionBackwardParams& params) {
-  return QueryRows<T>(params, 0, query_rows(params.problem));
+  return QueryRows<T>(params, params.workspace, 0, query_rows(params.problem));
 }
 
 // One block of queries of one head.
@@ -117,9 +117,9 @@ struct KeySide {
   M *kt, *vt, *k;
   A *grad_k, *grad_v, *p, *ds;
 
-  explicit KeySide(const AttentionBackwardParams& params) {
+  KeySide(const AttentionBackwardParams& params, void* scratch) {
     const AttentionProblem& x = params.problem;
-    Arena<A> arena{static_cast<A*>(params.scratch), backward_scratch_elements(params)};
+    Arena<A> arena{static_cast<A*>(scratch), backward_scratch_elements(params)};
     kt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.d));
     vt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.dv));
     k = reinterpret_cast<M*>(arena.take(kKeyBlock * padded_row(x.d)));
@@ -355,10 +355,10 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
 // All queries of one kv head against one key block.
 template <class T>
 void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
-                        int64_t split, int64_t b, int64_t h, Range keys) {
+                        void* scratch, int64_t split, int64_t b, int64_t h, Range keys) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
-  const KeySide<T> side(params);
+  const KeySide<T> side(params, scratch);
   const int64_t count = keys.end - keys.begin;
   const T* const k = row_of<T>(p.k, b, keys.begin, h);
   const T* const v = row_of<T>(p.v, b, keys.begin, h);
@@ -427,23 +427,24 @@ void for_owned(const AttentionBackwardParams& params, int64_t owner, const F& f)
 }
 
 template <class T>
-void backward_item(const AttentionBackwardParams& params, int64_t item) {
+void backward_item(const AttentionBackwardParams& params, void* scratch, int64_t item) {
   const AttentionProblem& p = params.problem;
   const auto rows = all_rows<T>(params);
   const int64_t owner = item % backward_owners(params), split = item / backward_owners(params);
   for_owned(params, owner, [&](int64_t b, int64_t h) {
     for (int64_t n = split; n < key_block_count(p); n += params.splits) {
-      gradient_key_block<T>(params, rows, split, b, h, block(n, kKeyBlock, p.tk));
+      gradient_key_block<T>(params, rows, scratch, split, b, h, block(n, kKeyBlock, p.tk));
     }
   });
 }
 
 // Everything for one kv head.
 template <class T>
-void whole_head(const AttentionBackwardParams& params, int64_t b, int64_t h) {
+void whole_head(const AttentionBackwardParams& params, void* scratch, int64_t b, int64_t h) {
   const AttentionProblem& p = params.problem;
   const int64_t group = group_size(p), count = group * p.tq;
-  const QueryRows<T> rows(params, (b * p.hkv + h) * count, count);
+  auto* const memory = static_cast<compute_t<T>*>(scratch) + backward_scratch_elements(params);
+  const QueryRows<T> rows(params, memory, (b * p.hkv + h) * count, count);
   const auto for_query_blocks = [&](auto f) {
     for (int64_t head = h * group; head < (h + 1) * group; ++head) {
       for (int64_t n = 0; n < query_block_count(p); ++n) f(query_block(p, b, head, n));
@@ -451,12 +452,12 @@ void whole_head(const AttentionBackwardParams& params, int64_t b, int64_t h) {
   };
   for_query_blocks([&](const QueryBlock& x) { prepare_block<T>(params, rows, x); });
   for (int64_t n = 0; n < key_block_count(p); ++n) {
-    gradient_key_block<T>(params, rows, 0, b, h, block(n, kKeyBlock, p.tk));
+    gradient_key_block<T>(params, rows, scratch, 0, b, h, block(n, kKeyBlock, p.tk));
   }
   for_query_blocks([&](const QueryBlock& x) { finish_block<T>(params, rows, x); });
 }
 
-void prepare(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+void prepare(const AttentionBackwardParams& p, void*, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     using T = decltype(type);
     const auto rows = all_rows<T>(p);
@@ -466,14 +467,14 @@ void prepare(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   });
 }
 
-void backward(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+void backward(const AttentionBackwardParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(p, scratch, i);
   });
   if (p.bias_write == BiasWrite::stream) stream_fence();
 }
 
-void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+void finish(const AttentionBackwardParams& p, void*, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     using T = decltype(type);
     const auto rows = all_rows<T>(p);
@@ -483,10 +484,10 @@ void finish(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
   });
 }
 
-void backward_heads(const AttentionBackwardParams& p, int64_t begin, int64_t end) {
+void backward_heads(const AttentionBackwardParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) {
-      for_owned(p, i, [&](int64_t b, int64_t h) { whole_head<decltype(type)>(p, b, h); });
+      for_owned(p, i, [&](int64_t b, int64_t h) { whole_head<decltype(type)>(p, scratch, b, h); });
     }
   });
   if (p.bias_write == BiasWrite::stream) stream_fence();

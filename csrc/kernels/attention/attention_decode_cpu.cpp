@@ -404,7 +404,7 @@ void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
 }
 
 template <class T>
-void decode_item(const AttentionForwardParams& params, int64_t item) {
+void decode_item(const AttentionForwardParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t splits = decode_splits(p), head_items = decode_head_items(p);
@@ -412,7 +412,7 @@ void decode_item(const AttentionForwardParams& params, int64_t item) {
   const Range heads = head_items == 1 ? Range{0, p.hkv} : Range{item % p.hkv, item % p.hkv + 1};
   const int64_t group = group_size(p), head_rows = group * p.tq;
 
-  Arena<A> arena{static_cast<A*>(params.scratch), decode_scratch_elements(p)};
+  Arena<A> arena{static_cast<A*>(scratch), decode_scratch_elements(p)};
   A* const q = arena.take((heads.end - heads.begin) * decode_query_elements(p));
   for (int64_t h = heads.begin; h < heads.end; ++h) {
     const Rows rows{b, h, head_rows, h * group, p.tq, heads};
@@ -475,13 +475,13 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
   store_lse(params, (b * p.hq + h) * p.lse_stride + q, row_lse(p.score, m, l, log(V(l)).v[0]));
 }
 
-void decode(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+void decode(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) decode_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) decode_item<decltype(type)>(p, scratch, i);
   });
 }
 
-void merge(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+void merge(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) merge_row<decltype(type)>(p, i);
   });

@@ -147,7 +147,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
 // One block of queries of one head.
 template <class T>
 void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, int64_t n,
-                   const PackedHead<T>& packed) {
+                   const PackedHead<T>& packed, void* scratch) {
   using A = compute_t<T>;
   using M = operand_t<T>;
   using V = Vec<A>;
@@ -156,7 +156,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const int64_t rows = queries.end - queries.begin;
   const int64_t dq = padded_row(p.d), width = padded_row(p.dv);
 
-  Arena<A> arena{static_cast<A*>(params.scratch), forward_scratch_elements(p)};
+  Arena<A> arena{static_cast<A*>(scratch), forward_scratch_elements(p)};
   M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * dq));
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const o = arena.take(kQueryBlock * width);
@@ -201,43 +201,44 @@ void pack_item(const AttentionForwardParams& params, int64_t item) {
 }
 
 template <class T>
-void block_item(const AttentionForwardParams& params, int64_t item) {
+void block_item(const AttentionForwardParams& params, void* scratch, int64_t item) {
   const AttentionProblem& p = params.problem;
   // Later query blocks see more keys under a causal mask: longest first.
   const int64_t heads = p.batch * p.hq, n = query_block_count(p) - 1 - item / heads;
   const int64_t b = item % heads / p.hq, h = item % p.hq;
   const int64_t head = b * p.hkv + kv_head(h, p.hq, p.hkv);
-  forward_block<T>(params, b, h, n, PackedHead<T>(p, params.workspace, head));
+  forward_block<T>(params, b, h, n, PackedHead<T>(p, params.workspace, head), scratch);
 }
 
 template <class T>
-void head_item(const AttentionForwardParams& params, int64_t item) {
+void head_item(const AttentionForwardParams& params, void* scratch, int64_t item) {
   const AttentionProblem& p = params.problem;
   const int64_t b = item / p.hkv, h = item % p.hkv;
-  const PackedHead<T> packed(p, params.workspace, 0);
+  auto* const memory = static_cast<compute_t<T>*>(scratch);
+  const PackedHead<T> packed(p, memory + forward_scratch_elements(p), 0);
   for (int64_t n = 0; n < ceil_div(p.tk, kKeyPanel); ++n) pack_panel<T>(p, b, h, n, packed);
   for (int64_t n = 0; n < query_block_count(p); ++n) {
     for (int64_t g = 0; g < group_size(p); ++g) {
-      forward_block<T>(params, b, h * group_size(p) + g, n, packed);
+      forward_block<T>(params, b, h * group_size(p) + g, n, packed, scratch);
     }
   }
 }
 
-void pack(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+void pack(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) pack_item<decltype(type)>(p, i);
   });
 }
 
-void forward(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+void forward(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) block_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) block_item<decltype(type)>(p, scratch, i);
   });
 }
 
-void forward_heads(const AttentionForwardParams& p, int64_t begin, int64_t end) {
+void forward_heads(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, scratch, i);
   });
 }
 

@@ -29,7 +29,7 @@ void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
 }
 
 template <class T>
-void select_item(const AttentionSelectParams& params, int64_t item) {
+void select_item(const AttentionSelectParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t blocks = query_block_count(p), head = item / blocks;
@@ -37,7 +37,7 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
   const Range queries = block(item % blocks, kQueryBlock, p.tq);
   const int64_t rows = queries.end - queries.begin;
 
-  Arena<A> arena{static_cast<A*>(params.scratch), select_scratch_elements(p)};
+  Arena<A> arena{static_cast<A*>(scratch), select_scratch_elements(p)};
   A* const kt = arena.take(kKeyBlock * p.d);
   A* const q = arena.take(kQueryBlock * ldq);
   A* const s = arena.take(kQueryBlock * kKeyBlock);
@@ -68,9 +68,9 @@ void select_item(const AttentionSelectParams& params, int64_t item) {
   }
 }
 
-void select_keys(const AttentionSelectParams& p, int64_t begin, int64_t end) {
+void select_keys(const AttentionSelectParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) select_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) select_item<decltype(type)>(p, scratch, i);
   });
 }
 

@@ -41,7 +41,7 @@ struct Place {
   int64_t i, k;
 };
 OMNIATTN_FN Place place_of(const AttentionProblem& p, int64_t element) {
-  if (is_relative(p.table.kind)) return {0, element - (p.tk - 1)};
+  if (is_relative(p.table.kind)) return {-p.relative_shift, element - (p.tk - 1)};
   return {element / p.tk, element % p.tk};
 }
 

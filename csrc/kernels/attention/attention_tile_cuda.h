@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t row_index(const AttentionProblem& p, const Se
 }
 
 __device__ __forceinline__ MaskView mask_of(const AttentionProblem& p, const Sequence& s) {
-  return {s.tq, s.tk, p.mask.count, p.mask.rules};
+  return {s.tq, s.tk, p.mask.count, p.mask.rules, p.mask.part};
 }
 
 // Queries q, ..., q + 63 of one head against keys k, ..., k + 63.

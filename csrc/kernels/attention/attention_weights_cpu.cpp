@@ -30,7 +30,7 @@ void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) 
 }
 
 template <class T>
-void weights_item(const AttentionWeightsParams& params, int64_t item) {
+void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t blocks = key_block_count(p), head = item / blocks;
@@ -38,7 +38,7 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
   const Range keys = block(item % blocks, kKeyBlock, p.tk);
   const int64_t count = keys.end - keys.begin;
 
-  Arena<A> arena{static_cast<A*>(params.scratch), weights_scratch_elements(p)};
+  Arena<A> arena{static_cast<A*>(scratch), weights_scratch_elements(p)};
   A* const kt = arena.take(kKeyBlock * p.d);
   A* const q = arena.take(kQueryBlock * ldq);
   A* const s = arena.take(kQueryBlock * kKeyBlock);
@@ -73,9 +73,9 @@ void weights_item(const AttentionWeightsParams& params, int64_t item) {
   for (int64_t n = 0; n < count; ++n) row[n] = sums[n];
 }
 
-void weights(const AttentionWeightsParams& p, int64_t begin, int64_t end) {
+void weights(const AttentionWeightsParams& p, void* scratch, int64_t begin, int64_t end) {
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) weights_item<decltype(type)>(p, i);
+    for (int64_t i = begin; i < end; ++i) weights_item<decltype(type)>(p, scratch, i);
   });
 }
 

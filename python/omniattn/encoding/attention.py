@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from omniattn.encoding.masks import LAYOUTS, MaskKind, Rule, Rules
+from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
 from omniattn.encoding.scores import TABLES, ScoreKind, ScoreRule, Table
 
 #: aux, mask, score, params
@@ -50,6 +50,8 @@ def decode(
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
+    if any(rule[0] in PARTS for rule in rules):
+        raise NotImplementedError("attention: parts have no second and no forward-mode derivatives")
     layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
     options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}
     for kind, i, at in _groups(score, _SCORE_INTS):

@@ -32,10 +32,14 @@ class MaskKind(IntEnum):
     CACHED = 14  # layout: sequence b has the first lengths[b] keys
     PAGED = 15  # layout: the same of the pages that a table (B, N) names
     NEIGHBOURS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
+    QUERIES = 17  # part: q has the rows a .. a + Tq of b
+    KEYS = 18  # part: k and v have the rows a .. a + Tk of b
 
 
 #: Kinds that say where sequences lie; the first rule, if any.
 LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
+#: Kinds that say which part of a whole call this is; first rules too. All else is of the whole.
+PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
 

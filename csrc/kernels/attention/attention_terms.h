@@ -1,0 +1,52 @@
+// What surrounds the kernels of attention on the CPU: the table's term of all pairs, pages in rows,
+// and the sums of what problems and blocks add to the gradients of parameters.
+#pragma once
+
+#include "kernels/attention/attention.h"
+
+namespace omniattn {
+
+// The expanded term on the CPU: planes of the batch entries that have tables of their own, and the
+// heads; of a relative term an element for each distance, else a row for each query.
+OMNIATTN_FN int64_t plane_elements(const AttentionProblem& p) {
+  const int64_t keys = round_up(p.tk, kKeyPanel) + kKeyPanel;
+  return is_relative(p.table.kind) ? p.tq + keys : p.tq * keys;
+}
+OMNIATTN_FN int64_t table_batches(const AttentionProblem& p) {
+  return p.table.stride_b == 0 ? 1 : p.batch;
+}
+OMNIATTN_FN int64_t table_heads(const AttentionProblem& p) { return table_batches(p) * p.hq; }
+constexpr int64_t kExpandedDistances = 256;  // of an item
+OMNIATTN_FN int64_t expand_items(const AttentionProblem& p) {
+  return is_relative(p.table.kind) ? ceil_div(p.tq + p.tk - 1, kExpandedDistances) : p.tq;
+}
+// Sums of a plane and of the rows of the table, in fp64.
+OMNIATTN_FN int64_t gather_scratch_bytes(const AttentionProblem& p) {
+  return (plane_elements(p) + p.table.rows) * static_cast<int64_t>(sizeof(double));
+}
+
+// The gradient of the table of a call from the planes of its problems, one for each sequence.
+struct AttentionTableGradient {
+  const AttentionBackwardParams* whole;
+  const AttentionBackwardParams* problems;
+  int64_t count;
+};
+
+// The table's term and the gradients of parameters, around the kernels of a call.
+struct AttentionTermsKernels {
+  // Items: expand_items. Writes the term of all pairs that `relative` views.
+  void (*expand_table)(const AttentionProblem&, void* out, int64_t begin, int64_t end);
+  // Items: a head of a table, table_heads. Adds up the planes of all problems, in order; scratch:
+  // gather_scratch_bytes.
+  AttentionKernel<AttentionTableGradient> gather_table;
+  // Items: heads. Adds parts (B, Hq, query blocks), in order, to a gradient (Hq,).
+  void (*gather_heads)(const AttentionProblem&, const void* parts, void* grad, int64_t begin,
+                       int64_t end);
+  // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from their pages.
+  void (*gather_pages)(const AttentionProblem&, const HeadView& from, int64_t width, void* to,
+                       int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(AttentionTermsKernels, attention_terms_kernels)
+
+}  // namespace omniattn

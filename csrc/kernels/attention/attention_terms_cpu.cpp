@@ -1,0 +1,123 @@
+// Terms and gradients of parameters, see attention_terms.h. Sums are in fp64 and in a fixed order.
+#include "kernels/attention/attention_terms.h"
+
+#include <cstddef>
+
+#include "runtime/vec.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// f(float{}) or f(double{}): the compute type.
+template <class F>
+void with_compute_type(DType dtype, const F& f) {
+  dtype == DType::f64 ? f(double{}) : f(float{});
+}
+
+// A query (as i = q + Tk - Tq of the whole problem) and a key of an element of a plane. What is
+// relative has one element for each distance.
+struct Pair {
+  int64_t element, i, k;
+};
+
+// f(Pair) for the pairs of expand_items begin to end.
+template <class F>
+OMNIATTN_INLINE void for_pairs(const AttentionProblem& p, int64_t begin, int64_t end, const F& f) {
+  if (is_relative(p.table.kind)) {
+    const int64_t distances = p.tq + p.tk - 1, last = end * kExpandedDistances;
+    for (int64_t e = begin * kExpandedDistances; e < (last < distances ? last : distances); ++e) {
+      f(Pair{e, -p.relative_shift, e - (p.tk - 1)});
+    }
+  } else {
+    for (int64_t q = begin; q < end; ++q) {
+      for (int64_t k = 0; k < p.tk; ++k) {
+        f(Pair{p.relative.origin + q * p.relative.stride_q + k, q, k});
+      }
+    }
+  }
+}
+
+void expand_table(const AttentionProblem& p, void* to, int64_t begin, int64_t end) {
+  with_compute_type(p.dtype, [&]<class A>(A) {
+    const int64_t plane = plane_elements(p);
+    const auto* const table = static_cast<const A*>(p.table.data);
+    auto* const out = static_cast<A*>(to);
+    for_pairs(p, begin, end, [&](const Pair& x) {
+      const int64_t row = table_row(p.table, x.i, x.k) * p.hq;
+      const double factor = table_factor(p.table, x.i, x.k);
+      for (int64_t n = 0; n < table_heads(p); ++n) {
+        const A value = table[n / p.hq * p.table.stride_b + row + n % p.hq];
+        out[n * plane + x.element] = static_cast<A>(value * factor);
+      }
+    });
+  });
+}
+
+// The planes (splits, table_parts, Hq) of head `item` of all problems, added up and then by rows.
+template <class A>
+void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
+  const AttentionProblem& p = g.whole->problem;
+  const int64_t batch = item / p.hq, h = item % p.hq, elements = plane_elements(p);
+  for (int64_t e = 0; e < elements; ++e) plane[e] = 0;
+  for (const AttentionBackwardParams* b = g.problems; b != g.problems + g.count; ++b) {
+    for (int64_t n = 0; n < b->splits * table_parts(*b); ++n) {
+      const int64_t entry = b->problem.first_batch + n % table_parts(*b);
+      if (table_batches(p) > 1 && entry != batch) continue;
+      const A* const part =
+          static_cast<const A*>(b->part_relative) + (n * p.hq + h) * b->part_relative_plane;
+      for (int64_t e = 0; e < elements; ++e) plane[e] += part[e];
+    }
+  }
+  const auto for_all_pairs = [&](const auto& f) { for_pairs(p, 0, expand_items(p), f); };
+  if (p.table.kind == TableKind::alibi) {  // other factors are 1
+    // A pass of its own: one product and sum would be rounded once on some instruction sets.
+    for_all_pairs([&](const Pair& x) { plane[x.element] *= table_factor(p.table, x.i, x.k); });
+  }
+  double* const sums = plane + elements;
+  for (int64_t row = 0; row < p.table.rows; ++row) sums[row] = 0;
+  for_all_pairs([&](const Pair& x) { sums[table_row(p.table, x.i, x.k)] += plane[x.element]; });
+  A* const grad = static_cast<A*>(g.whole->grad_table) + batch * p.table.stride_b + h;
+  for (int64_t row = 0; row < p.table.rows; ++row) grad[row * p.hq] = static_cast<A>(sums[row]);
+}
+
+void gather_table(const AttentionTableGradient& g, void* scratch, int64_t begin, int64_t end) {
+  with_compute_type(g.whole->problem.dtype, [&]<class A>(A) {
+    for (int64_t i = begin; i < end; ++i) gather_head<A>(g, static_cast<double*>(scratch), i);
+  });
+}
+
+void gather_heads(const AttentionProblem& p, const void* parts, void* grad, int64_t begin,
+                  int64_t end) {
+  const int64_t blocks = query_block_count(p);
+  with_compute_type(p.dtype, [&]<class A>(A) {
+    for (int64_t h = begin; h < end; ++h) {
+      double sum = 0;
+      for (int64_t n = 0; n < p.batch * blocks; ++n) {
+        sum += static_cast<const A*>(parts)[(n / blocks * p.hq + h) * blocks + n % blocks];
+      }
+      static_cast<A*>(grad)[h] += static_cast<A>(sum);
+    }
+  });
+}
+
+void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width, void* to,
+                  int64_t begin, int64_t end) {
+  const int64_t bytes = width * size_of(p.dtype);
+  const auto* const data = static_cast<const char*>(from.data);
+  auto* row = static_cast<char*>(to) + begin * p.hkv * bytes;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t at =
+        p.pages.table[t / p.pages.size] * from.stride_b + t % p.pages.size * from.stride_t;
+    for (int64_t h = 0; h < p.hkv; ++h, row += bytes) {
+      __builtin_memcpy(row, data + (at + h * from.stride_h) * size_of(p.dtype),
+                       static_cast<size_t>(bytes));
+    }
+  }
+}
+
+}  // namespace
+
+extern const AttentionTermsKernels attention_terms_kernels_table = {expand_table, gather_table,
+                                                                    gather_heads, gather_pages};
+
+}  // namespace omniattn::OMNIATTN_ISA

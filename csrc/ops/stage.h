@@ -1,0 +1,57 @@
+// A stage of an op on the CPU: items of one or more problems over the threads, each thread with
+// memory of its own.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ops/parallel.h"
+#include "ops/tensor.h"
+
+namespace omniattn::ops {
+
+// Memory of which each thread has a part of its own, in whole cache lines.
+class ThreadMemory {
+ public:
+  ThreadMemory(int64_t threads, int64_t bytes)
+      : threads_(threads), bytes_((bytes + kLine - 1) / kLine * kLine) {
+    const int64_t elements = threads_ * bytes_ / size_of(DType::f32);
+    memory_ = empty_tensor({&elements, 1}, DType::f32);
+  }
+  int64_t threads() const { return threads_; }
+  void* of(int64_t thread) const {
+    return static_cast<char*>(memory_.mutable_data_ptr()) + thread * bytes_;
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  int64_t threads_, bytes_;
+  Tensor memory_;
+};
+
+// kernel(problem, memory of the thread, item, item + 1) for all items of all problems, handed out
+// in order: put the longest first. `items(problem)` is their number.
+template <class Params, class Items, class Kernel>
+void run_stage(std::span<const Params> problems, const Items& items, const ThreadMemory& memory,
+               const Kernel& kernel) {
+  if (problems.size() == 1) {
+    const int64_t count = items(problems[0]);
+    parallel_queue(count, std::min(count, memory.threads()), [&](int64_t thread, int64_t item) {
+      kernel(problems[0], memory.of(thread), item, item + 1);
+    });
+    return;
+  }
+  std::vector<int64_t> ends;  // of the items of each problem
+  for (const Params& x : problems) ends.push_back((ends.empty() ? 0 : ends.back()) + items(x));
+  const int64_t count = ends.empty() ? 0 : ends.back();
+  parallel_queue(count, std::min(count, memory.threads()), [&](int64_t thread, int64_t item) {
+    const auto n =
+        static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), item) - ends.begin());
+    const int64_t local = n == 0 ? item : item - ends[n - 1];
+    kernel(problems[n], memory.of(thread), local, local + 1);
+  });
+}
+
+}  // namespace omniattn::ops
