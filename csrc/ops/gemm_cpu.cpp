@@ -5,6 +5,7 @@
 
 #include "ops/parallel.h"
 #include "ops/registry.h"
+#include "ops/stage.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::ops::gemm {
@@ -16,14 +17,9 @@ constexpr int64_t kLineElements = 64;  // at least a cache line
 
 void run(const GemmParams& p) {
   const GemmKernels& kernels = gemm_kernels(p.a_dtype);
-  const int64_t items = kernels.items(p);
-  const int64_t bytes = kernels.workspace_bytes(p);
-  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
-  const Tensor workspace = scratch(bytes / 4 * threads, DType::f32);
-  char* const memory = static_cast<char*>(workspace.mutable_data_ptr());
-  parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
-    kernels.run(p, memory + thread * bytes, item, item + 1);
-  });
+  const int64_t threads = std::min<int64_t>(kernels.items(p), torch::stable::get_num_threads());
+  run_stage(std::span(&p, 1), kernels.items, ThreadMemory(threads, kernels.workspace_bytes(p)),
+            kernels.run);
 }
 
 }  // namespace

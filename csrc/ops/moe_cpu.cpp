@@ -1,11 +1,14 @@
 // moe_experts on the CPU: the phases of forward and backward, wave by wave.
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
 #include "ops/moe_routing.h"
 #include "ops/parallel.h"
+#include "ops/stage.h"
 
 namespace omniattn::ops::moe {
 namespace {
@@ -34,22 +37,18 @@ struct Buffer {
 class Products {
  public:
   explicit Products(DType dtype)
-      : bytes_(moe_kernels(dtype).workspace_bytes(dtype)),
-        threads_(torch::stable::get_num_threads()),
-        memory_(bytes_ * threads_ / 4, 1, DType::f32) {}
+      : memory_(torch::stable::get_num_threads(), moe_kernels(dtype).workspace_bytes(dtype)) {}
 
   template <class Params>
   void run(const Params& p, int64_t groups,
            void (*kernel)(const Params&, void*, int64_t, int64_t)) const {
-    const int64_t items = p.block_count * groups;
-    parallel_queue(items, std::min<int64_t>(items, threads_), [&](int64_t thread, int64_t item) {
-      kernel(p, static_cast<char*>(memory_.row(0)) + thread * bytes_, item, item + 1);
-    });
+    run_stage(
+        std::span(&p, 1), [groups](const Params& x) { return x.block_count * groups; }, memory_,
+        kernel);
   }
 
  private:
-  int64_t bytes_, threads_;
-  Buffer memory_;
+  ThreadMemory memory_;
 };
 
 // out (count, cols) = the rows of x with these numbers.
@@ -134,13 +133,10 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .accumulate = false});
   }
   // Sizes but for k, and with them items and workspace, are the same for all.
-  const int64_t items = kernels.items(products[0]);
-  const int64_t bytes = kernels.workspace_bytes(products[0]);
-  const int64_t threads = std::min<int64_t>(items * wave.experts, torch::stable::get_num_threads());
-  const Buffer memory(threads, bytes / 4, DType::f32);
-  parallel_queue(items * wave.experts, threads, [&](int64_t thread, int64_t i) {
-    kernels.run(products[i / items], memory.row(thread), i % items, i % items + 1);
-  });
+  const int64_t items = kernels.items(products[0]) * wave.experts;
+  const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
+                            kernels.workspace_bytes(products[0]));
+  run_stage(std::span(std::as_const(products)), kernels.items, memory, kernels.run);
 }
 
 void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const Buffer& x,
