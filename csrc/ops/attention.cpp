@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   // Rows of no sequence, and all rows where there are no keys, see nothing.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
-    fill(lse, p.score.normaliser == Normaliser::softmax ? -INFINITY : 0);
+    fill(lse, is_softmax(p.score) ? -INFINITY : 0);
     if (lse_tail != nullptr) fill(*lse_tail, 0);
   }
   if (has_work(p)) {

@@ -216,7 +216,7 @@ std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
 
 // Points `relative` into the memory it returns.
 Tensor expand_table(AttentionProblem& p) {
-  if (p.table.kind == TableKind::none) return buffer(0, p.dtype);
+  if (p.table.kind == ScoreKind::none) return buffer(0, p.dtype);
   const bool relative = is_relative(p.table.kind);
   const int64_t plane = plane_elements(p);
   const Tensor memory = buffer(table_heads(p) * plane, p.dtype);

@@ -14,7 +14,7 @@ Tensor buffer(int64_t elements, DType dtype) {
 
 // Points `relative` into the memory it returns.
 Tensor expand_table(const char* op, AttentionProblem& p) {
-  if (p.table.kind == TableKind::none || p.tk == 0) return buffer(0, p.dtype);
+  if (p.table.kind == ScoreKind::none || p.tk == 0) return buffer(0, p.dtype);
   const Tensor memory = buffer(attention_table_elements(p), p.dtype);
   require_launched(op, launch_attention_expand_table(p, memory.mutable_data_ptr(), stream()));
   p.relative = attention_relative_view(p, memory.const_data_ptr());

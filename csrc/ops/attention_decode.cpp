@@ -10,10 +10,6 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// Score rules: ScoreKind, index of the side tensor in aux or -1, index of the first parameter in
-// params or -1.
-constexpr size_t kScoreRuleInts = 3;
-
 const Tensor& typed_side_tensor(const char* op, const char* name, const Tensors& aux, int64_t index,
                                 ScalarType type) {
   const Tensor& t = side_tensor(op, aux, index);
@@ -150,7 +146,7 @@ const void* keep_parameters(const char* op, const char* name, Call& call, const 
   return call.kept.back().const_data_ptr();
 }
 
-void set_table(const char* op, Call& call, TableKind kind, const Tensor& t, const double* ab) {
+void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, const double* ab) {
   AttentionProblem& p = call.problem;
   require(t.dim() == 3 && (t.size(0) == 1 || t.size(0) == p.batch), op,
           "a table must have shape (B | 1, rows, Hq), got ", t.dim(), " dimensions");
@@ -253,74 +249,53 @@ void decode_score(const Arguments& given, Call& call) {
   AttentionProblem& p = call.problem;
   require(score.size() % kScoreRuleInts == 0, op, "score must hold ", kScoreRuleInts,
           " integers per rule, got ", score.size());
-  double softcap = 0;
-  Normaliser normaliser = Normaliser::softmax;
+  double c = 0;  // of the transform
   for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
     const int64_t code = score[at], index = score[at + 1], parameter = score[at + 2];
-    require(code >= 0 && code < kScoreKinds, op, "score rule must be 0 to ", kScoreKinds - 1,
-            ", got ", code);
+    require(is_score_kind(code), op, "score rule must be a kind of semantics/score_rules.h, got ",
+            code);
     const auto kind = static_cast<ScoreKind>(code);
-    require((p.terms & term(kind)) == 0, op,
-            "one score rule of a kind at most is supported, got two of ", code);
+    const char* const name = score_name(kind);
+    const ScoreRole role = score_role(kind);
+    require((p.terms & terms_of(role)) == 0, op,
+            "score rules must have different roles, got two like ", name);
     p.terms |= term(kind);
-    const auto parameters = [&](int64_t count) {
-      require(parameter >= 0 && parameter <= static_cast<int64_t>(params.size()) - count, op,
-              "params must hold the parameters a rule names, got index ", parameter, " of ",
-              params.size());
-      return params.data() + parameter;
-    };
-    const auto parameter_tensor = [&](int64_t& place) -> const Tensor& {
+    const int64_t count = score_parameters(kind),
+                  last = static_cast<int64_t>(params.size()) - count;
+    require(count == 0 || (parameter >= 0 && parameter <= last), op,
+            "params must hold the parameters a rule names, got index ", parameter, " of ",
+            params.size());
+    const double* const parameters = count == 0 ? nullptr : params.data() + parameter;
+    const auto tensor = [&](int64_t& place) -> const Tensor& {
       place = index;
       return side_tensor(op, given.aux, index);
     };
-    const auto table = [&](TableKind table_kind) {
-      require(call.table < 0, op, "one table term at most is supported");
-      set_table(op, call, table_kind, parameter_tensor(call.table), parameters(2));
-    };
-    const auto weights = [&](Normaliser other) {
-      require(normaliser == Normaliser::softmax, op, "one normaliser at most is supported");
-      normaliser = other;
-    };
-    switch (kind) {
-      case ScoreKind::bias:
-        set_bias(op, call, parameter_tensor(call.bias));
+    switch (role) {
+      case ScoreRole::head_scale:
+        p.head_scale = keep_parameters(op, name, call, tensor(call.head_scale), {&p.hq, 1});
         break;
-      case ScoreKind::softcap:
-        softcap = *parameters(1);
-        require(std::isfinite(softcap) && softcap > 0, op,
-                "softcap must be finite and positive, got softcap=", softcap);
+      case ScoreRole::transform:
+        c = parameters[0];
+        require(std::isfinite(c) && c > 0, op, name, " must be finite and positive, got ", name,
+                "=", c);
         break;
-      case ScoreKind::sinks:
-        p.sinks = keep_parameters(op, "sinks", call, parameter_tensor(call.sinks), {&p.hq, 1});
+      case ScoreRole::bias:
+        set_bias(op, call, tensor(call.bias));
         break;
-      case ScoreKind::head_scale:
-        p.head_scale =
-            keep_parameters(op, "head_scale", call, parameter_tensor(call.head_scale), {&p.hq, 1});
+      case ScoreRole::table:
+        set_table(op, call, kind, tensor(call.table), parameters);
         break;
-      case ScoreKind::sigmoid:
-        weights(Normaliser::sigmoid);
+      case ScoreRole::sinks:
+        p.sinks = keep_parameters(op, name, call, tensor(call.sinks), {&p.hq, 1});
         break;
-      case ScoreKind::relu2:
-        weights(Normaliser::relu2);
-        break;
-      case ScoreKind::alibi:
-        table(TableKind::alibi);
-        break;
-      case ScoreKind::buckets:
-        table(TableKind::buckets);
-        break;
-      case ScoreKind::distances:
-        table(TableKind::distances);
-        break;
-      case ScoreKind::window:
-        table(TableKind::window);
+      case ScoreRole::normaliser:
         break;
     }
   }
-  require(normaliser == Normaliser::softmax || p.sinks == nullptr, op,
+  p.table.kind = rule_of(p.terms, ScoreRole::table);
+  p.score = make_score(params[0], p.terms, c);
+  require(is_softmax(p.score) || p.sinks == nullptr, op,
           "sinks need weights normalised by softmax");
-  const bool plain = call.bias < 0 && call.table < 0 && call.sinks < 0;
-  p.score = make_score(params[0], softcap, plain, normaliser);
 }
 
 }  // namespace omniattn::ops::attention

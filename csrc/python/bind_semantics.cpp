@@ -64,9 +64,21 @@ std::vector<int64_t> walk(Cursor cursor) {
   return blocks;
 }
 
-py::tuple score_values(double scale, double softcap, bool plain) {
-  const Score s = make_score(scale, softcap, plain);
-  return py::make_tuple(s.pre, s.post, s.chain);
+// The score of these kinds of rules.
+Score score_of(const std::vector<int32_t>& kinds, double scale = 1, double c = 0) {
+  uint32_t terms = 0;
+  for (const int32_t kind : kinds) {
+    if (!is_score_kind(kind)) throw py::value_error("score: no such rule");
+    terms |= term(static_cast<ScoreKind>(kind));
+  }
+  return make_score(scale, terms, c);
+}
+
+// What a transform or normaliser makes of a number, and the derivative there.
+std::pair<double, double> score_function(int32_t kind, double x) {
+  const Score score = score_of({kind}, 1, 1);
+  const auto f = score.transform != ScoreKind::none ? transform_at(score, x) : weight_at(score, x);
+  return {f.value, f.slope};
 }
 
 }  // namespace
@@ -104,10 +116,10 @@ void bind_semantics(py::module_& m) {
         return walk(QueryCursor(o.mask, b, h, range(k), size));
       });
   m.def("t5_bucket", [](int64_t distance, bool both, int64_t buckets, int64_t max_distance) {
-    return t5_bucket(distance, both, buckets, max_distance);
+    return table_row({ScoreKind::buckets, both, max_distance, buckets, nullptr, 0}, 0, distance);
   });
   m.def("window_row", [](int64_t q, int64_t k, int64_t height, int64_t width) {
-    return table_row({TableKind::window, height, width, 0, nullptr, 0}, q, k);
+    return table_row({ScoreKind::window, height, width, 0, nullptr, 0}, q, k);
   });
 
   m.def("block",
@@ -123,15 +135,20 @@ void bind_semantics(py::module_& m) {
           return keep_bits(make_dropout(p, seed, offset), row, query, key);
         });
 
-  m.def("make_score", &score_values);
+  m.def("make_score", [](double scale, const std::vector<int32_t>& kinds, double c) {
+    const Score s = score_of(kinds, scale, c);
+    return py::make_tuple(s.pre, s.post, s.chain);
+  });
+  m.def("score_function", &score_function);
   m.def("softmax_shift", [](double x) { return softmax_shift(x); });
   m.def("softmax_normaliser", [](double x) { return softmax_normaliser(x); });
-  m.def("softmax_lse", [](bool plain, double x, double l, double ln_l) {
-    const Lse<double> lse = softmax_lse(make_score(1, 0, plain), x, l, ln_l);
+  m.def("softmax_lse", [](const std::vector<int32_t>& kinds, double x, double l, double ln_l) {
+    const Lse<double> lse = softmax_lse(score_of(kinds), x, l, ln_l);
     return std::pair{lse.value, lse.tail};
   });
-  m.def("softmax_backward_shift",
-        [](bool plain, double x) { return softmax_backward_shift(make_score(1, 0, plain), x); });
+  m.def("softmax_backward_shift", [](const std::vector<int32_t>& kinds, double x) {
+    return softmax_backward_shift(score_of(kinds), x);
+  });
 
   m.def("rope_pair", [](int64_t n, int64_t half, bool interleaved) {
     const RopePair p = rope_pair(n, half, interleaved);

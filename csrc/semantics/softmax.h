@@ -1,8 +1,7 @@
 // Online softmax: a row keeps its running maximum m in the unit of logits (see score.h), the sum l
 // of e^(s - m) and the unnormalised output. What a row without a visible key gives is defined here
 // and nowhere else: output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row has
-// seen before any other. Weights that are not normalised (sigmoid, relu^2) need no m and l; their
-// lse is 0.
+// seen before any other. Other normalisers (see score_rules.h) need no m and l; their lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -60,24 +59,13 @@ OMNIATTN_FN T softmax_tail_exponent(T tail) {
 
 // What a row ends with, for any normaliser.
 template <class T>
-OMNIATTN_FN T row_factor(Normaliser normaliser, T l) {
-  return normaliser == Normaliser::softmax ? softmax_normaliser(l) : T(1);
+OMNIATTN_FN T row_factor(const Score& score, T l) {
+  return is_softmax(score) ? softmax_normaliser(l) : T(1);
 }
 template <class T>
 OMNIATTN_FN Lse<T> row_lse(const Score& score, T m, T l, T ln_l) {
-  if (score.normaliser != Normaliser::softmax) return {T(0), T(0)};
+  if (!is_softmax(score)) return {T(0), T(0)};
   return softmax_lse(score, m, l, ln_l);
-}
-
-// Derivative of a weight that is not normalised by its logit, given the weight: w (1 - w) of
-// w = sigmoid(s), 2 relu(s) of w = relu(s)^2, whose root is given.
-template <class V>
-OMNIATTN_FN V sigmoid_slope(V weight) {
-  return weight * (V(1) - weight);
-}
-template <class V>
-OMNIATTN_FN V relu2_slope(V root) {
-  return root + root;
 }
 
 }  // namespace omniattn

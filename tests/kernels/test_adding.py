@@ -1,4 +1,4 @@
-"""The mask rule of docs/adding.md builds, answers right, and does not build without its answer."""
+"""The rules of docs/adding.md build, answer right, and do not build without their answers."""
 
 import os
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RULES = "semantics/mask_rules.h"
-PROGRAM = """
+MASK_PROGRAM = """
 #include "semantics/mask.h"
 
 using namespace omniattn;
@@ -18,7 +17,7 @@ using namespace omniattn;
 int main() {
   MaskRule rule{};
   rule.kind = MaskKind::checkerboard;
-  const MaskView mask{70, 100, 1, &rule};
+  const MaskView mask{70, 100, 1, &rule, {}};
   for (int64_t q = 0; q < 70; ++q) {
     for (int64_t k = 0; k < 100; ++k) {
       if (visible(mask, 0, 0, q, k) != ((q + 30 + k) % 2 == 0)) return 1;
@@ -27,36 +26,120 @@ int main() {
   return classify(mask, 0, 0, {0, 64}, {0, 64}) != TileClass::partial;
 }
 """
+# The kernel is that of the package: it knows nothing of the rules that are added.
+SCORE_PROGRAM = """
+#include <cmath>
+
+#include "kernels/attention/attention_weights_cpu.cpp"
+#include "runtime/gemm_tile_cpu.cpp"
+
+using namespace omniattn;
+
+double softsign(double s, double c) { return s / (1 + std::abs(s) / c); }
+
+bool near(double a, double b) { return std::abs(a - b) < 1e-6; }
+
+int main() {
+  const Score score = make_score(0.5, term(ScoreKind::softsign), 3.0);
+  for (double s = -9; s <= 9; s += 0.25) {
+    const auto g = transform_at(score, score.pre * s / 0.5);
+    const double step = 1e-6, slope = (softsign(s + step, 3) - softsign(s - step, 3)) / (2 * step);
+    if (!near(from_logit(score, score.post * g.value), softsign(s, 3))) return 1;
+    if (!near(g.slope, slope)) return 2;
+  }
+
+  const TableTerm table{ScoreKind::sides, 0, 0, 3, nullptr, 0};
+  for (int64_t i = 0; i < 4; ++i) {
+    for (int64_t k = 0; k < 4; ++k) {
+      if (table_row(table, i, k) != 1 + (k > i) - (k < i)) return 3;
+      if (table_factor(table, i, k) != 1) return 4;
+    }
+  }
+  if (!table_fits(table, 4, 4) || !is_relative(table.kind)) return 5;
+  if (is_plain(term(table.kind)) || !is_natural(term(table.kind))) return 6;
+
+  // One query and three keys of one head of size 1.
+  const double q = 2, k[3] = {-7, 0.5, 4}, lse = 0.25;
+  double weights[3] = {}, scratch[1 << 16];
+  AttentionWeightsParams params{};
+  AttentionProblem& p = params.problem;
+  p.dtype = DType::f64;
+  p.batch = p.tq = p.hq = p.hkv = p.d = p.dv = 1;
+  p.tk = 3;
+  p.q = {&q, 1, 1, 1};
+  p.k = p.v = {k, 3, 1, 1};
+  p.mask.tq = 1;
+  p.mask.tk = 3;
+  p.terms = term(ScoreKind::softsign);
+  p.table.kind = ScoreKind::none;
+  p.score = score;
+  params.lse = &lse;
+  params.weights = weights;
+  isa_baseline::attention_weights_kernels_table.weights(params, scratch, 0, weights_items(p));
+  for (int n = 0; n < 3; ++n) {
+    if (!near(weights[n], std::exp(softsign(0.5 * q * k[n], 3) - lse))) return 7;
+  }
+  return 0;
+}
+"""
 
 
-def build(folder, struct):
-    header = (ROOT / "csrc" / RULES).read_text()
-    neighbours = re.search(r"  rule\(neighbours, \d+, Neighbours\)", header)[0]
-    header = header.replace(neighbours, f"{neighbours} \\\n  rule(checkerboard, 17, Checkerboard)")
-    header = header.replace("}  // namespace mask_rules", f"{struct}\n}}  // namespace mask_rules")
+def examples(title):
+    page = (ROOT / "docs/adding.md").read_text()
+    section = re.search(rf"^## {title}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
+    return re.findall(r"```cpp\n(.*?)```", section, re.DOTALL)
+
+
+def build(folder, rules, last, lines, structs, program):
+    """A program with a copy of the header of `rules`, in which `lines` follow the last rule."""
+    path = f"semantics/{rules}.h"
+    header = (ROOT / "csrc" / path).read_text()
+    line = re.search(rf"rule\({last}, \d+, \w+\)", header)[0]
+    header = header.replace(line, f"{line} \\\n  {lines}")
+    end = f"}}  // namespace {rules}"
+    header = header.replace(end, "\n".join([*structs, end]))
     (folder / "semantics").mkdir()
-    (folder / RULES).write_text(header)
-    (folder / "main.cpp").write_text(PROGRAM)
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-I.", f"-I{ROOT / 'csrc'}"]
-    command = ["g++", *flags, "main.cpp", "-o", "main"]
+    (folder / path).write_text(header)
+    (folder / "main.cpp").write_text(program)
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-DOMNIATTN_ISA=isa_baseline"]
+    command = ["g++", *flags, "-I.", f"-I{ROOT / 'csrc'}", "main.cpp", "-o", "main"]
     env = os.environ | {"LC_ALL": "C"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-@pytest.fixture
-def struct():
-    page = (ROOT / "docs/adding.md").read_text()
-    return re.search(r"```cpp\n(.*?)```", page, re.DOTALL)[1]
+def build_mask(folder, struct):
+    line = "rule(checkerboard, 17, Checkerboard)"
+    return build(folder, "mask_rules", "neighbours", line, [struct], MASK_PROGRAM)
 
 
-def test_example_answers_right(tmp_path, struct):
-    result = build(tmp_path, struct)
+def build_scores(folder, structs):
+    lines = "rule(softsign, 10, Softsign) rule(sides, 11, Sides)"
+    return build(folder, "score_rules", "window", lines, structs, SCORE_PROGRAM)
+
+
+def test_mask_answers_right(tmp_path):
+    result = build_mask(tmp_path, *examples("A mask rule"))
+    assert result.returncode == 0, result.stderr
+    assert subprocess.run([tmp_path / "main"]).returncode == 0
+
+
+def test_scores_answer_right(tmp_path):
+    result = build_scores(tmp_path, examples("A score rule"))
     assert result.returncode == 0, result.stderr
     assert subprocess.run([tmp_path / "main"]).returncode == 0
 
 
 @pytest.mark.parametrize("member", ["keys_in", "all", "bits"])
-def test_missing_member_is_a_compile_error(tmp_path, struct, member):
-    result = build(tmp_path, struct.replace(f" {member}(", f" other_{member}("))
+def test_missing_member_of_a_mask_is_a_compile_error(tmp_path, member):
+    (struct,) = examples("A mask rule")
+    result = build_mask(tmp_path, struct.replace(f" {member}(", f" other_{member}("))
+    assert result.returncode != 0
+    assert f"has no member named '{member}'" in result.stderr
+
+
+@pytest.mark.parametrize("member", ["at", "row", "kRelative", "fits"])
+def test_missing_member_of_a_score_is_a_compile_error(tmp_path, member):
+    structs = [re.sub(rf"\b{member}\b", f"other_{member}", s) for s in examples("A score rule")]
+    result = build_scores(tmp_path, structs)
     assert result.returncode != 0
     assert f"has no member named '{member}'" in result.stderr

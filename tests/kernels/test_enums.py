@@ -29,9 +29,10 @@ def constant(path, name):
     return eval(re.sub(r"int64_t{(\d+)}", r"\1", expression))
 
 
-def mask_kinds():
-    rules = re.findall(r"rule\((\w+), (\d+), ", source("semantics/mask_rules.h"))
-    return {name: int(number) for name, number in rules}
+def rules(path):
+    """Those of a list like OMNIATTN_MASK_RULES."""
+    found = re.findall(r"rule\((\w+), (\d+), ", source(path))
+    return {name: int(number) for name, number in found}
 
 
 def by_name(kinds):
@@ -42,11 +43,11 @@ def by_name(kinds):
 @pytest.mark.parametrize(
     ("native", "python"),
     [
-        (mask_kinds(), by_name(set(MaskKind) - {*LAYOUTS, *PARTS})),
+        (rules("semantics/mask_rules.h"), by_name(set(MaskKind) - {*LAYOUTS, *PARTS})),
         (enumerators("semantics/sequences.h", "LayoutKind"), by_name(LAYOUTS)),
         (enumerators("semantics/sequences.h", "PartKind"), by_name(PARTS)),
         (
-            enumerators("semantics/score.h", "ScoreKind"),
+            rules("semantics/score_rules.h"),
             {kind.name.lower(): int(kind) for kind in ScoreKind},
         ),
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),

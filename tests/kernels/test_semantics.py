@@ -9,10 +9,12 @@ import pytest
 
 from omniattn import _kernels as kernels
 from omniattn.encoding.masks import MaskKind
+from omniattn.encoding.scores import ScoreKind
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
 NEIGHBOURS = MaskKind.NEIGHBOURS
+BIAS, SOFTCAP, SINKS, HEAD_SCALE, SIGMOID, RELU2 = list(ScoreKind)[:6]
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
 B, H = 2, 2
 
@@ -314,12 +316,45 @@ def test_dropout_bits_follow_the_position(p):
 def test_score_factors():
     factors = [(0.125, 0.0), (0.125, 20.0), (-0.5, 3.0), (0.0, 0.0)]
     for (scale, cap), plain in itertools.product(factors, (True, False)):
-        pre, post, chain = kernels.make_score(scale, cap, plain)
+        rules = [SOFTCAP] * (cap > 0) + [BIAS] * (not plain)
+        pre, post, chain = kernels.make_score(scale, rules, cap)
         x = pre * 1.7
         logit = (post * math.tanh(x) if cap else x) / (math.log2(math.e) if plain else 1)
         want = cap * math.tanh(scale * 1.7 / cap) if cap else scale * 1.7
         assert logit == pytest.approx(want)
         assert pre * chain == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("kind", ScoreKind)
+def test_logits_are_natural_unless_all_weights_are_powers_of_scores(kind):
+    pre, _, chain = kernels.make_score(0.125, [kind], 1.0)
+    post = kernels.make_score(0.125, [kind, SOFTCAP], 1.0)[1]
+    unit = math.log2(math.e) if kind in (SOFTCAP, HEAD_SCALE) else 1
+    assert post == pytest.approx(unit)
+    if kind != SOFTCAP:
+        assert (pre, chain) == pytest.approx((0.125 * unit, 1 / unit))
+
+
+FUNCTIONS = {
+    SOFTCAP: np.tanh,
+    SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
+    RELU2: lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_of_scores_and_their_derivatives(kind):
+    for x in np.linspace(-6, 6, 50):
+        value, slope = kernels.score_function(kind, x)
+        near, step = FUNCTIONS[kind], 1e-6
+        assert value == pytest.approx(near(x), rel=1e-12)
+        want = (near(x + step) - near(x - step)) / (2 * step)
+        assert slope == pytest.approx(want, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", [SIGMOID, RELU2])
+def test_hidden_keys_have_no_weight(kind):
+    assert kernels.score_function(kind, -math.inf) == (0, 0)
 
 
 # First distance of each bucket (spec attention 15), beyond the near ones.
@@ -351,19 +386,19 @@ def test_softmax_rules_of_an_empty_row():
     inf = math.inf
     assert kernels.softmax_shift(-inf) == 0 and kernels.softmax_shift(2.5) == 2.5
     assert kernels.softmax_normaliser(0.0) == 0 and kernels.softmax_normaliser(4.0) == 0.25
-    for plain in (True, False):
-        assert kernels.softmax_lse(plain, -inf, 0.0, -inf) == (-inf, 0)
-        assert kernels.softmax_backward_shift(plain, -inf) == inf
-    lse, tail = kernels.softmax_lse(True, 1.0, 8.0, math.log(8))
+    for rules in ([], [BIAS]):
+        assert kernels.softmax_lse(rules, -inf, 0.0, -inf) == (-inf, 0)
+        assert kernels.softmax_backward_shift(rules, -inf) == inf
+    lse, tail = kernels.softmax_lse([], 1.0, 8.0, math.log(8))
     assert lse == pytest.approx(4 * math.log(2)) and tail == 0
 
 
 @pytest.mark.parametrize("m", [0.0, -3.5, 1e9, -1e17, -sys.float_info.max, sys.float_info.max])
 def test_lse_and_its_tail_hold_m_and_l(m):
-    lse, tail = kernels.softmax_lse(False, m, 8.0, math.log(8))
+    lse, tail = kernels.softmax_lse([BIAS], m, 8.0, math.log(8))
     assert lse == m + math.log(8)
     assert (lse - m) + tail == pytest.approx(math.log(8), rel=1e-15, abs=1e-15)
-    assert kernels.softmax_backward_shift(False, lse) == lse
+    assert kernels.softmax_backward_shift([BIAS], lse) == lse
 
 
 def test_rope_pairs_and_rotation():

@@ -49,8 +49,9 @@ struct ScoreView {
   int64_t stride_b, stride_h, stride_q;
 };
 
-// The table's term of all pairs, expanded by the op: element origin + b stride_b + h stride_h + q
-// stride_q + k, in the compute type; on the CPU readable for 64 keys behind Tk.
+// The table's term of all pairs, expanded by the op, in the compute type: element
+//   origin + b stride_b + h stride_h + q stride_q + k
+// On the CPU 64 keys past Tk can be read.
 struct RelativeView {
   const void* data;  // null: none
   int64_t origin, stride_b, stride_h, stride_q;
@@ -92,7 +93,7 @@ OMNIATTN_FN A query_factor(const AttentionProblem& p, int64_t h) {
 // Running maximum of a row before its first key: the sink, if there is one.
 template <class A>
 OMNIATTN_FN A initial_maximum(const AttentionProblem& p, int64_t h) {
-  if (p.score.normaliser != Normaliser::softmax) return A(0);
+  if (!is_softmax(p.score)) return A(0);
   if (p.sinks == nullptr) return negative_infinity<A>();
   return static_cast<const A*>(p.sinks)[h];
 }

@@ -96,13 +96,14 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
     s[n] = logit_of(p, row, 0, n, s[n], sees).value;
     top = max(top, s[n]);
   }
-  top = is_softmax(p) ? warp_reduce(top, [](A x, A y) { return max(x, y); }) : A(0);
+  top = is_softmax(p.score) ? warp_reduce(top, [](A x, A y) { return max(x, y); }) : A(0);
   const A shift = softmax_shift(top), exponent = exponent_factor<A>(p.score);
   A l = 0;
   for (int n = lane; n < kSplit; n += 32) {
     const bool keeps = (__shfl_sync(0xffffffffu, keep, n / 64) >> n % 64 & 1) != 0;
     if (n >= count) continue;
-    const A e = is_softmax(p) ? exp2(exponent * (s[n] - shift)) : weight_of(p, s[n]).value;
+    const A e =
+        is_softmax(p.score) ? exp2(exponent * (s[n] - shift)) : weight_at(p.score, s[n]).value;
     l += e;
     s[n] = drops ? (keeps ? e * static_cast<A>(p.dropout.scale) : A(0)) : e;
   }
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t n = 0; n < splits; ++n) {
         sum += weight(first[n * step + p.dv]) * first[n * step + c];
       }
-      out[c] = gpu::narrow<T>(sum * row_factor(p.score.normaliser, l));
+      out[c] = gpu::narrow<T>(sum * row_factor(p.score, l));
     }
     if (threadIdx.x == 0) {
       store_lse(params, row_index(p, s, h, q), row_lse(p.score, m, l, log(l)));

@@ -69,29 +69,18 @@ OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row,
   *row.m = top;
 }
 
-// Probabilities of one row, up to the normaliser.
+// Weights of one row, before a softmax divides them by their sum.
 template <class A>
-OMNIATTN_INLINE void exponentiate(const Score& score, const SoftmaxRow<A>& row, Range columns) {
+OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
-  const V shift(softmax_shift(*row.m));
-  with_exponent<A>(score, [&](auto exponent) {
+  with_weight(score, softmax_shift(*row.m), [&](auto weight) {
     V sum = load(row.l);
     for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-      const V e = exp2(exponent(load(row.s + n) - shift));
-      store(row.s + n, e);
-      sum += e;
+      const V w = weight(load(row.s + n)).value;
+      store(row.s + n, w);
+      sum += w;
     }
     store(row.l, sum);
-  });
-}
-
-// Weights of one row that are not normalised.
-template <class A>
-OMNIATTN_INLINE void weigh(Normaliser normaliser, A* s, Range columns) {
-  with_pointwise(normaliser, [&](auto constant) {
-    for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) {
-      store(s + n, PointwiseWeight<A>(decltype(constant)::value, load(s + n)).weight);
-    }
   });
 }
 
@@ -112,7 +101,6 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
                   A* s, A* o, A* m, A* l) {
   using V = Vec<A>;
   const int64_t width = padded_row(p.dv), key = plan.keys.begin;
-  const bool normalised = p.score.normaliser == Normaliser::softmax;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
@@ -125,16 +113,12 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
             p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
         scale_row(x, columns, factor);
         score.to_logits(x, columns);
-        if (normalised) top[r - first] = row_maximum(x, columns);
+        if (is_softmax(p.score)) top[r - first] = row_maximum(x, columns);
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
         const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
-        if (normalised) {
-          raise_maximum(p.score, row, top[r - first]);
-          exponentiate(p.score, row, columns);
-        } else {
-          weigh(p.score.normaliser, row.s, columns);
-        }
+        if (is_softmax(p.score)) raise_maximum(p.score, row, top[r - first]);
+        weigh(p.score, row, columns);
         if (p.dropout.threshold != 0) {
           RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
         }
@@ -186,7 +170,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // place in lse
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = reduce_add(load(l + r * V::kWidth));
-    store_row(o + r * width, row_factor(p.score.normaliser, sum), p.dv,
+    store_row(o + r * width, row_factor(p.score, sum), p.dv,
               row_of<T>(params.out, b, queries.begin + r, h));
     store_lse(params, stat + r, row_lse(p.score, m[r], sum, log(V(sum)).v[0]));
   }

@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
           x[i][j] = logit_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c)).value;
-          if (!is_softmax(p)) x[i][j] = weight_of(p, x[i][j]).value;
+          if (!is_softmax(p.score)) x[i][j] = weight_at(p.score, x[i][j]).value;
           top = max(top, x[i][j]);
         }
-        if (is_softmax(p)) {
+        if (is_softmax(p.score)) {
           top = reduce_row(top, [](A a, A b) { return max(a, b); });
           const A shift = softmax_shift(top), exponent = exponent_factor<A>(p.score);
           const A alpha = exp2(exponent * (m[i] - shift));
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       l[i] = reduce_row(l[i], [](A a, A b) { return a + b; });
-      factor[i] = row_factor(p.score.normaliser, l[i]);
+      factor[i] = row_factor(p.score, l[i]);
       const int64_t query = tile.q + 4 * ty + i;
       if (first == 0 && tx == 0 && query < s.tq) {
         store_lse(params, row_index(p, s, tile.h, query), row_lse(p.score, m[i], l[i], log(l[i])));

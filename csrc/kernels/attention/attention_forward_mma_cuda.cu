@@ -82,13 +82,13 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
         apply_in_loop<Workers::kWorkers>(slots, some, [&](int i, float dot) {
           const int c = column(part + i);
           const float logit = logit_of(p, tile, r, c, dot, bit(sees, c)).value;
-          return is_softmax(p) ? logit : weight_of(p, logit).value;
+          return is_softmax(p.score) ? logit : weight_at(p.score, logit).value;
         });
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[part + i] = some[i];
       }
     }
-    if (is_softmax(p)) {
+    if (is_softmax(p.score)) {
       float top = rows.m[half];
 #pragma unroll
       for (int i = 0; i < 2 * N; ++i) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
         store_lse(params, row_index(p, end.sequence, end.h, q),
                   row_lse(p.score, rows.m[half], l, log(l)));
       }
-      store_row(rows.o, half, row_factor(p.score.normaliser, l),
+      store_row(rows.o, half, row_factor(p.score, l),
                 row_of<T>(params.out, end.sequence.entry, end.sequence.q + q, end.h), p.dv);
     }
   }

@@ -69,10 +69,8 @@ void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
     }
   }
   const auto for_all_pairs = [&](const auto& f) { for_pairs(p, 0, expand_items(p), f); };
-  if (p.table.kind == TableKind::alibi) {  // other factors are 1
-    // A pass of its own: one product and sum would be rounded once on some instruction sets.
-    for_all_pairs([&](const Pair& x) { plane[x.element] *= table_factor(p.table, x.i, x.k); });
-  }
+  // A pass of its own: one product and sum would be rounded once on some instruction sets.
+  for_all_pairs([&](const Pair& x) { plane[x.element] *= table_factor(p.table, x.i, x.k); });
   double* const sums = plane + elements;
   for (int64_t row = 0; row < p.table.rows; ++row) sums[row] = 0;
   for_all_pairs([&](const Pair& x) { sums[table_row(p.table, x.i, x.k)] += plane[x.element]; });

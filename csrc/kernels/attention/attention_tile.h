@@ -35,7 +35,7 @@ struct Arena {
   }
 };
 
-// to[r][c] = factor * from[r][c] for c < cols, 0 behind, in rows of padded_row(cols).
+// to[r][c] = factor * from[r][c] for c < cols, then 0, in rows of padded_row(cols).
 template <class T, class M>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
                M* to) {
@@ -106,7 +106,7 @@ OMNIATTN_INLINE Mask<A> lanes_of(uint64_t bits) {
 #endif
 }
 
-// n elements of a row, converted to A; lanes behind n are 0.
+// n elements of a row, converted to A; lanes from n on are 0.
 template <class A, class S>
 OMNIATTN_INLINE Vec<A> load_as(const S* row, int64_t n) {
   if constexpr (sizeof(compute_t<S>) == sizeof(A)) {
@@ -130,46 +130,25 @@ OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F&
   }
 }
 
-// f(e), where 2^e(x) is e^x of a difference x of logits: only natural ones take a product.
+// f(weight), where weight(x) is the weight of a logit x and its derivative: e^(x - shift) of a
+// softmax, whose rows are normalised later, or that of another normaliser. Loops inside f hold no
+// branch.
 template <class A, class F>
-OMNIATTN_INLINE void with_exponent(const Score& score, const F& f) {
+OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
   using V = Vec<A>;
-  if (score.natural) {
-    f([](V x) { return x * V(static_cast<A>(kLog2E)); });
+  const auto power = [](V x) OMNIATTN_LAMBDA {
+    const V e = exp2(x);
+    return score_rules::ValueAndSlope<V>{e, e};
+  };
+  if (!is_softmax(score)) {
+    with_score_rule<ScoreRole::normaliser>(score.normaliser, [&](auto rule) OMNIATTN_LAMBDA {
+      f([=](V x) OMNIATTN_LAMBDA { return rule.at(x); });
+    });
+  } else if (score.natural) {
+    constexpr auto kFactor = static_cast<A>(kLog2E);
+    f([=](V x) OMNIATTN_LAMBDA { return power((x - V(shift)) * V(kFactor)); });
   } else {
-    f([](V x) { return x; });
-  }
-}
-
-// Weight of a logit x by itself and its derivative, where rows are not normalised.
-template <class A>
-struct PointwiseWeight {
-  Vec<A> weight, slope;
-  OMNIATTN_INLINE PointwiseWeight(Normaliser normaliser, Vec<A> x) {
-    using V = Vec<A>;
-    if (normaliser == Normaliser::sigmoid) {
-      const V e = exp2(min(V(A(126)), x * V(static_cast<A>(kLog2E))));  // 0 of a hidden key
-      weight = e * reciprocal(V(A(1)) + e);
-      slope = sigmoid_slope(weight);
-    } else {
-      const V root = max(x, zero<A>());
-      weight = root * root;
-      slope = relu2_slope(root);
-    }
-  }
-};
-
-// f(the pointwise normaliser as a constant): loops inside hold no branch.
-template <Normaliser kNormaliser>
-struct PointwiseNormaliser {
-  static constexpr Normaliser value = kNormaliser;
-};
-template <class F>
-OMNIATTN_INLINE void with_pointwise(Normaliser normaliser, const F& f) {
-  if (normaliser == Normaliser::sigmoid) {
-    f(PointwiseNormaliser<Normaliser::sigmoid>{});
-  } else {
-    f(PointwiseNormaliser<Normaliser::relu2>{});
+    f([=](V x) OMNIATTN_LAMBDA { return power(x - V(shift)); });
   }
 }
 
@@ -193,15 +172,17 @@ struct RowScore {
   int64_t b, h, q, key;
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
 
-  // Turns x = pre * q.k into logits: softcap, bias, table term, mask. Where there is a softcap and
-  // `t` is not null it receives tanh(x).
-  void to_logits(A* x, Range columns, A* t = nullptr) const {
+  // Turns x = pre * q.k into logits: transform, bias, table term, mask. Where there is a transform
+  // and `slope` is not null it receives the derivative.
+  void to_logits(A* x, Range columns, A* slope = nullptr) const {
     using V = Vec<A>;
-    if (p.score.post != 0) {
-      for_columns<A>(columns, [&](int64_t n) {
-        const V capped = tanh(load(x + n));
-        if (t != nullptr) store(t + n, capped);
-        store(x + n, V(static_cast<A>(p.score.post)) * capped);
+    if (p.score.transform != ScoreKind::none) {
+      with_score_rule<ScoreRole::transform>(p.score.transform, [&](auto rule) OMNIATTN_LAMBDA {
+        for_columns<A>(columns, [&](int64_t n) {
+          const auto g = rule.at(load(x + n));
+          if (slope != nullptr) store(slope + n, g.slope);
+          store(x + n, V(static_cast<A>(p.score.post)) * g.value);
+        });
       });
     }
     if (p.bias.data != nullptr) {

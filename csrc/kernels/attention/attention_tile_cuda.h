@@ -190,17 +190,16 @@ struct Logit {
   A value, slope;
 };
 
-// From q.k of one pair to its logit: the only place that knows the terms of a score. (Factors of
-// heads belong to q, see query_factor.)
+// From q.k of one pair to its logit. (Factors of heads belong to q, see query_factor.)
 template <class A>
 __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Tile& tile, int r,
                                              int n, A dot, bool sees) {
   if (!sees) return {negative_infinity<A>(), A(0)};
   A x = query_factor<A>(p, tile.h) * dot, slope = 1;
-  if (p.score.post != 0) {
-    const A t = tanh(x);
-    x = static_cast<A>(p.score.post) * t;
-    slope = softcap_slope(t);
+  if (p.score.transform != ScoreKind::none) {
+    const auto g = transform_at(p.score, x);
+    x = static_cast<A>(p.score.post) * g.value;
+    slope = g.slope;
   }
   if (p.bias.data != nullptr) {
     const int64_t offset = tile.b * p.bias.stride_b + tile.h * p.bias.stride_h +
@@ -214,26 +213,6 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
                                       tile.h * t.stride_h + (tile.q + r) * t.stride_q + tile.k + n];
   }
   return {x, slope};
-}
-
-// Whether rows are normalised, and not each weight by itself.
-__device__ __forceinline__ bool is_softmax(const AttentionProblem& p) {
-  return p.score.normaliser == Normaliser::softmax;
-}
-
-// Weight of a logit by itself, where rows are not normalised, and its derivative.
-template <class A>
-struct Weight {
-  A value, slope;
-};
-template <class A>
-__device__ __forceinline__ Weight<A> weight_of(const AttentionProblem& p, A logit) {
-  if (p.score.normaliser == Normaliser::sigmoid) {
-    const A weight = A(1) / (A(1) + exp2(static_cast<A>(-kLog2E) * logit));
-    return {weight, sigmoid_slope(weight)};
-  }
-  const A root = max(logit, A(0));
-  return {root * root, relu2_slope(root)};
 }
 
 // P of a row's logits is factor * e^(logit - shift), see Lse.
@@ -266,8 +245,8 @@ __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p
                                                        const RowStats<A>& stats) {
   if (!sees) return {0, 0, 0};  // whatever a hidden key holds
   const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
-  if (!is_softmax(p)) {
-    const Weight<A> weight = weight_of(p, logit.value);
+  if (!is_softmax(p.score)) {
+    const auto weight = weight_at(p.score, logit.value);
     const A grad = weight.slope * z * dp;
     return {weight.value * z, grad, grad * logit.slope};
   }

@@ -9,23 +9,17 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-template <class A>
-OMNIATTN_INLINE Vec<A> weight(const AttentionProblem& p, Vec<A> logit, A shift) {
-  if (p.score.normaliser == Normaliser::softmax) {
-    return exp2((logit - Vec<A>(shift)) * Vec<A>(exponent_factor<A>(p.score)));
-  }
-  return PointwiseWeight<A>(p.score.normaliser, logit).weight;
-}
-
 // Weights of one row's visible columns, added to `sums`.
 template <class A>
 void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
   using V = Vec<A>;
   score.to_logits(x, columns);
-  for_columns<A>(columns, [&](int64_t n) {
-    const V w = weight(score.p, load(x + n), shift);
-    store(x + n, w);
-    store(sums + n, load(sums + n) + w);
+  with_weight(score.p.score, shift, [&](auto weight) {
+    for_columns<A>(columns, [&](int64_t n) {
+      const V w = weight(load(x + n)).value;
+      store(x + n, w);
+      store(sums + n, load(sums + n) + w);
+    });
   });
 }
 

@@ -41,13 +41,13 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         const int64_t row = row_index(p, s, h, inside ? tile.q + r : tile.q);
         const A exponent = exponent_factor<A>(p.score);
         const A lse = static_cast<const A*>(params.lse)[row];
-        const A shift = is_softmax(p) ? softmax_backward_shift(p.score, lse) : A(0);
+        const A shift = is_softmax(p.score) ? softmax_backward_shift(p.score, lse) : A(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
           const A logit = logit_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c)).value;
-          const A weight =
-              is_softmax(p) ? exp2(exponent * (logit - shift)) : weight_of(p, logit).value;
+          const A weight = is_softmax(p.score) ? exp2(exponent * (logit - shift))
+                                               : weight_at(p.score, logit).value;
           sum[j] += weight;
           if (params.weights != nullptr && inside && key + c < s.tk) {
             static_cast<T*>(params.weights)[row * p.tk + key + c] = gpu::narrow<T>(weight);

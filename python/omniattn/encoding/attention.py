@@ -18,6 +18,7 @@ from torch import Tensor
 
 from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
 from omniattn.encoding.scores import TABLES, ScoreKind, ScoreRule, Table
+from omniattn.reference.options import NORMALISERS, TRANSFORMS
 
 #: aux, mask, score, params
 Codes: TypeAlias = tuple[list[Tensor], list[int], list[int], list[float]]
@@ -75,10 +76,11 @@ def _groups(codes: Sequence[int], size: int) -> list[Sequence[int]]:
 
 def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:
     """A score rule as an option of the reference."""
-    if kind == ScoreKind.SOFTCAP:
-        return {"softcap": parameters[0]}
-    if kind in (ScoreKind.SIGMOID, ScoreKind.RELU2):
-        return {"normaliser": kind.name.lower()}
+    name = kind.name.lower()
+    if name in TRANSFORMS:
+        return {name: parameters[0]}
+    if name in NORMALISERS:
+        return {"normaliser": name}
     if kind in TABLES:
         return {"relative": Table(kind, tensor, tuple(parameters))}
-    return {kind.name.lower(): tensor}
+    return {name: tensor}

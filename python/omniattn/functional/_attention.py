@@ -29,7 +29,7 @@ from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
-from omniattn.reference.options import Options
+from omniattn.reference.options import NORMALISERS, TRANSFORMS, Options, transform_of
 from omniattn.reference.precision import compute_dtype
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
@@ -115,16 +115,17 @@ def checked_codes(
     """The options as the op takes them."""
     if options.scale is not None:
         require_number(op, "scale", options.scale)
-    require_number(op, "softcap", options.softcap, 0)
+    for name in TRANSFORMS:
+        require_number(op, name, getattr(options, name), 0)
     require_number(op, "dropout_p", options.dropout_p, 0, 1)
     scale = default_scale(q.shape[3]) if options.scale is None else options.scale
-    softcap = options.softcap
+    name, c = transform_of(options) or ("softcap", 0.0)
     # The factors of the kernels (semantics/score.h), which 0 times infinity would make NaN.
-    factor = abs(scale) / softcap if softcap else abs(scale)
-    if q.dtype != torch.float64 and not max(factor, softcap) < _LARGEST_FACTOR:
+    factor = abs(scale) / c if c else abs(scale)
+    if q.dtype != torch.float64 and not max(factor, c) < _LARGEST_FACTOR:
         raise ValueError(
-            f"{op}: scale, softcap and scale / softcap must be below {_LARGEST_FACTOR:.2g} "
-            f"but for float64, got scale={scale}, softcap={softcap}"
+            f"{op}: scale, {name} and scale / {name} must be below {_LARGEST_FACTOR:.2g} "
+            f"but for float64, got scale={scale}, {name}={c}"
         )
     rules = _mask(op, options, q, full)
     if layout is not None:
@@ -262,8 +263,10 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
     alibi_slopes, relative = options.alibi_slopes, options.relative
     sinks, normaliser = options.sinks, options.normaliser
     rules: list[ScoreRule] = []
-    if options.softcap > 0:
-        rules.append((ScoreKind.SOFTCAP, None, (options.softcap,)))
+    transform = transform_of(options)
+    if transform is not None:
+        name, c = transform
+        rules.append((ScoreKind[name.upper()], None, (c,)))
     if options.bias is not None:
         require_bias(op, "bias", options.bias, q)
         require_broadcastable(op, "bias", options.bias, q, full)
@@ -295,7 +298,7 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
                 f"window={parameters}"
             )
         rules.append(rule)
-    require_choice(op, "normaliser", normaliser, ("softmax", "sigmoid", "relu2"))
+    require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
     if normaliser != "softmax":
         if sinks is not None:
             raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")

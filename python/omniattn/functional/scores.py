@@ -1,7 +1,7 @@
 """Terms of the attention logits as small values that encode themselves for the kernels.
 
-A new term that a table holds is a dataclass here, a case in csrc/semantics/score.h and one in
-encoding/scores.py; no schema, fake kernel or gradient changes.
+A new term that a table holds is a dataclass here, a struct in csrc/semantics/score_rules.h and a
+case in encoding/scores.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations

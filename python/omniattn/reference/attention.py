@@ -12,12 +12,15 @@ from typing_extensions import Unpack
 
 from omniattn.reference import philox
 from omniattn.reference.options import (
+    NORMALISERS,
+    TRANSFORMS,
     AttentionOptions,
     MaskLike,
     Options,
     WeightOptions,
     pack,
     spelled_out,
+    transform_of,
 )
 from omniattn.reference.precision import widen
 from omniattn.reference.vmap import require_not_mapped
@@ -157,7 +160,7 @@ def _attention(
     if options.normaliser == "softmax":
         p, lse = _softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
-        p = _elementwise(s, options.normaliser)
+        p = NORMALISERS[options.normaliser](s)
         lse = s.new_zeros(batch, heads, tq)
     if options.seed is not None:
         drop, seed = options.dropout_p, options.seed.to(q.device)
@@ -178,8 +181,10 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     s = scale * (qw @ kw.transpose(-1, -2))
     if options.head_scale is not None:
         s = s * widen(options.head_scale).to(s.dtype)[:, None, None]
-    if options.softcap > 0:
-        s = options.softcap * torch.tanh(s / options.softcap)
+    transform = transform_of(options)
+    if transform is not None:
+        name, c = transform
+        s = c * TRANSFORMS[name](s / c)
     if options.bias is not None:
         s = s + widen(options.bias).to(s.dtype)
     if options.alibi_slopes is not None:
@@ -232,7 +237,7 @@ def attention_weights(
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
         p = p.masked_fill(nothing[..., None], 0)
     else:
-        p = _elementwise(s, record.normaliser)
+        p = NORMALISERS[record.normaliser](s)
     return p.sum(-2) if column_sums else p.to(q.dtype)
 
 
@@ -310,11 +315,6 @@ def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     lse = (top + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
     p = p / total
     return (p if sinks is None else p[..., :-1]), lse
-
-
-def _elementwise(s: Tensor, normaliser: str) -> Tensor:
-    """Weights that are functions of one logit each."""
-    return torch.sigmoid(s) if normaliser == "sigmoid" else torch.relu(s).square()
 
 
 def default_scale(dim: int) -> float:

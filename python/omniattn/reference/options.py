@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
+
+#: g of the option c that replaces scores s by c g(s / c); 0 is off
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
+#: weights that are functions of one logit each
+NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda s: torch.relu(s).square(),
+}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -76,6 +85,19 @@ class Options(NamedTuple):
     normaliser: Normaliser = "softmax"
     dropout_p: float = 0.0
     seed: Tensor | None = None
+
+
+def transform_of(options: Options) -> tuple[str, float] | None:
+    """The option that transforms the scores, and its c."""
+    found: tuple[str, float] | None = None
+    for name in TRANSFORMS:
+        c: float = getattr(options, name)
+        if c > 0 and found is not None:
+            given = f"{found[0]}={found[1]}, {name}={c}"
+            raise ValueError(f"attention: the scores may have one transform, got {given}")
+        if c > 0:
+            found = name, c
+    return found
 
 
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:

@@ -1,0 +1,233 @@
+// The rows of one tile of the backward (see attention_backward_cpu.cpp): from the products q.k and
+// dP to the weights and dS, the gradients of what was added to the logits, and the operands of the
+// products that follow.
+#pragma once
+
+#include "kernels/attention/attention_tile.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// Workspace: x_q = pre * q, dO times the factor of its row of P, dQ once per split, Delta and
+// shift, for rows [first, first + count) of all (b, h, q).
+template <class T>
+struct QueryRows {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  int64_t first, count, ldq, ldo;
+  M *q_, *grad_out_;
+  A *grad_q_, *delta_, *shift_;
+
+  QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
+      : first(first_row),
+        count(rows),
+        ldq(padded_row(params.problem.d)),
+        ldo(padded_row(params.problem.dv)) {
+    Arena<A> arena{static_cast<A*>(memory), backward_workspace_elements(params, rows)};
+    q_ = reinterpret_cast<M*>(arena.take(count * ldq));
+    grad_out_ = reinterpret_cast<M*>(arena.take(count * ldo));
+    grad_q_ = arena.take(count * ldq * params.splits);
+    delta_ = arena.take(count);
+    shift_ = arena.take(count);
+  }
+  OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
+  OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
+  OMNIATTN_INLINE A* grad_q(int64_t split, int64_t row) const {
+    return grad_q_ + (split * count + row - first) * ldq;
+  }
+  OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
+  OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
+};
+
+// A tile, the rows that it is computed from, and where its gradients go.
+template <class T>
+struct GradientTile {
+  using A = compute_t<T>;
+  const AttentionBackwardParams& params;
+  const QueryRows<T>& rows;
+  const TilePlan& plan;
+  int64_t b, h;
+  int64_t row;      // of the first query among all (b, h, q)
+  A *weights, *ds;  // (kQueryBlock, kKeyBlock); first the products q.k and dP
+  // Of the first query and key; null: not wanted.
+  A *grad_bias, *grad_relative;
+};
+
+// to[n] += from[n] for the columns below `count`.
+template <class A>
+OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* to) {
+  for_columns<A>(columns, [&](int64_t n) {
+    store_n(to + n, load_n(to + n, count - n) + load(from + n), count - n);
+  });
+}
+
+// The same where `to` holds no other sum. Rows of whole lines may go past the caches.
+template <class A>
+OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool past_caches,
+                               A* to) {
+  const bool lines = reinterpret_cast<uintptr_t>(to) % 64 == 0 && columns.end <= count;
+  if (past_caches && lines) {
+    for_columns<A>(columns, [&](int64_t n) { stream(to + n, load(from + n)); });
+  } else {
+    for_columns<A>(columns, [&](int64_t n) { store_n(to + n, load(from + n), count - n); });
+  }
+}
+
+// dS of row r to the gradients of bias and table term.
+template <class T>
+void add_to_terms(const GradientTile<T>& tile, int64_t r, Range columns) {
+  const AttentionBackwardParams& params = tile.params;
+  const compute_t<T>* const ds = tile.ds + r * kKeyBlock;
+  if (tile.grad_bias != nullptr) {
+    auto* const to = tile.grad_bias + r * params.grad_bias_stride_q;
+    const int64_t count = params.problem.tk - tile.plan.keys.begin;
+    if (params.bias_write == BiasWrite::add) {
+      add_to_row(ds, columns, count, to);
+    } else {
+      write_row(ds, columns, count, params.bias_write == BiasWrite::stream, to);
+    }
+  }
+  if (tile.grad_relative != nullptr) {
+    add_to_row(ds, columns, kKeyBlock, tile.grad_relative + r * params.problem.relative.stride_q);
+  }
+}
+
+// From q.k and dP of row r to what products read: the weights after dropout, and dx.
+template <class T>
+void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& score, int64_t r,
+                  Range columns) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& problem = tile.params.problem;
+  A *const weights = tile.weights + r * kKeyBlock, *const ds = tile.ds + r * kKeyBlock;
+  const auto drop = [&](A* row) {
+    if (problem.dropout.threshold == 0) return;
+    RowDropout<A>(problem, score.b, score.h, score.q, score.key).apply(row, columns);
+  };
+
+  A slope[kKeyBlock];  // of the transform
+  scale_row(weights, columns, kKeepsQueries<T> ? query_factor<A>(problem, tile.h) : A(1));
+  score.to_logits(weights, columns, slope);
+
+  drop(ds);
+  const int64_t row = tile.row + r;
+  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, by the weights
+  with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
+    for_columns<A>(columns, [&](int64_t n) {
+      const auto w = weight(load(weights + n));
+      store(weights + n, w.value);
+      store(ds + n, w.slope * (load(ds + n) - mean));
+    });
+  });
+  score.hide(ds, columns, A(0));  // a hidden key may hold anything, 0 * NaN included
+  add_to_terms(tile, r, columns);
+
+  drop(weights);
+  if (problem.score.transform != ScoreKind::none) {
+    for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
+  }
+}
+
+template <class T>
+void gradient_rows(const GradientTile<T>& tile) {
+  using A = compute_t<T>;
+  const TilePlan& plan = tile.plan;
+  for (int64_t g = 0; g < plan.groups(); ++g) {
+    const Range columns = plan.columns[g], group = plan.group_rows(g);
+    for (int64_t r = group.begin; r < group.end; ++r) {
+      A* const both[] = {tile.weights, tile.ds};
+      for (A* const x : both) {  // the products down the columns read whole rows
+        fill_zero(x + r * kKeyBlock, columns.begin);
+        fill_zero(x + r * kKeyBlock + columns.end, kKeyBlock - columns.end);
+      }
+      const RowScore<A> score{
+          tile.params.problem,    tile.b,          tile.h,
+          plan.queries.begin + r, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+      gradient_row(tile, score, r, columns);
+    }
+  }
+}
+
+// What products read of a tile: P and dx of dK down their columns, dx of dQ along its rows.
+template <class M>
+struct TileOperands {
+  const M *weights, *dk, *dq;
+};
+
+template <class T>
+TileOperands<operand_t<T>> tile_operands(const GradientTile<T>& tile) {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  A *const weights = tile.weights, *const ds = tile.ds;
+  if constexpr (!kKeepsQueries<T>) {
+    return {weights, ds, ds};
+  } else {
+    // In their own memory: pairs of rows in the first half of each tile, the rows of dq in the
+    // other half of the weights, which is free when these are done.
+    constexpr int64_t kHalf = kQueryBlock * kKeyBlock;
+    M* const weight_pairs = reinterpret_cast<M*>(weights);
+    M* const ds_pairs = reinterpret_cast<M*>(ds);
+    M* const ds_rows = weight_pairs + kHalf;
+    const int64_t rows = tile.plan.rows();
+    const A factor = query_factor<A>(tile.params.problem, tile.h);
+    if (rows % 2 != 0) {
+      fill_zero(weights + rows * kKeyBlock, kKeyBlock);
+      fill_zero(ds + rows * kKeyBlock, kKeyBlock);
+    }
+    const auto pair_rows = [](const A* x, int64_t r, int64_t n, A scale, M* pairs) {
+      const Vec<A> first = load(x + r * kKeyBlock + n), second = load(x + (r + 1) * kKeyBlock + n);
+      store_pairs(pairs + r * kKeyBlock + 2 * n,
+                  narrow_to_pairs(first * Vec<A>(scale), second * Vec<A>(scale)));
+    };
+    for (int64_t r = 0; r < rows; r += 2) {
+      for_columns<A>({0, kKeyBlock},
+                     [&](int64_t n) { pair_rows(weights, r, n, A(1), weight_pairs); });
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
+        store(ds_rows + r * kKeyBlock + n, load(ds + r * kKeyBlock + n));
+      });
+    }
+    for (int64_t r = 0; r < rows; r += 2) {
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) { pair_rows(ds, r, n, factor, ds_pairs); });
+    }
+    return {weight_pairs, ds_pairs, ds_rows};
+  }
+}
+
+// sum += X^T Y: X (queries x keys of the tile), of bf16 in pairs of queries, Y rows of queries.
+// Where the mask cuts the tile, a few keys at a time take only the groups that see them.
+template <class M>
+void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld, int64_t width,
+                        compute_t<M>* sum) {
+  constexpr int64_t kPair = Operand<M>::kStep;
+  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
+  const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
+    for (int64_t key = 0; key < kKeyBlock; key += step) {
+      const Range keys = intersect({key, key + step}, {0, kKeyBlock});
+      Range rows = {kQueryBlock, 0};
+      for (int64_t g = 0; g < plan.groups(); ++g) {
+        if (is_empty(intersect(plan.columns[g], keys))) continue;
+        const Range group = plan.group_rows(g);
+        rows = {group.begin < rows.begin ? group.begin : rows.begin, group.end};
+      }
+      if (is_empty(rows)) continue;
+      gemm_tile<M, ALayout::kTransposed>(
+          x + rows.begin * kKeyBlock + key * kPair, kKeyBlock, b.at(rows.begin, 0),
+          sum + key * ld + column, ld, keys.end - keys.begin, columns, rows.end - rows.begin, true);
+    }
+  };
+  if constexpr (kPair == 1) {
+    multiply(row_panels(y, ld), 0, width);
+  } else {
+    M pairs[kQueryBlock * kPanelCols<M>];
+    for (int64_t column = 0; column < width; column += kPanelCols<M>) {
+      const int64_t columns = width - column < kPanelCols<M> ? width - column : kPanelCols<M>;
+      pack_rows(y + column, ld, plan.rows(), columns, pairs, kPanelCols<M>, columns);
+      multiply(packed_panels(static_cast<const M*>(pairs), kQueryBlock), column, columns);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,204 @@
+// The rules that a score is made of, one struct each. A call has one rule of each role at most:
+//
+//   head_scale  (Hq,)                        a factor of s = scale q.k for each head
+//   transform   a parameter c > 0            f(s) = c g(s / c)
+//   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
+//   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)
+//   sinks       (Hq,)                        the logit of one more key, whose value is 0
+//   normaliser                               the weight of each logit, instead of a softmax
+//
+// with i = q + Tk - Tq. The struct of a transform or normaliser says what it makes of a number x,
+// and the derivative there (at), once for vectors and scalars on the CPU and for CUDA. That of a
+// table says which row a pair reads (row), times which factor, whether both depend on k - i alone
+// (kRelative), and whether the table and its parameters have a meaning (fits).
+//
+// To add a rule: its struct here, and a line in OMNIATTN_SCORE_RULES. A struct without one of the
+// members does not compile.
+#pragma once
+
+#include <math.h>  // with the float overloads in the global namespace
+
+#include <cstdint>
+
+#include "semantics/macros.h"
+
+namespace omniattn {
+
+// name, number in the encoded form, struct
+#define OMNIATTN_SCORE_RULES(rule)                                                         \
+  rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                      \
+      rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu) \
+          rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances)    \
+              rule(window, 9, Window)
+
+enum class ScoreKind : int32_t {
+  none = -1,
+#define OMNIATTN_RULE(name, number, Rule) name = number,
+  OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
+#undef OMNIATTN_RULE
+};
+
+enum class ScoreRole : int32_t { head_scale, transform, bias, table, sinks, normaliser };
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+struct TableTerm {
+  ScoreKind kind;
+  int64_t a, b;
+  int64_t rows;
+  const void* data;  // (B | 1, rows, Hq) in the compute type, contiguous; null: no term
+  int64_t stride_b;
+};
+
+namespace score_rules {
+
+// ---- functions of scalars by the names of runtime/vec.h -----------------------------------------
+
+#if defined(__CUDACC__)
+using ::max;
+using ::min;
+#else
+OMNIATTN_FN float max(float a, float b) { return a > b ? a : b; }
+OMNIATTN_FN double max(double a, double b) { return a > b ? a : b; }
+OMNIATTN_FN float min(float a, float b) { return a < b ? a : b; }
+OMNIATTN_FN double min(double a, double b) { return a < b ? a : b; }
+#endif
+OMNIATTN_FN float reciprocal(float x) { return 1.0f / x; }
+OMNIATTN_FN double reciprocal(double x) { return 1.0 / x; }
+
+// ---- roles --------------------------------------------------------------------------------------
+
+// kParameters: how many parameters the encoded form has.
+struct HeadScale {
+  static constexpr ScoreRole kRole = ScoreRole::head_scale;
+  static constexpr int32_t kParameters = 0;
+};
+struct Transform {
+  static constexpr ScoreRole kRole = ScoreRole::transform;
+  static constexpr int32_t kParameters = 1;
+};
+struct Bias {
+  static constexpr ScoreRole kRole = ScoreRole::bias;
+  static constexpr int32_t kParameters = 0;
+};
+struct Table {
+  static constexpr ScoreRole kRole = ScoreRole::table;
+  static constexpr int32_t kParameters = 2;
+  OMNIATTN_FN static double factor(int64_t, int64_t) { return 1.0; }
+};
+struct Sinks {
+  static constexpr ScoreRole kRole = ScoreRole::sinks;
+  static constexpr int32_t kParameters = 0;
+};
+struct Normaliser {
+  static constexpr ScoreRole kRole = ScoreRole::normaliser;
+  static constexpr int32_t kParameters = 0;
+};
+
+// A function at one place. The compiler drops the slope where only the value is used.
+template <class V>
+struct ValueAndSlope {
+  V value, slope;
+};
+
+// ---- transforms: g(x) ---------------------------------------------------------------------------
+
+struct Softcap : Transform {
+  template <class V>
+  OMNIATTN_FN static ValueAndSlope<V> at(V x) {
+    const V t = tanh(x);
+    return {t, V(1) - t * t};
+  }
+};
+
+// ---- normalisers: the weight of a logit x, 0 where x = -inf -------------------------------------
+
+struct Sigmoid : Normaliser {
+  template <class V>
+  OMNIATTN_FN static ValueAndSlope<V> at(V x) {
+    const V e = exp2(min(V(126), x * V(kLog2E)));
+    const V weight = e * reciprocal(V(1) + e);
+    return {weight, weight * (V(1) - weight)};
+  }
+};
+
+// relu(x)^2
+struct SquaredRelu : Normaliser {
+  template <class V>
+  OMNIATTN_FN static ValueAndSlope<V> at(V x) {
+    const V root = max(x, V(0));
+    return {root * root, root + root};
+  }
+};
+
+// ---- tables -------------------------------------------------------------------------------------
+
+// One row, the slopes: -slope * |k - i|.
+struct Alibi : Table {
+  static constexpr bool kRelative = true;
+  OMNIATTN_FN static int64_t row(const TableTerm&, int64_t, int64_t) { return 0; }
+  OMNIATTN_FN static double factor(int64_t i, int64_t k) {
+    return -static_cast<double>(k > i ? k - i : i - k);
+  }
+  OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) { return term.rows == 1; }
+};
+
+// Bucket of T5 (spec attention 15): near distances have one each, farther ones share on a
+// logarithmic scale, floor(steps * ln(far / exact) / ln(limit / exact)) as powers of integers.
+OMNIATTN_FN int64_t t5_bucket(int64_t distance, bool bidirectional, int64_t buckets,
+                              int64_t max_distance) {
+  const int64_t count = bidirectional ? buckets / 2 : buckets;
+  const int64_t side = bidirectional && distance > 0 ? count : 0;
+  const int64_t far = distance < 0 ? -distance : bidirectional ? distance : 0;
+  const int64_t exact = count / 2, steps = count - exact;
+  if (far < exact) return side + far;
+  if (far >= max_distance) return side + count - 1;
+  double power = 1, bound = 1;
+  for (int64_t n = 0; n < steps; ++n)
+    power *= static_cast<double>(far) / static_cast<double>(exact);
+  int64_t step = 0;
+  for (; step < steps; ++step) {
+    bound *= static_cast<double>(max_distance) / static_cast<double>(exact);
+    if (power < bound) break;
+  }
+  return side + exact + (step < steps ? step : steps - 1);
+}
+
+// T5: row = bucket of k - i; a: whether both directions count, b: max distance.
+struct Buckets : Table {
+  static constexpr bool kRelative = true;
+  OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {
+    return t5_bucket(k - i, term.a != 0, term.rows, term.b);
+  }
+  OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) {
+    const int64_t exact = (term.a != 0 ? term.rows / 2 : term.rows) / 2;
+    return exact >= 1 && term.b > exact;
+  }
+};
+
+// row = k - i + a, kept inside the table.
+struct Distances : Table {
+  static constexpr bool kRelative = true;
+  OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {
+    const int64_t row = k - i + term.a;
+    return row < 0 ? 0 : row < term.rows ? row : term.rows - 1;
+  }
+  OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) { return term.rows >= 1; }
+};
+
+// Swin: row = difference of the places in a window of a rows and b columns.
+struct Window : Table {
+  static constexpr bool kRelative = false;
+  OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {
+    return (i / term.b - k / term.b + term.a - 1) * (2 * term.b - 1) + i % term.b - k % term.b +
+           term.b - 1;
+  }
+  OMNIATTN_FN static bool fits(const TableTerm& term, int64_t tq, int64_t tk) {
+    return term.a >= 1 && term.b >= 1 && term.a < (1 << 16) && term.b < (1 << 16) &&
+           term.rows == (2 * term.a - 1) * (2 * term.b - 1) && tq == term.a * term.b && tk == tq;
+  }
+};
+
+}  // namespace score_rules
+}  // namespace omniattn
