@@ -1,20 +1,39 @@
 # One OBJECT library of torch-free kernels per instruction set.
 #
 # Every kernel source is compiled once per ISA into its own namespace (OMNIATTN_ISA) and picked at run
-# time by csrc/runtime/cpu_isa.cpp. The objects see no torch include path. Never -march=native.
+# time by csrc/runtime/cpu_isa.h. The objects see no torch include path. Never -march=native.
 
-set(OMNIATTN_ISAS baseline)
-set(OMNIATTN_FLAGS_baseline "")
-set(OMNIATTN_DOT_ISAS "")  # in addition, for sources that multiply in bf16
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND OMNIATTN_ISAS avx2 avx512)
-  list(APPEND OMNIATTN_DOT_ISAS avx512_bf16)
+# The table of csrc/runtime/isa.h: OMNIATTN_ISAS are the levels that have all kernels,
+# OMNIATTN_PRODUCT_ISAS those that have products only; OMNIATTN_FLAGS_<isa> asks the compiler for the
+# extensions of a level and of all before it.
+set(isa_table "${CMAKE_CURRENT_LIST_DIR}/../csrc/runtime/isa.h")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${isa_table}")
+file(READ "${isa_table}" isa_table)
+string(REGEX MATCHALL "level\\([a-z0-9_]+, [^,]+,[^,]+,[^,)]*__VA_ARGS__" isa_table "${isa_table}")
+set(OMNIATTN_ISAS "")
+set(OMNIATTN_PRODUCT_ISAS "")
+set(flags "")
+set(tuning_avx512 -mprefer-vector-width=512)
+foreach(level IN LISTS isa_table)
+  string(REGEX MATCH "level\\(([a-z0-9_]+), ([^,]+)," _ "${level}")
+  set(isa ${CMAKE_MATCH_1})
+  set(operands ${CMAKE_MATCH_2})
+  string(REGEX MATCHALL "HAS\\([^)]+" extensions "${level}")
+  list(TRANSFORM extensions REPLACE "HAS\\(" "-m")
+  if(extensions AND NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    break()
+  endif()
+  list(APPEND flags ${extensions} ${tuning_${isa}})
+  set(OMNIATTN_FLAGS_${isa} ${flags})
+  if(operands MATCHES "f32")
+    list(APPEND OMNIATTN_ISAS ${isa})
+  else()
+    list(APPEND OMNIATTN_PRODUCT_ISAS ${isa})
+  endif()
+endforeach()
+if("avx2" IN_LIST OMNIATTN_ISAS)
   # What runs on processors older than 2013 shall not take most of the time of a build.
   set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-O1>)
-  set(OMNIATTN_FLAGS_avx2 -mavx2 -mfma -mf16c)
-  set(OMNIATTN_FLAGS_avx512 ${OMNIATTN_FLAGS_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq
-    -mprefer-vector-width=512)
-  set(OMNIATTN_FLAGS_avx512_bf16 ${OMNIATTN_FLAGS_avx512} -mavx512bf16)
 endif()
 
 set(OMNIATTN_KERNEL_OPTIONS
@@ -30,13 +49,13 @@ function(omniattn_isa_library target isa flags)
   target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
 endfunction()
 
-# omniattn_isa_libraries(prefix [SOURCES source...] [DOT source...]): <prefix>_<isa> for each ISA, the
-# sources of DOT for those with a bf16 dot product too; their objects in <prefix>_OBJECTS.
+# omniattn_isa_libraries(prefix [SOURCES source...] [PRODUCTS source...]): <prefix>_<isa> for each ISA,
+# of those that have products only from the sources of PRODUCTS; their objects in <prefix>_OBJECTS.
 function(omniattn_isa_libraries prefix)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DOT")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;PRODUCTS")
   set(objects "")
-  foreach(isa ${OMNIATTN_ISAS} ${OMNIATTN_DOT_ISAS})
-    set(sources ${arg_DOT})
+  foreach(isa ${OMNIATTN_ISAS} ${OMNIATTN_PRODUCT_ISAS})
+    set(sources ${arg_PRODUCTS})
     if(isa IN_LIST OMNIATTN_ISAS)
       list(APPEND sources ${arg_SOURCES})
     endif()
@@ -46,7 +65,7 @@ function(omniattn_isa_libraries prefix)
   set(${prefix}_OBJECTS ${objects} PARENT_SCOPE)
 endfunction()
 
-# omniattn_add_kernels(SOURCES ... DOT ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
+# omniattn_add_kernels(SOURCES ... PRODUCTS ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
 function(omniattn_add_kernels)
   add_library(kernels_dispatch OBJECT csrc/runtime/cpu_isa.cpp)
   target_link_libraries(kernels_dispatch PRIVATE omniattn_options)

@@ -7,24 +7,19 @@
 
 namespace omniattn {
 
-#if defined(__x86_64__)
-namespace isa_avx512_bf16_emulated {
-extern const GemmKernels gemm_kernels_table;
-}
-#endif
-
 namespace python {
 namespace {
 
 const GemmKernels& kernels_of(const std::string& isa, DType factors) {
+  Isa level = Isa::baseline;
 #if defined(__x86_64__)
-  const bool is_bf16 = factors == DType::bf16;
-  if (isa == "avx512_bf16_emulated" && is_bf16) return isa_avx512_bf16_emulated::gemm_kernels_table;
-  if (isa == "avx512_bf16" && is_bf16) return isa_avx512_bf16::gemm_kernels_table;
-  if (isa.starts_with("avx512")) return isa_avx512::gemm_kernels_table;
-  if (isa == "avx2") return isa_avx2::gemm_kernels_table;
+  if (isa == "avx512_bf16_emulated") {
+    if (factors == DType::bf16) return isa_avx512_bf16_emulated::gemm_kernels_table;
+    level = Isa::avx512;
+  }
 #endif
-  return isa_baseline::gemm_kernels_table;
+  parse_isa(isa.c_str(), level);
+  return gemm_kernels_on(level, factors);
 }
 
 // C = op(A) op(B) + bias; half types as uint16, `accumulate` adds to C in compute type.

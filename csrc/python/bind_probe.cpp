@@ -11,12 +11,6 @@
 
 namespace omniattn {
 
-#if defined(__x86_64__)
-namespace isa_avx512_bf16_emulated {
-extern const ProbeKernels probe_kernels_table;
-}
-#endif
-
 namespace {
 
 namespace py = pybind11;
@@ -37,25 +31,23 @@ const char* dtype_name(DType dtype) {
 // The kernels that run a dtype on an ISA, null if this machine lacks it.
 const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
-  const Isa best = detected_isa();
-  const bool is_bf16 = dtype == DType::bf16;
-  if (isa == "avx2" && best >= Isa::avx2) return &isa_avx2::probe_kernels_table;
-  if (isa == "avx512" && best >= Isa::avx512) return &isa_avx512::probe_kernels_table;
-  if (isa == "avx512_bf16" && best >= Isa::avx512_bf16) {
-    return is_bf16 ? &isa_avx512_bf16::probe_kernels_table : &isa_avx512::probe_kernels_table;
-  }
-  if (isa == "avx512_bf16_emulated" && best >= Isa::avx512) {
-    return is_bf16 ? &isa_avx512_bf16_emulated::probe_kernels_table
-                   : &isa_avx512::probe_kernels_table;
+  if (isa == "avx512_bf16_emulated" && detected_isa() >= Isa::avx512) {
+    return dtype == DType::bf16 ? &isa_avx512_bf16_emulated::probe_kernels_table
+                                : &isa_avx512::probe_kernels_table;
   }
 #endif
-  return isa == "baseline" ? &isa_baseline::probe_kernels_table : nullptr;
+  Isa level;
+  if (!parse_isa(isa.c_str(), level) || level > detected_isa()) return nullptr;
+  return &probe_kernels_on(level, dtype);
 }
 
 std::vector<std::string> probe_isas() {
   std::vector<std::string> found;
-  for (const char* isa : {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated"}) {
-    if (find_table(isa, DType::f32) != nullptr) found.emplace_back(isa);
+  for (int32_t i = 0; i <= static_cast<int32_t>(detected_isa()); ++i) {
+    found.emplace_back(isa_name(static_cast<Isa>(i)));
+  }
+  if (find_table("avx512_bf16_emulated", DType::f32) != nullptr) {
+    found.emplace_back("avx512_bf16_emulated");
   }
   return found;
 }

@@ -7,27 +7,29 @@
 namespace omniattn {
 namespace {
 
-constexpr const char* kNames[kIsaCount] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+#define OMNIATTN_NAME(name, ...) #name,
+constexpr const char* kNames[kIsaCount] = {OMNIATTN_ISAS(OMNIATTN_NAME)};
+
+// In a library for tests, one level need not be there: other instructions do its work.
+bool is_emulated([[maybe_unused]] Isa isa) {
+#if defined(OMNIATTN_EMULATED_ISA)
+  return isa == Isa::OMNIATTN_EMULATED_ISA;
+#else
+  return false;
+#endif
+}
 
 Isa detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-      !__builtin_cpu_supports("f16c")) {
-    return Isa::baseline;
-  }
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return Isa::avx2;
-  }
-#if defined(OMNIATTN_EMULATE_BF16_DOT)
-  return Isa::avx512_bf16;
-#else
-  return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
 #endif
-#else
-  return Isa::baseline;
-#endif
+  Isa best = Isa::baseline;
+#define HAS(extension) __builtin_cpu_supports(#extension)
+#define OMNIATTN_DETECT(name, operands, present, ...)     \
+  if (!(present) && !is_emulated(Isa::name)) return best; \
+  best = Isa::name;
+  OMNIATTN_BUILT_ISAS(OMNIATTN_DETECT)
+  return best;
 }
 
 // The environment may lower the ISA, never raise it. An unknown name is reported by Python

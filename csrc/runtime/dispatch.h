@@ -2,29 +2,46 @@
 #pragma once
 
 #include "runtime/assert.h"
-#include "runtime/dtype.h"
+#include "runtime/isa.h"
 
 namespace omniattn {
 
-// f(T{}) with T = double, float, bf16 or f16. Objects for a dot product of bf16 know only bf16, see
-// runtime/cpu_isa.h.
+namespace {
+
+// Whether this object has kernels for T: those of an ISA may have products of some types only.
+template <class T>
+#if defined(OMNIATTN_ISA)
+constexpr bool kIsBuiltFor = has_products(OMNIATTN_ISA::kIsa, TypeTraits<T>::kDType);
+#else
+constexpr bool kIsBuiltFor = true;
+#endif
+
+}  // namespace
+
+// f(T{}) with T = double, float, bf16 or f16.
 template <class F>
 [[gnu::always_inline]] inline void dispatch(DType dtype, const F& f) {
-#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-  if (dtype == DType::bf16) return f(bf16{});
-#else
   switch (dtype) {
     case DType::f64:
-      return f(double{});
+      if constexpr (kIsBuiltFor<double>) return f(double{});
+      break;
     case DType::f32:
-      return f(float{});
+      if constexpr (kIsBuiltFor<float>) return f(float{});
+      break;
     case DType::bf16:
-      return f(bf16{});
+      if constexpr (kIsBuiltFor<bf16>) return f(bf16{});
+      break;
     case DType::f16:
-      return f(f16{});
+      if constexpr (kIsBuiltFor<f16>) return f(f16{});
+      break;
   }
-#endif
   OMNIATTN_FAIL("a kernel was called with a dtype that it was not built for");
+}
+
+// f(C{}) with the type that a dtype is computed in.
+template <class F>
+[[gnu::always_inline]] inline void dispatch_compute(DType dtype, const F& f) {
+  dtype == DType::f64 ? f(double{}) : f(float{});
 }
 
 }  // namespace omniattn

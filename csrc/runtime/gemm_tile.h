@@ -7,8 +7,8 @@
 //   B  (k, n) as column panels: packed_panels(...) of pack_b or pack_bt, or row_panels(...) of rows
 //   C  (m, n) row-major in compute_t<T>
 //
-// T is the operand type: double, float, or bf16 where the machine has a bf16 dot product. Other
-// storage types are widened to float when they are packed; operand_t<S> names the type for S.
+// T is the operand type: double, float, or a 16-bit type that the ISA multiplies (runtime/isa.h).
+// Other storage types are widened to float when they are packed; operand_t<S> names the type for S.
 // bf16 operands hold pairs of consecutive k: A is plain rows (row k+1 follows k in memory), while
 // B, and A when transposed, hold [ceil(k / 2)][columns][2] with a zero behind an odd k.
 //
@@ -18,6 +18,9 @@
 // compiled once per ISA, in gemm_tile_cpu.cpp.
 #pragma once
 
+#include <type_traits>
+
+#include "runtime/isa.h"
 #include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -38,9 +41,7 @@ constexpr int tile_rows(int vecs) {
 
 // The operand type that storage type S is multiplied in.
 template <class S>
-struct OperandOf {
-  using type = compute_t<S>;
-};
+using operand_t = std::conditional_t<multiplies(kIsa, TypeTraits<S>::kDType), S, compute_t<S>>;
 
 // What a tile does with one step of k: one element, or one pair of bf16.
 template <class T>
@@ -55,11 +56,7 @@ struct Operand {
   OMNIATTN_INLINE static Vec<T> multiply_add(B a, B b, Vec<T> acc) { return fma(a, b, acc); }
 };
 
-#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-template <>
-struct OperandOf<bf16> {
-  using type = bf16;
-};
+#if defined(__AVX512F__)
 template <>
 struct Operand<bf16> {
   static constexpr int kStep = 2;
@@ -71,9 +68,6 @@ struct Operand<bf16> {
   OMNIATTN_INLINE static VecF multiply_add(B a, B b, VecF acc) { return dot_bf16(acc, a, b); }
 };
 #endif
-
-template <class S>
-using operand_t = typename OperandOf<S>::type;
 
 // Columns of one panel.
 template <class T>

@@ -2,6 +2,7 @@
 #include "runtime/gemm_tile.h"
 
 #include "runtime/assert.h"
+#include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -144,17 +145,13 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
   }
 }
 
-#define OMNIATTN_GEMM_TILE(T, layout)                                                      \
-  template void gemm_tile<T, layout>(const T*, int64_t, Panels<T>, compute_t<T>*, int64_t, \
-                                     int64_t, int64_t, int64_t, bool);
-#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-OMNIATTN_GEMM_TILE(bf16, ALayout::kRows)
-OMNIATTN_GEMM_TILE(bf16, ALayout::kTransposed)
-#else
-OMNIATTN_GEMM_TILE(float, ALayout::kRows)
-OMNIATTN_GEMM_TILE(float, ALayout::kTransposed)
-OMNIATTN_GEMM_TILE(double, ALayout::kRows)
-OMNIATTN_GEMM_TILE(double, ALayout::kTransposed)
-#endif
+// Names the tiles of every type that the ISA multiplies, so that they are compiled here.
+[[gnu::used]] static void instantiate(DType dtype, const void** tiles) {
+  dispatch(dtype, [&]<class S>(S) {
+    using T = operand_t<S>;
+    tiles[0] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kRows>);
+    tiles[1] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kTransposed>);
+  });
+}
 
 }  // namespace omniattn::OMNIATTN_ISA

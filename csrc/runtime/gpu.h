@@ -1,19 +1,15 @@
-// What a CUDA kernel may use of the machine; the only header of its kind that kernels include.
-// Under nvcc: thin PTX wrappers. Under g++: the same names run on the CPU (emulator/cuda.h), where
-// tests check numbers, barriers and races without a GPU. PTX ISA 8.x, sm_80 and newer.
+// What a CUDA kernel may use of the machine, as thin PTX wrappers; the only header of its kind that
+// kernels include. The emulator of the tests puts a header of this name in front of it, whose names
+// run on the CPU. PTX ISA 8.x, sm_80 and newer.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
 
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
-
-#if !defined(__CUDACC__)
-#include "emulator/cuda.h"
-#else
-
-#include <cuda_runtime.h>
 
 // The only form of static shared memory; the array has an alignment of 16.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
@@ -185,15 +181,6 @@ inline int64_t shared_memory_limit() {
 inline Status launch_status() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-}  // namespace omniattn::gpu
-#endif
-
-namespace omniattn::gpu {
-
-__host__ __device__ inline bool aligned_16(const void* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
 }  // namespace omniattn::gpu

@@ -10,6 +10,10 @@
 
 namespace omniattn::gpu {
 
+__host__ __device__ inline bool aligned_16(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+
 // W neighbours of a row, as stored.
 template <class T, int W>
 struct alignas(sizeof(T) * W) Pack {

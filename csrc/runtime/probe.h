@@ -64,6 +64,6 @@ struct ProbeKernels {
   void (*triad)(float* a, const float* b, const float* c, float s, int64_t n, bool stream);
 };
 
-OMNIATTN_DOT_KERNEL_TABLE(ProbeKernels, probe_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(ProbeKernels, probe_kernels)
 
 }  // namespace omniattn

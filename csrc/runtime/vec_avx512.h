@@ -150,10 +150,6 @@ OMNIATTN_INLINE double reduce_max(VecD x) { return _mm512_reduce_max_pd(x.v); }
 // ---- bf16 pairs ---------------------------------------------------------------------------------
 // One 32-bit lane holds two consecutive terms of a dot product, the first in the low half.
 
-#if defined(__AVX512BF16__) || defined(OMNIATTN_EMULATE_BF16_DOT)
-
-constexpr bool kHasBf16Dot = true;
-
 struct PairVec {
   __m512i v;
 };
@@ -197,24 +193,18 @@ OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
 
 // acc + a.second * b.second + a.first * b.first per lane, in the instruction's order.
 OMNIATTN_INLINE VecF dot_bf16(VecF acc, PairVec a, PairVec b) {
-#if defined(OMNIATTN_EMULATE_BF16_DOT)
+#if defined(__AVX512BF16__)
+  return VecF(
+      _mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v)));
+#else
   const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
   const VecF a_second(_mm512_castsi512_ps(_mm512_and_si512(a.v, upper)));
   const VecF b_second(_mm512_castsi512_ps(_mm512_and_si512(b.v, upper)));
   const VecF a_first(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)));
   const VecF b_first(_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)));
   return fma(a_first, b_first, fma(a_second, b_second, acc));
-#else
-  return VecF(
-      _mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v)));
 #endif
 }
-
-#else
-
-constexpr bool kHasBf16Dot = false;
-
-#endif
 
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "semantics/macros.h"
+#include "semantics/arith.h"
 
 namespace omniattn {
 
@@ -21,9 +21,6 @@ OMNIATTN_FN Range intersect(Range x, Range y) {
 OMNIATTN_FN bool contains(Range outer, Range inner) {
   return outer.begin <= inner.begin && inner.end <= outer.end;
 }
-
-OMNIATTN_FN int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
-OMNIATTN_FN int64_t round_up(int64_t n, int64_t d) { return ceil_div(n, d) * d; }
 
 // The key that query 0 is aligned with when the last query meets the last key (spec R5,
 // bottom-right).

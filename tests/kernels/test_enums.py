@@ -7,6 +7,7 @@ import pytest
 
 from omniattn import config
 from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
+from omniattn.cli import info
 from omniattn.encoding.scores import ScoreKind
 from omniattn.functional import _attention, _mask
 from omniattn.ops.activation import ACTIVATIONS
@@ -35,6 +36,11 @@ def rules(path):
     return {name: int(number) for name, number in found}
 
 
+def isa_levels():
+    table = re.findall(r"\blevel\((\w+), [^,]+,[^,]+,[^)]*\)", source("runtime/isa.h"))
+    return {name: number for number, name in enumerate(table)}
+
+
 def by_name(kinds):
     renamed = {"window": "window_bottom_right"}
     return {renamed.get(kind.name.lower(), kind.name.lower()): int(kind) for kind in kinds}
@@ -53,7 +59,7 @@ def by_name(kinds):
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
         (
-            enumerators("runtime/cpu_isa.h", "Isa"),
+            isa_levels(),
             {name: number for number, name in enumerate(config.CPU_ISAS)},
         ),
     ],
@@ -61,6 +67,10 @@ def by_name(kinds):
 )
 def test_enums_match(native, python):
     assert native == python
+
+
+def test_every_isa_is_explained():
+    assert tuple(info._MEANING) == config.CPU_ISAS
 
 
 def test_constants_match():

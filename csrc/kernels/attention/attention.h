@@ -347,9 +347,9 @@ struct AttentionSelectKernels {
   AttentionKernel<AttentionSelectParams> select;
 };
 
-OMNIATTN_DOT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
-OMNIATTN_DOT_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
 

@@ -10,6 +10,7 @@
 
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/gpu_mma.h"
+#include "runtime/gpu_row.h"
 
 namespace omniattn::gpu {
 

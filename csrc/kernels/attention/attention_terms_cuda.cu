@@ -20,12 +20,6 @@ using namespace gpu;
 
 constexpr int kThreads = 256;
 
-// f(float{}) or f(double{}): the compute type.
-template <class F>
-void dispatch_compute(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
-}
-
 // ---- the table's term ---------------------------------------------------------------------------
 
 // Relative terms have an element for each distance, others one for each pair.

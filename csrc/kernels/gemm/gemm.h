@@ -41,6 +41,6 @@ struct GemmKernels {
                       int64_t begin, int64_t end);
 };
 
-OMNIATTN_DOT_KERNEL_TABLE(GemmKernels, gemm_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(GemmKernels, gemm_kernels)
 
 }  // namespace omniattn

@@ -3,6 +3,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
+#include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -15,18 +16,13 @@ constexpr int64_t kEnoughItems = 8;
 constexpr int64_t kMaxDotRows = 4;
 constexpr int64_t kDotColumns = 64;
 
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 bool is_dot(const GemmParams& p) {
   return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
 }
 
 // Whether A is multiplied where it is, not packed for each block of columns.
 bool reads_a_in_place(const GemmParams& p) {
-  return !p.a_transposed && (p.a_dtype == DType::f64 || p.a_dtype == DType::f32 || kHasBf16Dot);
+  return !p.a_transposed && multiplies(kIsa, p.a_dtype);
 }
 
 // The grid of blocks of C.
@@ -40,25 +36,23 @@ struct Grid {
   explicit Grid(const GemmParams& p) {
     const bool deep = reads_a_in_place(p);
     depth = deep ? 512 : 256;
-    col_blocks = divide_up(p.n, deep ? 128 : 256);
-    cols = round_up(divide_up(p.n, larger(col_blocks, 1)), kPanelCols<float>);
-    col_blocks = divide_up(p.n, larger(cols, 1));
-    const int64_t wanted = divide_up(kEnoughItems, larger(col_blocks, 1));
-    row_blocks = larger(divide_up(p.m, kMaxItemRows), smaller(wanted, p.m / kBlockM));
-    rows = divide_up(p.m, larger(row_blocks, 1));
-    row_blocks = divide_up(p.m, larger(rows, 1));
+    col_blocks = ceil_div(p.n, deep ? 128 : 256);
+    cols = round_up(ceil_div(p.n, larger(col_blocks, 1)), kPanelCols<float>);
+    col_blocks = ceil_div(p.n, larger(cols, 1));
+    const int64_t wanted = ceil_div(kEnoughItems, larger(col_blocks, 1));
+    row_blocks = larger(ceil_div(p.m, kMaxItemRows), smaller(wanted, p.m / kBlockM));
+    rows = ceil_div(p.m, larger(row_blocks, 1));
+    row_blocks = ceil_div(p.m, larger(rows, 1));
   }
 };
 
 // The operand type T of a product, as a value to dispatch on.
 template <class F>
 OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
-  if constexpr (kHasBf16Dot) {
-    f(bf16{});
-  } else if (p.b_dtype == DType::f64) {
-    f(double{});
+  if constexpr (has_all_kernels(kIsa)) {
+    dispatch_compute(p.b_dtype, f);
   } else {
-    f(float{});
+    dispatch(p.b_dtype, f);
   }
 }
 
@@ -136,7 +130,7 @@ void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, in
     });
     gemm_tile<T>(work.a, depth, b, c, ldc, rows, cols, depth, accumulate);
   } else {
-    OMNIATTN_FAIL("gemm: rows of a bf16 product must be bf16");
+    OMNIATTN_FAIL("gemm: rows must have the dtype that the product multiplies");
   }
 }
 
@@ -262,7 +256,7 @@ void run_dot(const GemmParams& p, int64_t begin, int64_t end) {
 // ---- entries ------------------------------------------------------------------------------------
 
 int64_t items(const GemmParams& p) {
-  if (is_dot(p)) return divide_up(p.n, kDotColumns);
+  if (is_dot(p)) return ceil_div(p.n, kDotColumns);
   const Grid grid(p);
   return grid.row_blocks * grid.col_blocks;
 }

@@ -183,11 +183,6 @@ void with_cap(double softcap, const F& f) {
   softcap > 0 ? f(std::true_type{}) : f(std::false_type{});
 }
 
-template <class F>
-void with_compute_type(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
-}
-
 }  // namespace
 
 Status launch_cross_entropy(const CrossEntropyParams& p, Stream stream) {
@@ -222,7 +217,7 @@ Status launch_cross_entropy_backward(const CrossEntropyBackwardParams& p, Stream
 }
 
 Status launch_loss_total(const CrossEntropyParams& p, bool mean, void* total, Stream stream) {
-  with_compute_type(p.dtype, [&]<class C>(C) {
+  dispatch_compute(p.dtype, [&]<class C>(C) {
     GPU_LAUNCH(loss_total_kernel<C>, 1, kSumThreads, 0, stream, p, mean, static_cast<C*>(total));
   });
   return gpu::launch_status();
@@ -230,7 +225,7 @@ Status launch_loss_total(const CrossEntropyParams& p, bool mean, void* total, St
 
 Status launch_row_weights(const CrossEntropyParams& p, bool mean, bool per_row, const void* grad,
                           void* weights, Stream stream) {
-  with_compute_type(p.dtype, [&]<class C>(C) {
+  dispatch_compute(p.dtype, [&]<class C>(C) {
     GPU_LAUNCH(row_weights_kernel<C>, 1, kSumThreads, 0, stream, p, mean, per_row,
                static_cast<const C*>(grad), static_cast<C*>(weights));
   });

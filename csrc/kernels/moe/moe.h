@@ -20,6 +20,7 @@
 #include "kernels/activation/activation.h"
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "semantics/arith.h"
 
 namespace omniattn {
 
@@ -150,6 +151,6 @@ struct MoeKernels {
   void (*slot_sum)(const MoeSlotSumParams&, int64_t begin, int64_t end);    // item: slot
 };
 
-OMNIATTN_DOT_KERNEL_TABLE(MoeKernels, moe_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(MoeKernels, moe_kernels)
 
 }  // namespace omniattn

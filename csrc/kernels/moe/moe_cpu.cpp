@@ -4,7 +4,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
-#include "semantics/seqlen.h"
+#include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -18,8 +18,6 @@ constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxDotRows = 32;
 // Up to this many rows, one tile, rows of B that lie along n are read where they are: each once.
 constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
-
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <class T>
 struct Workspace {

@@ -29,7 +29,7 @@ struct MoeRouting {
   int64_t block_rows, block_count;
 
   OMNIATTN_FN int64_t pairs() const { return tokens * slots; }
-  OMNIATTN_FN int64_t chunks() const { return (pairs() + kMoeRouteChunk - 1) / kMoeRouteChunk; }
+  OMNIATTN_FN int64_t chunks() const { return ceil_div(pairs(), kMoeRouteChunk); }
   // Each expert with rows has at most one block that is not full.
   static constexpr int64_t most_blocks(int64_t pairs, int64_t experts, int64_t block_rows) {
     return pairs / block_rows + (pairs < experts ? pairs : experts);

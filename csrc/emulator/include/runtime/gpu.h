@@ -1,5 +1,5 @@
-// The CUDA names that kernels use, under g++. Included by runtime/gpu.h only, which gives the same
-// names their meaning under nvcc.
+// The CUDA names that kernels use, under g++: with this folder first in the include path, it takes
+// the place of csrc/runtime/gpu.h.
 #pragma once
 
 #include <math.h>  // with the float overloads in the global namespace

@@ -1,0 +1,80 @@
+// The instruction sets that kernels are compiled for, in one table. cmake/isa.cmake reads names,
+// operands and extensions from it.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/dtype.h"
+
+// level(name, operands, present): the slowest first; a level has the extensions of all before it.
+//
+// operands  the types that it multiplies as they are stored. A level with f32 has kernels for every
+//           dtype and widens other 16-bit types. One without f32 has those products alone: for
+//           other dtypes, and in kernels that multiply no matrices, the level before it is used.
+// present   whether the machine has it; HAS(x): the extension that the compiler calls -mx.
+// clang-format off
+#define OMNIATTN_PORTABLE_ISAS(level, ...) level(baseline, f64 | f32, true, __VA_ARGS__)
+#define OMNIATTN_X86_ISAS(level, ...)                                                            \
+  level(avx2, f64 | f32, HAS(avx2) && HAS(fma) && HAS(f16c), __VA_ARGS__)                        \
+  level(avx512, f64 | f32, HAS(avx512f) && HAS(avx512bw) && HAS(avx512vl) && HAS(avx512dq),      \
+        __VA_ARGS__)                                                                             \
+  level(avx512_bf16, bf16, HAS(avx512bf16), __VA_ARGS__)
+// clang-format on
+
+// All of them, and those that kernels are compiled for on this architecture.
+#define OMNIATTN_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__) OMNIATTN_X86_ISAS(__VA_ARGS__)
+#if defined(__x86_64__)
+#define OMNIATTN_BUILT_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
+#else
+#define OMNIATTN_BUILT_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__)
+#endif
+
+namespace omniattn {
+
+#define OMNIATTN_NAME(name, ...) name,
+enum class Isa : int32_t { OMNIATTN_ISAS(OMNIATTN_NAME) };
+#undef OMNIATTN_NAME
+
+#define OMNIATTN_COUNT(...) +1
+inline constexpr int32_t kIsaCount = OMNIATTN_ISAS(OMNIATTN_COUNT);
+#undef OMNIATTN_COUNT
+
+// Whether the level multiplies the type as it is stored.
+OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
+  enum : uint32_t {
+    f64 = 1u << static_cast<int>(DType::f64),
+    f32 = 1u << static_cast<int>(DType::f32),
+    bf16 = 1u << static_cast<int>(DType::bf16),
+    f16 = 1u << static_cast<int>(DType::f16),
+  };
+  uint32_t types = 0;
+  switch (isa) {
+#define OMNIATTN_OPERANDS(name, operands, ...) \
+  case Isa::name:                              \
+    types = operands;                          \
+    break;
+    OMNIATTN_ISAS(OMNIATTN_OPERANDS)
+#undef OMNIATTN_OPERANDS
+  }
+  return (types >> static_cast<int>(dtype) & 1) != 0;
+}
+
+// Whether the level has every kernel, and whether it has products of factors of this type.
+OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }
+OMNIATTN_FN bool has_products(Isa isa, DType factors) {
+  return has_all_kernels(isa) || multiplies(isa, factors);
+}
+
+// The namespaces that kernels are compiled in (OMNIATTN_ISA), each with its level. In the emulated
+// ones, which only tests have, other instructions stand for those of the level.
+#define OMNIATTN_NAMESPACES(name, ...) \
+  namespace isa_##name {               \
+    constexpr Isa kIsa = Isa::name;    \
+  }                                    \
+  namespace isa_##name##_emulated {    \
+    constexpr Isa kIsa = Isa::name;    \
+  }
+OMNIATTN_ISAS(OMNIATTN_NAMESPACES)
+#undef OMNIATTN_NAMESPACES
+
+}  // namespace omniattn

@@ -1,0 +1,105 @@
+"""A line in runtime/isa.h adds an ISA: flags, dtypes and the choice of kernels follow from it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAST = "level(avx512_bf16, bf16, HAS(avx512bf16), __VA_ARGS__)"
+ADDED = "level(tiles_f16, f16, HAS(amx-tile) && HAS(amx-fp16), __VA_ARGS__)"
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+PROGRAM = """
+#include <cstdio>
+#include <initializer_list>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn {
+
+Isa active_isa() { return Isa::tiles_f16; }
+
+struct Kernels {
+  const char* isa;
+};
+OMNIATTN_KERNEL_TABLE(Kernels, rows)
+OMNIATTN_PRODUCT_KERNEL_TABLE(Kernels, products)
+#define DEFINE_ROWS(name) namespace isa_##name { const Kernels rows_table{#name}; }
+#define DEFINE_PRODUCTS(name, ...) namespace isa_##name { const Kernels products_table{#name}; }
+DEFINE_ROWS(baseline)
+DEFINE_ROWS(avx2)
+DEFINE_ROWS(avx512)
+OMNIATTN_ISAS(DEFINE_PRODUCTS)
+
+}  // namespace omniattn
+
+int main() {
+  using namespace omniattn;
+  std::printf("%s", rows().isa);
+  for (const Isa isa : {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::tiles_f16}) {
+    for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+      std::printf(" %s", products_on(isa, dtype).isa);
+    }
+  }
+  std::printf(" %d", has_products(OMNIATTN_ISA::kIsa, DType::bf16));
+  std::printf(" %s\\n", products(DType::f16).isa);
+}
+"""
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Folder with the table, to which a level is added."""
+    text = (ROOT / "csrc/runtime/isa.h").read_text()
+    assert text.count(LAST) == 1
+    (tmp_path / "csrc/runtime").mkdir(parents=True)
+    (tmp_path / "csrc/runtime/isa.h").write_text(text.replace(LAST, f"{LAST} {ADDED}"))
+    return tmp_path
+
+
+def test_kernels_are_chosen_by_level_and_dtype(table):
+    (table / "main.cpp").write_text(PROGRAM)
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DOMNIATTN_ISA=isa_tiles_f16"]
+    include = [f"-I{table / 'csrc'}", f"-I{ROOT / 'csrc'}"]
+    subprocess.run(["g++", *flags, *include, "main.cpp", "-o", "main"], cwd=table, check=True)
+    result = subprocess.run([table / "main"], capture_output=True, text=True, check=True)
+    rows, *products, built_for_bf16, active = result.stdout.split()
+    assert rows == "avx512"
+    assert products[:4] == ["baseline"] * 4
+    assert products[4:8] == ["avx512"] * 4
+    assert products[8:12] == ["avx512", "avx512", "avx512_bf16", "avx512"]
+    assert products[12:] == ["avx512", "avx512", "avx512_bf16", "tiles_f16"]
+    assert built_for_bf16 == "0" and active == "tiles_f16"
+
+
+def test_flags_are_those_of_the_table(table):
+    (table / "cmake").mkdir()
+    (table / "cmake/isa.cmake").write_text((ROOT / "cmake/isa.cmake").read_text())
+    (table / "print.cmake").write_text("""
+cmake_minimum_required(VERSION 3.25)
+set(CMAKE_SYSTEM_PROCESSOR x86_64)
+include(${CMAKE_CURRENT_LIST_DIR}/cmake/isa.cmake)
+message("all: ${OMNIATTN_ISAS}\nproducts: ${OMNIATTN_PRODUCT_ISAS}")
+foreach(isa IN LISTS OMNIATTN_ISAS OMNIATTN_PRODUCT_ISAS)
+  message("${isa}: ${OMNIATTN_FLAGS_${isa}}")
+endforeach()
+""")
+    command = ["cmake", "-P", "print.cmake"]
+    result = subprocess.run(command, cwd=table, capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(\w+): (.*)", result.stderr))
+    extensions = {
+        name: [f for f in flags.split(";") if not f.startswith(("-O", "-mprefer", "$"))]
+        for name, flags in found.items()
+    }
+    assert extensions == {
+        "all": ["baseline", "avx2", "avx512"],
+        "products": ["avx512_bf16", "tiles_f16"],
+        "baseline": [],
+        "avx2": AVX2,
+        "avx512": AVX512,
+        "avx512_bf16": [*AVX512, "-mavx512bf16"],
+        "tiles_f16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-fp16"],
+    }
