@@ -9,6 +9,15 @@ namespace omniattn::gpu {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
 
+template <class T>
+struct StridedRows {
+  const T* data;
+  int64_t stride, count, width;
+
+  __device__ __forceinline__ bool has(int r, int c) const { return r < count && c < width; }
+  __device__ __forceinline__ const T* at(int r, int c) const { return data + r * stride + c; }
+};
+
 // Rows of kD elements in shared memory. Piece c (16 bytes) of row r lies at place c ^ r % 8, so
 // that the 8 rows that ldmatrix reads at once are in different banks.
 template <class T, int kD>
@@ -19,18 +28,24 @@ struct SharedRows {
     return row * kD + 8 * (c ^ row % 8);
   }
 
-  // kThreads threads start to copy kRows rows of `from`, with zeros from row `count` and element
-  // `width` on. (Unrolled, the addresses would take the registers of the products.)
-  template <int kRows, int kThreads>
-  __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
-                                       int64_t width) const {
+  // kThreads threads start to copy kRows rows: the 8 elements from c on of row r are those at
+  // from.at(r, c), or zeros unless from.has(r, c); from.data can be read in any case. (Unrolled,
+  // the addresses would take the registers of the products.)
+  template <int kRows, int kThreads, class Source>
+  __device__ __forceinline__ void load(const Source& from) const {
     constexpr int kPieces = kD / 8;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
       const int r = i / kPieces, c = i % kPieces;
-      const bool valid = r < count && 8 * c < width;
-      cp_async_16(data + offset(r, c), valid ? from + r * stride + 8 * c : from, valid);
+      const bool valid = from.has(r, 8 * c);
+      cp_async_16(data + offset(r, c), valid ? from.at(r, 8 * c) : from.data, valid);
     }
+  }
+  // The first `count` rows of `from`, of `width` elements.
+  template <int kRows, int kThreads>
+  __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
+                                       int64_t width) const {
+    load<kRows, kThreads>(StridedRows<T>{from, stride, count, width});
   }
 };
 

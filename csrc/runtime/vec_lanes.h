@@ -46,7 +46,5 @@ OMNIATTN_COMPARE(==)
 OMNIATTN_COMPARE(!=)
 #undef OMNIATTN_COMPARE
 
-constexpr bool kHasBf16Dot = false;
-
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA

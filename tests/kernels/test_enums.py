@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from omniattn import config
-from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
 from omniattn.cli import info
+from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
 from omniattn.encoding.scores import ScoreKind
 from omniattn.functional import _attention, _mask
 from omniattn.ops.activation import ACTIVATIONS

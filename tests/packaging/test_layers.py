@@ -25,8 +25,6 @@ def layers() -> dict[str, set[str]]:
 
 
 LAYERS = layers()
-#: gpu.h includes the emulator under g++ in place of CUDA's headers.
-EXCEPTIONS = {"csrc/runtime/gpu.h": {"csrc/emulator"}}
 
 
 def used_by(source: str, suffix: str) -> set[str]:
@@ -62,8 +60,7 @@ def test_a_layer_uses_only_what_the_table_allows(layer):
     assert files
     for path in files:
         found = violations(layer, path.read_text(encoding="utf-8"), path.suffix)
-        name = path.relative_to(ROOT).as_posix()
-        assert found == EXCEPTIONS.get(name, set()), f"{name} must not use {found}"
+        assert not found, f"{path.relative_to(ROOT)} must not use {found}"
 
 
 @pytest.mark.parametrize(

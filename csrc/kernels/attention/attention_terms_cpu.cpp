@@ -3,16 +3,11 @@
 
 #include <cstddef>
 
+#include "runtime/dispatch.h"
 #include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
-
-// f(float{}) or f(double{}): the compute type.
-template <class F>
-void with_compute_type(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
-}
 
 // A query (as i = q + Tk - Tq of the whole problem) and a key of an element of a plane. What is
 // relative has one element for each distance.
@@ -38,7 +33,7 @@ OMNIATTN_INLINE void for_pairs(const AttentionProblem& p, int64_t begin, int64_t
 }
 
 void expand_table(const AttentionProblem& p, void* to, int64_t begin, int64_t end) {
-  with_compute_type(p.dtype, [&]<class A>(A) {
+  dispatch_compute(p.dtype, [&]<class A>(A) {
     const int64_t plane = plane_elements(p);
     const auto* const table = static_cast<const A*>(p.table.data);
     auto* const out = static_cast<A*>(to);
@@ -79,7 +74,7 @@ void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
 }
 
 void gather_table(const AttentionTableGradient& g, void* scratch, int64_t begin, int64_t end) {
-  with_compute_type(g.whole->problem.dtype, [&]<class A>(A) {
+  dispatch_compute(g.whole->problem.dtype, [&]<class A>(A) {
     for (int64_t i = begin; i < end; ++i) gather_head<A>(g, static_cast<double*>(scratch), i);
   });
 }
@@ -87,7 +82,7 @@ void gather_table(const AttentionTableGradient& g, void* scratch, int64_t begin,
 void gather_heads(const AttentionProblem& p, const void* parts, void* grad, int64_t begin,
                   int64_t end) {
   const int64_t blocks = query_block_count(p);
-  with_compute_type(p.dtype, [&]<class A>(A) {
+  dispatch_compute(p.dtype, [&]<class A>(A) {
     for (int64_t h = begin; h < end; ++h) {
       double sum = 0;
       for (int64_t n = 0; n < p.batch * blocks; ++n) {

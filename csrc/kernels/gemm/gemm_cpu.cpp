@@ -1,6 +1,7 @@
 #include "kernels/gemm/gemm.h"
 
 #include "runtime/dispatch.h"
+#include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
 #include "semantics/arith.h"
@@ -12,9 +13,9 @@ namespace {
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
-// Up to this many rows, B^T is streamed once and dotted with all rows of A.
+// Up to this many rows, B^T is streamed once and dotted with all rows of A, in items of columns.
 constexpr int64_t kMaxDotRows = 4;
-constexpr int64_t kDotColumns = 64;
+constexpr int64_t kDotItem = 64;
 
 bool is_dot(const GemmParams& p) {
   return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
@@ -188,67 +189,30 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
 
 // ---- few rows -----------------------------------------------------------------------------------
 
-// Columns [begin, end) of C, four rows of B^T at a time. The next four are fetched meanwhile: those
-// of one call are too short for the hardware to fetch ahead of (0.7 to 0.9 of the time).
-template <class SA, class SB, int kRows>
+// Items [begin, end), of kDotItem columns each.
+template <class SA, class SB>
 void dot_columns(const GemmParams& p, int64_t begin, int64_t end) {
   using C = compute_t<SB>;
-  constexpr int kColumns = 4;
-  const SA* const a = static_cast<const SA*>(p.a);
-  const SB* const b = static_cast<const SB*>(p.b);
-  for (int64_t n = begin; n < end; n += kColumns) {
-    Vec<C> sums[kRows][kColumns];
-    for (auto& row : sums) {
-      for (auto& sum : row) sum = zero<C>();
-    }
-    // Columns behind the end repeat the last one.
-    const SB* columns[kColumns];
-    for (int j = 0; j < kColumns; ++j) columns[j] = b + smaller(n + j, end - 1) * p.ldb;
-    for_row<C>(p.k, [&](int64_t i, auto part) {
-      Vec<C> rows[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) rows[r] = part.load(a + r * p.lda + i);
-#pragma GCC unroll 4
-      for (int j = 0; j < kColumns; ++j) {
-        const Vec<C> column = part.load(columns[j] + i);
-        __builtin_prefetch(columns[j] + i + kColumns * p.ldb);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sums[r][j] = fma(rows[r], column, sums[r][j]);
-      }
-    });
-    for (int j = 0; j < smaller(kColumns, end - n); ++j) {
-      const C bias = p.bias != nullptr ? widen(static_cast<const SB*>(p.bias)[n + j]) : C(0);
-      for (int r = 0; r < kRows; ++r) {
-        const C value = reduce_add(sums[r][j]) + bias;
-        const int64_t at = r * p.ldc + n + j;
-        if (p.c_dtype == TypeTraits<C>::kDType) {
-          static_cast<C*>(p.c)[at] = value;
-        } else {
-          static_cast<SB*>(p.c)[at] = narrow<SB>(value);
-        }
-      }
-    }
-  }
-}
-
-template <class SA, class SB, int kRows = kMaxDotRows>
-OMNIATTN_INLINE void dot_rows(const GemmParams& p, int64_t begin, int64_t end) {
-  if constexpr (kRows == 0) {
-    return;
-  } else if (p.m == kRows) {
-    dot_columns<SA, SB, kRows>(p, begin, end);
-  } else {
-    dot_rows<SA, SB, kRows - 1>(p, begin, end);
-  }
+  const int64_t first = begin * kDotItem, last = smaller(end * kDotItem, p.n);
+  const SB* const b = static_cast<const SB*>(p.b) + first * p.ldb;
+  dot_rows(static_cast<const SA*>(p.a), p.lda, p.m, b, p.ldb, last - first, p.k,
+           [&](int64_t r, int64_t n, C sum) {
+             n += first;
+             sum += p.bias != nullptr ? widen(static_cast<const SB*>(p.bias)[n]) : C(0);
+             if (p.c_dtype == TypeTraits<C>::kDType) {
+               static_cast<C*>(p.c)[r * p.ldc + n] = sum;
+             } else {
+               static_cast<SB*>(p.c)[r * p.ldc + n] = narrow<SB>(sum);
+             }
+           });
 }
 
 void run_dot(const GemmParams& p, int64_t begin, int64_t end) {
-  const int64_t first = begin * kDotColumns, last = smaller(end * kDotColumns, p.n);
   dispatch(p.b_dtype, [&]<class SB>(SB) {
     if (p.a_dtype == p.b_dtype) {
-      dot_rows<SB, SB>(p, first, last);
+      dot_columns<SB, SB>(p, begin, end);
     } else {
-      dot_rows<compute_t<SB>, SB>(p, first, last);
+      dot_columns<compute_t<SB>, SB>(p, begin, end);
     }
   });
 }
@@ -256,7 +220,7 @@ void run_dot(const GemmParams& p, int64_t begin, int64_t end) {
 // ---- entries ------------------------------------------------------------------------------------
 
 int64_t items(const GemmParams& p) {
-  if (is_dot(p)) return ceil_div(p.n, kDotColumns);
+  if (is_dot(p)) return ceil_div(p.n, kDotItem);
   const Grid grid(p);
   return grid.row_blocks * grid.col_blocks;
 }

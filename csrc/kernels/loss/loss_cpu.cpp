@@ -200,12 +200,6 @@ void row_weights(const CrossEntropyParams& p, bool mean, bool per_row, const C* 
   }
 }
 
-// f(C{}) with the compute type of a dtype.
-template <class F>
-void dispatch_compute(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
-}
-
 void forward_any(const CrossEntropyParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class T>(T) {
     p.softcap > 0 ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);

@@ -1,7 +1,8 @@
 #include "kernels/moe/moe.h"
 
-#include "kernels/activation/activate.h"
+#include "kernels/moe/moe_hidden.h"
 #include "runtime/dispatch.h"
+#include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
 #include "semantics/arith.h"
@@ -35,72 +36,17 @@ struct Workspace {
 
 // ---- product of a block with some columns of its expert -----------------------------------------
 
-constexpr int kDotRows = 4;
-constexpr int kDotColumns = 4;
-
-// c (kRows, kDotColumns) (+)= rows of a . columns, of which the first n are kept. Fetches what lies
-// `ahead` elements behind the columns, the next ones, unless that is 0.
-template <int kRows, class T, class S>
-OMNIATTN_INLINE void dot_tile(const T* a, int64_t lda, const S* const (&columns)[kDotColumns],
-                              int64_t k, compute_t<T>* c, int64_t ldc, int64_t n, bool accumulate,
-                              int64_t ahead) {
-  using C = compute_t<T>;
-  Vec<C> sums[kRows][kDotColumns];
-  for (auto& row : sums) {
-    for (auto& sum : row) sum = zero<C>();
-  }
-  for_row<C>(k, [&](int64_t i, auto part) {
-    Vec<C> column[kDotColumns];
-#pragma GCC unroll 4
-    for (int j = 0; j < kDotColumns; ++j) {
-      column[j] = part.load(columns[j] + i);
-      if (ahead != 0) __builtin_prefetch(columns[j] + i + ahead);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const Vec<C> row = part.load(a + r * lda + i);
-#pragma GCC unroll 4
-      for (int j = 0; j < kDotColumns; ++j) sums[r][j] = fma(row, column[j], sums[r][j]);
-    }
-  });
-  for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < n; ++j) {
-      const C sum = reduce_add(sums[r][j]);
-      c[r * ldc + j] = accumulate ? c[r * ldc + j] + sum : sum;
-    }
-  }
-}
-
-// b: the first of `cols` columns, each of which lies along k.
-template <class T, class S>
-void dot(const T* a, int64_t lda, int64_t rows, const S* b, int64_t ldb, int64_t k, int64_t cols,
-         compute_t<T>* c, int64_t ldc, bool accumulate) {
-  for (int64_t n = 0; n < cols; n += kDotColumns) {
-    // Columns behind the end repeat the last one.
-    const S* columns[kDotColumns];
-    for (int j = 0; j < kDotColumns; ++j) columns[j] = b + smaller(n + j, cols - 1) * ldb;
-    const int64_t kept = smaller(kDotColumns, cols - n);
-    // Four columns are too short for the hardware to fetch ahead of (bf16, 4 rows: 1.7 times as
-    // fast).
-    int64_t ahead = kDotColumns * ldb;
-    int64_t r = 0;
-    for (; r + kDotRows <= rows; r += kDotRows, ahead = 0) {
-      dot_tile<kDotRows>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate,
-                         ahead);
-    }
-    for (; r < rows; ++r, ahead = 0) {
-      dot_tile<1>(a + r * lda, lda, columns, k, c + r * ldc + n, ldc, kept, accumulate, ahead);
-    }
-  }
-}
-
 // c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`.
 template <class T, class S>
 void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
               int64_t cols, T* panels, compute_t<T>* c, int64_t ldc, bool accumulate) {
   const bool along_k = matrix.k_stride == 1;
   if (along_k && rows <= kMaxDotRows) {
-    return dot(a, lda, rows, b, matrix.n_stride, k, cols, c, ldc, accumulate);
+    return dot_rows(a, lda, rows, b, matrix.n_stride, cols, k,
+                    [&](int64_t r, int64_t n, compute_t<T> sum) {
+                      compute_t<T>& to = c[r * ldc + n];
+                      to = accumulate ? to + sum : sum;
+                    });
   }
   if constexpr (TypeTraits<T>::kDType == TypeTraits<S>::kDType && Operand<T>::kStep == 1) {
     if (!along_k && rows <= kMaxRowsInPlace) {
@@ -164,125 +110,7 @@ void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end
              });
 }
 
-// ---- the activation between the products --------------------------------------------------------
-
-// Gate and up of one row and group of features.
-template <class C>
-struct HiddenRow {
-  C gate[kMoeFeatures];
-  C up[kMoeFeatures];
-};
-
-// f(first column of pre, its place in a group's row of pre, columns) for the one or two runs of
-// columns that `n` features from `first` on are computed from.
-template <class F>
-OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, const F& f) {
-  if (h.gate == MoeGate::interleaved) {
-    f(2 * first, int64_t{0}, 2 * n);
-  } else {
-    f(first, int64_t{0}, n);
-    if (h.gate == MoeGate::halves) f(h.features + first, kMoeFeatures, n);
-  }
-}
-
-// From a group's row of pre; experts without a gate act on it and multiply by 1.
-template <class C>
-OMNIATTN_INLINE void split_row(MoeGate gate, const C* pre, int64_t n, HiddenRow<C>& row) {
-  for_row<C>(n, [&](int64_t i, auto part) {
-    if (gate == MoeGate::interleaved) {
-      const auto [even, odd] =
-          deinterleave(part.first_of_pairs().load(pre + 2 * i),
-                       part.template second_of_pairs<C>().load(pre + 2 * i + Vec<C>::kWidth));
-      part.store(row.gate + i, even);
-      part.store(row.up + i, odd);
-    } else {
-      part.store(row.gate + i, part.load(pre + i));
-      part.store(row.up + i,
-                 gate == MoeGate::none ? Vec<C>(C(1)) : part.load(pre + kMoeFeatures + i));
-    }
-  });
-}
-
-// The inverse; experts without a gate have no up.
-template <class C>
-OMNIATTN_INLINE void join_row(MoeGate gate, const HiddenRow<C>& row, int64_t n, C* pre) {
-  for_row<C>(n, [&](int64_t i, auto part) {
-    const Vec<C> first = part.load(row.gate + i), second = part.load(row.up + i);
-    if (gate == MoeGate::interleaved) {
-      const auto [low, high] = interleave(first, second);
-      part.first_of_pairs().store(pre + 2 * i, low);
-      part.template second_of_pairs<C>().store(pre + 2 * i + Vec<C>::kWidth, high);
-    } else {
-      part.store(pre + i, first);
-      if (gate == MoeGate::halves) part.store(pre + kMoeFeatures + i, second);
-    }
-  });
-}
-
-// h and its derivatives.
-template <class C>
-struct HiddenValue {
-  Vec<C> h, by_gate, by_up;
-};
-
-template <class C, Activation kAct>
-struct Product {
-  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
-    const auto [value, slope] = activate<kAct>(gate);
-    return {value * up, slope * up, value};
-  }
-};
-
-template <class C>
-struct ClampedProduct {
-  C alpha, limit;
-
-  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
-    const Vec<C> bound = limit;
-    const auto [value, slope] = activate<Activation::silu>(alpha * min(bound, gate));
-    const Vec<C> swish = value * (C(1) / alpha);
-    const Vec<C> shifted = C(1) + max(-bound, min(bound, up));
-    return {swish * shifted, select(gate <= bound, slope * shifted, zero<C>()),
-            select(abs(up) <= bound, swish, zero<C>())};
-  }
-};
-
-template <class C, class F>
-OMNIATTN_INLINE void with_hidden(const MoeHidden& h, const F& f) {
-  if (h.limit > 0) {
-    f(ClampedProduct<C>{static_cast<C>(h.alpha), static_cast<C>(h.limit)});
-  } else {
-    with_activation(h.act, [&]<Activation kAct> { f(Product<C, kAct>{}); });
-  }
-}
-
-template <class C, class T>
-void hidden_row(const MoeHidden& p, const HiddenRow<C>& row, int64_t n, T* hidden) {
-  with_hidden<C>(p, [&](const auto& f) {
-    for_row<C>(n, [&](int64_t i, auto part) {
-      part.store(hidden + i, f(part.load(row.gate + i), part.load(row.up + i)).h);
-    });
-  });
-}
-
-// Turns the row into its gradients, given the gradient t of h before the routing weight; stores
-// weight * h and returns t . h.
-template <class C, class T>
-C hidden_row_backward(const MoeHidden& p, HiddenRow<C>& row, const C* t, C weight, int64_t n,
-                      T* weighted) {
-  Vec<C> sum = zero<C>();
-  with_hidden<C>(p, [&](const auto& f) {
-    for_row<C>(n, [&](int64_t i, auto part) {
-      const Vec<C> grad = part.load(t + i);
-      const HiddenValue<C> v = f(part.load(row.gate + i), part.load(row.up + i));
-      sum += part.zero_beyond(grad * v.h);
-      part.store(weighted + i, weight * v.h);
-      part.store(row.gate + i, weight * grad * v.by_gate);
-      part.store(row.up + i, weight * grad * v.by_up);
-    });
-  });
-  return reduce_add(sum);
-}
+// ---- the products with the activation -----------------------------------------------------------
 
 template <class T, class S>
 void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {

@@ -1,21 +1,18 @@
-// The grouped products of the mixture of experts, see moe_cuda.h: a block of threads computes tiles
-// of Engine::kRows x 128 numbers, leaves each in shared memory and finishes it there, whichever
-// way (Engine) the product was taken: by tensor cores or by FMA.
+// The kernels of the grouped products of the mixture of experts, see moe_cuda.h: a block of threads
+// computes tiles (runtime/gpu_gemm.h) by tensor cores or by FMA, and finishes each in shared
+// memory.
 #pragma once
 
-#include "kernels/activation/activate_cuda.h"
 #include "kernels/moe/moe_cuda.h"
+#include "kernels/moe/moe_hidden_cuda.h"
+#include "runtime/gpu_gemm.h"
 #include "runtime/gpu_row.h"
-#include "semantics/seqlen.h"
 
 namespace omniattn::gpu {
 
-inline constexpr int kMoeThreads = 256;
+static_assert(kMoeTileColumns == kGemmColumns);
 
-// ---- operands of a tile
-// -------------------------------------------------------------------------- at(i, k): the address
-// of element k of row (left operand) or column (right operand) i of the tile; has(i, k): whether
-// there is one, else it counts as 0. Elements are neighbours along k where along_k(), else along i.
+// ---- operands of a tile (GemmOperand) -----------------------------------------------------------
 
 template <class T>
 struct RowView {
@@ -90,103 +87,6 @@ struct MatrixColumns {
   }
 };
 
-// ---- finished tiles
-// ------------------------------------------------------------------------------
-
-// Sums in shared memory; a row's stride is off the banks' period.
-inline constexpr int kMoeTileStride = kMoeTileColumns + 4;
-
-// A row of a tile belongs to 16 threads (8 where features come in pairs of columns), of which each
-// takes W neighbours at a time.
-template <int W, class F>
-__device__ __forceinline__ void for_row_parts(int64_t rows, int64_t cols, int lanes, const F& f) {
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int r = thread / lanes; r < rows; r += kMoeThreads / lanes) {
-    for (int c = thread % lanes * W; c < cols; c += lanes * W) f(r, c);
-  }
-}
-
-template <class C, int W>
-struct GateAndUp {
-  Pack<C, W> gate, up;
-};
-// W neighbours of `from` at a feature; `jump`: from a gate to its up.
-template <int W, class T>
-__device__ __forceinline__ GateAndUp<compute_t<T>, W> load_features(MoeGate gate, const T* from,
-                                                                    int64_t feature, int64_t jump) {
-  GateAndUp<compute_t<T>, W> x{};
-  if (gate == MoeGate::interleaved) {
-    const auto low = load<W>(from + 2 * feature), high = load<W>(from + 2 * feature + W);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const int even = 2 * j;
-      x.gate.v[j] = even < W ? low[even % W] : high[even % W];
-      x.up.v[j] = even + 1 < W ? low[(even + 1) % W] : high[(even + 1) % W];
-    }
-    return x;
-  }
-  const auto first = load<W>(from + feature);
-#pragma unroll
-  for (int j = 0; j < W; ++j) x.gate.v[j] = first[j];
-  if (gate == MoeGate::none) return x;
-  const auto second = load<W>(from + feature + jump);
-#pragma unroll
-  for (int j = 0; j < W; ++j) x.up.v[j] = second[j];
-  return x;
-}
-
-template <int W, class T>
-__device__ __forceinline__ void store_features(MoeGate gate, const GateAndUp<compute_t<T>, W>& x,
-                                               T* to, int64_t feature, int64_t jump) {
-  Pack<T, W> first, second;
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    if (gate == MoeGate::interleaved) {
-      (2 * j < W ? first : second).v[2 * j % W] = gpu::narrow<T>(x.gate[j]);
-      (2 * j + 1 < W ? first : second).v[(2 * j + 1) % W] = gpu::narrow<T>(x.up[j]);
-    } else {
-      first.v[j] = gpu::narrow<T>(x.gate[j]);
-      second.v[j] = gpu::narrow<T>(x.up[j]);
-    }
-  }
-  if (gate == MoeGate::interleaved) {
-    store(to + 2 * feature, first);
-    store(to + 2 * feature + W, second);
-  } else {
-    store(to + feature, first);
-    if (gate == MoeGate::halves) store(to + feature + jump, second);
-  }
-}
-
-// ---- the activation between the products
-// ---------------------------------------------------------
-
-// h and its derivatives.
-template <class C>
-struct HiddenValue {
-  C h, by_gate, by_up;
-};
-
-// The clamped form of gpt-oss; see moe.h.
-template <class C>
-__device__ __forceinline__ HiddenValue<C> clamped_value(const MoeHidden& p, C gate, C up) {
-  const C alpha = static_cast<C>(p.alpha), limit = static_cast<C>(p.limit);
-  const auto swish = activate(Activation::silu, alpha * (gate > limit ? limit : gate));
-  const C value = swish.value / alpha;
-  const C shifted = 1 + (up > limit ? limit : up < -limit ? -limit : up);
-  return {value * shifted, gate <= limit ? swish.slope * shifted : C(0),
-          fabs(up) <= limit ? value : C(0)};
-}
-
-// Experts without a gate act on it and have no up.
-template <class C>
-__device__ __forceinline__ HiddenValue<C> hidden_value(const MoeHidden& p, C gate, C up) {
-  if (p.limit > 0) return clamped_value(p, gate, up);
-  const auto act = activate(p.act, gate);
-  if (p.gate == MoeGate::none) return {act.value, act.slope, C(0)};
-  return {act.value * up, act.slope * up, act.value};
-}
-
 // Features of h per tile of pre.
 __host__ __device__ inline int tile_features(MoeGate gate) {
   return gate == MoeGate::none ? kMoeTileColumns : kMoeTileColumns / 2;
@@ -204,8 +104,7 @@ __device__ __forceinline__ TileColumns columns_of(const MoeHidden& p, int64_t fi
   return {};
 }
 
-// ---- kernels
-// -------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------
 
 // Tiles of a product, grid strided: f(block, first column, columns) with `width` columns per tile.
 // Tiles of one block are neighbours, and blocks without rows are the last ones.
@@ -222,74 +121,73 @@ __device__ __forceinline__ void for_tiles(const MoeProduct& p, int64_t columns, 
   }
 }
 
-template <class Engine>
+template <class Gemm>
 __device__ __forceinline__ void multiply_block(const MoeProduct& p, const MoeBlock& block,
                                                const TileColumns& columns,
-                                               typename Engine::Shared& shared) {
-  using T = typename Engine::Element;
+                                               typename Gemm::Shared& shared) {
+  using T = typename Gemm::Element;
   const BlockRows<T> a{RowView<T>(p.a), block.row, block.rows, p.k};
-  Engine::multiply(a, MatrixColumns<T>(p, block.expert, columns), p.k, static_cast<int>(block.rows),
-                   shared);
+  Gemm::multiply(a, MatrixColumns<T>(p, block.expert, columns), p.k, static_cast<int>(block.rows),
+                 shared);
 }
 
-template <class Engine>
-__global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
+template <class Gemm>
+__global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
     moe_up_kernel(const __grid_constant__ MoeUpProduct p) {
-  using T = typename Engine::Element;
+  using T = typename Gemm::Element;
   using C = compute_t<T>;
-  constexpr int W = Engine::kWidth;
-  auto& shared = *dynamic_shared<typename Engine::Shared>();
+  constexpr int W = Gemm::kWidth;
+  auto& shared = *dynamic_shared<typename Gemm::Shared>();
   const MoeHidden& h = p.hidden_of;
   const int64_t columns = h.columns();
-  for_tiles(p.product, h.features, tile_features(h.gate),
-            [&](const MoeBlock& block, int64_t first, int count) {
-              multiply_block<Engine>(p.product, block, columns_of(h, first, count), shared);
-              const T* const bias = p.bias != nullptr
-                                        ? static_cast<const T*>(p.bias) + block.expert * columns
-                                        : nullptr;
-              for_row_parts<W>(block.rows, count, tile_features(h.gate) / 8, [&](int r, int f) {
-                auto x = load_features<W>(h.gate, shared.sums + r * kMoeTileStride, f,
-                                          kMoeTileColumns / 2);
-                if (bias != nullptr) {
-                  const auto b = load_features<W>(h.gate, bias, first + f, h.features);
+  for_tiles(
+      p.product, h.features, tile_features(h.gate),
+      [&](const MoeBlock& block, int64_t first, int count) {
+        multiply_block<Gemm>(p.product, block, columns_of(h, first, count), shared);
+        const T* const bias =
+            p.bias != nullptr ? static_cast<const T*>(p.bias) + block.expert * columns : nullptr;
+        for_row_parts<W>(block.rows, count, tile_features(h.gate) / 8, [&](int r, int f) {
+          auto x = load_features<W>(h.gate, shared.sums + r * kGemmStride, f, kMoeTileColumns / 2);
+          if (bias != nullptr) {
+            const auto b = load_features<W>(h.gate, bias, first + f, h.features);
 #pragma unroll
-                  for (int j = 0; j < W; ++j) {
-                    x.gate.v[j] += b.gate[j];
-                    x.up.v[j] += b.up[j];
-                  }
-                }
-                const int64_t row = block.row + r;
-                if (p.pre != nullptr) {
-                  store_features<W>(h.gate, x, static_cast<T*>(p.pre) + row * columns, first + f,
-                                    h.features);
-                }
-                if (p.hidden == nullptr) return;
-                Pack<T, W> y;
+            for (int j = 0; j < W; ++j) {
+              x.gate.v[j] += b.gate[j];
+              x.up.v[j] += b.up[j];
+            }
+          }
+          const int64_t row = block.row + r;
+          if (p.pre != nullptr) {
+            store_features<W>(h.gate, x, static_cast<T*>(p.pre) + row * columns, first + f,
+                              h.features);
+          }
+          if (p.hidden == nullptr) return;
+          Pack<T, W> y;
 #pragma unroll
-                for (int j = 0; j < W; ++j) {
-                  y.v[j] = gpu::narrow<T>(hidden_value<C>(h, x.gate[j], x.up[j]).h);
-                }
-                store(static_cast<T*>(p.hidden) + row * h.features + first + f, y);
-              });
-            });
+          for (int j = 0; j < W; ++j) {
+            y.v[j] = gpu::narrow<T>(hidden_value<C>(h, x.gate[j], x.up[j]).h);
+          }
+          store(static_cast<T*>(p.hidden) + row * h.features + first + f, y);
+        });
+      });
 }
 
-template <class Engine>
-__global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
+template <class Gemm>
+__global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
     moe_up_backward_kernel(const __grid_constant__ MoeUpBackwardProduct p) {
-  using T = typename Engine::Element;
+  using T = typename Gemm::Element;
   using C = compute_t<T>;
-  constexpr int W = Engine::kWidth, kLanes = kMoeTileColumns / 8;
-  auto& shared = *dynamic_shared<typename Engine::Shared>();
+  constexpr int W = Gemm::kWidth, kLanes = kMoeTileColumns / 8;
+  auto& shared = *dynamic_shared<typename Gemm::Shared>();
   const MoeHidden& h = p.hidden_of;
   const int64_t columns = h.columns(), groups = ceil_div(h.features, kMoeTileColumns);
   for_tiles(
       p.product, h.features, kMoeTileColumns, [&](const MoeBlock& block, int64_t first, int count) {
-        multiply_block<Engine>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
+        multiply_block<Gemm>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
         for_row_parts<W>(block.rows, count, kLanes, [&](int r, int f) {
           const int64_t row = block.row + r;
           const C weight = static_cast<const C*>(p.weights)[p.slot_of_row[row]];
-          C* const sums = shared.sums + r * kMoeTileStride + f;
+          C* const sums = shared.sums + r * kGemmStride + f;
           const auto grad = load<W>(sums);
           const T* const pre = static_cast<const T*>(p.pre) + row * columns;
           const auto x = load_features<W>(h.gate, pre, first + f, h.features);
@@ -311,9 +209,9 @@ __global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
         __syncthreads();
         // A warp per row.
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        for (int r = static_cast<int>(threadIdx.x) / 32; r < block.rows; r += kMoeThreads / 32) {
+        for (int r = static_cast<int>(threadIdx.x) / 32; r < block.rows; r += kGemmThreads / 32) {
           C dot = 0;
-          for (int c = lane; c < count; c += 32) dot += shared.sums[r * kMoeTileStride + c];
+          for (int c = lane; c < count; c += 32) dot += shared.sums[r * kGemmStride + c];
           dot = warp_reduce(dot, [](C a, C b) { return a + b; });
           if (lane == 0) {
             static_cast<C*>(p.grad_weight)[(block.row + r) * groups + first / kMoeTileColumns] =
@@ -323,20 +221,20 @@ __global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
       });
 }
 
-template <class Engine>
-__global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
+template <class Gemm>
+__global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
     moe_project_kernel(const __grid_constant__ MoeProjectProduct p) {
-  using T = typename Engine::Element;
+  using T = typename Gemm::Element;
   using C = compute_t<T>;
-  constexpr int W = Engine::kWidth, kLanes = kMoeTileColumns / 8;
-  auto& shared = *dynamic_shared<typename Engine::Shared>();
+  constexpr int W = Gemm::kWidth, kLanes = kMoeTileColumns / 8;
+  auto& shared = *dynamic_shared<typename Gemm::Shared>();
   const int64_t n = p.product.n;
   for_tiles(p.product, n, kMoeTileColumns, [&](const MoeBlock& block, int64_t first, int count) {
-    multiply_block<Engine>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
+    multiply_block<Gemm>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
     const T* const bias =
         p.bias != nullptr ? static_cast<const T*>(p.bias) + block.expert * n + first : nullptr;
     for_row_parts<W>(block.rows, count, kLanes, [&](int r, int c) {
-      auto x = load<W>(shared.sums + r * kMoeTileStride + c);
+      auto x = load<W>(shared.sums + r * kGemmStride + c);
       if (bias != nullptr) {
         const auto b = load<W>(bias + c);
 #pragma unroll
@@ -347,25 +245,25 @@ __global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
   });
 }
 
-template <class Engine>
-__global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
+template <class Gemm>
+__global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
     moe_weight_grad_kernel(const __grid_constant__ MoeWeightGrad p) {
-  using T = typename Engine::Element;
-  constexpr int W = Engine::kWidth, kLanes = kMoeTileColumns / 8;
-  auto& shared = *dynamic_shared<typename Engine::Shared>();
-  const int64_t tiles_m = ceil_div(p.m, Engine::kRows), tiles_n = ceil_div(p.n, kMoeTileColumns);
+  using T = typename Gemm::Element;
+  constexpr int W = Gemm::kWidth, kLanes = kMoeTileColumns / 8;
+  auto& shared = *dynamic_shared<typename Gemm::Shared>();
+  const int64_t tiles_m = ceil_div(p.m, Gemm::kRows), tiles_n = ceil_div(p.n, kMoeTileColumns);
   for (int64_t i = blockIdx.x; i < p.experts * tiles_m * tiles_n; i += gridDim.x) {
     const int64_t expert = i / (tiles_m * tiles_n);
-    const int64_t m = i / tiles_n % tiles_m * Engine::kRows, n = i % tiles_n * kMoeTileColumns;
+    const int64_t m = i / tiles_n % tiles_m * Gemm::kRows, n = i % tiles_n * kMoeTileColumns;
     const int64_t first = p.offsets[expert], rows = p.offsets[expert + 1] - first;
-    const int64_t count_m = min(int64_t{Engine::kRows}, p.m - m);
+    const int64_t count_m = min(int64_t{Gemm::kRows}, p.m - m);
     const int64_t count_n = min(int64_t{kMoeTileColumns}, p.n - n);
-    Engine::multiply(RowColumns<T>{RowView<T>(p.a), first, rows, m, p.m},
-                     RowColumns<T>{RowView<T>(p.b), first, rows, n, p.n}, rows,
-                     static_cast<int>(count_m), shared);
+    Gemm::multiply(RowColumns<T>{RowView<T>(p.a), first, rows, m, p.m},
+                   RowColumns<T>{RowView<T>(p.b), first, rows, n, p.n}, rows,
+                   static_cast<int>(count_m), shared);
     T* const out = static_cast<T*>(p.out) + (expert * p.m + m) * p.n + n;
     for_row_parts<W>(count_m, count_n, kLanes, [&](int r, int c) {
-      const auto x = load<W>(shared.sums + r * kMoeTileStride + c);
+      const auto x = load<W>(shared.sums + r * kGemmStride + c);
       Pack<T, W> y;
 #pragma unroll
       for (int j = 0; j < W; ++j) y.v[j] = gpu::narrow<T>(x[j]);
@@ -375,8 +273,7 @@ __global__ void __launch_bounds__(kMoeThreads, Engine::kBlocksPerSM)
   }
 }
 
-// ---- launches
-// ------------------------------------------------------------------------------------
+// ---- launches -----------------------------------------------------------------------------------
 
 inline unsigned tile_grid(int64_t tiles) {
   return static_cast<unsigned>(min(tiles, int64_t{0x7fffffff}));
@@ -385,28 +282,28 @@ inline unsigned tile_grid(const MoeProduct& p, int64_t columns, int width) {
   return tile_grid(p.block_count * ceil_div(columns, width));
 }
 
-template <class Engine>
+template <class Gemm>
 void enqueue(const MoeUpProduct& p, Stream stream) {
   const MoeHidden& h = p.hidden_of;
-  GPU_LAUNCH(moe_up_kernel<Engine>, tile_grid(p.product, h.features, tile_features(h.gate)),
-             kMoeThreads, sizeof(typename Engine::Shared), stream, p);
+  GPU_LAUNCH(moe_up_kernel<Gemm>, tile_grid(p.product, h.features, tile_features(h.gate)),
+             kGemmThreads, sizeof(typename Gemm::Shared), stream, p);
 }
-template <class Engine>
+template <class Gemm>
 void enqueue(const MoeUpBackwardProduct& p, Stream stream) {
-  GPU_LAUNCH(moe_up_backward_kernel<Engine>,
-             tile_grid(p.product, p.hidden_of.features, kMoeTileColumns), kMoeThreads,
-             sizeof(typename Engine::Shared), stream, p);
+  GPU_LAUNCH(moe_up_backward_kernel<Gemm>,
+             tile_grid(p.product, p.hidden_of.features, kMoeTileColumns), kGemmThreads,
+             sizeof(typename Gemm::Shared), stream, p);
 }
-template <class Engine>
+template <class Gemm>
 void enqueue(const MoeProjectProduct& p, Stream stream) {
-  GPU_LAUNCH(moe_project_kernel<Engine>, tile_grid(p.product, p.product.n, kMoeTileColumns),
-             kMoeThreads, sizeof(typename Engine::Shared), stream, p);
+  GPU_LAUNCH(moe_project_kernel<Gemm>, tile_grid(p.product, p.product.n, kMoeTileColumns),
+             kGemmThreads, sizeof(typename Gemm::Shared), stream, p);
 }
-template <class Engine>
+template <class Gemm>
 void enqueue(const MoeWeightGrad& p, Stream stream) {
-  const int64_t tiles = ceil_div(p.m, Engine::kRows) * ceil_div(p.n, kMoeTileColumns);
-  GPU_LAUNCH(moe_weight_grad_kernel<Engine>, tile_grid(p.experts * tiles), kMoeThreads,
-             sizeof(typename Engine::Shared), stream, p);
+  const int64_t tiles = ceil_div(p.m, Gemm::kRows) * ceil_div(p.n, kMoeTileColumns);
+  GPU_LAUNCH(moe_weight_grad_kernel<Gemm>, tile_grid(p.experts * tiles), kGemmThreads,
+             sizeof(typename Gemm::Shared), stream, p);
 }
 
 // Whether there is a tile to compute.
