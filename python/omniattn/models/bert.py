@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +70,12 @@ class BertConfig(EncoderConfig):
             (r"^head_norm", "cls.predictions.transform.LayerNorm"),
             (r"^head_bias", "cls.predictions.bias"),
         ),
+        fixed={
+            "hidden_act": "gelu",
+            "attention_probs_dropout_prob": lambda c: c.dropout_p,
+            "is_decoder": False,
+            "tie_word_embeddings": True,
+        },
     )
 
     norm_eps: float = 1e-12
@@ -91,14 +96,6 @@ class BertConfig(EncoderConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Bert:
         return Bert(self, device=device, dtype=dtype)
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {
-            "hidden_act": "gelu",
-            "attention_probs_dropout_prob": self.dropout_p,
-            "is_decoder": False,
-            "tie_word_embeddings": True,
-        }
 
 
 class Bert(Model):

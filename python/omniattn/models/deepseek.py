@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, LlamaFamilyConfig
-from omniattn.models.hf import Counterpart
-from omniattn.modules import MoE, MultiHeadLatentAttention, MultiTokenPredictor
-from omniattn.modules.layer import LayerConfig
+from omniattn.models.family import LlamaFamilyConfig, llama_counterpart
+from omniattn.models.hf import Conversion
+from omniattn.modules import GatedMLP, MoE, MultiHeadLatentAttention, MultiTokenPredictor
+from omniattn.reference import scaling_to_hf
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+
+def _mscale_to_hf(ours: DeepSeekConfig) -> dict[str, Any]:
+    if ours.mtp_depths:
+        raise NotImplementedError(
+            "DeepSeekConfig: transformers predicts no further tokens; "
+            f"mtp_depths must be 0, got mtp_depths={ours.mtp_depths}"
+        )
+    if _mscale(scaling_to_hf(ours.rope_scaling)) != ours.mscale:
+        raise NotImplementedError(
+            "DeepSeekConfig: mscale must be that of rope_scaling in transformers, "
+            f"got mscale={ours.mscale}, rope_scaling={ours.rope_scaling}"
+        )
+    return {}
+
+
+def _mscale(rope: dict[str, Any]) -> float:
+    """What transformers computes from the parameters of YaRN; 1 for other ones."""
+    return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1
 
 
 @dataclass(frozen=True)
@@ -38,30 +54,19 @@ class MLAConfig(LlamaFamilyConfig):
     v_dim: int = 32
     mscale: float = 1.0
 
-    @property
-    def rotary_dim(self) -> int:
-        return self.qk_rope_dim
-
     def attention(self, layer: int) -> MultiHeadLatentAttention.Config:
-        return MultiHeadLatentAttention.Config(
-            self.dim,
-            self.num_heads,
-            self.q_lora_rank,
-            self.kv_lora_rank,
-            self.qk_nope_dim,
-            self.qk_rope_dim,
-            self.v_dim,
-            mscale=self.mscale,
-            norm_eps=self.norm_eps,
-            **self.common,
-        )
+        return _latent_attention(self)
+
+    def feed_forward(self, layer: int) -> GatedMLP.Config:
+        return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
 
 
 @dataclass(frozen=True)
-class DeepSeekConfig(MLAConfig):
+class DeepSeekConfig(LlamaFamilyConfig):
     """Sizes of the experts, routed as in DeepSeek-V3: sigmoid scores, balanced by a bias.
 
     Args:
+        q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
         dense_layers: the first layers, with a SwiGLU of `hidden_dim`.
         expert_dim: hidden size of an expert.
         experts, top_k, shared: routed ones, those of a token, and those that take every token.
@@ -77,10 +82,9 @@ class DeepSeekConfig(MLAConfig):
     """
 
     architecture = "deepseek"
-    hf = Counterpart(
+    hf = llama_counterpart(
         "DeepseekV3ForCausalLM",
-        HF_OPTIONS
-        | {
+        {
             "q_lora_rank": "q_lora_rank",
             "kv_lora_rank": "kv_lora_rank",
             "qk_nope_dim": "qk_nope_head_dim",
@@ -95,9 +99,21 @@ class DeepSeekConfig(MLAConfig):
             "top_groups": "topk_group",
             "route_scale": "routed_scaling_factor",
         },
-        HF_WEIGHTS,
+        {
+            "num_key_value_heads": lambda c: c.num_heads,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "rope_interleave": True,
+        },
+        Conversion(_mscale_to_hf, lambda theirs: {"mscale": _mscale(theirs.rope_parameters)}),
     )
 
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 64
+    qk_nope_dim: int = 32
+    qk_rope_dim: int = 16
+    v_dim: int = 32
+    mscale: float = 1.0
     dense_layers: int = 1
     expert_dim: int = 96
     experts: int = 16
@@ -122,9 +138,12 @@ class DeepSeekConfig(MLAConfig):
     def predictor_weight(self) -> float:
         return self.mtp_weight
 
-    def feed_forward(self, layer: int) -> LayerConfig:
+    def attention(self, layer: int) -> MultiHeadLatentAttention.Config:
+        return _latent_attention(self)
+
+    def feed_forward(self, layer: int) -> GatedMLP.Config | MoE.Config:
         if layer < self.dense_layers:
-            return super().feed_forward(layer)
+            return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
         return MoE.Config.deepseek_v3(
             self.dim,
             self.expert_dim,
@@ -138,33 +157,17 @@ class DeepSeekConfig(MLAConfig):
             **self.common,
         )
 
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {
-            "num_key_value_heads": self.num_heads,
-            "norm_topk_prob": True,
-            "attention_bias": False,
-            "rope_interleave": True,
-        }
 
-    def hf_special(self) -> dict[str, Any]:
-        if self.mtp_depths:
-            raise NotImplementedError(
-                "DeepSeekConfig: transformers predicts no further tokens; "
-                f"mtp_depths must be 0, got mtp_depths={self.mtp_depths}"
-            )
-        rope = super().hf_special()["rope_parameters"]
-        if _mscale(rope) != self.mscale:
-            raise NotImplementedError(
-                "DeepSeekConfig: mscale must be that of rope_scaling in transformers, "
-                f"got mscale={self.mscale}, rope_scaling={self.rope_scaling}"
-            )
-        return {"rope_parameters": rope}
-
-    @classmethod
-    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
-        return super().special_from_hf(config) | {"mscale": _mscale(config.rope_parameters)}
-
-
-def _mscale(rope: dict[str, Any]) -> float:
-    """What transformers computes from the parameters of YaRN; 1 for other ones."""
-    return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1
+def _latent_attention(c: MLAConfig | DeepSeekConfig) -> MultiHeadLatentAttention.Config:
+    return MultiHeadLatentAttention.Config(
+        c.dim,
+        c.num_heads,
+        c.q_lora_rank,
+        c.kv_lora_rank,
+        c.qk_nope_dim,
+        c.qk_rope_dim,
+        c.v_dim,
+        mscale=c.mscale,
+        norm_eps=c.norm_eps,
+        **c.common,
+    )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.models.family import GroupedQueryConfig
-from omniattn.modules import DifferentialAttention
+from omniattn.models.family import LlamaFamilyConfig
+from omniattn.modules import DifferentialAttention, GatedMLP
 
 
 @dataclass(frozen=True)
-class DifferentialConfig(GroupedQueryConfig):
+class DifferentialConfig(LlamaFamilyConfig):
     """Sizes as of a Llama, with half as many heads: each has two maps and values of twice the size.
+
+    Args:
+        num_kv_heads: pairs of key heads, and value heads.
+        head_dim: of a map, default dim / (2 num_heads).
 
     Reference:
         Ye et al., "Differential Transformer", 2024, arXiv 2410.05258.
@@ -20,10 +24,7 @@ class DifferentialConfig(GroupedQueryConfig):
 
     num_heads: int = 3
     num_kv_heads: int = 1
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.attention(0).head_size
+    head_dim: int | None = None
 
     def attention(self, layer: int) -> DifferentialAttention.Config:
         return DifferentialAttention.Config(
@@ -35,3 +36,6 @@ class DifferentialConfig(GroupedQueryConfig):
             norm_eps=self.norm_eps,
             **self.common,
         )
+
+    def feed_forward(self, layer: int) -> GatedMLP.Config:
+        return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)

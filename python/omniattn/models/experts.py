@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, GroupedQueryConfig
-from omniattn.models.hf import Counterpart
-from omniattn.modules import MLP, MoE
-from omniattn.modules.layer import LayerConfig
+from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
+from omniattn.modules import MLP, Attention, MoE
 
 
 @dataclass(frozen=True)
-class MixtralConfig(GroupedQueryConfig):
+class MixtralConfig(LlamaFamilyConfig):
     """Sizes of a Mixtral: each layer has `experts` SwiGLUs of `hidden_dim`, a token uses `top_k`.
+
+    Args:
+        num_kv_heads, head_dim: as in LlamaConfig.
+        experts, top_k: of a layer, and those of them that a token uses.
 
     Reference:
         Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088.
     """
 
     architecture = "mixtral"
-    hf = Counterpart(
+    hf = llama_counterpart(
         "MixtralForCausalLM",
-        HF_OPTIONS
-        | {
+        {
             "num_kv_heads": "num_key_value_heads",
             "experts": "num_local_experts",
             "top_k": "num_experts_per_tok",
         },
-        HF_WEIGHTS,
+        {"sliding_window": None, "router_jitter_noise": 0.0},
+        HEAD_DIM,
     )
 
+    num_kv_heads: int = 2
+    head_dim: int | None = None
     experts: int = 8
     top_k: int = 2
 
-    def feed_forward(self, layer: int) -> LayerConfig:
+    def attention(self, layer: int) -> Attention.Config:
+        return Attention.Config(
+            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
+        )
+
+    def feed_forward(self, layer: int) -> MoE.Config:
         return MoE.Config.mixtral(
             self.dim, self.hidden_dim, self.experts, self.top_k, **self.common
         )
 
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {"sliding_window": None, "router_jitter_noise": 0.0}
-
 
 @dataclass(frozen=True)
-class SwitchConfig(GroupedQueryConfig):
+class SwitchConfig(LlamaFamilyConfig):
     """Sizes of a Switch Transformer's feed-forward layers in a decoder of the Llama family.
 
     Every other layer, from the second on, has `experts` ReLU layers of `hidden_dim`, of which a
     token uses one, while it has room; the others have one such layer.
+
+    Args:
+        num_kv_heads, head_dim: as in LlamaConfig.
+        experts: of a layer.
 
     Reference:
         Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961.
@@ -56,15 +65,16 @@ class SwitchConfig(GroupedQueryConfig):
 
     architecture = "switch"
 
+    num_kv_heads: int = 2
+    head_dim: int | None = None
     experts: int = 8
 
-    def feed_forward(self, layer: int) -> LayerConfig:
+    def attention(self, layer: int) -> Attention.Config:
+        return Attention.Config(
+            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
+        )
+
+    def feed_forward(self, layer: int) -> MLP.Config | MoE.Config:
         if layer % 2 == 0:
-            return MLP.Config(
-                self.dim,
-                self.hidden_dim,
-                "relu",
-                bias=False,
-                **self.common,
-            )
+            return MLP.Config(self.dim, self.hidden_dim, "relu", bias=False, **self.common)
         return MoE.Config.switch(self.dim, self.hidden_dim, self.experts, **self.common)

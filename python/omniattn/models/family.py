@@ -1,41 +1,38 @@
-"""Decoders like Llama: RMSNorm in front, rotary positions, SwiGLU, no biases.
+"""Decoders like Llama: RMSNorm in front, rotary positions, no biases.
 
-An architecture of the family is a Config that changes what `attention` or `feed_forward` returns.
+An architecture of the family is a Config that says what attention and feed-forward its layers have.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omniattn.models.decoder import Decoder
-from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm, RotaryEmbedding
+from omniattn.models.hf import Conversion, Counterpart
+from omniattn.modules import (
+    Attention,
+    DecoderBlock,
+    DifferentialAttention,
+    MultiHeadLatentAttention,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from omniattn.modules.layer import LayerConfig
 from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Names in transformers that are the same for all of the family.
-HF_OPTIONS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-#: Both keep rotary pairs half-split, and both interleave those of latent attention.
-HF_WEIGHTS = ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn"))
+#: Mixers that say how many dimensions are rotated.
+RotaryAttention = Attention.Config | DifferentialAttention.Config | MultiHeadLatentAttention.Config
 
 
 @dataclass(frozen=True)
 class LlamaFamilyConfig(Decoder.Config):
-    """Sizes and options.
+    """Sizes and options that all of the family have.
 
     Args:
         num_heads: query heads.
@@ -51,22 +48,13 @@ class LlamaFamilyConfig(Decoder.Config):
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
 
-    @property
     @abstractmethod
-    def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated."""
-
-    @abstractmethod
-    def attention(self, layer: int) -> LayerConfig:
+    def attention(self, layer: int) -> RotaryAttention:
         """Config of the token mixer of a layer."""
 
+    @abstractmethod
     def feed_forward(self, layer: int) -> LayerConfig:
         """Config of the channel mixer of a layer."""
-        return GatedMLP.Config(
-            self.dim,
-            self.hidden_dim,
-            **self.common,
-        )
 
     @property
     def norm(self) -> RMSNorm.Config:
@@ -74,7 +62,8 @@ class LlamaFamilyConfig(Decoder.Config):
 
     @property
     def rope(self) -> RotaryEmbedding.Config:
-        return RotaryEmbedding.Config(self.rotary_dim, self.rope_base, self.rope_scaling)
+        rotary_dim = self.attention(0).rotary_dim
+        return RotaryEmbedding.Config(rotary_dim, self.rope_base, self.rope_scaling)
 
     def block(self, layer: int) -> DecoderBlock.Config:
         return DecoderBlock.Config(
@@ -85,51 +74,49 @@ class LlamaFamilyConfig(Decoder.Config):
             residual_in_fp32=self.residual_in_fp32,
         )
 
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {"hidden_act": "silu", "attention_dropout": 0.0}
 
-    def hf_special(self) -> dict[str, Any]:
-        rope = scaling_to_hf(self.rope_scaling) | {"rope_theta": self.rope_base}
-        return {"rope_parameters": rope}
+def llama_counterpart(
+    model: str, options: Mapping[str, str], fixed: Mapping[str, Any], *conversions: Conversion
+) -> Counterpart:
+    """The names of an architecture of the family in transformers, by those that only it has."""
+    return Counterpart(
+        model,
+        {
+            "vocab_size": "vocab_size",
+            "dim": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "hidden_dim": "intermediate_size",
+            "max_positions": "max_position_embeddings",
+            "norm_eps": "rms_norm_eps",
+            "tie_embeddings": "tie_word_embeddings",
+            "init_std": "initializer_range",
+            **options,
+        },
+        # Both keep rotary pairs half-split, and both interleave those of latent attention.
+        ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
+        fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
+        conversions=(Conversion(_rope_to_hf, _rope_from_hf), *conversions),
+    )
 
-    @classmethod
-    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
-        rope = config.rope_parameters
-        scaling = scaling_from_hf(rope, max_positions=config.max_position_embeddings)
-        return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
+
+def _rope_to_hf(ours: LlamaFamilyConfig) -> dict[str, Any]:
+    rope = scaling_to_hf(ours.rope_scaling) | {"rope_theta": ours.rope_base}
+    return {"rope_parameters": rope}
 
 
-@dataclass(frozen=True)
-class GroupedQueryConfig(LlamaFamilyConfig):
-    """The family with grouped-query attention.
+def _rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    rope = theirs.rope_parameters
+    scaling = scaling_from_hf(rope, max_positions=theirs.max_position_embeddings)
+    return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
 
-    Args:
-        num_kv_heads: key and value heads.
-        head_dim: default dim / num_heads.
-    """
 
-    num_kv_heads: int = 2
-    head_dim: int | None = None
+def _head_dim_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    own = theirs.head_dim
+    if own is not None and own * theirs.num_attention_heads == theirs.hidden_size:
+        own = None
+    return {"head_dim": own}
 
-    @property
-    def rotary_dim(self) -> int:
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    def attention(self, layer: int) -> LayerConfig:
-        return Attention.Config(
-            self.dim,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            **self.common,
-        )
-
-    def hf_special(self) -> dict[str, Any]:
-        return super().hf_special() | {"head_dim": self.head_dim or self.dim // self.num_heads}
-
-    @classmethod
-    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
-        own = config.head_dim
-        if own is not None and own * config.num_attention_heads == config.hidden_size:
-            own = None
-        return super().special_from_hf(config) | {"head_dim": own}
+#: None where it is the default, which transformers writes down as a number.
+HEAD_DIM = Conversion(lambda ours: {"head_dim": ours.attention(0).head_size}, _head_dim_from_hf)

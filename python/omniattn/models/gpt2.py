@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Counterpart
@@ -50,6 +49,15 @@ class GPT2Config(Decoder.Config):
             (r"down_proj", "c_proj"),
         ),
         transposed=r"\.c_\w+\.weight$",
+        fixed={
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "embd_pdrop": lambda c: c.dropout_p,
+            "attn_pdrop": lambda c: c.dropout_p,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
     )
 
     tie_embeddings: bool = True
@@ -82,14 +90,3 @@ class GPT2Config(Decoder.Config):
             dropout_p=self.dropout_p,
             residual_in_fp32=self.residual_in_fp32,
         )
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "embd_pdrop": self.dropout_p,
-            "attn_pdrop": self.dropout_p,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        }

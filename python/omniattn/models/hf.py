@@ -1,13 +1,30 @@
-"""What an architecture is called in transformers, and the copies of weights that follow from it."""
+"""What an architecture is called in transformers: its options, its weights and their copies."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Options that have another form in transformers.
+
+    Args:
+        to_hf: from a config of ours to options of theirs.
+        from_hf: from a config of theirs to options of ours.
+    """
+
+    to_hf: Callable[[Any], dict[str, Any]]
+    from_hf: Callable[[PreTrainedConfig], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -21,12 +38,37 @@ class Counterpart:
             ours. Those of ours that get the same name are one of theirs, one below the other; a
             name with `{a,b}` stands for two of theirs.
         transposed: pattern of their weights that are (in, out).
+        fixed: further options of theirs with the value that ours computes, or with a function that
+            gives it for a config of ours.
+        conversions: of the other options.
     """
 
     model: str
     options: Mapping[str, str]
     weights: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
     transposed: str = "^$"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    conversions: Sequence[Conversion] = ()
+
+    def required(self, ours: Any) -> dict[str, Any]:
+        """Options that a config of theirs must have to compute what ours does."""
+        named = {theirs: getattr(ours, name) for name, theirs in self.options.items()}
+        fixed = {name: v(ours) if callable(v) else v for name, v in self.fixed.items()}
+        return named | fixed
+
+    def to_hf(self, ours: Any) -> dict[str, Any]:
+        """All options of theirs for a config of ours."""
+        values = self.required(ours)
+        for conversion in self.conversions:
+            values |= conversion.to_hf(ours)
+        return values
+
+    def from_hf(self, theirs: PreTrainedConfig) -> dict[str, Any]:
+        """Options of ours for a config of theirs."""
+        values = {ours: getattr(theirs, name) for ours, name in self.options.items()}
+        for conversion in self.conversions:
+            values |= conversion.from_hf(theirs)
+        return values
 
     def pairs(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Weights of both that hold the same numbers, one below the other.

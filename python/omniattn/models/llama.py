@@ -6,31 +6,46 @@ RMSNorm in front, grouped-query attention with half-split rotary embedding, SwiG
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from omniattn.models.decoder import Decoder
-from omniattn.models.family import HF_OPTIONS, HF_WEIGHTS, GroupedQueryConfig
-from omniattn.models.hf import Counterpart
+from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
+from omniattn.modules import Attention, GatedMLP
 
 
 @dataclass(frozen=True)
-class LlamaConfig(GroupedQueryConfig):
-    """Sizes and options of a Llama."""
+class LlamaConfig(LlamaFamilyConfig):
+    """Sizes and options of a Llama.
+
+    Args:
+        num_kv_heads: key and value heads.
+        head_dim: default dim / num_heads.
+    """
 
     architecture = "llama"
-    hf = Counterpart(
-        "LlamaForCausalLM", HF_OPTIONS | {"num_kv_heads": "num_key_value_heads"}, HF_WEIGHTS
+    hf = llama_counterpart(
+        "LlamaForCausalLM",
+        {"num_kv_heads": "num_key_value_heads"},
+        {"attention_bias": False, "mlp_bias": False},
+        HEAD_DIM,
     )
+
+    num_kv_heads: int = 2
+    head_dim: int | None = None
+
+    def attention(self, layer: int) -> Attention.Config:
+        return Attention.Config(
+            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
+        )
+
+    def feed_forward(self, layer: int) -> GatedMLP.Config:
+        return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Llama:
         return Llama(self, device=device, dtype=dtype)
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {"attention_bias": False, "mlp_bias": False}
 
 
 class Llama(Decoder):

@@ -167,7 +167,7 @@ class ModelConfig(ABC):
         import transformers
 
         kind = getattr(transformers, self.counterpart.model).config_class
-        return kind(**self.hf_values() | self.hf_special())
+        return kind(**self.counterpart.to_hf(self))
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
@@ -179,28 +179,14 @@ class ModelConfig(ABC):
         """
         if cls.hf is None:
             raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
-        values = {ours: getattr(config, theirs) for ours, theirs in cls.hf.options.items()}
-        found = cls.from_dict(values | cls.special_from_hf(config))
-        for name, wanted in found.hf_values().items():
+        found = cls.from_dict(cls.hf.from_hf(config))
+        for name, wanted in cls.hf.required(found).items():
             value = _value(getattr(config, name))
             if value != wanted:
                 raise NotImplementedError(
                     f"{cls.__name__}: {name} must be {wanted!r}, got {name}={value!r}"
                 )
         return found
-
-    def hf_values(self) -> dict[str, Any]:
-        """Options of transformers: ours under its names; subclasses add what it must have."""
-        return {name: getattr(self, ours) for ours, name in self.counterpart.options.items()}
-
-    def hf_special(self) -> dict[str, Any]:
-        """Further options of transformers, whose form is another one than here."""
-        return {}
-
-    @classmethod
-    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
-        """The inverse of `hf_special`: options of ours."""
-        return {}
 
 
 def _plain(value: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.models.hf import Counterpart
+from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     MLP,
@@ -26,7 +26,7 @@ from omniattn.modules import (
 from omniattn.modules.state import Stateful, takes_cache
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ class T5Config(ModelConfig):
             (r"gate_proj", "wi_0"),
             (r"down_proj", "wo"),
         ),
+        fixed={
+            "num_decoder_layers": lambda c: c.num_layers,
+            "feed_forward_proj": lambda c: "gated-gelu" if c.gated else "relu",
+            "scale_decoder_outputs": lambda c: not c.gated,
+        },
+        conversions=(Conversion(lambda _: {}, lambda theirs: {"gated": theirs.is_gated_act}),),
     )
 
     vocab_size: int = 358  # bytes, sentinels, end and start
@@ -102,17 +108,6 @@ class T5Config(ModelConfig):
         names = super().counterpart
         up = (r"up_proj", "wi_1" if self.gated else "wi")
         return replace(names, weights=(*names.weights, up))
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {
-            "num_decoder_layers": self.num_layers,
-            "feed_forward_proj": "gated-gelu" if self.gated else "relu",
-            "scale_decoder_outputs": not self.gated,
-        }
-
-    @classmethod
-    def special_from_hf(cls, config: PreTrainedConfig) -> dict[str, Any]:
-        return {"gated": config.is_gated_act}
 
     def build_hf(self) -> PreTrainedModel:
         model = super().build_hf()

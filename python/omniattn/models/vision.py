@@ -39,6 +39,12 @@ HF_WEIGHTS = (
     (r"down_proj", "fc2"),
     (r"^head", "classifier"),
 )
+HF_FIXED: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,6 @@ class VisionConfig(EncoderConfig):
     channels: int = 1
     image: int = 8
     patch: int = 2
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {
-            "hidden_act": "gelu",
-            "qkv_bias": True,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
 
 
 class Classifier(Model):
@@ -141,6 +139,7 @@ class ViTConfig(VisionConfig):
             (r"mixer", "attention"),
             *HF_WEIGHTS,
         ),
+        fixed=HF_FIXED | {"intermediate_size": lambda c: 4 * c.dim},
     )
 
     dim: int = 64
@@ -151,9 +150,6 @@ class ViTConfig(VisionConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ViT:
         return ViT(self, device=device, dtype=dtype)
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {"intermediate_size": 4 * self.dim}
 
 
 class ViT(Classifier):
@@ -247,6 +243,7 @@ class SwinConfig(VisionConfig):
             (r"attn\.relative", "attention.relative_position_bias.relative"),
             *HF_WEIGHTS,
         ),
+        fixed=HF_FIXED | {"mlp_ratio": 4.0, "use_absolute_embeddings": False},
     )
 
     norm_eps: float = 1e-5
@@ -260,9 +257,6 @@ class SwinConfig(VisionConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Swin:
         return Swin(self, device=device, dtype=dtype)
-
-    def hf_values(self) -> dict[str, Any]:
-        return super().hf_values() | {"mlp_ratio": 4.0, "use_absolute_embeddings": False}
 
 
 class Swin(Classifier):

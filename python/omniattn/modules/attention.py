@@ -155,6 +155,11 @@ class Attention(Mixer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+        @property
+        def rotary_dim(self) -> int:
+            """Dimensions of a head that a model rotates."""
+            return self.head_size
+
     @config_or_fields(Config)
     def __init__(
         self,

@@ -114,6 +114,11 @@ class DifferentialAttention(Mixer):
             return self.dim // (2 * self.num_heads) if self.head_dim is None else self.head_dim
 
         @property
+        def rotary_dim(self) -> int:
+            """Dimensions of a sub-head that a model rotates."""
+            return self.head_size
+
+        @property
         def lambda_init(self) -> float:
             """l0."""
             return 0.8 - 0.6 * math.exp(-0.3 * self.depth)

@@ -110,6 +110,11 @@ class MultiHeadLatentAttention(Mixer):
             """Factor on the scores."""
             return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
 
+        @property
+        def rotary_dim(self) -> int:
+            """Dimensions of a head that a model rotates."""
+            return self.qk_rope_dim
+
     @config_or_fields(Config)
     def __init__(
         self,
