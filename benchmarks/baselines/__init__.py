@@ -7,23 +7,21 @@ torch.compile of the eager form, "flex" compiled flex_attention, "grouped" torch
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
-from baselines import attention, ffn, loss, moe, norm, rope, topk
+from baselines import attention
 from baselines._common import Function
 from omniattn import reference
 
 __all__ = ["BASELINES", "ON_GPU", "Function"]
 
-#: Functions by op and provider; the eager form comes first.
+_NAMES = (each.name for each in pkgutil.iter_modules(__path__, f"{__name__}."))
+_FAMILIES = [importlib.import_module(name) for name in _NAMES if "._" not in name]
+#: Functions by op and provider, of every file; the eager form comes first.
 BASELINES: Mapping[str, Mapping[str, Function]] = {
-    **attention.BASELINES,
-    **norm.BASELINES,
-    **rope.BASELINES,
-    **ffn.BASELINES,
-    **loss.BASELINES,
-    **moe.BASELINES,
-    **topk.BASELINES,
+    **{op: providers for family in _FAMILIES for op, providers in family.BASELINES.items()},
     # Torch draws other bits.
     "dropout": {"eager": reference.dropout},
     "uniform_like": {"eager": reference.uniform_like},

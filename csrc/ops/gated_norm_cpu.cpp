@@ -12,7 +12,7 @@ void run_forward(const char*, const GatedNormParams& p) {
 
 void run_backward(const char*, const GatedNormBackwardParams& p, void* dweight, void* dbias) {
   const auto backward = gated_norm_kernels().backward;
-  sum_over_rows(p.dtype, p.rows, p.groups, p.cols, dweight, dbias,
+  sum_over_rows(p.dtype, p.rows, p.cols, {dweight, p.groups}, {dbias, p.groups},
                 [&](void* dw, void* db, int64_t a, int64_t b) { backward(p, dw, db, a, b); });
 }
 

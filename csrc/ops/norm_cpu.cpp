@@ -11,7 +11,7 @@ void run_forward(const char*, const NormParams& p) {
 
 void run_backward(const char*, const NormBackwardParams& p, void* dweight, void* dbias) {
   const auto backward = norm_kernels().backward;
-  sum_over_rows(p.dtype, p.rows, 1, p.cols, dweight, dbias,
+  sum_over_rows(p.dtype, p.rows, p.cols, {dweight, 1}, {dbias, 1},
                 [&](void* dw, void* db, int64_t a, int64_t b) { backward(p, dw, db, a, b); });
 }
 

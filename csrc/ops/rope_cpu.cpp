@@ -33,7 +33,7 @@ void run_forward(const char*, const NormRopeParams& p, int64_t batch) {
 void run_backward(const char*, const NormRopeBackwardParams& p, int64_t batch, void* dweight) {
   const auto backward = norm_rope_kernels().backward;
   // The sums are kept in the order of the elements, as those of the accumulator type are.
-  sum_over_rows(accumulator(p.rope.dtype), batch * p.rope.tokens, 1, p.rope.dim, dweight, nullptr,
+  sum_over_rows(accumulator(p.rope.dtype), batch * p.rope.tokens, p.rope.dim, {dweight, 1}, {},
                 [&](void* dw, void*, int64_t a, int64_t b) { backward(p, dw, a, b); });
 }
 

@@ -41,6 +41,11 @@ TAKEN = {
     ),
     "attention_select": (HEADS, HEADS, [], *NO_RULES),
     "attention_weights": (HEADS, HEADS, LSE, [], *NO_RULES, False),
+    "causal_conv1d": (f(2, 3, 4), f(4, 3), ROW, f(2, 4, 2), True),
+    "causal_conv1d_backward": (
+        *(f(2, 3, 4), f(4, 3), ROW, f(2, 4, 2), f(2, 3, 4), f(2, 4, 2)),
+        *(True, True, True, True),
+    ),
     "cross_entropy": (X, i(3), -100, 0.0, 0.0, 0.0, 1),
     "cross_entropy_backward": (f(), X, i(3), f(3), -100, 0.0, 0.0, 0.0, 1),
     "dropout": (X, i(2), 0.5),

@@ -30,6 +30,7 @@ SPECIAL = {
     "layer_norm": ["residual"],
     "group_norm": ["rms"],
     "rms_norm_gated": ["beforegroups", "sigmoid", "mamba2", "qwen3next"],
+    "causal_conv1d": ["state", "many", "short", "pointwise"],
     "apply_rotary": ["interleaved", "partial", "start", "inplace"],
     "geglu": ["tanhpacked"],
     "qk_norm_rotary": ["partialpairs", "partial"],

@@ -9,6 +9,7 @@ from omniattn.functional.attention import (
     attention_varlen,
 )
 from omniattn.functional.attention_lse import attention_weights, merge_attention
+from omniattn.functional.conv import causal_conv1d
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy
@@ -69,6 +70,7 @@ __all__ = [
     "attention_weights",
     "axial_frequencies",
     "bilinear",
+    "causal_conv1d",
     "cross_entropy",
     "cv_squared",
     "default_vector_gradient",

@@ -22,6 +22,7 @@ from omniattn.reference.attention import (
     scaled_dot_product_attention,
     select_attention,
 )
+from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import cross_entropy, linear_cross_entropy
@@ -78,6 +79,7 @@ __all__ = [
     "attention_weights",
     "axial_frequencies",
     "bilinear",
+    "causal_conv1d",
     "cross_entropy",
     "dropout",
     "gated_activation",

@@ -1,0 +1,37 @@
+"""Causal convolutions: torch's depthwise conv1d with padding, as models without a kernel run it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baselines._common import compiled, lacks
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    (_, steps, channels), taps = x.shape, weight.shape[1]
+    lacks(empty=x.numel() == 0)
+    inputs = x.transpose(1, 2)
+    if initial_state is None and not return_final_state:
+        y = F.conv1d(inputs, weight[:, None], bias, padding=taps - 1, groups=channels)[..., :steps]
+    else:
+        inputs = (
+            F.pad(inputs, (taps - 1, 0))
+            if initial_state is None
+            else torch.cat((initial_state, inputs), -1)
+        )
+        y = F.conv1d(inputs, weight[:, None], bias, groups=channels)
+    y = (F.silu(y) if activation == "silu" else y).transpose(1, 2)
+    return (y, inputs[..., steps:]) if return_final_state else y
+
+
+BASELINES = {"causal_conv1d": {"aten": causal_conv1d, "compiled": compiled(causal_conv1d)}}

@@ -1,0 +1,170 @@
+// Causal depthwise convolution on CUDA, see conv.h: a thread per channel and row, which finds the
+// inputs of its neighbours in L1. The backward writes g first and reads it for dx and for the sums
+// of dweight, which are then added in order: no atomics.
+#include "kernels/conv/conv_cuda.h"
+
+#include "kernels/activation/activate_cuda.h"
+#include "kernels/norm/norm_cuda.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn {
+namespace {
+
+constexpr unsigned kThreads = 128;
+// Enough shards to fill a GPU even where a warp has all channels; few rows each keep g in L2.
+constexpr int64_t kMaxShards = 512, kShardRows = 32;
+
+template <class T>
+struct Conv {
+  using C = compute_t<T>;
+
+  const CausalConv& p;
+  int64_t b, d;  // sequence, channel
+
+  // x of step t, or what lies in front of it.
+  __device__ __forceinline__ C input(int64_t t) const {
+    const T* const at = t < 0 ? static_cast<const T*>(p.before) + b * p.before_batch +
+                                    (t + p.taps - 1) * p.before_row
+                              : static_cast<const T*>(p.x) + b * p.x_batch + t * p.x_row;
+    return gpu::widen(at[d]);
+  }
+  __device__ __forceinline__ C weight(int64_t k) const {
+    return gpu::widen(static_cast<const T*>(p.weight)[k * p.channels + d]);
+  }
+  __device__ __forceinline__ ValueAndSlope<C> result(int64_t t) const {
+    C s = gpu::widen(static_cast<const T*>(p.bias)[d]);
+    for (int64_t k = 0; k < p.taps; ++k) s += weight(k) * input(t + k - p.taps + 1);
+    return activate(p.silu ? Activation::silu : Activation::identity, s);
+  }
+};
+
+// f(row, channel) for the items of this thread; the grid covers the channels and steps over rows.
+template <class F>
+__device__ __forceinline__ void for_items(int64_t rows, int64_t channels, const F& f) {
+  const int64_t d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (d >= channels) return;
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) f(row, d);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    causal_conv_forward_kernel(const __grid_constant__ CausalConvParams p) {
+  const int64_t n = p.conv.channels, steps = p.conv.steps, before = p.conv.taps - 1;
+  const int64_t rows = before + steps;
+  for_items(p.conv.batch * rows, n, [&](int64_t item, int64_t d) {
+    const int64_t b = item / rows, t = item - b * rows;
+    const Conv<T> conv{p.conv, b, d};
+    if (t < steps) {
+      static_cast<T*>(p.y)[(b * steps + t) * n + d] = gpu::narrow<T>(conv.result(t).value);
+    } else {
+      const int64_t at = (b * before + t - steps) * n + d;
+      static_cast<T*>(p.final_state)[at] = gpu::narrow<T>(conv.input(t - before));
+    }
+  });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    causal_conv_slope_kernel(const __grid_constant__ CausalConvBackwardParams p, compute_t<T>* g) {
+  const int64_t n = p.conv.channels, steps = p.conv.steps;
+  for_items(p.conv.batch * steps, n, [&](int64_t item, int64_t d) {
+    const int64_t b = item / steps, t = item - b * steps;
+    const T* const grad_y = static_cast<const T*>(p.grad_y) + b * p.grad_y_batch;
+    g[item * n + d] =
+        gpu::widen(grad_y[t * p.grad_y_row + d]) * Conv<T>{p.conv, b, d}.result(t).slope;
+  });
+}
+
+// Of the rows in front of x, too.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    causal_conv_dx_kernel(const __grid_constant__ CausalConvBackwardParams p,
+                          const compute_t<T>* g) {
+  const int64_t n = p.conv.channels, steps = p.conv.steps, before = p.conv.taps - 1;
+  const int64_t rows = before + steps;
+  for_items(p.conv.batch * rows, n, [&](int64_t item, int64_t d) {
+    const int64_t b = item / rows, r = item - b * rows;
+    if (r < before && p.dbefore == nullptr) return;
+    compute_t<T> sum = 0;
+    if (p.grad_final != nullptr && r >= steps) {
+      sum = gpu::widen(static_cast<const T*>(p.grad_final)[(b * before + r - steps) * n + d]);
+    }
+    for (int64_t k = 0; k <= before; ++k) {
+      const int64_t t = r - k;
+      if (t >= 0 && t < steps) sum += Conv<T>{p.conv, b, d}.weight(k) * g[(b * steps + t) * n + d];
+    }
+    T* const out = r < before ? static_cast<T*>(p.dbefore) + (b * before + r) * n
+                              : static_cast<T*>(p.dx) + (b * steps + r - before) * n;
+    out[d] = gpu::narrow<T>(sum);
+  });
+}
+
+// partial (shards, K + 1, D): dweight and, last, dbias of the steps of each shard.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    causal_conv_sums_kernel(const __grid_constant__ CausalConv p, const compute_t<T>* g,
+                            int64_t shards, compute_t<T>* partial) {
+  const int64_t n = p.channels, sums = p.taps + 1, all = p.batch * p.steps;
+  for_items(shards * sums, n, [&](int64_t item, int64_t d) {
+    const int64_t shard = item / sums, k = item - shard * sums;
+    compute_t<T> sum = 0;
+    for (int64_t row = all * shard / shards; row < all * (shard + 1) / shards; ++row) {
+      const int64_t b = row / p.steps, t = row - b * p.steps;
+      const compute_t<T> of_step = g[row * n + d];
+      sum += k == p.taps ? of_step : of_step * Conv<T>{p, b, d}.input(t + k - p.taps + 1);
+    }
+    partial[item * n + d] = sum;
+  });
+}
+
+dim3 grid_of(int64_t rows, int64_t channels) {
+  constexpr int64_t kMaxGridY = 0xffff;
+  return dim3(static_cast<unsigned>((channels + kThreads - 1) / kThreads),
+              static_cast<unsigned>(min(rows, kMaxGridY)));
+}
+
+}  // namespace
+
+Status launch_causal_conv(const CausalConvParams& p, Stream stream) {
+  const CausalConv& c = p.conv;
+  const int64_t rows = c.batch * (c.taps - 1 + c.steps);
+  if (rows == 0 || c.channels == 0) return nullptr;
+  dispatch(c.dtype, [&]<class T>(T) {
+    GPU_LAUNCH(causal_conv_forward_kernel<T>, grid_of(rows, c.channels), kThreads, 0, stream, p);
+  });
+  return gpu::launch_status();
+}
+
+int64_t causal_conv_shards(const CausalConv& p) {
+  return min((p.batch * p.steps + kShardRows - 1) / kShardRows, kMaxShards);
+}
+
+Status launch_causal_conv_backward(const CausalConvBackwardParams& p,
+                                   const CausalConvScratch& scratch, void* dweight, void* dbias,
+                                   Stream stream) {
+  const CausalConv& c = p.conv;
+  const int64_t n = c.channels, steps = c.batch * c.steps, rows = c.batch * (c.taps - 1) + steps;
+  const int64_t shards = causal_conv_shards(c), sums = c.taps + 1;
+  if (n == 0) return nullptr;
+  dispatch(c.dtype, [&]<class T>(T) {
+    using C = compute_t<T>;
+    C* const g = static_cast<C*>(scratch.g);
+    C* const partial = static_cast<C*>(scratch.partial);
+    if (steps > 0) {
+      GPU_LAUNCH(causal_conv_slope_kernel<T>, grid_of(steps, n), kThreads, 0, stream, p, g);
+    }
+    if (rows > 0) {
+      GPU_LAUNCH(causal_conv_dx_kernel<T>, grid_of(rows, n), kThreads, 0, stream, p,
+                 static_cast<const C*>(g));
+    }
+    if ((dweight != nullptr || dbias != nullptr) && shards > 0) {
+      GPU_LAUNCH(causal_conv_sums_kernel<T>, grid_of(shards * sums, n), kThreads, 0, stream, c,
+                 static_cast<const C*>(g), shards, partial);
+    }
+    launch_sum_shards(c.dtype, partial, shards, sums * n, c.taps * n, dweight, stream);
+    launch_sum_shards(c.dtype, partial + c.taps * n, shards, sums * n, n, dbias, stream);
+  });
+  return gpu::launch_status();
+}
+
+}  // namespace omniattn

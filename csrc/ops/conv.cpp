@@ -1,0 +1,137 @@
+// causal_conv1d: checks and allocation.
+#include "ops/conv.h"
+
+#include <tuple>
+
+#include "ops/registry.h"
+
+namespace omniattn::ops::conv {
+namespace {
+
+// (B, T, D) with unit stride over the channels: a copy where `t` has another one.
+Tensor as_steps(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
+  require_tensor(op, name, t, dtype);
+  require_sizes(op, name, t, sizes);
+  return sizes[2] <= 1 || t.stride(2) == 1 ? t : torch::stable::contiguous(t);
+}
+
+// (..., K - 1, D) of states (..., D, K - 1), (K, D) of weights: what calls return lies so already.
+Tensor channels_last(const Tensor& t) {
+  return as_dense(torch::stable::transpose(t, t.dim() - 2, t.dim() - 1));
+}
+
+// What forward and backward share.
+struct Problem {
+  const char* op;
+  DType dtype;
+  int64_t batch, steps, channels, taps;
+  Tensor x, weight;
+  OptTensor bias, state;
+  OptTensor zeros;  // (D), for a bias and a state that are not given
+
+  Problem(const char* op_, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
+          const OptTensor& state_)
+      : op(op_), dtype(dtype_of(op, "x", x_)), x(x_), weight(weight_) {
+    require(x.dim() == 3, op, "x must have shape (B, T, D), got ", x.dim(), " dimensions");
+    batch = x.size(0), steps = x.size(1), channels = x.size(2);
+    x = as_steps(op, "x", x, dtype, x.sizes());
+    require_tensor(op, "weight", weight, dtype);
+    require(weight.dim() == 2 && weight.size(0) == channels && weight.size(1) >= 1, op,
+            "weight must have shape (D, K) with D=", channels, " and K >= 1, got ",
+            Shape{weight.sizes().data(), weight.sizes().size()});
+    taps = weight.size(1);
+    weight = channels_last(weight);
+    bias = as_vector(op, "bias", bias_, dtype, channels);
+    if (state_.has_value()) state = channels_last(checked_state("initial_state", *state_));
+    if (!bias.has_value() || !state.has_value()) {
+      zeros = torch::stable::new_zeros(x, {channels});
+    }
+  }
+
+  const Tensor& checked_state(const char* name, const Tensor& t) const {
+    require_tensor(op, name, t, dtype);
+    require_sizes(op, name, t, {batch, channels, taps - 1});
+    return t;
+  }
+
+  CausalConv params(bool silu) const {
+    return {.dtype = dtype,
+            .silu = silu,
+            .batch = batch,
+            .steps = steps,
+            .channels = channels,
+            .taps = taps,
+            .x = x.const_data_ptr(),
+            .before = (state.has_value() ? state : zeros)->const_data_ptr(),
+            .weight = weight.const_data_ptr(),
+            .bias = (bias.has_value() ? bias : zeros)->const_data_ptr(),
+            .x_batch = x.stride(0),
+            .x_row = x.stride(1),
+            .before_batch = state.has_value() ? (taps - 1) * channels : 0,
+            .before_row = state.has_value() ? channels : 0};
+  }
+};
+
+// (..., D, K) of a result (..., K, D), as it is where that is not wanted.
+Tensor channels_first(const Output& result) {
+  const Tensor t = result.tensor();
+  return t.dim() < 2 ? t : torch::stable::transpose(t, t.dim() - 2, t.dim() - 1);
+}
+
+std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
+                                         const OptTensor& bias, const OptTensor& initial_state,
+                                         bool silu) {
+  const DeviceScope scope(x);
+  const Problem p("causal_conv1d", x, weight, bias, initial_state);
+  const Tensor y = empty_tensor(x.sizes(), p.dtype);
+  const Output final_state(true, {p.batch, p.taps - 1, p.channels}, p.dtype);
+  run_forward(
+      p.op, {.conv = p.params(silu), .y = y.mutable_data_ptr(), .final_state = final_state.data()});
+  return {y, channels_first(final_state)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
+    const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& initial_state,
+    const OptTensor& grad_y, const OptTensor& grad_final_state, bool silu, bool weight_grad,
+    bool bias_grad, bool initial_state_grad) {
+  const DeviceScope scope(x);
+  const Problem p("causal_conv1d_backward", x, weight, bias, initial_state);
+  const Tensor gy = grad_y.has_value() ? as_steps(p.op, "grad_y", *grad_y, p.dtype, x.sizes())
+                                       : torch::stable::new_zeros(x, x.sizes());
+  OptTensor grad_final;
+  if (grad_final_state.has_value()) {
+    grad_final = channels_last(p.checked_state("grad_final_state", *grad_final_state));
+  }
+  const Tensor dx = empty_tensor(x.sizes(), p.dtype);
+  const Output dweight(weight_grad, {p.taps, p.channels}, p.dtype);
+  const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
+  const Output dstate(initial_state_grad && initial_state.has_value(),
+                      {p.batch, p.taps - 1, p.channels}, p.dtype);
+  run_backward(p.op,
+               {.conv = p.params(silu),
+                .grad_y = gy.const_data_ptr(),
+                .grad_final = data_or_null(grad_final),
+                .dx = dx.mutable_data_ptr(),
+                .dbefore = dstate.data(),
+                .grad_y_batch = gy.stride(0),
+                .grad_y_row = gy.stride(1)},
+               dweight.data(), dbias.data());
+  return {dx, channels_first(dweight), dbias.tensor(), channels_first(dstate)};
+}
+
+// x (B, T, D), weight (D, K), states (B, D, K - 1), the results of the shapes of the last two with
+// the channels next to each other in memory.
+const Registry registry([](Registry& ops) {
+  ops.add<causal_conv1d>(
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, bool silu)"
+      " -> (Tensor y, Tensor final_state)",
+      differentiable);
+  ops.add<causal_conv1d_backward>(
+      "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
+      " Tensor? grad_y, Tensor? grad_final_state, bool silu, bool weight_grad, bool bias_grad,"
+      " bool initial_state_grad)"
+      " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::conv

@@ -1,0 +1,48 @@
+"""causal_conv1d: depthwise convolution over time."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._vmap import Fold
+
+__all__ = ["causal_conv1d"]
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    """A weight or states: of their shape, with the channels next to each other in memory."""
+    return t.new_empty(t.mT.shape).mT
+
+
+def _final_state(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1] - 1, x.shape[2])).mT
+
+
+def _formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, silu: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    return reference.causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation="silu" if silu else None,
+        initial_state=initial_state,
+        return_final_state=True,
+    )
+
+
+#: (x, weight, bias, initial_state, silu) -> (y, final_state)
+causal_conv1d = DifferentiableOp(
+    "causal_conv1d",
+    fakes={
+        "final_state": _final_state,
+        "dweight": lambda weight: _channels_last(weight),
+        "dinitial_state": lambda initial_state: (
+            None if initial_state is None else _channels_last(initial_state)
+        ),
+    },
+    formula=_formula,
+    fold=Fold(("x", "initial_state")),
+)

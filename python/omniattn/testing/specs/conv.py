@@ -1,0 +1,70 @@
+"""OpSpecs of convolutions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+
+ALL = ("bias", "initial_state")
+
+
+def _conv(
+    label: str,
+    B: int,
+    T: int,
+    D: int,
+    K: int,
+    tensors: tuple[str, ...] = ALL,
+    activation: str | None = "silu",
+    final: bool = True,
+) -> Case:
+    options = {"activation": activation, "return_final_state": final}
+    return Case(label, {"B": B, "T": T, "D": D, "K": K}, tensors, options)
+
+
+def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, d, k = (case.sizes[letter] for letter in "BTDK")
+    shapes = {"x": (b, t, d), "weight": (d, k), "bias": (d,), "initial_state": (b, d, k - 1)}
+    return {name: random.normal(*shapes[name]) for name in ("x", "weight", *case.tensors)}
+
+
+def _flops(case: Case, pass_: Pass) -> float:
+    s = case.sizes
+    return 2.0 * s["B"] * s["T"] * s["D"] * s["K"] * SWEEPS[pass_]
+
+
+CAUSAL_CONV1D = OpSpec(
+    name="causal_conv1d",
+    family="conv",
+    cuda="emulated",
+    paper="Gu and Dao 2023, arXiv 2312.00752",
+    inputs=_inputs,
+    differentiable=("x", "weight", "bias", "initial_state"),
+    flops=_flops,
+    second_order=True,
+    cases=(
+        _conv("tiny", 2, 3, 3, 3),
+        _conv("mamba", 2, 65, 100, 4, ("bias",), final=False),
+        _conv("bare", 3, 33, 17, 4, (), None, final=False),
+        _conv("state", 2, 37, 130, 4),
+        _conv("two", 2, 9, 33, 2, activation=None),
+        _conv("three", 1, 10, 64, 3, ("bias",)),
+        _conv("many", 2, 12, 31, 7),
+        _conv("pointwise", 2, 5, 48, 1),
+        _conv("short", 3, 2, 65, 4),
+        _conv("decode", 4, 1, 96, 4),
+        _conv("long", 1, 3000, 19, 4, final=False),
+        _conv("nosteps", 2, 0, 8, 4),
+        _conv("nobatch", 0, 5, 8, 4),
+        _conv("nochannels", 2, 5, 0, 4),
+    ),
+    benchmarks=(
+        Benchmark(_conv("mamba", 1, 1024, 1536, 4, ("bias",), final=False), (F32, BF16), BOTH),
+        Benchmark(_conv("mamba", 8, 1024, 1536, 4, ("bias",), final=False), (F32,), BOTH),
+        Benchmark(_conv("decode", 8, 1, 1536, 4), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (CAUSAL_CONV1D,)
