@@ -154,6 +154,7 @@ def _backward(
     """Gradients of x, the three weights and the three biases; empty where not needed."""
     a = _Arguments(*arguments)
     _check_backward(grad_y, kept_gate, kept_up, needs, a)
+    needs = [need and t is not None for need, t in zip(needs, a, strict=False)]
     x_need, gate_need, up_need, down_need, gate_bias_need, up_bias_need, down_bias_need, _ = needs
     up: Tensor | None
     if a.recompute:
