@@ -19,35 +19,36 @@ struct Part {
   int64_t first_q, first_k, rest_q, rest_k;
 };
 
-// Rules for a problem of these lengths. Positions are the problem's, but the side tensors of a rule
-// have those of the whole.
-struct MaskView {
-  int64_t tq, tk;
-  int32_t count;
-  const MaskRule* rules;
-  Part part;
-
-  OMNIATTN_FN Range to_whole_q(Range q) const {
-    return {q.begin + part.first_q, q.end + part.first_q};
-  }
-  OMNIATTN_FN Range to_whole_k(Range k) const {
-    return {k.begin + part.first_k, k.end + part.first_k};
-  }
-  OMNIATTN_FN Range to_part_q(Range q) const {
-    return {q.begin - part.first_q, q.end - part.first_q};
-  }
-  OMNIATTN_FN Range to_part_k(Range k) const {
-    return {k.begin - part.first_k, k.end - part.first_k};
-  }
-};
-
 struct AttentionMask {
   int64_t tq, tk;
   int32_t count;
   MaskRule rules[kMaxMaskRules];
   Part part;
+};
 
-  OMNIATTN_FN operator MaskView() const { return {tq, tk, count, rules, part}; }
+// The rules for a problem of these lengths, or for that of the mask. Positions are the problem's,
+// but the side tensors of a rule have those of the whole.
+struct MaskView {
+  int64_t tq, tk;
+  const AttentionMask* mask;
+
+  OMNIATTN_FN MaskView(int64_t tq_, int64_t tk_, const AttentionMask& of)
+      : tq(tq_), tk(tk_), mask(&of) {}
+  OMNIATTN_FN MaskView(const AttentionMask& of) : MaskView(of.tq, of.tk, of) {}
+
+  OMNIATTN_FN const Part& part() const { return mask->part; }
+  OMNIATTN_FN Range to_whole_q(Range q) const {
+    return {q.begin + part().first_q, q.end + part().first_q};
+  }
+  OMNIATTN_FN Range to_whole_k(Range k) const {
+    return {k.begin + part().first_k, k.end + part().first_k};
+  }
+  OMNIATTN_FN Range to_part_q(Range q) const {
+    return {q.begin - part().first_q, q.end - part().first_q};
+  }
+  OMNIATTN_FN Range to_part_k(Range k) const {
+    return {k.begin - part().first_k, k.end - part().first_k};
+  }
 };
 
 enum class TileClass : int32_t { skip, full, partial };
@@ -85,9 +86,9 @@ OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
 // f(Rule{}, place) for each rule of a mask, as long as f is true.
 template <class F>
 OMNIATTN_FN void for_rules(const MaskView& mask, int64_t b, int64_t h, const F& f) {
-  for (int32_t n = 0; n < mask.count; ++n) {
-    const mask_rules::Place x{mask.rules[n], mask.tq + mask.part.rest_q, mask.tk + mask.part.rest_k,
-                              b, h};
+  for (int32_t n = 0; n < mask.mask->count; ++n) {
+    const mask_rules::Place x{mask.mask->rules[n], mask.tq + mask.part().rest_q,
+                              mask.tk + mask.part().rest_k, b, h};
     const bool goes_on =
         with_mask_rule(x.rule.kind, [&](auto rule) OMNIATTN_LAMBDA { return f(rule, x); });
     if (!goes_on) return;
@@ -120,7 +121,7 @@ OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h,
   for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips any
     before = key;
     for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-      key = rule.next_key(x, mask.to_whole_q(q), key + mask.part.first_k) - mask.part.first_k;
+      key = rule.next_key(x, mask.to_whole_q(q), key + mask.part().first_k) - mask.part().first_k;
       return key < mask.tk;
     });
   }
@@ -133,7 +134,8 @@ OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t 
   for (int64_t before = -1; before < query && query < mask.tq;) {
     before = query;
     for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-      query = rule.next_query(x, mask.to_whole_k(k), query + mask.part.first_q) - mask.part.first_q;
+      query =
+          rule.next_query(x, mask.to_whole_k(k), query + mask.part().first_q) - mask.part().first_q;
       return query < mask.tq;
     });
   }
@@ -175,7 +177,7 @@ OMNIATTN_FN uint64_t visible_bits(const MaskView& mask, int64_t b, int64_t h, in
   uint64_t bits = mask_rules::range_bits({0, mask.tk}, key);
   if (bits == 0) return 0;
   for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
-    bits &= rule.bits(x, q + mask.part.first_q, key + mask.part.first_k);
+    bits &= rule.bits(x, q + mask.part().first_q, key + mask.part().first_k);
     return bits != 0;
   });
   return bits;

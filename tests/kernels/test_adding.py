@@ -17,7 +17,7 @@ using namespace omniattn;
 int main() {
   MaskRule rule{};
   rule.kind = MaskKind::checkerboard;
-  const MaskView mask{70, 100, 1, &rule, {}};
+  const AttentionMask mask{70, 100, 1, {rule}, {}};
   for (int64_t q = 0; q < 70; ++q) {
     for (int64_t k = 0; k < 100; ++k) {
       if (visible(mask, 0, 0, q, k) != ((q + 30 + k) % 2 == 0)) return 1;

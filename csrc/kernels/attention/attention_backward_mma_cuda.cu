@@ -312,7 +312,7 @@ __device__ __forceinline__ void plan_dkdv(const AttentionBackwardParams& params,
     };
     const int64_t end = column.h + group_size(p);
     for (; column.h < end; ++column.h) {
-      QueryCursor cursor(mask_of(p, s), column.b, column.h, keys, kQueries);
+      QueryCursor cursor = query_cursor(p, s, column.b, column.h, keys, kQueries);
       BlockSearch search{};
       const auto classify = [&](int64_t n) {
         return tile_class(p, s, column.b, column.h, block(n, kQueries, s.tq),

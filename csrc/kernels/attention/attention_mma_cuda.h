@@ -194,7 +194,7 @@ template <class Workers, int kQueries, int kKeys>
 __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const QueryItem& item,
                                           KeyPlan<kQueries, kKeys> (&plans)[3], int& slot) {
   const Tile& row = item.row;
-  KeyCursor cursor(mask_of(p, row.sequence), row.b, row.h, item.queries, kKeys);
+  KeyCursor cursor = key_cursor(p, row.sequence, row.b, row.h, item.queries, kKeys);
   BlockSearch search{};
   int64_t n = 0;
   do {

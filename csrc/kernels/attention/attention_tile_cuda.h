@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t row_index(const AttentionProblem& p, const Se
 }
 
 __device__ __forceinline__ MaskView mask_of(const AttentionProblem& p, const Sequence& s) {
-  return {s.tq, s.tk, p.mask.count, p.mask.rules, p.mask.part};
+  return {s.tq, s.tk, p.mask};
 }
 
 // Queries q, ..., q + 63 of one head against keys k, ..., k + 63.
@@ -83,6 +83,14 @@ __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
 }
 
 // Calls, as above.
+GPU_NOINLINE KeyCursor key_cursor(const AttentionProblem& p, const Sequence& s, int64_t b,
+                                  int64_t h, Range q, int64_t size) {
+  return {mask_of(p, s), b, h, q, size};
+}
+GPU_NOINLINE QueryCursor query_cursor(const AttentionProblem& p, const Sequence& s, int64_t b,
+                                      int64_t h, Range k, int64_t size) {
+  return {mask_of(p, s), b, h, k, size};
+}
 GPU_NOINLINE int64_t next_block(KeyCursor& cursor) { return cursor.next(); }
 GPU_NOINLINE int64_t next_block(QueryCursor& cursor) { return cursor.next(); }
 
@@ -93,8 +101,8 @@ struct KeyTiles {
 
   __device__ __forceinline__ KeyTiles(const AttentionProblem& problem, const Tile& tile)
       : p(problem),
-        blocks(mask_of(p, tile.sequence), tile.b, tile.h,
-               block(tile.q / kTile, kTile, tile.sequence.tq), kTile) {}
+        blocks(key_cursor(p, tile.sequence, tile.b, tile.h,
+                          block(tile.q / kTile, kTile, tile.sequence.tq), kTile)) {}
   __device__ __forceinline__ bool next(Tile& tile) {
     for (int64_t n; (n = next_block(blocks)) >= 0;) {
       tile.k = n * kTile;
@@ -111,8 +119,8 @@ struct QueryTiles {
 
   __device__ __forceinline__ QueryTiles(const AttentionProblem& problem, const Tile& tile)
       : p(problem),
-        blocks(mask_of(p, tile.sequence), tile.b, tile.h,
-               block(tile.k / kTile, kTile, tile.sequence.tk), kTile) {}
+        blocks(query_cursor(p, tile.sequence, tile.b, tile.h,
+                            block(tile.k / kTile, kTile, tile.sequence.tk), kTile)) {}
   __device__ __forceinline__ bool next(Tile& tile) {
     for (int64_t n; (n = next_block(blocks)) >= 0;) {
       tile.q = n * kTile;
