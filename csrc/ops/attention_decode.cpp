@@ -10,6 +10,15 @@
 namespace omniattn::ops::attention {
 namespace {
 
+// Parts, layouts and rules share one list of codes.
+constexpr bool numbers_are_apart() {
+  for (int64_t code = 0; code < 256; ++code) {
+    if (is_part(code) + is_layout(code) + is_mask_kind(code) > 1) return false;
+  }
+  return true;
+}
+static_assert(numbers_are_apart(), "a mask rule has the number of a layout or a part");
+
 const Tensor& typed_side_tensor(const char* op, const char* name, const Tensors& aux, int64_t index,
                                 ScalarType type) {
   const Tensor& t = side_tensor(op, aux, index);

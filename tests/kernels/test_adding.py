@@ -108,7 +108,7 @@ def build(folder, rules, last, lines, structs, program):
 
 
 def build_mask(folder, struct):
-    line = "rule(checkerboard, 17, Checkerboard)"
+    line = "rule(checkerboard, 19, Checkerboard)"
     return build(folder, "mask_rules", "neighbours", line, [struct], MASK_PROGRAM)
 
 
