@@ -41,7 +41,7 @@ def heading() -> str:
     return f"""# Registers and shared memory of the CUDA kernels
 
 Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
-whose size is a struct beside each kernel and at most the 163 KiB of sm_80. No kernel spills: the
+whose size is a struct next to each kernel and at most the 163 KiB of sm_80. No kernel spills: the
 script and the development build fail where one does. Written by
 `python benchmarks/cuda_resources.py` with nvcc {release()}.
 

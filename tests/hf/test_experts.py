@@ -120,7 +120,7 @@ def test_what_is_not_ours_raises():
     x, index, weights = torch.randn(1, 4), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     for module, message in (
         (_experts()(_Config(torch.nn.Mish())), r"activation of Plain \(Mish\)"),
-        (_experts(has_post_expert_norm=True)(_Config(torch.nn.SiLU())), "norm behind each expert"),
+        (_experts(has_post_expert_norm=True)(_Config(torch.nn.SiLU())), "norm after each expert"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             experts_forward(module, x, index, weights)

@@ -337,7 +337,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
 
 
 def _metrics(trainer: Trainer) -> list[str]:
-    """The last held-out metrics beside the loss."""
+    """The last validation metrics, without the loss."""
     point = trainer.held_out[-1].items()
     return [f"{name} {value:.1%}" for name, value in point if name not in ("step", "loss")]
 

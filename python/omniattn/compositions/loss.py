@@ -19,7 +19,7 @@ __all__ = ["CHUNK_LOGITS", "linear_cross_entropy", "linear_cross_entropy_backwar
 _forward_op = private_op("cross_entropy_raw")
 _backward_op = private_op("cross_entropy_backward")
 
-#: fp32 logits of one chunk of tokens, 1 GiB, beside their gradients in the dtype of x. A chunk of n
+#: fp32 logits of one chunk of tokens, 1 GiB, and their gradients in the dtype of x. A chunk of n
 #: tokens moves the sums of dweight once through memory for n tokens' worth of products; at 2048
 #: tokens (a vocabulary of 131072) that is an estimated tenth of its time on an H100.
 CHUNK_LOGITS = 1 << 28

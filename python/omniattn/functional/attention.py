@@ -81,7 +81,7 @@ def attention(
         k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
         v: (B, Tk, Hkv, Dv) of q's dtype; Dv may differ from D.
         causal: query i sees keys up to i + Tk - Tq (bottom-right aligned).
-        window_size: (left, right): keys from left before to right behind that position, inclusive;
+        window_size: (left, right): keys from left before to right after that position, inclusive;
             -1 is unbounded.
         mask: bool, True = attend, broadcastable to (B, Hq, Tq, Tk), or a value of
             `functional.masks`. Everything is ANDed.
@@ -105,7 +105,7 @@ def attention(
             1 / (1 - dropout_p).
         seed: int64 (2,), [seed, offset] of the dropout mask, which is a function of
             (seed, offset, b, h, i, j) alone. None draws one from torch's generator. It lies on the
-            CPU, or beside q: a captured CUDA graph reads that one again at every replay.
+            CPU, or on q's device: a captured CUDA graph reads that one again at every replay.
         return_lse: also return the log-sum-exp of the masked logits.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
@@ -314,7 +314,7 @@ def attention_cached(
     """:func:`attention` to caches that hold another number of keys for every sequence.
 
     Sequence b is a problem of its own with ``Tk = cache_seqlens[b]``: its last query meets its last
-    key, and what the cache holds behind is never read.
+    key, and what the cache holds after it is never read.
 
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`.
@@ -323,7 +323,7 @@ def attention_cached(
         cache_seqlens: (B,) int32 or int64, the keys of each sequence with those of its queries.
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
-            share pages; entries behind a sequence's last page are not read.
+            share pages; entries after a sequence's last page are not read.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`, with Tk the capacity in the shapes of mask and bias.
         sinks, head_scale, normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`.

@@ -114,7 +114,7 @@ def linear_cross_entropy(
     Note:
         Logits and their gradients stay in fp32, at most 64 MiB of them. On CUDA the products are
         torch's (cuBLAS), at most 1 GiB of logits are in fp32 and their gradients in x's dtype. With
-        "mean" and "sum" the gradients are computed beside the loss, three matrix products in all;
+        "mean" and "sum" the gradients are computed with the loss, three matrix products in all;
         without reduction the backward computes the logits again. Memory: the gradients of x and
         weight.
 

@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Keys from `left` before to `right` behind the query, inclusive; -1 is unbounded.
+    """Keys from `left` before to `right` after the query, inclusive; -1 is unbounded.
 
     "The W most recent tokens including this one" is SlidingWindow(W - 1, 0); `sliding_window` knows
     the conventions of other libraries. With `top_left` the first query meets the first key.
@@ -193,7 +193,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class Dilated(Mask):
-    """Every `dilation`-th key: i - r * dilation for r = 0 .. `steps`; also behind if not causal.
+    """Every `dilation`-th key: i - r * dilation for r = 0 .. `steps`; also after i if not causal.
 
     Child et al., Sparse Transformers, 2019, arXiv:1904.10509 call it strided with one head.
     """

@@ -86,7 +86,7 @@ def rms_norm(
         casting: where half inputs are rounded: "fp32" once, at the end (Gemma, OLMo 2, gpt-oss);
             "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). The same in
             fp32 and fp64, and for gradients, which do not see the rounding.
-        residual: of x's shape, and of x's dtype or, beside bfloat16 or float16, float32: the stream
+        residual: of x's shape, and of x's dtype or, with bfloat16 or float16, float32: the stream
             of a pre-norm model in full precision (flash-attn's and Mamba's residual_in_fp32; in
             front of the first layer it is ``x.float()``). ``h`` is rounded to the residual's dtype
             before it is normalised, so that the fused call equals ``h = x + residual`` followed by
@@ -365,14 +365,14 @@ def _gated_norm(
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one dtype, or a half precision branch beside an fp32 stream; autocast promotes others."""
+    """Of one dtype, or a half precision branch of an fp32 stream; autocast promotes others."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
     if x.dtype == residual.dtype or (x.dtype.itemsize == 2 and residual.dtype == torch.float32):
         return x, residual
     if autocast_dtype(x) is None:
         raise TypeError(
-            f"{op}: residual must have the dtype of x, or be float32 beside a 16-bit x, "
+            f"{op}: residual must have the dtype of x, or be float32 with a 16-bit x, "
             f"got residual.dtype={residual.dtype}, x.dtype={x.dtype}"
         )
     dtype = torch.promote_types(x.dtype, residual.dtype)

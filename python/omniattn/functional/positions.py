@@ -1,4 +1,4 @@
-"""Position tables beside the rotary ones: sinusoidal, 2-D sin-cos, resized learned tables, ALiBi.
+"""Position tables other than rotary: sinusoidal, 2-D sin-cos, resized learned tables, ALiBi.
 
 None has a kernel of its own: tables are small, made once, and joined to the tokens by an addition,
 or to the scores as the `bias` of :func:`omniattn.functional.attention`. All work on every device.
@@ -161,7 +161,7 @@ def grid_positions(
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Positions of sequences that lie packed behind each other: each starts again at 0.
+    """Positions of sequences that lie packed one after another: each starts again at 0.
 
     Args:
         cu_seqlens: (N + 1,), any integer dtype: where the sequences start, and the end of the last;

@@ -42,8 +42,8 @@ def dropout(
         x: any shape, float64, float32, bfloat16 or float16. Copied where it is not contiguous.
         p: probability to drop an element, in [0, 1]; 1 gives zeros.
         training: False returns x itself, as p = 0 does.
-        seed: int64 (2,), [seed, offset], on the CPU or beside x. None draws one from torch's
-            generator. On CUDA a seed beside x is read by the kernel, so that a captured graph may
+        seed: int64 (2,), [seed, offset], on the CPU or on x's device. None draws one from torch's
+            generator. On CUDA a seed there is read by the kernel, so that a captured graph may
             have another at each replay; one on the CPU is fixed at capture.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.

@@ -1,4 +1,4 @@
-"""The attention function behind attn_implementation="omniattn"."""
+"""The attention function of attn_implementation="omniattn"."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def experts_forward(
         (N, d) of hidden_states' dtype.
 
     Raises:
-        NotImplementedError: an activation or a norm behind the experts that this package lacks.
+        NotImplementedError: an activation or a norm after the experts that this package lacks.
     """
     if self.has_post_expert_norm:
         raise NotImplementedError(
-            f"experts_forward: {type(self).__name__} has a norm behind each expert; "
+            f"experts_forward: {type(self).__name__} has a norm after each expert; "
             'use experts_implementation="eager"'
         )
     up = self.gate_up_proj if self.has_gate else self.up_proj

@@ -1,4 +1,4 @@
-"""This package's layers behind the layer names of the `kernels` package.
+"""This package's layers under the layer names of the `kernels` package.
 
 transformers marks layers with `use_kernel_forward_from_hub(name)`; `kernels.kernelize` gives those
 whose name is in a mapping another forward. The mapping here needs no download and no build folder:

@@ -1,4 +1,4 @@
-"""The mask function behind attn_implementation="omniattn".
+"""The mask function of attn_implementation="omniattn".
 
 transformers describes a mask as a Python predicate on (batch, head, query, key). The predicates of
 its masking_utils are recognised and become rules for the kernels, which then skip masked tiles; any

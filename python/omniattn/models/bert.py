@@ -1,4 +1,4 @@
-"""BERT: an encoder with its norms behind each layer, trained to restore masked tokens."""
+"""BERT: an encoder with its norms after each layer, trained to restore masked tokens."""
 
 from __future__ import annotations
 

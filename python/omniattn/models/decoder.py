@@ -151,7 +151,7 @@ class Decoder(Model, Stateful):
         return self.__dict__ | {"_predictor_loss": 0.0}
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """That of the tokens behind the next one, where the model predicts them in training."""
+        """That of the tokens after the next one, where the model predicts them in training."""
         return self.config.predictor_weight * self._predictor_loss
 
     def further_losses(self) -> dict[str, float]:

@@ -44,7 +44,7 @@ class Model(nn.Module):
     config: ModelConfig
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """What training adds to the loss of the last forward, beside that of the routers."""
+        """What training adds to the loss of the last forward, apart from that of the routers."""
         return 0.0
 
     def further_losses(self) -> dict[str, float]:

@@ -227,7 +227,7 @@ class T5(Model, Stateful):
 
     Shape:
         source (B, S), tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with
-        `targets` (B, T). Tokens are the targets moved right by one, behind a start token.
+        `targets` (B, T). Tokens are the targets moved right by one, after a start token.
 
     Example:
         >>> model = T5(T5Config(dim=32, num_layers=1, hidden_dim=64))

@@ -73,7 +73,7 @@ class Attention(Mixer):
             causal: query i sees keys up to its own position (bottom-right aligned).
             cross: keys and values come from `source`, never from x.
             source_dim: width of the source, default dim.
-            window_size: (left, right) keys seen beside the own position, -1 unbounded.
+            window_size: (left, right) keys seen before and after the own position, -1 unbounded.
             qk_norm: of every head of q and k "rms" (RMSNorm, Qwen3) or "layer" (LayerNorm without
                 bias, ViT-22B), both with weights (head_dim,); "rms_full" of all heads together
                 (OLMo-2); "l2" for cosines times a learned exp(logit_scale), at most 100, per head

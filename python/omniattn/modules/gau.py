@@ -150,7 +150,7 @@ class GatedAttentionUnit(Mixer):
     def _n(self, x: Tensor, k: Tensor, sequences: Sequences) -> tuple[int, Tensor | None]:
         """n, and where packed sequences have their own, what it is of that of each token.
 
-        relu(a s)^2 = a^2 relu(s)^2 for a > 0: that ratio goes to q, or behind a bias inside n.
+        relu(a s)^2 = a^2 relu(s)^2 for a > 0: that ratio goes to q, or with a bias into n.
         """
         c = self.config
         if c.norm_n is not None:

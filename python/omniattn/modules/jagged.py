@@ -21,7 +21,7 @@ class Sequences:
     """The sequences of a call: entries of a batch (B, T, ...) or, of a nested tensor, parts of one.
 
     A layer computes on (B, T, ...) in either case. The tokens of a nested tensor are (1, total,
-    ...) there, all sequences behind one another, which `attention` keeps apart.
+    ...) there, all sequences one after another, which `attention` keeps apart.
     """
 
     nested: Any = None
@@ -62,7 +62,7 @@ class Sequences:
         return offsets.diff()[torch.searchsorted(offsets[1:-1], tokens, right=True)][None]
 
     def padded(self, t: Tensor) -> Tensor:
-        """t (1, total, ...) as a batch (N, longest, ...), with anything behind a sequence's end."""
+        """t (1, total, ...) as a batch (N, longest, ...), with anything after a sequence's end."""
         if self.nested is None:
             return t
         rows = self.nested.offsets()[:-1, None] + torch.arange(self.longest, device=t.device)
@@ -116,7 +116,7 @@ def _with_boundaries(values: Tensor, like: Any) -> Tensor:
 def token_wise(forward: Forward) -> Forward:
     """Makes a forward that treats each token alone take jagged nested tensors too.
 
-    It is given their values, and what it returns gets the boundaries of x. Tensors beside x must be
+    It is given their values, and what it returns gets the boundaries of x. Further tensors must be
     of the same sequences. Linear is not such a layer: those that need the structure of a sequence
     begin with one, whose refusal of nested tensors is theirs.
     """

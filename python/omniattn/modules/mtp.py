@@ -50,7 +50,7 @@ class MultiTokenPredictor(Layer):
     class Config(LayerConfig):
         """Sizes and options: `concat` is the order in front of proj, "hidden_first" (paper) or
         "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
-        output to the next (and so expects the trunk's behind its final norm). `parallel`: every
+        output to the next (and so expects the trunk's after its final norm). `parallel`: every
         depth predicts from the trunk alone; both of these then mean nothing."""
 
         dim: int

@@ -144,7 +144,7 @@ class PagedCache(Cache):
 
     @property
     def block_table(self) -> Tensor:
-        """Page of each run of page_size tokens (B, max pages) int32, -1 behind the last."""
+        """Page of each run of page_size tokens (B, max pages) int32, -1 after the last."""
         width = max((len(row) for row in self._pages), default=0)
         rows = [row + [-1] * (width - len(row)) for row in self._pages]
         shape = (len(rows), width)  # of no rows or pages too

@@ -36,7 +36,7 @@ def _load(device: str, name: str) -> None:
     path = find(name)
     if path is None:
         raise ImportError(
-            f"omniattn: {name} not found beside the package; install it with `pip install .`"
+            f"omniattn: {name} not found in the package; install it with `pip install .`"
             f" (looked in {', '.join(omniattn.__path__)})"
         )
     torch.ops.load_library(path)
@@ -135,7 +135,7 @@ def compose(name: str, function: Callable[..., Any]) -> None:
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function the fake kernel of an op.
 
-    It also runs where any tensor is on the meta device. Were others not, results beside them would
+    It also runs where any tensor is on the meta device. Were others not, the results would
     be memory that nobody writes: such calls are refused, but for a seed, which lies on the CPU.
     """
     arguments = _arguments(name)

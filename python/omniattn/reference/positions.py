@@ -1,4 +1,4 @@
-"""Position tables beside the rotary ones, and position ids.
+"""Position tables other than rotary, and position ids.
 
 Angles and slopes are computed in fp64 and rounded once, so they are right at any position.
 """
