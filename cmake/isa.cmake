@@ -39,6 +39,7 @@ endif()
 set(OMNIATTN_KERNEL_OPTIONS
   -fno-math-errno -fno-trapping-math  # neither errno nor FP exception flags are part of any contract
   -fno-strict-aliasing                # 16-bit storage is read as vectors
+  -fno-exceptions                     # objects of kernels need no C++ runtime
 )
 
 # omniattn_isa_library(target isa flags source...): the sources in namespace isa_<isa>.
