@@ -23,7 +23,7 @@ constexpr size_t kFixedParams = 2;
 Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) {
   require_tensor(op, name, t, dtype);
   require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
-  return t.size(3) <= 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
+  return with_unit_last_stride(t);
 }
 
 MutableHeadView mutable_view_of(const Tensor& t) {

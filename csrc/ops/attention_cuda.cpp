@@ -9,7 +9,7 @@ namespace omniattn::ops::attention {
 namespace {
 
 Tensor buffer(int64_t elements, DType dtype) {
-  return empty_tensor({&elements, 1}, accumulator(dtype));
+  return empty_tensor({elements}, accumulator(dtype));
 }
 
 // Points `relative` into the memory it returns.

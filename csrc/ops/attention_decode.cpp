@@ -29,9 +29,7 @@ const Tensor& typed_side_tensor(const char* op, const char* name, const Tensors&
 
 // `t` with unit stride in its last dimension, kept alive.
 Tensor keep_rows(Call& call, const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  const bool fits = last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
-  call.kept.push_back(fits ? t : torch::stable::contiguous(t));
+  call.kept.push_back(with_unit_last_stride(t));
   return call.kept.back();
 }
 

@@ -12,7 +12,7 @@ namespace {
 Tensor as_steps(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
   require_tensor(op, name, t, dtype);
   require_sizes(op, name, t, sizes);
-  return sizes[2] <= 1 || t.stride(2) == 1 ? t : torch::stable::contiguous(t);
+  return with_unit_last_stride(t);
 }
 
 // (..., K - 1, D) of states (..., D, K - 1), (K, D) of weights: what calls return lies so already.

@@ -34,7 +34,7 @@ struct Problem {
   Tensor row_weights(const Tensor& grad) const;
 };
 
-// Sizes of `t`, which has at least one, but for the last.
+// All sizes of `t` except the last; `t` has at least one.
 inline Sizes leading_sizes(const Tensor& t) {
   return {t.sizes().data(), static_cast<size_t>(t.dim() - 1)};
 }

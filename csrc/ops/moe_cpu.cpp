@@ -183,7 +183,7 @@ void run_forward(const Problem& p, void* y, void* pre) {
 
 namespace {
 
-// The backward, whose arrays hold the rows of one wave, but for those that all rows are needed of.
+// The backward. Its arrays hold the rows of one wave, except where all rows are needed.
 class Backward {
  public:
   // pre: null to compute it again.

@@ -9,7 +9,7 @@ namespace omniattn::ops::norm {
 namespace {
 
 // What forward and backward share: x and the residual, or grad_y and h. That second one is a stream
-// of the same dtype, or of fp32 beside 16 bits.
+// of the same dtype, or of fp32 if that has 16 bits.
 struct Problem {
   const char* op;
   DType dtype, h_dtype;

@@ -8,14 +8,6 @@
 namespace omniattn::ops::rope {
 namespace {
 
-bool unit_last_stride(const Tensor& t) {
-  return t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1;
-}
-
-Tensor with_unit_last_stride(const Tensor& t) {
-  return unit_last_stride(t) ? t : torch::stable::contiguous(t);
-}
-
 // The arguments that all forms share, checked, and the tensors that turn, once they are added.
 struct Problem {
   const char* op;
@@ -130,7 +122,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tenso
 
 void require_writable(const char* op, const char* name, const Tensor& x) {
   if (x.numel() == 0) return;  // its strides mean nothing
-  require(unit_last_stride(x), op, name, " must have unit stride in its last dimension to be ",
+  require(has_unit_last_stride(x), op, name, " must have unit stride in its last dimension to be ",
           "turned in place, got ", x.stride(3));
   for (int64_t i = 0; i < 3; ++i) {
     require(x.size(i) <= 1 || x.stride(i) != 0, op, name,

@@ -9,6 +9,7 @@
 
 #include "ops/parallel.h"
 #include "ops/tensor.h"
+#include "semantics/arith.h"
 
 namespace omniattn::ops {
 
@@ -16,10 +17,9 @@ namespace omniattn::ops {
 class ThreadMemory {
  public:
   ThreadMemory(int64_t threads, int64_t bytes)
-      : threads_(threads), bytes_((bytes + kLine - 1) / kLine * kLine) {
-    const int64_t elements = threads_ * bytes_ / size_of(DType::f32);
-    memory_ = empty_tensor({&elements, 1}, DType::f32);
-  }
+      : threads_(threads),
+        bytes_(round_up(bytes, kLine)),
+        memory_(empty_tensor({threads_ * bytes_ / size_of(DType::f32)}, DType::f32)) {}
   int64_t threads() const { return threads_; }
   void* of(int64_t thread) const {
     return static_cast<char*>(memory_.mutable_data_ptr()) + thread * bytes_;

@@ -200,6 +200,15 @@ inline Tensor as_dense(const Tensor& t) {
 }
 inline OptTensor as_dense(const OptTensor& t) { return t.has_value() ? as_dense(*t) : t; }
 
+inline bool has_unit_last_stride(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
+}
+// `t` or, where its last dimension has another stride, a copy.
+inline Tensor with_unit_last_stride(const Tensor& t) {
+  return has_unit_last_stride(t) ? t : torch::stable::contiguous(t);
+}
+
 // Sizes of `t` with another last one.
 inline std::vector<int64_t> sizes_with_last(const Tensor& t, int64_t last) {
   std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());

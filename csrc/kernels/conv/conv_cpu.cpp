@@ -39,7 +39,7 @@ struct Conv {
   }
 };
 
-// f(sequence, first row, row behind the last) for the parts of a range of rows numbered through.
+// f(sequence, first row, end) for the part of each sequence in a range of rows of the batch.
 template <class F>
 OMNIATTN_INLINE void for_sequences(int64_t rows, int64_t begin, int64_t end, const F& f) {
   while (begin < end) {

@@ -6,6 +6,7 @@
 #include "kernels/activation/activate_cuda.h"
 #include "kernels/norm/norm_cuda.h"
 #include "runtime/dispatch.h"
+#include "semantics/arith.h"
 
 namespace omniattn {
 namespace {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
 
 dim3 grid_of(int64_t rows, int64_t channels) {
   constexpr int64_t kMaxGridY = 0xffff;
-  return dim3(static_cast<unsigned>((channels + kThreads - 1) / kThreads),
+  return dim3(static_cast<unsigned>(ceil_div(channels, kThreads)),
               static_cast<unsigned>(min(rows, kMaxGridY)));
 }
 
@@ -136,7 +137,7 @@ Status launch_causal_conv(const CausalConvParams& p, Stream stream) {
 }
 
 int64_t causal_conv_shards(const CausalConv& p) {
-  return min((p.batch * p.steps + kShardRows - 1) / kShardRows, kMaxShards);
+  return min(ceil_div(p.batch * p.steps, kShardRows), kMaxShards);
 }
 
 Status launch_causal_conv_backward(const CausalConvBackwardParams& p,
