@@ -1,7 +1,7 @@
 """Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
 
-Writes docs/cuda_resources.md, or compares with it: an increase that nobody meant shows in review.
-Another release of nvcc than the one of the table allocates differently and is not compared.
+Writes docs/cuda_resources.md, or compares with it: an unintended increase shows in review. Another
+release of nvcc than the one of the table allocates differently and is not compared.
 """
 
 from __future__ import annotations

@@ -274,6 +274,20 @@ def benchmarks() -> dict[str, list[Benchmark]]:
                 case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
             ),
         ],
+        "linear_log_prob": [
+            Benchmark(
+                case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
+            ),
+        ],
+        "jsd": [Benchmark(case("plain", M=8192, V=128256), (BF16, F32), EACH)],
+        "linear_jsd": [
+            Benchmark(
+                case("plain", M=8192, V=128256, K=4096, J=4096),
+                (BF16,),
+                ("forward+backward",),
+                "compute",
+            ),
+        ],
     }
 
 

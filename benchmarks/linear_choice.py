@@ -1,4 +1,4 @@
-"""This package's linear kernel against torch's: the measurement behind ops/gemm_choice.py.
+"""This package's linear kernel against torch's: the measurement for ops/gemm_choice.py.
 
     python benchmarks/linear_choice.py [--threads 1] [--seconds 0.3] [--dtypes bfloat16 ...]
 

@@ -3,9 +3,9 @@
     python benchmarks/microkernel.py [--isa avx512 ...] [--seconds 0.3]
 
 Prints GFLOP/s of the product alone on blocks that stay in L1 and L2, with B packed, as plain rows,
-and with A read down its columns, as a share of the multiply-add rate probed beside it; then the
-read and triad bandwidths that memory-bound kernels are held against. Every figure is the best of
-many short windows: other users of the machine only ever slow one down.
+and with A read down its columns, as a share of the multiply-add rate probed in the same run; then
+the read and triad bandwidths that memory-bound kernels are held against. Every figure is the best
+of many short windows: other users of the machine only ever slow one down.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python benchmarks/report.py [--check]
 
-writes the page and the figures from all benchmarks/results/*.json, or checks that the page is
-current.
+writes the page and the figures from all benchmarks/results/*.json, or checks that they are current.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import os
 import platform
@@ -135,7 +135,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def plot(name: str) -> None:
-    """Speed-ups of each family over each kind of baseline: median, least and greatest."""
+    """Speed-ups of each family over each kind of baseline, a row for each pair."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,40 +143,58 @@ def plot(name: str) -> None:
 
     record = read(name)
     found = by_family(record["rows"])
-    families = list(dict.fromkeys(family for family, _ in found))
     kinds = list(dict.fromkeys([*KINDS, *(kind for _, kind in found)]))
-    figure, axes = pyplot.subplots(figsize=(9, 0.52 * len(families) + 1.6))
-    for i, kind in enumerate(kinds):
-        color, entry = f"C{i}", kind
-        for place, family in enumerate(families):
-            if ratios := found.get((family, kind)):
-                y = place + 0.24 * (i - (len(kinds) - 1) / 2)
-                median = statistics.median(ratios)
-                axes.hlines(y, min(ratios), max(ratios), color=color, lw=2, alpha=0.45)
-                axes.plot(median, y, "o", ms=5, color=color, label=entry)
-                text = f"{median:.1f}" if median < 10 else f"{median:.0f}"
-                axes.text(max(ratios) * 1.06, y, text, va="center", fontsize=7, color=color)
-                entry = None  # one in the legend
-    for place in range(1, len(families), 2):
-        axes.axhspan(place - 0.5, place + 0.5, color="0.95", zorder=0)
+    families = list(dict.fromkeys(family for family, _ in found))
+    gap = 0.7  # between families, in rows
+    height = len(found) + gap * len(families)
+    figure, axes = pyplot.subplots(figsize=(9, 0.19 * height + 1.6))
+    bottom, middles = 0.0, []
+    for number, family in enumerate(families):
+        rows = [kind for kind in kinds if (family, kind) in found]
+        top, bottom = bottom, bottom + len(rows) + gap
+        middles.append((top + bottom) / 2)
+        if number % 2:
+            axes.axhspan(top, bottom, color="0.95", zorder=0)
+        for row, kind in enumerate(rows):
+            y = top + row + (1 + gap) / 2
+            _draw_row(axes, y, found[family, kind], f"C{kinds.index(kind)}")
     axes.axvline(1, color="black", lw=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%gx"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.set_yticks(range(len(families)), families)
-    axes.set_ylim(len(families) - 0.5, -0.5)
+    axes.set_yticks(middles, families)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(bottom, 0)
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("speed-up: time of the baseline / time of omniattn (log scale)")
-    axes.set_title(
-        f"{machine_line(record['machine'])}\n"
-        "dot and number: median over the cases; bar: least to greatest",
-        fontsize=9,
-    )
-    axes.legend(loc="lower right", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    axes.set_xlabel("speed-up, on a log scale (dot: median of the cases, thick bar: middle half)")
+    axes.text(1.01, 1.008, "median (cases)", transform=axes.transAxes, fontsize=8, va="bottom")
+    for i, kind in enumerate(kinds):
+        axes.plot([], [], "o-", color=f"C{i}", label=f"over {kind}")
+    axes.set_title(machine_line(record["machine"]), fontsize=8, loc="left")
+    figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=9, frameon=False)
+    figure.set_layout_engine("constrained")
+    figure.savefig(RESULTS / f"{name}.png", dpi=100, metadata={"Source": digest(record)})
     pyplot.close(figure)
+
+
+def digest(record: dict[str, Any]) -> str:
+    """Of what the figure shows; kept in it, so that `--check` finds one of another record."""
+    shown = [machine_line(record["machine"]), list(by_family(record["rows"]).items())]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+
+
+def _draw_row(axes: Any, y: float, ratios: list[float], color: str) -> None:
+    """The range of the ratios, their middle half and their median."""
+    ordered = sorted(ratios)
+    median = statistics.median(ordered)
+    quarter = len(ordered) // 4
+    axes.hlines(y, ordered[0], ordered[-1], color=color, lw=1)
+    axes.hlines(y, ordered[quarter], ordered[-1 - quarter], color=color, lw=5, alpha=0.4)
+    axes.plot(median, y, "o", ms=6, color=color)
+    text = f"{median:.1f}x ({len(ordered)})"
+    place = axes.get_yaxis_transform()  # x of the frame, y of the data
+    axes.text(1.01, y, text, transform=place, va="center", fontsize=8)
 
 
 def machine_line(info: dict[str, Any]) -> str:
@@ -251,16 +269,29 @@ def page() -> str:
     return replace_block(PAGE.read_text(), "records", "\n\n".join(sections))
 
 
+def stale() -> list[Path]:
+    """The page and the figures that do not show the records."""
+    from PIL import Image
+
+    found = [] if PAGE.read_text() == page() else [PAGE]
+    for path in sorted(RESULTS.glob("*.json")):
+        figure = path.with_suffix(".png")
+        drawn = Image.open(figure).info.get("Source") if figure.exists() else None
+        if drawn != digest(read(path.stem)):
+            found.append(figure)
+    return found
+
+
 def publish() -> None:
     PAGE.write_text(page())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="exit 1 if any is out of date")
     if parser.parse_args().check:
-        current = PAGE.read_text() == page()
-        sys.exit(0 if current else f"{PAGE} is out of date: run python benchmarks/report.py")
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale())
+        sys.exit(f"out of date, run python benchmarks/report.py: {names}" if names else 0)
     for path in RESULTS.glob("*.json"):
         plot(path.stem)
     publish()

@@ -58,7 +58,7 @@ set_target_properties(kernels_cuda PROPERTIES
 
 find_package(CUDAToolkit REQUIRED)
 add_library(omniattn_cuda SHARED
-  $<TARGET_OBJECTS:kernels_cuda> ${OMNIATTN_OPS} ${OMNIATTN_CUDA_OPS})
+  $<TARGET_OBJECTS:kernels_cuda> ${OMNIATTN_CUDA_OPS})
 string(REPLACE ";" ", " architectures "${OMNIATTN_CUDA_ARCHS}")
 target_compile_definitions(omniattn_cuda PRIVATE
   OMNIATTN_CUDA USE_CUDA OMNIATTN_CUDA_ARCHS="${architectures}")

@@ -3,7 +3,14 @@
 python -m sphinx -W -c docs . build/site
 """
 
+from importlib import import_module
+from inspect import isclass
+
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from omniattn import functional
 
 project = "omniattn"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -45,5 +52,22 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
 
 
+class Functions(SphinxDirective):
+    """`.. functions:: norm conv`: the public names of modules of omniattn.functional."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        lines = [".. currentmodule:: omniattn.functional"]
+        for module in self.arguments[0].split():
+            found = import_module(f"omniattn.functional.{module}")
+            for name in (n for n in found.__all__ if n in functional.__all__):
+                kind = "autoclass" if isclass(getattr(found, name)) else "autofunction"
+                lines += ["", f".. {kind}:: {name}"]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def setup(app: Sphinx) -> None:
+    app.add_directive("functions", Functions)
     app.connect("source-read", add_contents)

@@ -12,7 +12,7 @@ import omniattn
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(omniattn.__path__, "omniattn.")
-    # native libraries can lie beside the Python files
+    # native libraries can be in the folders of Python files
     if not m.name.startswith("omniattn.lib") and not m.name.endswith(("__main__", "_kernels"))
 ]
 

@@ -29,5 +29,5 @@ def compile_once(function: Function) -> Function:
 def lacks(**options: Any) -> None:
     """Raises where an option is wanted that the baseline does not have."""
     for name, wanted in options.items():
-        if wanted:
+        if isinstance(wanted, torch.Tensor) or wanted:
             raise NotImplementedError(f"torch has no {name}")

@@ -145,6 +145,7 @@ def compiled_flex_attention(
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    score_mod: Any = None,
     **options: Any,
 ) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
@@ -153,7 +154,7 @@ def compiled_flex_attention(
     block_mask = flex_mask(q.shape[1], k.shape[1], causal, window_size, q.device.type)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = compile_once(flex_attention)(
-        q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)

@@ -24,6 +24,16 @@ def gated(activation: Function) -> dict[str, Function]:
     return {"aten": glu, "compiled": compiled(glu)}
 
 
+def clamped_swiglu(
+    gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.702, limit: float = 7.0
+) -> Tensor:
+    """As in transformers' GptOssExperts."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
 def activation_of(name: str) -> Function:
     table: dict[str, Function] = {
         "silu": F.silu,
@@ -50,8 +60,9 @@ def glu_mlp(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     recompute: bool = False,
+    **options: Any,
 ) -> Tensor:
-    lacks(seeded_dropout=dropout_p, recompute=recompute)
+    lacks(seeded_dropout=dropout_p, recompute=recompute, **options)
     gate = activation_of(activation)(F.linear(x, gate_weight, gate_bias))
     return F.linear(gate * F.linear(x, up_weight, up_bias), down_weight, down_bias)
 
@@ -80,6 +91,7 @@ BASELINES = {
     "reglu": gated(F.relu),
     "glu": gated(torch.sigmoid),
     "bilinear": gated(lambda gate: gate),
+    "clamped_swiglu": {"aten": clamped_swiglu, "compiled": compiled(clamped_swiglu)},
     "glu_mlp": {"aten": glu_mlp, "compiled": compiled(glu_mlp)},
     "mlp": {"aten": mlp, "compiled": compiled(mlp)},
     "linear": {"aten": F.linear},

@@ -23,7 +23,7 @@ struct Scheduler {
   const std::function<void()>* body = nullptr;
   uint64_t random = 1;
 
-  // Where the last memory fault was.
+  // The last memory fault.
   const char* fault_address = nullptr;
   const void* fault_pc = nullptr;
 };
@@ -89,7 +89,7 @@ std::string deadlock() {
   return message;
 }
 
-// A memory fault inside a kernel ends up here, on the emptied stack of the thread that caused it.
+// A memory fault in a kernel continues here, on the emptied stack of the thread that caused it.
 [[noreturn]] void report_fault() {
   const char* const address = scheduler.fault_address;
   const Thread& t = *block().current;
@@ -111,7 +111,7 @@ std::string deadlock() {
 struct sigaction previous_action;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
-  if (block().current == nullptr) {  // not ours: let it happen again under the previous action
+  if (block().current == nullptr) {  // not ours: let it occur again under the previous action
     sigaction(signal, &previous_action, nullptr);
     return;
   }
@@ -122,7 +122,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   registers[REG_RSP] = reinterpret_cast<greg_t>(block().current->fiber.top() - 8);
 }
 
-// Handles memory faults while it lives.
+// Handles memory faults while an object of this type lives.
 class FaultHandler {
  public:
   FaultHandler() {
@@ -189,7 +189,7 @@ bool run_warp(Warp& warp, const std::array<int, kWarpSize>& turns) {
   return progress;
 }
 
-// What a block must not leave behind when all its threads have finished; "" if it does not.
+// Describes what a block has wrongly left behind after all its threads finished; "" if nothing.
 std::string leftovers() {
   for (const Barrier& b : scheduler.barriers) {
     if (b.arrived == 0) continue;
@@ -311,7 +311,7 @@ void barrier(int id, int count, bool wait, const char* operation, const Location
     b = Barrier{};
     scheduler.barrier_opened = true;
   }
-  if (wait) t.fiber.suspend();  // the last one too, so that the next order is free
+  if (wait) t.fiber.suspend();  // the last thread too, so that the next order is free
 }
 
 void collective(uint32_t mask, const char* operation, void* slot, void (*compute)(const Slots&),

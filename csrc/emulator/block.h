@@ -1,8 +1,9 @@
 // Runs CUDA kernels on the CPU: one fiber per thread, one block at a time, one launch at a time.
 //
-// Threads of a warp that meet in a warp operation (a collective) leave their operands; the last one
-// computes for all. Everything that synchronises knows its source position, so that divergence and
-// deadlocks are reported with it. What the emulator cannot know: see docs/cuda.md.
+// Threads of a warp that meet in a warp operation (a collective) leave their operands; the last
+// thread computes the results of all. Everything that synchronises knows its source position, so
+// that divergence and deadlocks are reported with it. docs/cuda.md lists what the emulator cannot
+// find.
 #pragma once
 
 #include <array>
@@ -23,7 +24,7 @@ inline constexpr int kMaxThreads = 1024;
 inline constexpr int kBarriers = 16;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// Order in which warps, and lanes of a warp, get their turn. Random orders change at each barrier.
+// The order in which warps, and lanes of a warp, run. Random orders change at each barrier.
 enum class Order : int { forward, reverse, random };
 
 struct Schedule {
@@ -50,12 +51,12 @@ struct Thread {
   uint3 index;
   int id, warp, lane;
   State state;
-  // Where it synchronised last, or waits now.
+  // Where the thread synchronised last, or waits now.
   Location where;
   const char* operation;
   uint32_t mask;
   int barrier;
-  void* slot;  // operands of the collective it waits in
+  void* slot;  // operands of the collective in which it waits
   std::vector<AsyncCopy> open_copies;
   std::vector<std::vector<AsyncCopy>> copy_groups;  // committed, oldest first
 };
@@ -70,7 +71,7 @@ struct Barrier {
   std::vector<Thread*> arrivals, waiting;
 };
 
-// What the race build listens to (race.cpp).
+// The callbacks of the race build (race.cpp).
 class Observer {
  public:
   virtual void block_begins() = 0;
@@ -85,7 +86,7 @@ class Observer {
 };
 inline Observer* observer = nullptr;
 
-// The block that runs.
+// The block that is running.
 struct Block {
   dim3 grid, size;
   uint3 index;
@@ -110,10 +111,10 @@ using Slots = std::array<void*, kWarpSize>;
 void collective(uint32_t mask, const char* operation, void* slot, void (*compute)(const Slots&),
                 const Location& where);
 
-// Fails unless the 16 bytes lie in shared memory, aligned.
+// Fails unless the 16 bytes are in shared memory and aligned.
 void require_shared_16(const void* address, const char* operation, const Location& where);
 
-// cp.async: the target is poison from the issue until the wait of its group.
+// cp.async: the target is poisoned from the issue until the wait for its group.
 void copy_async(void* shared, const void* global, bool valid, const Location& where);
 void commit_copies();
 // Waits until at most `pending` groups of this thread are unfinished.

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that are under way (cp.async).
+// Copies in flight from global to shared memory (cp.async).
 #include <algorithm>
 #include <cstring>
 

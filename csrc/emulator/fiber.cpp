@@ -13,8 +13,8 @@
 #error "the emulator needs a stack switch for this processor"
 #endif
 
-// Saves the callee-saved registers and the stack pointer of the caller in *save, and goes on where
-// `to` was saved.
+// Saves the callee-saved registers and the stack pointer of the caller in *save, and continues
+// where `to` was saved.
 extern "C" void omniattn_switch_stack(void** save, void* to);
 asm(R"(
 .text
@@ -69,8 +69,8 @@ Fiber::Fiber() {
 Fiber::~Fiber() { munmap(top_ - kStackBytes - kPage, kPage + kStackBytes); }
 
 void Fiber::prepare(void (*entry)()) {
-  // As omniattn_switch_stack leaves a stack: registers, return address. The word above stands for
-  // the return address of entry(), which keeps the stack aligned as the ABI wants it.
+  // A stack as omniattn_switch_stack leaves it: registers, return address. The word above takes the
+  // place of the return address of entry(), so that the stack is aligned as the ABI requires.
   void** const words = reinterpret_cast<void**>(top_);
   words[-1] = nullptr;
   words[-2] = reinterpret_cast<void*>(entry);
@@ -109,7 +109,7 @@ void Fiber::suspend() {
 }
 
 void Fiber::finish() {
-  leave(nullptr);  // null: ASan drops its record
+  leave(nullptr);  // null: ASan drops its record of the stack
   __builtin_unreachable();
 }
 

@@ -13,11 +13,11 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // The next resume() calls entry() on an empty stack. What was on the stack is forgotten.
+  // The next resume() calls entry() on an empty stack; the old contents are lost.
   void prepare(void (*entry)());
   // Called by the scheduler: runs the fiber until it suspends or finishes.
   void resume();
-  // Called on the fiber: returns to resume(), and from there when the fiber is resumed.
+  // Called on the fiber: switches back to the caller of resume().
   void suspend();
   // Called on the fiber: the last switch away from it.
   [[noreturn]] void finish();

@@ -1,5 +1,4 @@
-// The choice of the emulated GPU: its schedule and its shared memory, as ops of the emulated
-// library.
+// Settings of the emulated GPU, its schedule and its shared memory, as ops of the emulated library.
 #include <torch/csrc/stable/library.h>
 
 #include "emulator/block.h"

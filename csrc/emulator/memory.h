@@ -1,4 +1,4 @@
-// Shared memory of the block that runs: each array ends at an unreadable page, so that the first
+// The shared memory of the running block. Each array ends at an unreadable page, so that the first
 // access past its end stops at the offending instruction.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace omniattn::emulator {
 
-// Bytes of memory that nobody wrote: NaN as fp32, fp64, bf16 and fp16.
+// Bytes of uninitialised memory: NaN as fp32, fp64, bf16 and fp16.
 inline constexpr unsigned char kPoison = 0xff;
 
 struct SharedArray {
@@ -28,12 +28,12 @@ class SharedMemory {
 
   // Forgets all arrays; their memory becomes unreadable.
   void clear();
-  // The array of this key, made at its first request.
+  // The array with this key, created at its first request.
   const SharedArray& array(const void* key, const char* name, size_t bytes);
   // Fills everything with poison.
   void poison();
-  // An array whose rounded-up tail was written to, or null. (Only sizes off the alignment have a
-  // tail.)
+  // An array whose padding was written to, or null. Only sizes that are no multiple of the
+  // alignment have padding.
   const SharedArray* overrun() const;
 
   const std::deque<SharedArray>& arrays() const { return arrays_; }

@@ -1,11 +1,11 @@
 // Finds races on shared memory, reads of uninitialised shared memory and reads of a cp.async target
 // before its wait, in any schedule.
 //
-// Kernels compiled with -fsanitize=thread report every load and store to __tsan_* functions. These
-// are ours, not libtsan's (which knows no fibers and no CUDA barriers), so this file is compiled
-// without that flag. Every byte remembers its last write and its latest readers; barriers carry
-// vector clocks of warps, so that full and named barriers are told apart. Lanes of one warp are
-// ordered by __syncwarp and by barriers, never by shuffles.
+// Kernels compiled with -fsanitize=thread report every load and store to __tsan_* functions. The
+// functions are defined here, not by libtsan (which does not know fibers or CUDA barriers), so this
+// file is compiled without that flag. Every byte remembers its last write and its latest readers;
+// barriers carry vector clocks of warps, so that full and named barriers are distinguished. Lanes
+// of one warp are ordered by __syncwarp and by barriers, never by shuffles.
 #include <sys/mman.h>
 
 #include <array>
@@ -18,20 +18,20 @@ namespace omniattn::emulator {
 namespace {
 
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
-using Clock = std::array<uint32_t, kMaxWarps>;  // per warp: the epoch that is known to be over
+using Clock = std::array<uint32_t, kMaxWarps>;  // per warp: the last epoch known to be over
 
 // When and where a thread of a warp touched a byte. An epoch ends when the thread arrives at a
 // barrier, a phase when the warp synchronises.
 struct Access {
   int16_t warp = -1, lane = -1;
-  bool several = false;  // further lanes of the warp did the same in the same phase
+  bool several = false;  // other lanes of the warp did the same in the same phase
   uint32_t epoch = 0, phase = 0;
   const void* pc = nullptr;
 };
 
 struct Byte {
-  uint64_t block;    // serial number of the block that the rest belongs to
-  bool pending;      // target of a cp.async that nobody waited for
+  uint64_t block;    // serial number of the block that the other fields belong to
+  bool pending;      // target of a cp.async that was not waited for
   uint32_t readers;  // bit w: warp w has read since the last write, see reads[w]
   Access write;
   std::array<Access, kMaxWarps> reads;
@@ -90,7 +90,7 @@ class RaceChecker final : public Observer {
   void accesses(const void* address, size_t size, bool write, const void* pc) override {
     const Thread* const thread = block().current;
     if (!block().shared.reserved(address) || thread == nullptr) return;
-    // Outside every array the access itself faults, and the fault has the better message.
+    // Outside every array the access itself faults, with a better message.
     if (block().shared.find(address, size) == nullptr) return;
     for (size_t i = 0; i < size; ++i) check(byte(address, i), *thread, write, pc);
   }
@@ -117,7 +117,7 @@ class RaceChecker final : public Observer {
     return b;
   }
 
-  // Whether what `earlier` did is over for this thread.
+  // Whether `earlier` is over for this thread.
   bool ordered(const Access& earlier, const Thread& thread) const {
     const ThreadClock& t = threads_[static_cast<size_t>(thread.id)];
     if (earlier.warp < 0) return true;
@@ -148,7 +148,7 @@ class RaceChecker final : public Observer {
         const Access& read = b.reads[static_cast<size_t>(std::countr_zero(left))];
         if (!ordered(read, thread)) report(read, "read", kind, pc);
       }
-      // Later writes come after this one, and so after the reads before it.
+      // Later writes come after this write, and so after the reads before it.
       b.readers = 0;
       b.write = now;
     } else {
@@ -187,7 +187,7 @@ class RaceChecker final : public Observer {
 RaceChecker checker;
 
 inline void accessed(const void* address, size_t size, bool write, const void* pc) {
-  // First the test that most accesses fail.
+  // First the test that rejects most accesses.
   if (static_cast<size_t>(static_cast<const char*>(address) - checker.shared_begin) <
       SharedMemory::kReserved) {
     checker.accesses(address, size, write, pc);

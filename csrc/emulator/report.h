@@ -1,4 +1,4 @@
-// Errors that the emulator finds, and the source positions in them.
+// Errors found by the emulator, and their source positions.
 #pragma once
 
 #include <source_location>
@@ -18,10 +18,10 @@ class Error : public std::runtime_error {
 
 // "file.cu:12"
 std::string position(const Location& location);
-// The same for an address of code, from its debug information.
+// The same for a code address, from its debug information.
 std::string position(const void* pc);
 
-// All parts, streamed one after another.
+// All parts, written one after another to a stream.
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream out;

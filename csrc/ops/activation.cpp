@@ -1,9 +1,12 @@
-// glu, and the activation alone that mlp is made of: checks and allocation.
-#include "ops/activation.h"
+// glu, and the activation alone that mlp is made of.
+#include "kernels/activation/activation.h"
 
 #include <tuple>
+#include <vector>
 
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "semantics/arith.h"
 
 namespace omniattn::ops::activation {
 namespace {
@@ -17,6 +20,7 @@ struct Problem {
   OptRows up_rows;
   Activation act;
   int64_t cols;
+  Clamp clamp{};
   const void* up = nullptr;
   int64_t up_stride = 0;
 
@@ -31,8 +35,13 @@ struct Problem {
             "), got act=", act_);
   }
 
-  Problem(const char* op_, const Tensor& gate_, const OptTensor& up_, int64_t act_)
+  // clamp_: alpha and limit, or nothing.
+  Problem(const char* op_, const Tensor& gate_, const OptTensor& up_, int64_t act_,
+          const std::vector<double>& clamp_)
       : Problem(op_, "gate", gate_, act_) {
+    require(clamp_.empty() || (clamp_.size() == 2 && clamp_[0] > 0 && clamp_[1] > 0), op,
+            "clamp must hold alpha > 0 and limit > 0 or nothing, got ", clamp_.size(), " numbers");
+    if (!clamp_.empty()) clamp = {.alpha = clamp_[0], .limit = clamp_[1]};
     if (up_.has_value()) {
       up_rows = as_rows(op, "up", *up_, dtype, gate_.sizes());
       up = up_rows->data();
@@ -46,19 +55,29 @@ struct Problem {
   }
 };
 
+// On the CPU a long row is several items.
+template <class Params>
+void run_blocks(const Params& p, int64_t rows, void (*kernel)(const Params&, int64_t, int64_t)) {
+  run_items(p, rows * ceil_div(p.cols, kGluBlock), smaller(p.cols, kGluBlock), kernel);
+}
+
 // y: (rows, cols) contiguous.
 void forward(const Problem& p, const Tensor& y) {
-  run(p.op,
-      GluParams{.dtype = p.dtype,
-                .act = p.act,
-                .cols = p.cols,
-                .gate = p.gate.data(),
-                .up = p.up,
-                .y = y.mutable_data_ptr(),
-                .gate_row = p.gate.stride,
-                .up_row = p.up_stride,
-                .y_row = p.cols},
-      p.gate.rows);
+  const GluParams params{.dtype = p.dtype,
+                         .act = p.act,
+                         .clamp = p.clamp,
+                         .cols = p.cols,
+                         .gate = p.gate.data(),
+                         .up = p.up,
+                         .y = y.mutable_data_ptr(),
+                         .gate_row = p.gate.stride,
+                         .up_row = p.up_stride,
+                         .y_row = p.cols};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_glu(params, p.gate.rows, stream()));
+  } else {
+    run_blocks(params, p.gate.rows, activation_kernels().glu);
+  }
 }
 
 // dgate and dup are contiguous; dup is null if both lie side by side, as a packed gate's do, or
@@ -67,26 +86,30 @@ void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
   if (p.up != nullptr && !p.up_rows.has_value()) {
     dup = static_cast<char*>(dgate) + p.cols * size_of(p.dtype);
   }
-  run(p.op,
-      GluBackwardParams{.dtype = p.dtype,
-                        .act = p.act,
-                        .cols = p.cols,
-                        .grad_y = grad_y.data(),
-                        .gate = p.gate.data(),
-                        .up = p.up,
-                        .dgate = dgate,
-                        .dup = dup,
-                        .grad_y_row = grad_y.stride,
-                        .gate_row = p.gate.stride,
-                        .up_row = p.up_stride,
-                        .dgate_row = p.gate.cols,
-                        .dup_row = p.gate.cols},
-      p.gate.rows);
+  const GluBackwardParams params{.dtype = p.dtype,
+                                 .act = p.act,
+                                 .clamp = p.clamp,
+                                 .cols = p.cols,
+                                 .grad_y = grad_y.data(),
+                                 .gate = p.gate.data(),
+                                 .up = p.up,
+                                 .dgate = dgate,
+                                 .dup = dup,
+                                 .grad_y_row = grad_y.stride,
+                                 .gate_row = p.gate.stride,
+                                 .up_row = p.up_stride,
+                                 .dgate_row = p.gate.cols,
+                                 .dup_row = p.gate.cols};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_glu_backward(params, p.gate.rows, stream()));
+  } else {
+    run_blocks(params, p.gate.rows, activation_kernels().glu_backward);
+  }
 }
 
-Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act) {
+Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act, std::vector<double> clamp) {
   const DeviceScope scope(gate);
-  const Problem p("glu", gate, up, act);
+  const Problem p("glu", gate, up, act, clamp);
   const Tensor y = empty_tensor(sizes_with_last(gate, p.cols), p.dtype);
   forward(p, y);
   return y;
@@ -94,9 +117,10 @@ Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act) {
 
 // A packed gate has one packed gradient; dup is then empty.
 std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
-                                        const OptTensor& up, int64_t act) {
+                                        const OptTensor& up, int64_t act,
+                                        std::vector<double> clamp) {
   const DeviceScope scope(gate);
-  const Problem p("glu_backward", gate, up, act);
+  const Problem p("glu_backward", gate, up, act, clamp);
   const Rows rows = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(gate, p.cols));
   const Tensor dgate = empty_tensor(gate.sizes(), p.dtype);
   const Output dup(up.has_value(), gate.sizes(), p.dtype);
@@ -106,9 +130,9 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
 
 // The same without new memory: dgate goes into a tensor of the caller, dup takes grad_y's place.
 void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
-                          const Tensor& dgate) {
+                          std::vector<double> clamp, const Tensor& dgate) {
   const DeviceScope scope(gate);
-  const Problem p("glu_backward", gate, up, act);
+  const Problem p("glu_backward", gate, up, act, clamp);
   require_dense(p.op, "grad_y", grad_y, p.dtype, gate.sizes());
   require_dense(p.op, "dgate", dgate, p.dtype, gate.sizes());
   backward(p, as_rows(p.op, "grad_y", grad_y), dgate.mutable_data_ptr(), grad_y.mutable_data_ptr());
@@ -130,15 +154,16 @@ void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t ac
   backward(p, as_rows(p.op, "grad_y", grad_y), grad_y.mutable_data_ptr(), nullptr);
 }
 
-// glu: y = act(gate) * up over (..., F), or over one packed gate (..., 2F) without up; activate:
-// act(x) alone. The backwards in place write dup, or dx, over grad_y.
+// glu: y = act(gate) * up, or clamped, over (..., F), or over one packed gate (..., 2F) without up;
+// activate: act(x) alone. The backwards in place write dup, or dx, over grad_y.
 const Registry registry([](Registry& ops) {
-  ops.add<glu>("glu(Tensor gate, Tensor? up, int act) -> Tensor", differentiable);
+  ops.add<glu>("glu(Tensor gate, Tensor? up, int act, float[] clamp) -> Tensor", differentiable);
   ops.add<glu_backward>(
-      "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act)"
+      "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act, float[] clamp)"
       " -> (Tensor dgate, Tensor dup)");
   ops.add<glu_backward_inplace>(
-      "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, Tensor(b!) dgate) -> ()");
+      "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, float[] clamp,"
+      " Tensor(b!) dgate) -> ()");
   ops.add<activate>("activate(Tensor x, int act) -> Tensor");
   ops.add<activate_backward_inplace>(
       "activate_backward_(Tensor(a!) grad_y, Tensor x, int act) -> ()");

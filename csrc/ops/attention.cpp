@@ -177,7 +177,7 @@ Results check_results(const char* op, const Call& call, Results x) {
 // The zeros or the memory that the gradient of a parameter is written to; `index`: its place in
 // aux.
 Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tensor& parameter,
-                    AttentionBackwardParams& b) {
+                    AttentionBackwardParams& b, ProgramGradients& gradients) {
   const AttentionProblem& p = call.problem;
   const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
   void* const data = grad.mutable_data_ptr();
@@ -201,6 +201,8 @@ Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tenso
     b.grad_sinks = data;
   } else if (index == call.head_scale) {
     b.grad_head_scale = data;
+  } else if (has_program_table(call, index)) {
+    set_program_gradient(call, index, grad, gradients);
   } else {
     fail(op, "wanted must hold indices of parameters in aux, got ", index);
   }
@@ -232,10 +234,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   b.grad_v = mutable_view_of(grad_v);
 
   Tensors grads;
+  ProgramGradients program{};
   for (const int64_t index : wanted) {
     require(std::count(wanted.begin(), wanted.end(), index) == 1, op,
             "wanted must hold each index once, got two of ", index);
-    grads.push_back(set_gradient(op, call, index, side_tensor(op, aux, index), b));
+    grads.push_back(set_gradient(op, call, index, side_tensor(op, aux, index), b, program));
+    if (has_program_table(call, index)) b.grad_program = &program;
   }
   // Rows of no sequence get no gradient.
   if (call.has_layout || !has_work(p)) {
@@ -307,13 +311,10 @@ const Registry registry([](Registry& ops) {
   // parameters of score rules; seed: [seed, offset]. lse (B, Hq, Tq), and lse_tail of the same
   // shape, what lse lost when it was rounded (semantics/softmax.h); attention_only gives none. None
   // is an empty list: AOTInductor's runner makes it of one.
-  ops.add<attention>(
+  ops.add<attention, attention_only>(
       "attention(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask,"
       " int[]? score, float[] params) -> (Tensor out, Tensor lse, Tensor lse_tail)",
       differentiable);
-  ops.add<attention_only>(
-      "attention_only(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, int[]? mask,"
-      " int[]? score, float[] params) -> (Tensor out, Tensor lse)");
   ops.add<attention_backward>(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
       " Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, Tensor lse_tail, SymInt[] mask,"

@@ -5,6 +5,7 @@
 #include "kernels/attention/attention.h"
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -28,6 +29,13 @@ struct Arguments {
   const Floats& params;
 };
 
+// The program of a score_mod and what it points to.
+struct DecodedProgram {
+  ScoreProgram program;
+  std::vector<ProgramStep> steps;
+  Floats constants;
+};
+
 // The same, checked.
 struct Call {
   AttentionProblem problem;  // with a layout: of the longest sequences, as many as there are
@@ -38,11 +46,16 @@ struct Call {
   int64_t whole_q = 0, whole_k = 0;  // Tq and Tk of the call that this is a part of, see PartKind
   bool has_layout = false, is_packed = false;
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;  // places in aux, -1: none
+  int64_t program = -1;                                        // of the first table
+  std::shared_ptr<const DecodedProgram> decoded;               // what problem.program views
   Tensors kept;  // what keeps the problem's memory alive
 };
 Call check(const Arguments& given);
 
-// ---- for attention_decode.cpp -------------------------------------------------------------------
+// The domain of the program of a call.
+ProgramDomain program_domain(const Call& call);
+
+// ---- for attention_rules.cpp -------------------------------------------------------------------
 
 // Strides of a tensor seen as (B, Hq, Tq, Tk) or the like, 0 where it is broadcast.
 struct ScoreStrides {
@@ -57,6 +70,15 @@ const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index);
 bool starts_with(const Ints& mask, LayoutKind kind);
 void decode_mask(const Arguments& given, Call& call);
 void decode_score(const Arguments& given, Call& call);
+// The program at the end of the score's rules: `at` is the place of its rule.
+void decode_program(const Arguments& given, size_t at, Call& call);
+
+// ---- attention_program.cpp ----------------------------------------------------------------------
+
+bool has_program_table(const Call& call, int64_t index);
+// `grad`: zeros of the sizes of aux[index], in the compute type.
+void set_program_gradient(const Call& call, int64_t index, const Tensor& grad,
+                          ProgramGradients& to);
 
 // ---- attention_cpu.cpp, attention_cuda.cpp ------------------------------------------------------
 

@@ -7,6 +7,7 @@
 
 #include "kernels/attention/attention_terms.h"
 #include "ops/attention.h"
+#include "ops/attention_sequences.h"
 #include "ops/parallel.h"
 #include "ops/path.h"
 #include "ops/stage.h"
@@ -97,105 +98,6 @@ void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
     path->run(problems.first(taken));
     problems = problems.subspan(taken);
   }
-}
-
-// ---- sequences ----------------------------------------------------------------------------------
-
-template <class P>
-P* moved(P* data, int64_t elements, int64_t size) {
-  using Byte = std::conditional_t<std::is_const_v<P>, const char, char>;
-  return data == nullptr ? nullptr : static_cast<Byte*>(data) + elements * size;
-}
-
-template <class View>
-void move_rows(View& x, const Sequence& s, int64_t row, int64_t size) {
-  x.data = moved(x.data, s.row * x.stride_b + row * x.stride_t, size);
-}
-
-MaskRule rule_of(MaskRule rule, int64_t b) {
-  switch (mask_side_tensor(rule.kind)) {
-    case SideTensor::per_score:
-      rule.side = moved(rule.side, b * rule.stride_b, 1);
-      break;
-    case SideTensor::blocks:
-      rule.side = moved(rule.side, b * rule.stride_b, sizeof(int32_t));
-      break;
-    default:
-      rule.side = moved(rule.side, b * rule.stride_b, sizeof(int64_t));
-      rule.second = moved(rule.second, b * rule.second_stride_b, sizeof(int64_t));
-  }
-  return rule;
-}
-
-// Copies the pages of a sequence into contiguous keys and values, for kernels that pack them
-// anyway.
-void gather_pages(AttentionProblem& p, Tensors& memory) {
-  const auto gather = [&](HeadView& x, int64_t width) {
-    const int64_t sizes[] = {p.tk, p.hkv, width};
-    memory.push_back(empty_tensor({sizes, 3}, p.dtype));
-    void* const to = memory.back().mutable_data_ptr();
-    parallel_ranges(p.tk, grain_of(p.hkv * width), [&](int64_t begin, int64_t end) {
-      attention_terms_kernels().gather_pages(p, x, width, to, begin, end);
-    });
-    x = {memory.back().const_data_ptr(), 0, p.hkv * width, width};
-  };
-  gather(p.k, p.d);
-  gather(p.v, p.dv);
-  p.pages = {};
-}
-
-// A sequence as a problem of its own. Its table term ends where the longest one's does.
-AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
-  const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
-  if (is_relative(p.table.kind)) p.relative.origin = p.tk - 1 + s.tq - s.tk;
-  p.relative.data = moved(p.relative.data, s.b * p.relative.stride_b, wide);
-  p.batch = 1;
-  p.sequences = {};
-  p.tq = s.tq;
-  p.tk = s.tk;
-  p.first_batch = s.b;
-  move_rows(p.q, s, s.q_begin, size);
-  if (p.pages.table != nullptr) {
-    p.pages.table += s.row * p.pages.stride_b;
-  } else {
-    move_rows(p.k, s, s.k_begin, size);
-    move_rows(p.v, s, s.k_begin, size);
-  }
-  p.mask.tq = s.tq;
-  p.mask.tk = s.tk;
-  for (int32_t n = 0; n < p.mask.count; ++n) p.mask.rules[n] = rule_of(p.mask.rules[n], s.b);
-  p.bias.data = moved(p.bias.data, s.b * p.bias.stride_b, size_of(p.bias.dtype));
-  return p;
-}
-
-int64_t stat_offset(const AttentionProblem& p, const Sequence& s) {
-  return s.row * p.hq * p.lse_stride + s.q_begin;
-}
-
-AttentionForwardParams of_sequence(AttentionForwardParams f, const Sequence& s) {
-  const AttentionProblem& p = f.problem;
-  const int64_t wide = size_of(accumulator(p.dtype));
-  move_rows(f.out, s, s.q_begin, size_of(p.dtype));
-  f.lse = moved(f.lse, stat_offset(p, s), wide);
-  f.lse_tail = moved(f.lse_tail, stat_offset(p, s), wide);
-  f.problem = problem_of(p, s);
-  return f;
-}
-
-AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s) {
-  const AttentionProblem& p = x.problem;
-  const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
-  move_rows(x.out, s, s.q_begin, size);
-  move_rows(x.grad_out, s, s.q_begin, size);
-  move_rows(x.grad_q, s, s.q_begin, size);
-  move_rows(x.grad_k, s, s.k_begin, size);
-  move_rows(x.grad_v, s, s.k_begin, size);
-  x.lse = moved(x.lse, stat_offset(p, s), wide);
-  x.lse_tail = moved(x.lse_tail, stat_offset(p, s), wide);
-  x.grad_lse = moved(x.grad_lse, stat_offset(p, s), wide);
-  x.grad_bias = moved(x.grad_bias, s.b * x.grad_bias_stride_b, wide);
-  x.problem = problem_of(p, s);
-  return x;
 }
 
 // The problems of a call, the largest first: items are handed out in order.
@@ -370,11 +272,61 @@ Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
   return memory;
 }
 
+// ---- programs -----------------------------------------------------------------------------------
+
+void set_interpreter(AttentionProblem& p) {
+  if (p.program == nullptr) return;
+  const auto& kernels = score_program_kernels();
+  p.run_program = p.dtype == DType::f64 ? kernels.run_double : kernels.run_float;
+}
+
+// Memory for the gradients that the items of the problems of a call add up in parts.
+class ProgramParts {
+ public:
+  ProgramParts(const Backward& x, BackwardProblems problems) {
+    if (x.grad_program == nullptr) return;
+    gradients_ = *x.grad_program;
+    for (ProgramGradients::Table& table : gradients_.tables) {
+      if (table.whole.data == nullptr || table.elements == 0) continue;
+      const int64_t parts = largest(problems, [&](const Backward& b) {
+        const AttentionProblem& p = b.problem;
+        return program_part(b, table.has_heads, p.batch - 1, p.hkv - 1, b.splits - 1) + 1;
+      });
+      memory_.push_back(buffer(parts * table.elements, x.problem.dtype));
+      torch::stable::fill_(memory_.back(), 0);
+      table.whole.data = memory_.back().mutable_data_ptr();
+      counts_.push_back(parts);
+    }
+    for (Backward& b : problems) b.grad_program = &gradients_;
+  }
+
+  // Adds them up, in order.
+  void gather(const Backward& x) const {
+    size_t next = 0;
+    for (int64_t n = 0; next < memory_.size(); ++n) {
+      const ProgramGradients::Table& table = x.grad_program->tables[n];
+      if (table.whole.data == nullptr || table.elements == 0) continue;
+      const void* const parts = memory_[next].const_data_ptr();
+      const int64_t count = counts_[next++];
+      parallel_ranges(table.elements, grain_of(count), [&](int64_t begin, int64_t end) {
+        score_program_kernels().sum_parts(x.problem.dtype, parts, count, table.elements,
+                                          table.whole.data, begin, end);
+      });
+    }
+  }
+
+ private:
+  ProgramGradients gradients_{};
+  Tensors memory_;
+  std::vector<int64_t> counts_;
+};
+
 }  // namespace
 
 void decode_seed(Call& call, const Tensor& seed) { read_seed(call, seed); }
 
 void run_forward(AttentionForwardParams f, const Sequences& sequences) {
+  set_interpreter(f.problem);
   const Tensor table = expand_table(f.problem);
   auto problems = problems_of(f, sequences);
   Tensors gathered;
@@ -386,22 +338,27 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
 }
 
 void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
+  set_interpreter(x.problem);
   const Tensor table = expand_table(x.problem);
   auto problems = problems_of(x, sequences);
   const int64_t owners = total(problems, backward_owners);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
   const Tensors parts = give_parts(x.problem, problems);
+  const ProgramParts program_parts(x, problems);
   const auto run = [](BackwardProblems some) { run_paths(kBackwardPaths, some, backward_owners); };
-  // Sequences that add to one bias gradient take turns.
-  if (x.grad_bias != nullptr && x.grad_bias_stride_b == 0) {
+  // Sequences that add to one gradient take turns.
+  const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
+  if (shares_bias || x.grad_program != nullptr) {
     for (Backward& b : problems) run({&b, 1});
   } else {
     run(problems);
   }
   gather_gradients(x, problems);
+  program_parts.gather(x);
 }
 
 void run_weights(AttentionWeightsParams w) {
+  set_interpreter(w.problem);
   const Tensor table = expand_table(w.problem);
   run<AttentionWeightsParams>(
       attention_weights_kernels().weights, {&w, 1},
@@ -410,6 +367,7 @@ void run_weights(AttentionWeightsParams w) {
 }
 
 void run_select(AttentionSelectParams x) {
+  set_interpreter(x.problem);
   const Tensor table = expand_table(x.problem);
   run<AttentionSelectParams>(
       attention_select_kernels().select, {&x, 1},

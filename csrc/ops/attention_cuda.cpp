@@ -1,8 +1,11 @@
 // attention, attention_backward, attention_weights and attention_select on CUDA.
 #include "kernels/attention/attention_cuda.h"
 
+#include <cstring>
+#include <vector>
+
 #include "ops/attention.h"
-#include "ops/cuda.h"
+#include "ops/device.h"
 #include "ops/path.h"
 
 namespace omniattn::ops::attention {
@@ -19,6 +22,65 @@ Tensor expand_table(const char* op, AttentionProblem& p) {
   require_launched(op, launch_attention_expand_table(p, memory.mutable_data_ptr(), stream()));
   p.relative = attention_relative_view(p, memory.const_data_ptr());
   return memory;
+}
+
+// Points `program` into the memory it returns, on the GPU: itself, its steps and its constants.
+Tensor upload_program(const char* op, AttentionProblem& p) {
+  if (p.program == nullptr) return buffer(0, p.dtype);
+  const ScoreProgram& from = *p.program;
+  ProgramRun runs[] = {from.forward, from.value, from.gradient};
+  int64_t steps = 0;
+  for (const ProgramRun& run : runs) steps += run.count;
+  const int64_t steps_at = round_up(int64_t{sizeof(ScoreProgram)}, 8);
+  const int64_t constants_at = round_up(steps_at + steps * int64_t{sizeof(ProgramStep)}, 8);
+  const int64_t bytes = constants_at + from.constant_count * int64_t{sizeof(double)};
+  const Tensor memory = empty_tensor({ceil_div(bytes, 8)}, DType::f64);
+  auto* const to = static_cast<char*>(memory.mutable_data_ptr());
+  ScoreProgram program = from;
+  int64_t at = steps_at;
+  for (ProgramRun* run : {&program.forward, &program.value, &program.gradient}) {
+    run->steps = reinterpret_cast<const ProgramStep*>(to + at);
+    at += run->count * int64_t{sizeof(ProgramStep)};
+  }
+  program.constants = reinterpret_cast<const double*>(to + constants_at);
+  std::vector<char> image(static_cast<size_t>(bytes));
+  std::memcpy(image.data(), &program, sizeof(program));
+  std::memcpy(image.data() + steps_at, from.forward.steps,
+              static_cast<size_t>(steps) * sizeof(ProgramStep));
+  std::memcpy(image.data() + constants_at, from.constants,
+              static_cast<size_t>(from.constant_count) * sizeof(double));
+  require_launched(op, launch_attention_upload(image.data(), bytes, to, stream()));
+  p.program = reinterpret_cast<const ScoreProgram*>(to);
+  return memory;
+}
+
+// The gradients of the tables of `program`, which lies on the CPU.
+void run_program_gradients(const char* op, const AttentionBackwardParams& b,
+                           const ScoreProgram& program) {
+  Tensors parts(kMaxProgramTables);
+  ProgramGradients gradients = *b.grad_program;
+  for (size_t n = 0; n < parts.size(); ++n) {
+    ProgramGradients::Table& table = gradients.tables[n];
+    if (table.whole.data == nullptr || table.elements == 0) continue;
+    parts[n] = buffer(attention_program_parts(b.problem) * table.elements, b.problem.dtype);
+    torch::stable::fill_(parts[n], 0);
+    table.whole.data = parts[n].mutable_data_ptr();
+  }
+  for (int64_t n = 0; n < program.gradient.count; ++n) {
+    const ProgramStep& step = program.gradient.steps[n];
+    if (step.op != ProgramOp::give && step.op != ProgramOp::give_at) continue;
+    const ProgramGradients::Table& table =
+        gradients.tables[step.op == ProgramOp::give ? step.b : step.c];
+    if (table.whole.data == nullptr) continue;
+    require_launched(op, launch_attention_program_gradient(b, table, n, stream()));
+  }
+  for (size_t n = 0; n < parts.size(); ++n) {
+    const ProgramGradients::Table& table = gradients.tables[n];
+    if (table.whole.data == nullptr || table.elements == 0) continue;
+    require_launched(op,
+                     launch_attention_sum_parts(b.problem, table.whole.data, table.elements,
+                                                b.grad_program->tables[n].whole.data, stream()));
+  }
 }
 
 // Points k and v into the memory it returns, if they are paged.
@@ -51,25 +113,34 @@ Status run_split(AttentionForwardParams& f) {
 const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardParams&)> kForwardPaths(
     "attention",
     {
-        {"split", [](const AttentionForwardParams& f) { return takes_split_path(f.problem); },
+        {"split",
+         [](const AttentionForwardParams& f) {
+           return f.problem.program == nullptr && takes_split_path(f.problem);
+         },
          run_split},
-        {"mma", [](const AttentionForwardParams& f) { return takes_mma_path(f.problem); },
+        {"mma",
+         [](const AttentionForwardParams& f) {
+           return f.problem.program == nullptr && takes_mma_path(f.problem);
+         },
          [](AttentionForwardParams& f) { return launch_attention_mma(f, stream()); }},
         {"fma", takes_any, [](AttentionForwardParams& f) { return launch_attention(f, stream()); }},
     });
 
 const PathTable<bool(const AttentionBackwardParams&), Status(AttentionBackwardParams&)>
-    kBackwardPaths("attention_backward",
-                   {
-                       {"mma", [](const AttentionBackwardParams& b) { return takes_mma_path(b); },
-                        [](AttentionBackwardParams& b) {
-                          return launch_attention_gradients_mma(b, stream());
-                        }},
-                       {"fma", takes_any,
-                        [](AttentionBackwardParams& b) {
-                          return launch_attention_gradients(b, stream());
-                        }},
-                   });
+    kBackwardPaths("attention_backward", {
+                                             {"mma",
+                                              [](const AttentionBackwardParams& b) {
+                                                return b.problem.program == nullptr &&
+                                                       takes_mma_path(b);
+                                              },
+                                              [](AttentionBackwardParams& b) {
+                                                return launch_attention_gradients_mma(b, stream());
+                                              }},
+                                             {"fma", takes_any,
+                                              [](AttentionBackwardParams& b) {
+                                                return launch_attention_gradients(b, stream());
+                                              }},
+                                         });
 
 }  // namespace
 
@@ -82,6 +153,7 @@ void decode_seed(Call& call, const Tensor& seed) {
 
 void run_forward(AttentionForwardParams f, const Sequences&) {
   constexpr const char* op = "attention";
+  const Tensor program = upload_program(op, f.problem);
   const Tensors pages = gather_pages(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
   require_launched(op, kForwardPaths.first(f).run(f));
@@ -89,6 +161,8 @@ void run_forward(AttentionForwardParams f, const Sequences&) {
 
 void run_backward(AttentionBackwardParams b, const Sequences&) {
   constexpr const char* op = "attention_backward";
+  const ScoreProgram* const steps = b.problem.program;
+  const Tensor program = upload_program(op, b.problem);
   const Tensor table = expand_table(op, b.problem);
   const AttentionProblem& p = b.problem;
   Tensors kept;
@@ -112,6 +186,7 @@ void run_backward(AttentionBackwardParams b, const Sequences&) {
                                   stream()));
   }
   if (p.tk == 0) return;
+  if (b.grad_program != nullptr) run_program_gradients(op, b, *steps);
   if (b.grad_bias != nullptr) run(launch_attention_bias_gradient(b, stream()));
   if (b.grad_table != nullptr) {
     b.part_relative = part(b.grad_table, attention_table_parts(p));
@@ -121,12 +196,14 @@ void run_backward(AttentionBackwardParams b, const Sequences&) {
 
 void run_weights(AttentionWeightsParams w) {
   constexpr const char* op = "attention_weights";
+  const Tensor program = upload_program(op, w.problem);
   const Tensor table = expand_table(op, w.problem);
   require_launched(op, launch_attention_weights(w, stream()));
 }
 
 void run_select(AttentionSelectParams x) {
   constexpr const char* op = "select_attention";
+  const Tensor program = upload_program(op, x.problem);
   const Tensor table = expand_table(op, x.problem);
   require_launched(op, launch_attention_select(x, stream()));
 }

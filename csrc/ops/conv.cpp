@@ -1,9 +1,12 @@
-// causal_conv1d: checks and allocation.
-#include "ops/conv.h"
+// causal_conv1d.
+#include "kernels/conv/conv.h"
 
+#include <cstring>
 #include <tuple>
 
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::conv {
 namespace {
@@ -78,6 +81,21 @@ Tensor channels_first(const Output& result) {
   return t.dim() < 2 ? t : torch::stable::transpose(t, t.dim() - 2, t.dim() - 1);
 }
 
+// On the CPU: the last K - 1 of the rows in front of x and of x.
+void copy_final_state(const CausalConv& p, void* final_state) {
+  const int64_t size = size_of(p.dtype), width = p.channels * size, before = p.taps - 1;
+  char* out = static_cast<char*>(final_state);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const char* const state = static_cast<const char*>(p.before) + b * p.before_batch * size;
+    const char* const x = static_cast<const char*>(p.x) + b * p.x_batch * size;
+    for (int64_t r = p.steps; r < p.steps + before; ++r, out += width) {
+      const char* const row =
+          r < before ? state + r * p.before_row * size : x + (r - before) * p.x_row * size;
+      std::memcpy(out, row, static_cast<size_t>(width));
+    }
+  }
+}
+
 std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, const OptTensor& initial_state,
                                          bool silu) {
@@ -85,8 +103,14 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
   const Problem p("causal_conv1d", x, weight, bias, initial_state);
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
   const Output final_state(true, {p.batch, p.taps - 1, p.channels}, p.dtype);
-  run_forward(
-      p.op, {.conv = p.params(silu), .y = y.mutable_data_ptr(), .final_state = final_state.data()});
+  const CausalConvParams params{
+      .conv = p.params(silu), .y = y.mutable_data_ptr(), .final_state = final_state.data()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_causal_conv(params, stream()));
+  } else {
+    run_items(params, p.batch * p.steps, p.channels, causal_conv_kernels().forward);
+    if (p.channels > 0) copy_final_state(params.conv, params.final_state);
+  }
   return {y, channels_first(final_state)};
 }
 
@@ -107,15 +131,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
   const Output dstate(initial_state_grad && initial_state.has_value(),
                       {p.batch, p.taps - 1, p.channels}, p.dtype);
-  run_backward(p.op,
-               {.conv = p.params(silu),
-                .grad_y = gy.const_data_ptr(),
-                .grad_final = data_or_null(grad_final),
-                .dx = dx.mutable_data_ptr(),
-                .dbefore = dstate.data(),
-                .grad_y_batch = gy.stride(0),
-                .grad_y_row = gy.stride(1)},
-               dweight.data(), dbias.data());
+  const CausalConvBackwardParams params{.conv = p.params(silu),
+                                        .grad_y = gy.const_data_ptr(),
+                                        .grad_final = data_or_null(grad_final),
+                                        .dx = dx.mutable_data_ptr(),
+                                        .dbefore = dstate.data(),
+                                        .grad_y_batch = gy.stride(0),
+                                        .grad_y_row = gy.stride(1)};
+  const DType acc = accumulator(p.dtype);
+  if constexpr (kOnCuda) {
+    const Tensor g = scratch(p.batch * p.steps * p.channels, acc);
+    const bool sums = dweight.data() != nullptr || dbias.data() != nullptr;
+    const int64_t shards = sums ? causal_conv_shards(params.conv) : 0;
+    const Tensor partial = scratch(shards * (p.taps + 1) * p.channels, acc);
+    const CausalConvScratch memory{g.mutable_data_ptr(), partial.mutable_data_ptr()};
+    require_launched(
+        p.op, launch_causal_conv_backward(params, memory, dweight.data(), dbias.data(), stream()));
+  } else {
+    const auto backward = causal_conv_kernels().backward;
+    sum_over_rows(p.dtype, p.batch * (p.taps - 1 + p.steps), p.channels, {dweight, p.taps},
+                  {dbias, 1}, [&](void* dw, void* db, int64_t a, int64_t b) {
+                    const Tensor memory = scratch((p.taps - 1) * p.channels, acc);
+                    backward(params, dw, db, memory.mutable_data_ptr(), a, b);
+                  });
+  }
   return {dx, channels_first(dweight), dbias.tensor(), channels_first(dstate)};
 }
 

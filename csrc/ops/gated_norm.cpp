@@ -1,9 +1,11 @@
-// rms_norm_gated and group_norm: checks and allocation.
-#include "ops/gated_norm.h"
+// rms_norm_gated and group_norm.
+#include "kernels/norm/gated_norm.h"
 
 #include <tuple>
 
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::gated_norm {
 namespace {
@@ -55,23 +57,28 @@ Result run(const Tensor& x, const OptTensor& z, const OptTensor& weight, const O
                   act);
   Result r{empty_tensor(x.sizes(), p.dtype),
            {with_stats, {p.x.rows, groups, 2}, accumulator(p.dtype)}};
-  run_forward(p.op, {.dtype = p.dtype,
-                     .place = p.place,
-                     .act = p.act,
-                     .center = center,
-                     .rows = p.x.rows,
-                     .groups = p.groups,
-                     .cols = p.cols,
-                     .x = p.x.data(),
-                     .z = data_or_null(p.z),
-                     .weight = data_or_null(p.weight),
-                     .bias = data_or_null(p.bias),
-                     .y = r.y.mutable_data_ptr(),
-                     .stats = r.stats.data(),
-                     .x_stride = p.x.stride,
-                     .z_stride = stride_or_zero(p.z),
-                     .eps = eps,
-                     .cast_first = cast_first});
+  const GatedNormParams params{.dtype = p.dtype,
+                               .place = p.place,
+                               .act = p.act,
+                               .center = center,
+                               .rows = p.x.rows,
+                               .groups = p.groups,
+                               .cols = p.cols,
+                               .x = p.x.data(),
+                               .z = data_or_null(p.z),
+                               .weight = data_or_null(p.weight),
+                               .bias = data_or_null(p.bias),
+                               .y = r.y.mutable_data_ptr(),
+                               .stats = r.stats.data(),
+                               .x_stride = p.x.stride,
+                               .z_stride = stride_or_zero(p.z),
+                               .eps = eps,
+                               .cast_first = cast_first};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_gated_norm(params, stream()));
+  } else {
+    run_items(params, params.rows, p.x.cols, gated_norm_kernels().forward);
+  }
   return r;
 }
 
@@ -100,39 +107,43 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
   const Tensor dx = empty_tensor(x.sizes(), p.dtype);
   const Output dz(z.has_value(), x.sizes(), p.dtype);
   const Output dweight(weight_grad, {p.x.cols}, p.dtype), dbias(bias_grad, {p.x.cols}, p.dtype);
-  run_backward(p.op,
-               {.dtype = p.dtype,
-                .place = p.place,
-                .act = p.act,
-                .center = center,
-                .rows = p.x.rows,
-                .groups = p.groups,
-                .cols = p.cols,
-                .grad_y = gy.data(),
-                .x = p.x.data(),
-                .z = data_or_null(p.z),
-                .weight = data_or_null(p.weight),
-                .bias = data_or_null(p.bias),
-                .stats = stats.const_data_ptr(),
-                .dx = dx.mutable_data_ptr(),
-                .dz = dz.data(),
-                .grad_y_stride = gy.stride,
-                .x_stride = p.x.stride,
-                .z_stride = stride_or_zero(p.z)},
-               dweight.data(), dbias.data());
+  const GatedNormBackwardParams params{.dtype = p.dtype,
+                                       .place = p.place,
+                                       .act = p.act,
+                                       .center = center,
+                                       .rows = p.x.rows,
+                                       .groups = p.groups,
+                                       .cols = p.cols,
+                                       .grad_y = gy.data(),
+                                       .x = p.x.data(),
+                                       .z = data_or_null(p.z),
+                                       .weight = data_or_null(p.weight),
+                                       .bias = data_or_null(p.bias),
+                                       .stats = stats.const_data_ptr(),
+                                       .dx = dx.mutable_data_ptr(),
+                                       .dz = dz.data(),
+                                       .grad_y_stride = gy.stride,
+                                       .x_stride = p.x.stride,
+                                       .z_stride = stride_or_zero(p.z)};
+  if constexpr (kOnCuda) {
+    const Tensor partial =
+        partial_sums(dweight, dbias, gated_norm_backward_shards(params), p.x.cols);
+    const WeightGradients weights{partial.mutable_data_ptr(), dweight.data(), dbias.data()};
+    require_launched(p.op, launch_gated_norm_backward(params, weights, stream()));
+  } else {
+    sum_over_rows(params, p.x.rows, p.cols, {dweight, groups}, {dbias, groups},
+                  gated_norm_kernels().backward);
+  }
   return {dx, dz.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
 // Of each of `groups` parts of the last dimension, ((v - mean) * rstd * weight + bias), with v = x;
 // v = x * act(z) for gate 1; the result times act(z) for gate 2. stats (rows, groups, 2)
 const Registry registry([](Registry& ops) {
-  ops.add<gated_norm>(
+  ops.add<gated_norm, gated_norm_only>(
       "gated_norm(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act,"
       " bool center, float eps, bool cast_first) -> (Tensor y, Tensor stats)",
       differentiable);
-  ops.add<gated_norm_only>(
-      "gated_norm_only(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate,"
-      " int act, bool center, float eps, bool cast_first) -> Tensor y");
   ops.add<gated_norm_backward>(
       "gated_norm_backward(Tensor grad_y, Tensor x, Tensor? z, Tensor? weight, Tensor? bias,"
       " Tensor stats, int groups, int gate, int act, bool center, bool weight_grad,"

@@ -1,5 +1,5 @@
-// linear_cross_entropy on the CPU: logits and their gradients live in the compute type for one
-// chunk of tokens at a time.
+// Losses of a linear layer's logits on the CPU: logits and their gradients live in the compute type
+// for one chunk of tokens at a time.
 #include <tuple>
 
 #include "ops/gemm.h"
@@ -28,148 +28,324 @@ void* at(const Tensor& t, int64_t element, DType dtype) {
   return static_cast<char*>(t.mutable_data_ptr()) + element * size_of(dtype);
 }
 
-// The arguments that forward and backward share, checked.
-struct LinearProblem {
-  DType dtype;
+// x (..., K) weight^T, of weight (V, K), + bias (V), checked.
+struct Projection {
+  DType dtype, acc;
   Rows x, weight;
   OptTensor bias;
-  Problem loss;
-  Tensor losses;
-  int64_t chunks, chunk;  // tokens of one
 
-  LinearProblem(const char* op, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
-                const Tensor& target, const Options& options)
+  Projection(const char* op, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_)
       : dtype(dtype_of(op, "x", x_)),
+        acc(accumulator(dtype)),
         x(as_rows(op, "x", x_, dtype)),
         weight(as_rows(op, "weight", weight_, dtype)),
-        bias(as_vector(op, "bias", bias_, dtype, weight.rows)),
-        loss(op, accumulator(dtype), weight.rows, leading_sizes(x_), target, options),
-        losses(empty_tensor(loss.leading, loss.acc)) {
+        bias(as_vector(op, "bias", bias_, dtype, weight.rows)) {
     require(weight_.dim() == 2 && weight.cols == x.cols, op,
             "weight must have shape (V, K) with x (..., K), got K=", x.cols, " and ", weight.cols);
-    loss.params.loss = losses.mutable_data_ptr();
-    const int64_t most = grain_of(weight.rows, kChunkLogits);
-    chunks = std::max<int64_t>(1, ceil_div(x.rows, most));
-    chunk = ceil_div(x.rows, chunks);
+  }
+
+  gemm::Operand inputs(int64_t first) const {
+    const auto* const rows = static_cast<const char*>(x.data());
+    return {rows + first * x.stride * size_of(dtype), dtype, x.stride};
+  }
+  gemm::Operand weights(bool transposed) const {
+    return {weight.data(), dtype, weight.stride, transposed};
+  }
+  // logits (count, V) of the accumulator type, of the tokens from `first` on.
+  void multiply(int64_t first, int64_t count, void* logits) const {
+    gemm::multiply(inputs(first), weights(true), data_or_null(bias), logits, acc, weight.rows,
+                   count, weight.rows, x.cols);
   }
 };
 
+// The tokens of a call in parts.
+struct Chunks {
+  int64_t tokens, count, size;
+
+  // For as many matrices of logits (size, vocab) at a time.
+  Chunks(int64_t tokens_, int64_t vocab, int64_t matrices)
+      : tokens(tokens_),
+        count(std::max<int64_t>(1, ceil_div(tokens, grain_of(vocab, kChunkLogits / matrices)))),
+        size(ceil_div(tokens, count)) {}
+
+  int64_t first(int64_t c) const { return c * size; }
+  int64_t length(int64_t c) const { return std::clamp<int64_t>(tokens - first(c), 0, size); }
+};
+
+// `rows` from `first` on.
+LossRows part_of(LossRows rows, int64_t first, int64_t count, const Tensor& losses) {
+  rows.count = count;
+  if (rows.target != nullptr) rows.target += first;
+  rows.loss = at(losses, first, rows.dtype);
+  return rows;
+}
+
+// Cross entropies of a chunk's logits, which then become their gradients.
+class CrossEntropyRows {
+ public:
+  static constexpr int64_t kMatrices = 1;
+
+  CrossEntropyRows(const Problem& p, const Chunks& chunks, int64_t vocab, const Options& options)
+      : problem(p),
+        losses(empty_tensor(p.leading, p.acc)),
+        params_(cross_entropy_params(p, vocab, options)),
+        row_max_(scratch(chunks.size, p.acc)),
+        log_sum_(scratch(chunks.size, p.acc)) {
+    params_.row_max = row_max_.mutable_data_ptr();
+    params_.log_sum = log_sum_.mutable_data_ptr();
+  }
+
+  void forward(int64_t first, int64_t count, const void* logits) {
+    params_.rows = part_of(problem.rows, first, count, losses);
+    params_.logits = logits;
+    run_items(params_, count, params_.cols, loss_kernels().forward);
+  }
+  void backward(const void* row_weight, void* logits) {
+    const CrossEntropyBackwardParams backward{.forward = params_,
+                                              .grad_dtype = problem.acc,
+                                              .row_weight = row_weight,
+                                              .dlogits = logits,
+                                              .stream = false};
+    run_items(backward, params_.rows.count, params_.cols, loss_kernels().backward);
+  }
+
+  const Problem& problem;
+  const Tensor losses;
+
+ private:
+  CrossEntropyParams params_;
+  Tensor row_max_, log_sum_;
+};
+
+// Divergences from a teacher's logits, which are made for the same chunk.
+class DivergenceRows {
+ public:
+  static constexpr int64_t kMatrices = 2;
+
+  DivergenceRows(const Problem& p, const Chunks& chunks, const Projection& teacher, double beta,
+                 double temperature)
+      : problem(p),
+        losses(empty_tensor(p.leading, p.acc)),
+        teacher_(teacher),
+        logits_(empty_tensor({chunks.size, teacher.weight.rows}, p.acc)),
+        statistics_(empty_tensor({chunks.size, kDivergenceStatistics}, p.acc)),
+        params_{.rows = p.rows,
+                .cols = teacher.weight.rows,
+                .student = nullptr,
+                .teacher = logits_.const_data_ptr(),
+                .student_stride = teacher.weight.rows,
+                .teacher_stride = teacher.weight.rows,
+                .statistics = statistics_.mutable_data_ptr(),
+                .beta = beta,
+                .temperature = temperature,
+                .log_probs = false} {}
+
+  void forward(int64_t first, int64_t count, const void* logits) {
+    teacher_.multiply(first, count, logits_.mutable_data_ptr());
+    params_.rows = part_of(problem.rows, first, count, losses);
+    params_.student = logits;
+    run_items(params_, count, params_.cols, divergence_kernels().forward);
+  }
+  void backward(const void* row_weight, void* logits) {
+    const DivergenceBackwardParams backward{.forward = params_,
+                                            .grad_dtype = problem.acc,
+                                            .row_weight = row_weight,
+                                            .dstudent = logits,
+                                            .stream = false};
+    run_items(backward, params_.rows.count, params_.cols, divergence_kernels().backward);
+  }
+
+  const Problem& problem;
+  const Tensor losses;
+
+ private:
+  const Projection& teacher_;
+  Tensor logits_, statistics_;
+  DivergenceParams params_;
+};
+
+struct Wanted {
+  bool x, weight, bias;
+};
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
 // Runs over the chunks: losses, and gradients of `out` dtype for given weights of the rows.
+template <class RowLosses>
 class LinearLoss {
  public:
-  LinearLoss(const LinearProblem& p, DType out, bool x_grad, bool weight_grad, bool bias_grad)
+  LinearLoss(const Projection& p, const Chunks& chunks, RowLosses& rows, DType out, Wanted wanted)
       : p_(p),
+        chunks_(chunks),
+        rows_(rows),
         out_(out),
-        acc_(p.loss.acc),
-        logits_(empty_tensor({p.chunk, p.weight.rows}, acc_)),
-        lse_(scratch(p.chunk, acc_)),
-        dx_(x_grad, p.x.tensor.sizes(), out),
-        dweight_(weight_grad, {p.weight.rows, p.x.cols}, out),
-        weight_sums_(weight_grad && out != acc_, {p.weight.rows, p.x.cols}, acc_),
-        dbias_(bias_grad, {p.weight.rows}, out),
-        bias_sums_(bias_grad, {p.chunks, p.weight.rows}, acc_) {}
+        logits_(empty_tensor({chunks.size, p.weight.rows}, p.acc)),
+        dx_(wanted.x, p.x.tensor.sizes(), out),
+        dweight_(wanted.weight, {p.weight.rows, p.x.cols}, out),
+        weight_sums_(wanted.weight && out != p.acc, {p.weight.rows, p.x.cols}, p.acc),
+        dbias_(wanted.bias, {p.weight.rows}, out),
+        bias_sums_(wanted.bias, {chunks.count, p.weight.rows}, p.acc) {}
 
   // row_weight: (tokens) or null for no gradients.
-  std::tuple<Tensor, Tensor, Tensor> run(const OptTensor& row_weight) {
-    for (int64_t c = 0; c < p_.chunks; ++c) {
-      const CrossEntropyParams params = forward(c);
-      if (row_weight.has_value()) backward(c, params, *row_weight);
+  Gradients run(const OptTensor& row_weight) {
+    for (int64_t c = 0; c < chunks_.count; ++c) {
+      const int64_t first = chunks_.first(c), count = chunks_.length(c);
+      p_.multiply(first, count, logits_.mutable_data_ptr());
+      rows_.forward(first, count, logits_.const_data_ptr());
+      if (!row_weight.has_value()) continue;
+      // Gradients take the place of the logits.
+      rows_.backward(at(*row_weight, first, p_.acc), logits_.mutable_data_ptr());
+      backward(c, first, count);
     }
     const Tensor dweight = dweight_.tensor(), dbias = dbias_.tensor();
     if (weight_sums_.data() != nullptr) sum_chunks(weight_sums_.tensor(), 1, dweight, out_);
-    if (dbias_.data() != nullptr) sum_chunks(bias_sums_.tensor(), p_.chunks, dbias, out_);
+    if (dbias_.data() != nullptr) sum_chunks(bias_sums_.tensor(), chunks_.count, dbias, out_);
     return {dx_.tensor(), dweight, dbias};
   }
 
  private:
-  gemm::Operand inputs(int64_t first) const {
-    const auto* const x = static_cast<const char*>(p_.x.data());
-    return {x + first * p_.x.stride * size_of(p_.dtype), p_.dtype, p_.x.stride};
-  }
-  gemm::Operand weight(bool transposed) const {
-    return {p_.weight.data(), p_.dtype, p_.weight.stride, transposed};
-  }
-
-  CrossEntropyParams forward(int64_t c) {
-    const int64_t vocab = p_.weight.rows, first = c * p_.chunk;
-    CrossEntropyParams params = p_.loss.params;
-    params.rows = std::clamp<int64_t>(p_.x.rows - first, 0, p_.chunk);
-    params.logits = logits_.const_data_ptr();
-    params.target += first;
-    params.loss = at(p_.losses, first, acc_);
-    params.lse = lse_.mutable_data_ptr();
-    gemm::multiply(inputs(first), weight(true), data_or_null(p_.bias), logits_.mutable_data_ptr(),
-                   acc_, vocab, params.rows, vocab, p_.x.cols);
-    run_forward(p_.loss.op, params);
-    return params;
-  }
-
-  // Gradients take the place of the logits.
-  void backward(int64_t c, const CrossEntropyParams& params, const Tensor& row_weight) {
-    const int64_t vocab = p_.weight.rows, width = p_.x.cols, first = c * p_.chunk;
-    run_backward(p_.loss.op, {.forward = params,
-                              .grad_dtype = acc_,
-                              .row_weight = at(row_weight, first, acc_),
-                              .dlogits = logits_.mutable_data_ptr(),
-                              .stream = false});
-    gemm::Operand grads{logits_.const_data_ptr(), acc_, vocab};
+  void backward(int64_t c, int64_t first, int64_t count) {
+    const int64_t vocab = p_.weight.rows, width = p_.x.cols;
+    gemm::Operand grads{logits_.const_data_ptr(), p_.acc, vocab};
     if (dx_.data() != nullptr) {
-      gemm::multiply(grads, weight(false), nullptr, at(dx_.tensor(), first * width, out_), out_,
-                     width, params.rows, width, vocab);
+      gemm::multiply(grads, p_.weights(false), nullptr, at(dx_.tensor(), first * width, out_), out_,
+                     width, count, width, vocab);
     }
     if (dbias_.data() != nullptr) {
-      gemm::sum_columns({logits_, params.rows, vocab, vocab}, acc_,
-                        at(bias_sums_.tensor(), c * vocab, acc_));
+      gemm::sum_columns({logits_, count, vocab, vocab}, p_.acc,
+                        at(bias_sums_.tensor(), c * vocab, p_.acc));
     }
     if (dweight_.data() != nullptr) {
       void* const sums = weight_sums_.data() != nullptr ? weight_sums_.data() : dweight_.data();
       grads.transposed = true;
-      gemm::multiply(grads, inputs(first), nullptr, sums, acc_, width, vocab, width, params.rows,
+      gemm::multiply(grads, p_.inputs(first), nullptr, sums, p_.acc, width, vocab, width, count,
                      c > 0);
     }
   }
 
-  const LinearProblem& p_;
-  DType out_, acc_;
-  Tensor logits_, lse_;
+  const Projection& p_;
+  const Chunks chunks_;
+  RowLosses& rows_;
+  DType out_;
+  Tensor logits_;
   Output dx_, dweight_, weight_sums_, dbias_, bias_sums_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
-    const Tensor& x, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-    int64_t ignore_index, double label_smoothing, double z_loss, double softcap, int64_t reduction,
-    bool x_grad, bool weight_grad, bool bias_grad) {
-  constexpr const char* op = "linear_cross_entropy";
-  const Options options{ignore_index, label_smoothing, z_loss, softcap,
-                        static_cast<Reduction>(reduction)};
-  const bool wanted = x_grad || weight_grad || bias_grad;
-  require(!wanted || options.reduction != Reduction::none, op,
-          "gradients of unreduced losses are the backward's, got reduction=none");
-  const LinearProblem p(op, x, weight, bias, target, options);
+using LossAndGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// The loss, and gradients in the compute type where they are wanted.
+template <class RowLosses>
+LossAndGradients with_gradients(const Projection& p, const Chunks& chunks, RowLosses& rows,
+                                Wanted wanted) {
+  const Problem& loss = rows.problem;
   OptTensor row_weights;
-  if (wanted) {
-    row_weights = empty_tensor(p.loss.leading, p.loss.acc);
-    loss_kernels().row_weights(p.loss.params, options.reduction == Reduction::mean, false, nullptr,
-                               row_weights->mutable_data_ptr());
+  if (wanted.x || wanted.weight || wanted.bias) {
+    require(loss.reduction != Reduction::none, loss.op,
+            "x_grad, weight_grad and bias_grad need a reduction, got reduction=none");
+    row_weights = loss.row_weights(std::nullopt);
   }
-  auto [dx, dweight, dbias] =
-      LinearLoss(p, p.loss.acc, x_grad, weight_grad, bias_grad).run(row_weights);
-  return {p.loss.reduced(p.losses), dx, dweight, dbias};
+  auto [dx, dweight, dbias] = LinearLoss(p, chunks, rows, p.acc, wanted).run(row_weights);
+  return {loss.reduced(rows.losses), dx, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-    const Tensor& target, int64_t ignore_index, double label_smoothing, double z_loss,
-    double softcap, bool x_grad, bool weight_grad, bool bias_grad) {
-  const LinearProblem p("linear_cross_entropy_backward", x, weight, bias, target,
-                        {ignore_index, label_smoothing, z_loss, softcap, Reduction::none});
-  const Tensor row_weights = p.loss.row_weights(grad);
-  return LinearLoss(p, p.dtype, x_grad, weight_grad, bias_grad).run(row_weights);
+// The gradients of unreduced losses.
+template <class RowLosses>
+Gradients gradients(const Tensor& grad, const Projection& p, const Chunks& chunks, RowLosses& rows,
+                    Wanted wanted) {
+  const Tensor row_weights = rows.problem.row_weights(grad);
+  return LinearLoss(p, chunks, rows, p.dtype, wanted).run(row_weights);
+}
+
+// What both passes of linear_cross_entropy have.
+struct LinearCrossEntropy {
+  Projection p;
+  Problem loss;
+  Chunks chunks;
+  CrossEntropyRows rows;
+
+  LinearCrossEntropy(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     const Tensor& target, const OptTensor& class_weight, int64_t ignore_index,
+                     const Options& options, int64_t reduction)
+      : p(op, x, weight, bias),
+        loss(op, p.acc, p.weight.rows, leading_sizes(x), target, ignore_index, class_weight,
+             reduction),
+        chunks(p.x.rows, p.weight.rows, CrossEntropyRows::kMatrices),
+        rows(loss, chunks, p.weight.rows, options) {}
+};
+
+LossAndGradients linear_cross_entropy(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                      const Tensor& target, const OptTensor& class_weight,
+                                      int64_t ignore_index, double label_smoothing, double z_loss,
+                                      double softcap, double temperature, int64_t reduction,
+                                      bool x_grad, bool weight_grad, bool bias_grad) {
+  LinearCrossEntropy call("linear_cross_entropy", x, weight, bias, target, class_weight,
+                          ignore_index, {label_smoothing, z_loss, softcap, temperature}, reduction);
+  return with_gradients(call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
+}
+
+Gradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                        const OptTensor& bias, const Tensor& target,
+                                        const OptTensor& class_weight, int64_t ignore_index,
+                                        double label_smoothing, double z_loss, double softcap,
+                                        double temperature, bool x_grad, bool weight_grad,
+                                        bool bias_grad) {
+  LinearCrossEntropy call("linear_cross_entropy_backward", x, weight, bias, target, class_weight,
+                          ignore_index, {label_smoothing, z_loss, softcap, temperature},
+                          static_cast<int64_t>(Reduction::none));
+  return gradients(grad, call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
+}
+
+// What both passes of linear_jsd have.
+struct LinearDivergence {
+  Projection p, teacher;
+  Problem loss;
+  Chunks chunks;
+  DivergenceRows rows;
+
+  LinearDivergence(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                   const Tensor& teacher_x, const Tensor& teacher_weight,
+                   const OptTensor& teacher_bias, const OptTensor& target, int64_t ignore_index,
+                   double beta, double temperature, int64_t reduction)
+      : p(op, x, weight, bias),
+        teacher(op, teacher_x, teacher_weight, teacher_bias),
+        loss(op, p.acc, p.weight.rows, leading_sizes(x), target, ignore_index, std::nullopt,
+             reduction),
+        chunks(p.x.rows, p.weight.rows, DivergenceRows::kMatrices),
+        rows(loss, chunks, teacher, beta, temperature) {
+    require(teacher.dtype == p.dtype, op, "teacher_x must have the dtype of x");
+    require(teacher.weight.rows == p.weight.rows, op, "teacher_weight must have V=", p.weight.rows,
+            " rows, got ", teacher.weight.rows);
+    require(teacher.x.rows == p.x.rows, op, "teacher_x must have ", p.x.rows, " tokens, got ",
+            teacher.x.rows);
+  }
+};
+
+LossAndGradients linear_jsd(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                            const Tensor& teacher_x, const Tensor& teacher_weight,
+                            const OptTensor& teacher_bias, const OptTensor& target,
+                            int64_t ignore_index, double beta, double temperature,
+                            int64_t reduction, bool x_grad, bool weight_grad, bool bias_grad) {
+  LinearDivergence call("linear_jsd", x, weight, bias, teacher_x, teacher_weight, teacher_bias,
+                        target, ignore_index, beta, temperature, reduction);
+  return with_gradients(call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
+}
+
+Gradients linear_jsd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                              const OptTensor& bias, const Tensor& teacher_x,
+                              const Tensor& teacher_weight, const OptTensor& teacher_bias,
+                              const OptTensor& target, int64_t ignore_index, double beta,
+                              double temperature, bool x_grad, bool weight_grad, bool bias_grad) {
+  LinearDivergence call("linear_jsd_backward", x, weight, bias, teacher_x, teacher_weight,
+                        teacher_bias, target, ignore_index, beta, temperature,
+                        static_cast<int64_t>(Reduction::none));
+  return gradients(grad, call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
 }
 
 const Registry registry([](Registry& ops) {
   ops.implement<linear_cross_entropy>("linear_cross_entropy", differentiable);
   ops.implement<linear_cross_entropy_backward>("linear_cross_entropy_backward");
+  ops.implement<linear_jsd>("linear_jsd", differentiable);
+  ops.implement<linear_jsd_backward>("linear_jsd_backward");
 });
 
 }  // namespace

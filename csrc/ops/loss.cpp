@@ -1,136 +1,304 @@
-// cross_entropy: checks and allocation. linear_cross_entropy is native on the CPU only
-// (linear_loss_cpu.cpp); on CUDA Python composes it of cross_entropy and torch's products.
+// cross_entropy and jsd: checks and allocation. Their linear forms are native on the CPU only
+// (linear_loss_cpu.cpp); on CUDA Python composes them of these and torch's products.
 #include "ops/loss.h"
 
 #include <tuple>
 
+#include "ops/device.h"
 #include "ops/registry.h"
 
 namespace omniattn::ops::loss {
 namespace {
 
-Tensor dense_targets(const char* op, const Tensor& target, Sizes leading) {
-  require_int64(op, "target", target);
-  require_sizes(op, "target", target, leading);
-  return as_dense(target);
+OptTensor dense_targets(const char* op, const OptTensor& target, Sizes leading) {
+  if (!target.has_value()) return std::nullopt;
+  require_tensor(op, "target", *target, ScalarType::Long);
+  require_sizes(op, "target", *target, leading);
+  return as_dense(*target);
+}
+
+int64_t product(Sizes sizes) {
+  int64_t count = 1;
+  for (const int64_t n : sizes) count *= n;
+  return count;
+}
+
+// Every target must be a class or ignore_index. CUDA kernels check them: reading them here would
+// wait for the GPU.
+void check_targets(const char* op, const LossRows& rows, int64_t cols) {
+  if constexpr (kOnCuda) return;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const int64_t t = rows.target[i];
+    require((t >= 0 && t < cols) || t == rows.ignore_index, op, "target must be in [0, ", cols,
+            ") or ignore_index=", rows.ignore_index, ", got target=", t, " at flat index ", i);
+  }
+}
+
+// The dtype of gradients of logits of `dtype`, by default the same.
+DType gradient_dtype(const char* op, DType dtype, std::optional<ScalarType> grad_dtype) {
+  const DType out = grad_dtype.has_value() ? dtype_of(op, "grad_dtype", *grad_dtype) : dtype;
+  const bool narrows = kOnCuda && dtype == DType::f32 && size_of(out) == 2;
+  require(out == dtype || narrows, op, "grad_dtype must be the dtype of the logits",
+          kOnCuda ? ", or a 16-bit one of float32 logits" : "", ", got ", name_of(out), " with ",
+          name_of(dtype), " logits");
+  return out;
 }
 
 }  // namespace
 
-Problem::Problem(const char* op_, DType dtype, int64_t cols, Sizes leading_, const Tensor& target,
-                 const Options& options)
+Problem::Problem(const char* op_, DType dtype, int64_t cols, Sizes leading_,
+                 const OptTensor& target, int64_t ignore_index, const OptTensor& class_weight_,
+                 int64_t reduction_)
     : op(op_),
       acc(accumulator(dtype)),
       leading(leading_),
       targets(dense_targets(op, target, leading)),
-      reduction(options.reduction) {
-  require(options.reduction >= Reduction::none && options.reduction <= Reduction::sum, op,
-          "reduction must be 0, 1 or 2, got ", static_cast<int64_t>(options.reduction));
-  params = {.dtype = dtype,
-            .rows = targets.numel(),
-            .cols = cols,
-            .logits = nullptr,
-            .target = static_cast<const int64_t*>(targets.const_data_ptr()),
-            .loss = nullptr,
-            .lse = nullptr,
-            .stride = cols,
-            .ignore_index = options.ignore_index,
-            .label_smoothing = options.label_smoothing,
-            .z_loss = options.z_loss,
-            .softcap = options.softcap};
-  check_targets(op, params);
+      class_weight(class_weight_),
+      reduction(static_cast<Reduction>(reduction_)) {
+  require(reduction >= Reduction::none && reduction <= Reduction::sum, op,
+          "reduction must be 0, 1 or 2, got ", reduction_);
+  if (class_weight.has_value()) require_dense(op, "class_weight", *class_weight, acc, {cols});
+  rows = {.dtype = dtype,
+          .count = product(leading),
+          .target = static_cast<const int64_t*>(data_or_null(targets)),
+          .class_weight = data_or_null(class_weight),
+          .loss = nullptr,
+          .ignore_index = ignore_index};
 }
 
 Tensor Problem::reduced(const Tensor& losses) const {
   if (reduction == Reduction::none) return losses;
   const Tensor total = empty_tensor({}, acc);
-  run_total(op, params, reduction == Reduction::mean, total.mutable_data_ptr());
+  const bool mean = reduction == Reduction::mean;
+  LossRows all = rows;
+  all.loss = losses.mutable_data_ptr();
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_loss_total(all, mean, total.mutable_data_ptr(), stream()));
+  } else {
+    loss_kernels().total(all, mean, total.mutable_data_ptr());
+  }
   return total;
 }
 
-Tensor Problem::row_weights(const Tensor& grad) const {
-  const bool per_row = reduction == Reduction::none;
-  require_tensor(op, "grad", grad, acc);
-  require_sizes(op, "grad", grad, per_row ? leading : Sizes{});
-  const Tensor dense = as_dense(grad);
+Tensor Problem::row_weights(const OptTensor& grad) const {
+  const bool mean = reduction == Reduction::mean, per_row = reduction == Reduction::none;
+  OptTensor dense;
+  if (grad.has_value()) {
+    require_tensor(op, "grad", *grad, acc);
+    require_sizes(op, "grad", *grad, per_row ? leading : Sizes{});
+    dense = as_dense(*grad);
+  }
   const Tensor weights = empty_tensor(leading, acc);
-  run_row_weights(op, params, reduction == Reduction::mean, per_row, dense.const_data_ptr(),
-                  weights.mutable_data_ptr());
+  const void* const from = data_or_null(dense);
+  void* const to = weights.mutable_data_ptr();
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_row_weights(rows, mean, per_row, from, to, stream()));
+  } else {
+    loss_kernels().row_weights(rows, mean, per_row, from, to);
+  }
   return weights;
+}
+
+CrossEntropyParams cross_entropy_params(const Problem& p, int64_t cols, const Options& options) {
+  check_targets(p.op, p.rows, cols);
+  return {.rows = p.rows,
+          .cols = cols,
+          .logits = nullptr,
+          .row_max = nullptr,
+          .log_sum = nullptr,
+          .stride = cols,
+          .label_smoothing = options.label_smoothing,
+          .z_loss = options.z_loss,
+          .softcap = options.softcap,
+          .temperature = options.temperature};
 }
 
 namespace {
 
-std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
-                                         int64_t ignore_index, double label_smoothing,
-                                         double z_loss, double softcap, int64_t reduction) {
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
+                                                 const OptTensor& class_weight,
+                                                 int64_t ignore_index, double label_smoothing,
+                                                 double z_loss, double softcap, double temperature,
+                                                 int64_t reduction) {
   constexpr const char* op = "cross_entropy";
   const DeviceScope scope(logits);
   const DType dtype = dtype_of(op, "logits", logits);
   const Rows rows = as_rows(op, "logits", logits, dtype);
-  Problem p(op, dtype, rows.cols, leading_sizes(logits), target,
-            {ignore_index, label_smoothing, z_loss, softcap, static_cast<Reduction>(reduction)});
+  const Problem p(op, dtype, rows.cols, leading_sizes(logits), target, ignore_index, class_weight,
+                  reduction);
   const Tensor losses = empty_tensor(p.leading, p.acc);
-  const Tensor lse = empty_tensor({rows.rows}, p.acc);
-  p.params.logits = rows.data();
-  p.params.stride = rows.stride;
-  p.params.loss = losses.mutable_data_ptr();
-  p.params.lse = lse.mutable_data_ptr();
-  run_forward(op, p.params);
-  return {p.reduced(losses), lse};
+  const Tensor row_max = scratch(rows.rows, p.acc), log_sum = scratch(rows.rows, p.acc);
+  CrossEntropyParams params =
+      cross_entropy_params(p, rows.cols, {label_smoothing, z_loss, softcap, temperature});
+  params.logits = rows.data();
+  params.stride = rows.stride;
+  params.rows.loss = losses.mutable_data_ptr();
+  params.row_max = row_max.mutable_data_ptr();
+  params.log_sum = log_sum.mutable_data_ptr();
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_cross_entropy(params, stream()));
+  } else {
+    run_items(params, rows.rows, rows.cols, loss_kernels().forward);
+  }
+  return {p.reduced(losses), row_max, log_sum};
 }
 
 // dlogits of `grad_dtype`, by default that of the logits.
 Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
-                              const Tensor& lse, int64_t ignore_index, double label_smoothing,
-                              double z_loss, double softcap, int64_t reduction,
+                              const OptTensor& class_weight, const Tensor& row_max,
+                              const Tensor& log_sum, int64_t ignore_index, double label_smoothing,
+                              double z_loss, double softcap, double temperature, int64_t reduction,
                               std::optional<ScalarType> grad_dtype) {
   constexpr const char* op = "cross_entropy_backward";
   const DeviceScope scope(logits);
   const DType dtype = dtype_of(op, "logits", logits);
   const Rows rows = as_rows(op, "logits", logits, dtype);
-  Problem p(op, dtype, rows.cols, leading_sizes(logits), target,
-            {ignore_index, label_smoothing, z_loss, softcap, static_cast<Reduction>(reduction)});
-  require_dense(op, "lse", lse, p.acc, {rows.rows});
-  const DType out = grad_dtype.has_value() ? dtype_of(op, "grad_dtype", *grad_dtype) : dtype;
-  require(out == dtype || writes_gradients(dtype, out), op,
-          "grad_dtype must be the dtype of the logits on this device, got scalar type ",
-          static_cast<int>(scalar_type(out)));
+  const Problem p(op, dtype, rows.cols, leading_sizes(logits), target, ignore_index, class_weight,
+                  reduction);
+  require_dense(op, "row_max", row_max, p.acc, {rows.rows});
+  require_dense(op, "log_sum", log_sum, p.acc, {rows.rows});
+  const DType out = gradient_dtype(op, dtype, grad_dtype);
+  CrossEntropyParams params =
+      cross_entropy_params(p, rows.cols, {label_smoothing, z_loss, softcap, temperature});
+  params.logits = rows.data();
+  params.stride = rows.stride;
+  params.row_max = row_max.mutable_data_ptr();
+  params.log_sum = log_sum.mutable_data_ptr();
   const Tensor weights = p.row_weights(grad);
   const Tensor dlogits = empty_tensor(logits.sizes(), out);
-  p.params.logits = rows.data();
-  p.params.stride = rows.stride;
-  p.params.lse = lse.mutable_data_ptr();
-  run_backward(op, {.forward = p.params,
-                    .grad_dtype = out,
-                    .row_weight = weights.const_data_ptr(),
-                    .dlogits = dlogits.mutable_data_ptr(),
-                    .stream = rows.rows * rows.cols * size_of(dtype) > kLargeBytes});
+  const CrossEntropyBackwardParams backward{
+      .forward = params,
+      .grad_dtype = out,
+      .row_weight = weights.const_data_ptr(),
+      .dlogits = dlogits.mutable_data_ptr(),
+      .stream = rows.rows * rows.cols * size_of(dtype) > kLargeBytes};
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_cross_entropy_backward(backward, stream()));
+  } else {
+    run_items(backward, rows.rows, rows.cols, loss_kernels().backward);
+  }
   return dlogits;
 }
 
+// The arguments that both passes of jsd have, checked.
+struct DivergenceProblem {
+  DType dtype;
+  Rows student, teacher;
+  Problem loss;
+
+  DivergenceProblem(const char* op, const Tensor& student_, const Tensor& teacher_,
+                    const OptTensor& target, int64_t ignore_index, int64_t reduction)
+      : dtype(dtype_of(op, "student", student_)),
+        student(as_rows(op, "student", student_, dtype)),
+        teacher(as_rows(op, "teacher", teacher_, dtype)),
+        loss(op, dtype, student.cols, leading_sizes(student_), target, ignore_index, std::nullopt,
+             reduction) {
+    require_sizes(op, "teacher", teacher_, student_.sizes());
+  }
+
+  DivergenceParams params(void* losses, const Tensor& statistics, double beta, double temperature,
+                          bool log_probs) const {
+    LossRows rows = loss.rows;
+    rows.loss = losses;
+    return {.rows = rows,
+            .cols = student.cols,
+            .student = student.data(),
+            .teacher = teacher.data(),
+            .student_stride = student.stride,
+            .teacher_stride = teacher.stride,
+            .statistics = statistics.mutable_data_ptr(),
+            .beta = beta,
+            .temperature = temperature,
+            .log_probs = log_probs};
+  }
+};
+
+std::tuple<Tensor, Tensor> jsd(const Tensor& student, const Tensor& teacher,
+                               const OptTensor& target, int64_t ignore_index, double beta,
+                               double temperature, bool log_probs, int64_t reduction) {
+  constexpr const char* op = "jsd";
+  const DeviceScope scope(student);
+  const DivergenceProblem p(op, student, teacher, target, ignore_index, reduction);
+  const Tensor losses = empty_tensor(p.loss.leading, p.loss.acc);
+  const Tensor statistics = empty_tensor({p.student.rows, kDivergenceStatistics}, p.loss.acc);
+  const DivergenceParams params =
+      p.params(losses.mutable_data_ptr(), statistics, beta, temperature, log_probs);
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_divergence(params, stream()));
+  } else {
+    run_items(params, p.student.rows, p.student.cols, divergence_kernels().forward);
+  }
+  return {p.loss.reduced(losses), statistics};
+}
+
+// dstudent of `grad_dtype`, by default that of the student.
+Tensor jsd_backward(const Tensor& grad, const Tensor& student, const Tensor& teacher,
+                    const OptTensor& target, const Tensor& statistics, int64_t ignore_index,
+                    double beta, double temperature, bool log_probs, int64_t reduction,
+                    std::optional<ScalarType> grad_dtype) {
+  constexpr const char* op = "jsd_backward";
+  const DeviceScope scope(student);
+  const DivergenceProblem p(op, student, teacher, target, ignore_index, reduction);
+  require_dense(op, "statistics", statistics, p.loss.acc, {p.student.rows, kDivergenceStatistics});
+  const DType out = gradient_dtype(op, p.dtype, grad_dtype);
+  const Tensor weights = p.loss.row_weights(grad);
+  const Tensor dstudent = empty_tensor(student.sizes(), out);
+  const DivergenceBackwardParams backward{
+      .forward = p.params(nullptr, statistics, beta, temperature, log_probs),
+      .grad_dtype = out,
+      .row_weight = weights.const_data_ptr(),
+      .dstudent = dstudent.mutable_data_ptr(),
+      .stream = p.student.rows * p.student.cols * size_of(p.dtype) > kLargeBytes};
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_divergence_backward(backward, stream()));
+  } else {
+    run_items(backward, p.student.rows, p.student.cols, divergence_kernels().backward);
+  }
+  return dstudent;
+}
+
 // target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum.
-// linear_cross_entropy: the same of x weight^T + bias, a chunk of tokens at a time; gradients for a
+// The linear forms: the same of x weight^T + bias, a chunk of tokens at a time; gradients for a
 // gradient of 1, which need a reduction.
 const Registry registry([](Registry& ops) {
   ops.add<cross_entropy>(
-      "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing,"
-      " float z_loss, float softcap, int reduction) -> (Tensor loss, Tensor lse)",
+      "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index,"
+      " float label_smoothing, float z_loss, float softcap, float temperature, int reduction)"
+      " -> (Tensor loss, Tensor row_max, Tensor log_sum)",
       differentiable);
   ops.add<cross_entropy_backward>(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse,"
-      " int ignore_index, float label_smoothing, float z_loss, float softcap, int reduction,"
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? class_weight,"
+      " Tensor row_max, Tensor log_sum, int ignore_index, float label_smoothing, float z_loss,"
+      " float softcap, float temperature, int reduction, ScalarType? grad_dtype=None) -> Tensor");
+  ops.add<jsd>(
+      "jsd(Tensor student, Tensor teacher, Tensor? target, int ignore_index, float beta,"
+      " float temperature, bool log_probs, int reduction) -> (Tensor loss, Tensor statistics)",
+      differentiable);
+  ops.add<jsd_backward>(
+      "jsd_backward(Tensor grad, Tensor student, Tensor teacher, Tensor? target, Tensor statistics,"
+      " int ignore_index, float beta, float temperature, bool log_probs, int reduction,"
       " ScalarType? grad_dtype=None) -> Tensor");
   ops.define(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target,"
-      " int ignore_index, float label_smoothing, float z_loss, float softcap, int reduction,"
-      " bool x_grad, bool weight_grad, bool bias_grad)"
-      " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+      " Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,"
+      " float softcap, float temperature, int reduction, bool x_grad, bool weight_grad,"
+      " bool bias_grad) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
       differentiable);
   ops.define(
       "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias,"
-      " Tensor target, int ignore_index, float label_smoothing, float z_loss, float softcap,"
-      " bool x_grad, bool weight_grad, bool bias_grad)"
+      " Tensor target, Tensor? class_weight, int ignore_index, float label_smoothing,"
+      " float z_loss, float softcap, float temperature, bool x_grad, bool weight_grad,"
+      " bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  ops.define(
+      "linear_jsd(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight,"
+      " Tensor? teacher_bias, Tensor? target, int ignore_index, float beta, float temperature,"
+      " int reduction, bool x_grad, bool weight_grad, bool bias_grad)"
+      " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+      differentiable);
+  ops.define(
+      "linear_jsd_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x,"
+      " Tensor teacher_weight, Tensor? teacher_bias, Tensor? target, int ignore_index, float beta,"
+      " float temperature, bool x_grad, bool weight_grad, bool bias_grad)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 });
 

@@ -1,7 +1,7 @@
-// What the losses share, and how a device runs them; the latter is defined in loss_cpu.cpp and
-// loss_cuda.cpp.
+// What the losses share.
 #pragma once
 
+#include "kernels/loss/divergence.h"
 #include "kernels/loss/loss.h"
 #include "ops/tensor.h"
 
@@ -9,46 +9,36 @@ namespace omniattn::ops::loss {
 
 enum class Reduction : int64_t { none, mean, sum };
 
-struct Options {
-  int64_t ignore_index;
-  double label_smoothing, z_loss, softcap;
-  Reduction reduction;
-};
-
-// Targets (...) of logits (..., cols) of `dtype`, checked. The params lack what is computed.
+// Rows (...) of logits (..., cols) of `dtype`, and how much they count, checked.
 struct Problem {
   const char* op;
   DType acc;
   Sizes leading;
-  Tensor targets;
+  OptTensor targets, class_weight;
   Reduction reduction;
-  CrossEntropyParams params;
+  LossRows rows;
 
-  Problem(const char* op, DType dtype, int64_t cols, Sizes leading, const Tensor& target,
-          const Options& options);
+  Problem(const char* op, DType dtype, int64_t cols, Sizes leading, const OptTensor& target,
+          int64_t ignore_index, const OptTensor& class_weight, int64_t reduction);
 
   // The losses (...), of the compute dtype, as they are or reduced.
   Tensor reduced(const Tensor& losses) const;
   // Weights (...) of the rows in a gradient: grad, which is (...) or with a reduction (), times the
-  // reduction's weight of a row.
-  Tensor row_weights(const Tensor& grad) const;
+  // reduction's weight of a row; without a grad for one of 1.
+  Tensor row_weights(const OptTensor& grad) const;
 };
+
+// Of cross entropies; see loss.h.
+struct Options {
+  double label_smoothing, z_loss, softcap, temperature;
+};
+
+// The targets of a cross entropy checked, and its params without what is computed.
+CrossEntropyParams cross_entropy_params(const Problem& p, int64_t cols, const Options& options);
 
 // All sizes of `t` except the last; `t` has at least one.
 inline Sizes leading_sizes(const Tensor& t) {
   return {t.sizes().data(), static_cast<size_t>(t.dim() - 1)};
 }
-
-// Whether gradients of logits of `dtype` can be written in another one.
-bool writes_gradients(DType dtype, DType grad_dtype);
-// Every target must be a class or ignore_index.
-void check_targets(const char* op, const CrossEntropyParams& p);
-void run_forward(const char* op, const CrossEntropyParams& p);
-void run_backward(const char* op, const CrossEntropyBackwardParams& p);
-// total () = the sum of p.loss, or their mean over the kept targets.
-void run_total(const char* op, const CrossEntropyParams& p, bool mean, void* total);
-// weights (rows) = grad, one per row or for all, over the number of kept targets for the mean.
-void run_row_weights(const char* op, const CrossEntropyParams& p, bool mean, bool per_row,
-                     const void* grad, void* weights);
 
 }  // namespace omniattn::ops::loss

@@ -55,8 +55,7 @@ MoeHidden as_hidden(const char* op, int64_t act, int64_t gate, const std::vector
           clamped ? clamp[0] : 0, ", limit=", clamped ? clamp[1] : 0);
   return {.act = static_cast<Activation>(act),
           .gate = place,
-          .alpha = clamped ? clamp[0] : 0,
-          .limit = clamped ? clamp[1] : 0,
+          .clamp = clamped ? Clamp{.alpha = clamp[0], .limit = clamp[1]} : Clamp{},
           .features = features};
 }
 
@@ -104,7 +103,7 @@ Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const 
   up_bias = as_biases(op, "up_bias", up_bias_, dtype, experts, columns);
   down_bias = as_biases(op, "down_bias", down_bias_, dtype, experts, dim);
 
-  require_int64(op, "index", index);
+  require_tensor(op, "index", index, ScalarType::Long);
   require(index.dim() == 2 && index.size(0) == tokens, op, "index must have shape (", tokens,
           ", k), got ", Shape{index.sizes().data(), index.sizes().size()});
   slots = index.size(1);

@@ -1,8 +1,9 @@
 // moe_experts on CUDA: memory and phases. All sizes are those of the most rows and blocks
 // that there can be, so that nothing waits for the routing.
 #include "kernels/moe/moe_cuda.h"
-#include "ops/cuda.h"
+#include "ops/device.h"
 #include "ops/moe.h"
+#include "ops/path.h"
 
 namespace omniattn::ops::moe {
 namespace {
@@ -16,15 +17,20 @@ bool whole_16_bytes(const Experts& w) {
 }
 bool whole_16_bytes(const OptTensor& bias) { return whole_16_bytes(data_or_null(bias), 0); }
 
-// Tensor cores, where dtype, sizes and addresses allow. grad_y: null in the forward.
-const MoeProductKernels& kernels_for(const Problem& p, const Rows* grad_y) {
-  const bool fits = size_of(p.dtype) == 2 && p.dim % 8 == 0 && p.hidden.features % 8 == 0 &&
-                    whole_16_bytes(p.x.data(), p.x.stride) && whole_16_bytes(p.up) &&
-                    whole_16_bytes(p.down) && whole_16_bytes(p.up_bias) &&
-                    whole_16_bytes(p.down_bias) &&
-                    (grad_y == nullptr || whole_16_bytes(grad_y->data(), grad_y->stride));
-  return fits ? kMoeMma : kMoeFma;
+// Whether dtype, sizes and addresses allow tensor cores. grad_y: null in the forward.
+bool takes_mma(const Problem& p, const Rows* grad_y) {
+  return size_of(p.dtype) == 2 && p.dim % 8 == 0 && p.hidden.features % 8 == 0 &&
+         whole_16_bytes(p.x.data(), p.x.stride) && whole_16_bytes(p.up) && whole_16_bytes(p.down) &&
+         whole_16_bytes(p.up_bias) && whole_16_bytes(p.down_bias) &&
+         (grad_y == nullptr || whole_16_bytes(grad_y->data(), grad_y->stride));
 }
+
+// Both passes differ only in the kernels of their products.
+const PathTable<bool(const Problem&, const Rows*), const MoeProductKernels> kPaths(
+    "moe_experts", {
+                       {"mma", takes_mma, &kMoeMma},
+                       {"fma", [](const Problem&, const Rows*) { return true; }, &kMoeFma},
+                   });
 
 // The routing's arrays, in one piece of memory.
 struct Routing {
@@ -104,7 +110,7 @@ void project(const Problem& p, const MoeRouting& r, const MoeProductKernels& ker
 }  // namespace
 
 void run_forward(const Problem& p, void* y, void* pre) {
-  const MoeProductKernels& kernels = kernels_for(p, nullptr);
+  const MoeProductKernels& kernels = *kPaths.first(p, nullptr).run;
   const Routing routing = route(p, kernels.block_rows);
   const MoeRouting& r = routing.arrays;
   const Tensor hidden = empty_tensor({r.pairs(), p.hidden.features}, p.dtype);
@@ -132,11 +138,42 @@ void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels&
   require_launched(p.op, kernels.weight_grad(g, stream()));
 }
 
+// out: sums of the rows of each expert's x (rows, cols), times routing weights if `by` is not null.
+void column_sums(const Problem& p, const MoeRouting& r, const MoeRows& x, int64_t cols,
+                 const void* by, void* out) {
+  const MoeColumnSums s{.dtype = p.dtype,
+                        .experts = p.experts,
+                        .cols = cols,
+                        .offsets = r.offsets,
+                        .x = x,
+                        .slot_of_row = r.slot_of_row,
+                        .weights = by,
+                        .out = out};
+  require_launched(p.op, launch_moe_column_sums(s, stream()));
+}
+
+// out: gradient of the routing weights from its parts (rows, parts).
+void slot_grad(const Problem& p, const MoeRouting& r, const Tensor& parts, const Rows& grad_y,
+               void* out) {
+  const MoeSlotGradParams s{.dtype = p.dtype,
+                            .pairs = r.pairs(),
+                            .slots = p.slots,
+                            .cols = p.dim,
+                            .parts = parts.size(1),
+                            .index = r.index,
+                            .row_of_slot = r.row_of_slot,
+                            .grad_weight = parts.const_data_ptr(),
+                            .grad_y = {grad_y.data(), nullptr, grad_y.stride},
+                            .down_bias = data_or_null(p.down_bias),
+                            .out = out};
+  require_launched(p.op, launch_moe_slot_grad(s, stream()));
+}
+
 }  // namespace
 
 void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
                   const MoeGradients& grads) {
-  const MoeProductKernels& kernels = kernels_for(p, &grad_y);
+  const MoeProductKernels& kernels = *kPaths.first(p, &grad_y).run;
   const Routing routing = route(p, kernels.block_rows);
   const MoeRouting& r = routing.arrays;
   const int64_t features = p.hidden.features, parts = ceil_div(features, kMoeTileColumns);
@@ -169,33 +206,11 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
   if (grads.down != nullptr) {
     weight_grad(p, r, kernels, p.down, grad_rows, dense(hidden), grads.down);
   }
-  const auto column_sums = [&](const MoeRows& x, int64_t cols, const void* by, void* out) {
-    const MoeColumnSums s{.dtype = p.dtype,
-                          .experts = p.experts,
-                          .cols = cols,
-                          .offsets = r.offsets,
-                          .x = x,
-                          .slot_of_row = r.slot_of_row,
-                          .weights = by,
-                          .out = out};
-    require_launched(p.op, launch_moe_column_sums(s, stream()));
-  };
-  if (grads.up_bias != nullptr) column_sums(dense(grad_pre), p.columns, nullptr, grads.up_bias);
-  if (grads.down_bias != nullptr) column_sums(grad_rows, p.dim, weights, grads.down_bias);
-  if (grads.weights != nullptr) {
-    const MoeSlotGradParams s{.dtype = p.dtype,
-                              .pairs = r.pairs(),
-                              .slots = p.slots,
-                              .cols = p.dim,
-                              .parts = parts,
-                              .index = r.index,
-                              .row_of_slot = r.row_of_slot,
-                              .grad_weight = grad_weight.const_data_ptr(),
-                              .grad_y = {grad_y.data(), nullptr, grad_y.stride},
-                              .down_bias = data_or_null(p.down_bias),
-                              .out = grads.weights};
-    require_launched(p.op, launch_moe_slot_grad(s, stream()));
+  if (grads.up_bias != nullptr) {
+    column_sums(p, r, dense(grad_pre), p.columns, nullptr, grads.up_bias);
   }
+  if (grads.down_bias != nullptr) column_sums(p, r, grad_rows, p.dim, weights, grads.down_bias);
+  if (grads.weights != nullptr) slot_grad(p, r, grad_weight, grad_y, grads.weights);
 }
 
 }  // namespace omniattn::ops::moe

@@ -1,15 +1,17 @@
-// rms_norm and layer_norm, with a residual or without: checks and allocation.
-#include "ops/norm.h"
+// rms_norm and layer_norm, with a residual or without.
+#include "kernels/norm/norm.h"
 
 #include <tuple>
 
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::norm {
 namespace {
 
-// What forward and backward share: x and the residual, or grad_y and h. That second one is a stream
-// of the same dtype, or of fp32 if that has 16 bits.
+// What forward and backward share: x and the residual, or grad_y and h. The second one is a stream
+// of the dtype of the first, or of fp32 where that has 16 bits.
 struct Problem {
   const char* op;
   DType dtype, h_dtype;
@@ -22,8 +24,8 @@ struct Problem {
       : op(op_), dtype(dtype_of(op, x_name, x_)), x(as_rows(op, x_name, x_, dtype)) {
     h_dtype = h_.has_value() ? dtype_of(op, h_name, *h_) : dtype;
     require(h_dtype == dtype || (h_dtype == DType::f32 && size_of(dtype) == 2), op, h_name,
-            " must have scalar type ", static_cast<int>(scalar_type(dtype)),
-            ", or that of float32 beside 16 bits, got ", static_cast<int>(scalar_type(h_dtype)));
+            " must have the dtype of ", x_name, ", or be float32 with a 16-bit ", x_name, ", got ",
+            name_of(h_dtype), " with ", name_of(dtype));
     h = as_rows(op, h_name, h_, h_dtype, x_.sizes());
     weight = as_vector(op, "weight", weight_, dtype, x.cols);
   }
@@ -43,23 +45,28 @@ Result run(const Tensor& x, const OptTensor& residual, const OptTensor& weight,
   Result r{empty_tensor(x.sizes(), p.dtype),
            {residual.has_value(), x.sizes(), p.h_dtype},
            {with_stats, {p.x.rows, 2}, accumulator(p.dtype)}};
-  run_forward(p.op, {.dtype = p.dtype,
-                     .h_dtype = p.h_dtype,
-                     .rows = p.x.rows,
-                     .cols = p.x.cols,
-                     .x = p.x.data(),
-                     .residual = data_or_null(p.h),
-                     .weight = data_or_null(p.weight),
-                     .bias = data_or_null(shift),
-                     .y = r.y.mutable_data_ptr(),
-                     .h = r.h.data(),
-                     .stats = r.stats.data(),
-                     .x_stride = p.x.stride,
-                     .residual_stride = stride_or_zero(p.h),
-                     .eps = eps,
-                     .offset = offset,
-                     .center = center,
-                     .cast_first = cast_first});
+  const NormParams params{.dtype = p.dtype,
+                          .h_dtype = p.h_dtype,
+                          .rows = p.x.rows,
+                          .cols = p.x.cols,
+                          .x = p.x.data(),
+                          .residual = data_or_null(p.h),
+                          .weight = data_or_null(p.weight),
+                          .bias = data_or_null(shift),
+                          .y = r.y.mutable_data_ptr(),
+                          .h = r.h.data(),
+                          .stats = r.stats.data(),
+                          .x_stride = p.x.stride,
+                          .residual_stride = stride_or_zero(p.h),
+                          .eps = eps,
+                          .offset = offset,
+                          .center = center,
+                          .cast_first = cast_first};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_norm(params, stream()));
+  } else {
+    run_items(params, params.rows, params.cols, norm_kernels().forward);
+  }
   return r;
 }
 
@@ -100,47 +107,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   const Tensor dx = empty_tensor(h.sizes(), p.dtype);
   const Output dh(p.h_dtype != p.dtype, h.sizes(), p.h_dtype);
   const Output dweight(weight_grad, {p.x.cols}, p.dtype), dbias(bias_grad, {p.x.cols}, p.dtype);
-  run_backward(p.op,
-               {.dtype = p.dtype,
-                .h_dtype = p.h_dtype,
-                .rows = p.x.rows,
-                .cols = p.x.cols,
-                .grad_y = p.x.data(),
-                .grad_h = data_or_null(gh),
-                .h = p.h->data(),
-                .weight = data_or_null(p.weight),
-                .stats = stats.const_data_ptr(),
-                .dx = dx.mutable_data_ptr(),
-                .dh = dh.data(),
-                .grad_y_stride = p.x.stride,
-                .grad_h_stride = stride_or_zero(gh),
-                .h_stride = p.h->stride,
-                .offset = offset,
-                .center = center},
-               dweight.data(), dbias.data());
+  const NormBackwardParams params{.dtype = p.dtype,
+                                  .h_dtype = p.h_dtype,
+                                  .rows = p.x.rows,
+                                  .cols = p.x.cols,
+                                  .grad_y = p.x.data(),
+                                  .grad_h = data_or_null(gh),
+                                  .h = p.h->data(),
+                                  .weight = data_or_null(p.weight),
+                                  .stats = stats.const_data_ptr(),
+                                  .dx = dx.mutable_data_ptr(),
+                                  .dh = dh.data(),
+                                  .grad_y_stride = p.x.stride,
+                                  .grad_h_stride = stride_or_zero(gh),
+                                  .h_stride = p.h->stride,
+                                  .offset = offset,
+                                  .center = center};
+  if constexpr (kOnCuda) {
+    const Tensor partial = partial_sums(dweight, dbias, norm_backward_shards(params), p.x.cols);
+    const WeightGradients weights{partial.mutable_data_ptr(), dweight.data(), dbias.data()};
+    require_launched(p.op, launch_norm_backward(params, weights, stream()));
+  } else {
+    sum_over_rows(params, p.x.rows, p.x.cols, {dweight, 1}, {dbias, 1}, norm_kernels().backward);
+  }
   return {dx, dh.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
 // y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; cast_first rounds to
 // x's dtype before the weight; stats (rows, 2) = mean, rstd. add_norm: the same of h = x +
-// residual, which has the dtype of the residual. The ops without statistics are for calls without
-// gradients. Of the backward, dx has the dtype of grad_y; dh is the same in the dtype of h, and
-// empty where that is no other.
+// residual, which has the dtype of the residual. Of the backward, dx has the dtype of grad_y; dh is
+// the same in the dtype of h, and empty where the two are equal.
 const Registry registry([](Registry& ops) {
-  ops.add<norm>(
+  ops.add<norm, norm_only>(
       "norm(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset,"
       " bool cast_first) -> (Tensor y, Tensor stats)",
       differentiable);
-  ops.add<norm_only>(
-      "norm_only(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset,"
-      " bool cast_first) -> Tensor y");
-  ops.add<add_norm>(
+  ops.add<add_norm, add_norm_only>(
       "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center, float eps,"
       " float offset, bool cast_first) -> (Tensor y, Tensor h, Tensor stats)",
       differentiable);
-  ops.add<add_norm_only>(
-      "add_norm_only(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool center,"
-      " float eps, float offset, bool cast_first) -> (Tensor y, Tensor h)");
   ops.add<norm_backward>(
       "norm_backward(Tensor grad_y, Tensor? grad_h, Tensor h, Tensor? weight, Tensor stats,"
       " bool center, float offset, bool weight_grad, bool bias_grad)"

@@ -29,6 +29,14 @@ void parallel_ranges(int64_t items, int64_t grain, const F& f) {
   }
 }
 
+// A kernel over the items of a problem, with few elements each.
+template <class Params>
+void run_items(const Params& p, int64_t items, int64_t elements_per_item,
+               void (*kernel)(const Params&, int64_t begin, int64_t end)) {
+  parallel_ranges(items, grain_of(elements_per_item),
+                  [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
 // f(begin, end) over the ranges `items * s / shards`. The split depends on the shape only, so that
 // partial sums kept per shard give the same total for any number of threads.
 template <class F>

@@ -14,7 +14,7 @@ template <class Takes, class Run>
 struct Path {
   const char* name;
   Takes* takes;
-  Run* run;
+  Run* run;  // a function, or the kernels of the path
 };
 
 // A table's op and names, which lists of all tables find.

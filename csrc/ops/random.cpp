@@ -1,10 +1,29 @@
-// dropout, uniform_like: checks and allocation.
-#include "ops/random.h"
+// dropout and uniform_like.
+#include "kernels/random/random.h"
 
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/seed.h"
+#include "semantics/arith.h"
 
 namespace omniattn::ops::random {
 namespace {
+
+// CUDA kernels read a seed on their device themselves, so that a captured graph can be replayed
+// with another one; a seed on the CPU is fixed when the graph is captured.
+template <class Params>
+void take_seed(Params& p, const Tensor& seed) {
+  if (kOnCuda && is_here(seed)) {
+    p.seed = static_cast<const int64_t*>(seed.const_data_ptr());
+  } else {
+    p.stream = read_seed(seed);
+  }
+}
+
+template <class Params>
+void run_blocks(const Params& p, void (*kernel)(const Params&, int64_t, int64_t)) {
+  run_items(p, ceil_div(p.n, kRandomBlock), kRandomBlock, kernel);
+}
 
 Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   constexpr const char* op = "dropout";
@@ -17,16 +36,21 @@ Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   if (probability == 1) return torch::stable::fill_(y, 0);
   const Tensor dense = as_dense(x);
   const Dropout rule = make_dropout(probability, 0, 0);
-  run(op,
-      DropoutParams{.dtype = dtype,
-                    .n = x.numel(),
-                    .x = dense.const_data_ptr(),
-                    .y = y.mutable_data_ptr(),
-                    .threshold = static_cast<uint32_t>(rule.threshold),
-                    .scale = rule.scale,
-                    .stream = {},
-                    .seed = nullptr},
-      seed);
+  const Tensor words = as_dense(seed);
+  DropoutParams params{.dtype = dtype,
+                       .n = x.numel(),
+                       .x = dense.const_data_ptr(),
+                       .y = y.mutable_data_ptr(),
+                       .threshold = static_cast<uint32_t>(rule.threshold),
+                       .scale = rule.scale,
+                       .stream = {},
+                       .seed = nullptr};
+  take_seed(params, words);
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_dropout(params, stream()));
+  } else {
+    run_blocks(params, random_kernels().dropout);
+  }
   return y;
 }
 
@@ -36,12 +60,17 @@ Tensor uniform_like(const Tensor& x, const Tensor& seed) {
   require(is_here(x), op, "x must be on ", kDeviceName);
   require_seed(op, seed);
   const Tensor y = empty_tensor(x.sizes(), DType::f32);
-  run(op,
-      UniformParams{.n = x.numel(),
-                    .y = static_cast<float*>(y.mutable_data_ptr()),
-                    .stream = {},
-                    .seed = nullptr},
-      seed);
+  const Tensor words = as_dense(seed);
+  UniformParams params{.n = x.numel(),
+                       .y = static_cast<float*>(y.mutable_data_ptr()),
+                       .stream = {},
+                       .seed = nullptr};
+  take_seed(params, words);
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_uniform(params, stream()));
+  } else {
+    run_blocks(params, random_kernels().uniform);
+  }
   return y;
 }
 

@@ -4,7 +4,8 @@
 // formula in Python and is what compiled graphs contain; `<op>_raw` gets a fake kernel only and is
 // what the eager paths call (the autograd key of a Python formula costs 2.5 us even without
 // gradients). It takes numbers where graphs have symbols: a list of four as SymInt[] costs 0.8 us
-// more than as int[]. See python/omniattn/ops/_autograd.py.
+// more than as int[]. `<op>_only`, where an op has one, is for eager calls without gradients: it
+// leaves out the last result, which is for the backward. See python/omniattn/ops/_autograd.py.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,18 @@
 #include "ops/tensor.h"
 
 namespace omniattn::ops {
+
+// The schema of `<op>_raw`, and of `<op>_only`.
+inline std::string eager_schema(std::string schema, const char* suffix) {
+  schema.insert(schema.find('('), suffix);
+  const std::string symbols = "SymInt[]";
+  const size_t at = schema.find(symbols);
+  if (at != std::string::npos) schema.replace(at, symbols.size(), "int[]");
+  return schema;
+}
+inline std::string without_last_result(std::string schema) {
+  return schema.erase(schema.rfind(',')) + ')';
+}
 
 enum class Gradient { none, differentiable };
 using Gradient::differentiable;
@@ -35,11 +48,14 @@ class Registry {
     fill(*this);
   }
 
-  // kFunction is the implementation on this device of an op "name(arguments) -> results".
-  template <auto kFunction>
+  // kFunction is the implementation on this device of an op "name(arguments) -> results", kOnly
+  // that of `<op>_only`.
+  template <auto kFunction, auto kOnly = nullptr>
   void add(const std::string& schema, Gradient gradient = Gradient::none) {
     define(schema, gradient);
     implement<kFunction>(schema.substr(0, schema.find('(')), gradient);
+    if constexpr (!std::is_null_pointer_v<decltype(kOnly)>)
+      add<kOnly>(without_last_result(eager_schema(schema, "_only")));
   }
 
   // The schema alone, of ops that other files or Python implement. The CUDA library is loaded after
@@ -49,11 +65,7 @@ class Registry {
 #if !defined(OMNIATTN_CUDA)
     schemas_.def(schema.c_str());
     if (gradient == Gradient::none) return;
-    schema.insert(schema.find('('), "_raw");
-    const std::string symbols = "SymInt[]";
-    const size_t at = schema.find(symbols);
-    if (at != std::string::npos) schema.replace(at, symbols.size(), "int[]");
-    schemas_.def(schema.c_str());
+    schemas_.def(eager_schema(std::move(schema), "_raw").c_str());
 #endif
   }
 

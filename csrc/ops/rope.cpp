@@ -1,12 +1,28 @@
-// apply_rotary and qk_norm_rotary: checks and allocation.
-#include "ops/rope.h"
+// apply_rotary and qk_norm_rotary.
+#include "kernels/rope/rope.h"
 
 #include <tuple>
 
+#include "kernels/rope/norm_rope.h"
+#include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::rope {
 namespace {
+
+// Positions of `entries` batch entries must be rows of the tables. CUDA kernels check them: reading
+// them here would wait for the GPU.
+void check_positions(const char* op, const RopeParams& p, int64_t entries) {
+  if constexpr (kOnCuda) return;
+  for (int64_t b = 0; b < entries; ++b) {
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      const int64_t row = p.positions[b * p.positions_batch + t * p.positions_token];
+      require(row >= 0 && row < p.rows, op, "positions must be in [0, ", p.rows,
+              "), the rows of cos and sin, got ", row);
+    }
+  }
+}
 
 // The arguments that all forms share, checked, and the tensors that turn, once they are added.
 struct Problem {
@@ -82,7 +98,7 @@ struct Problem {
   }
 
   void choose_rows(const Tensor& positions) {
-    require_int64(op, "positions", positions);
+    require_tensor(op, "positions", positions, ScalarType::Long);
     require(cos.dim() == 2, op,
             "cos must have 2 dimensions where positions choose its rows, got 3");
     const int64_t dims = positions.dim();
@@ -98,6 +114,20 @@ struct Problem {
   }
 };
 
+void run(const Problem& p) {
+  const RopeParams& params = p.params;
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_rope(params, p.batch, stream()));
+  } else {
+    int64_t elements = 0;  // of a token
+    for (int32_t k = 0; k < params.tensor_count; ++k) {
+      elements += params.tensors[k].heads * params.dim;
+    }
+    if (elements == 0) return;
+    run_items(params, p.batch * params.tokens, elements, rope_kernels().rotate);
+  }
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tensor& cos,
                                 const Tensor& sin, const OptTensor& positions, int64_t start,
                                 bool interleaved, bool inverse) {
@@ -109,14 +139,14 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tenso
   const int64_t elements = q.numel() + (k.has_value() ? k->numel() : 0);
   p.params.past_caches = elements * size_of(p.dtype) >= kLargeBytes;
   if (!k.has_value()) {
-    run(p.op, p.params, p.batch);
+    run(p);
     return {q_out, empty_tensor({0}, p.dtype)};
   }
   p.require_like_first("k", *k);
   const Tensor k_in = with_unit_last_stride(*k);
   const Tensor k_out = empty_tensor(k->sizes(), p.dtype);
   p.add(k_in, k_out);
-  run(p.op, p.params, p.batch);
+  run(p);
   return {q_out, k_out};
 }
 
@@ -143,7 +173,7 @@ void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
             "q and k must not share memory to be turned in place");
     p.add(*k, *k);
   }
-  run(p.op, p.params, p.batch);
+  run(p);
 }
 
 std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, const Tensor& cos,
@@ -156,14 +186,17 @@ std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, c
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
   const Tensor rstd = empty_tensor({x.size(0), x.size(1), x.size(2)}, accumulator(p.dtype));
   p.add(in, y);
-  run_forward(p.op,
-              {.rope = p.params,
-               .weight = data_or_null(scale),
-               .rstd = rstd.mutable_data_ptr(),
-               .eps = eps,
-               .offset = offset,
-               .cast_first = cast_first},
-              p.batch);
+  const NormRopeParams params{.rope = p.params,
+                              .weight = data_or_null(scale),
+                              .rstd = rstd.mutable_data_ptr(),
+                              .eps = eps,
+                              .offset = offset,
+                              .cast_first = cast_first};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_norm_rope(params, p.batch, stream()));
+  } else {
+    run_items(params, x.size(0) * x.size(1), x.size(2) * x.size(3), norm_rope_kernels().forward);
+  }
   return {y, rstd};
 }
 
@@ -185,16 +218,26 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor
   const Tensor dx = empty_tensor(x.sizes(), p.dtype);
   const Output dweight(weight_grad, {x.size(3)}, acc);
   p.add(grad, dx);
-  run_backward(p.op,
-               {.rope = p.params,
-                .x = in.const_data_ptr(),
-                .x_batch = in.stride(0),
-                .x_token = in.stride(1),
-                .x_head = in.stride(2),
-                .weight = data_or_null(scale),
-                .rstd = rstd.const_data_ptr(),
-                .offset = offset},
-               p.batch, dweight.data());
+  const NormRopeBackwardParams params{.rope = p.params,
+                                      .x = in.const_data_ptr(),
+                                      .x_batch = in.stride(0),
+                                      .x_token = in.stride(1),
+                                      .x_head = in.stride(2),
+                                      .weight = data_or_null(scale),
+                                      .rstd = rstd.const_data_ptr(),
+                                      .offset = offset};
+  if constexpr (kOnCuda) {
+    const int64_t shards = weight_grad ? norm_rope_backward_shards(params, p.batch) : 0;
+    const Tensor partial = scratch(shards * x.size(3), acc);
+    void* const sums = weight_grad ? partial.mutable_data_ptr() : nullptr;
+    require_launched(p.op,
+                     launch_norm_rope_backward(params, p.batch, sums, dweight.data(), stream()));
+  } else {
+    const auto backward = norm_rope_kernels().backward;
+    // The sums are in the order of the elements, as the kernel keeps those of the accumulator type.
+    sum_over_rows(acc, x.size(0) * x.size(1), x.size(3), {dweight, 1}, {},
+                  [&](void* dw, void*, int64_t a, int64_t b) { backward(params, dw, a, b); });
+  }
   return {dx, dweight.tensor()};
 }
 

@@ -1,23 +1,96 @@
-// Shapes of the side tensors of a layout, and lists of sequences.
+// The side tensors of a layout, checked, and lists of sequences. The CPU reads their values and
+// checks them; CUDA kernels do that themselves, since reading them here would wait for the GPU.
 #include "ops/sequences.h"
 
+#include <algorithm>
+
+#include "ops/device.h"
 #include "semantics/mask.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::ops {
 namespace {
 
-void require_integers(const char* op, const char* name, const Tensor& t) {
-  const ScalarType type = scalar_type(t);
-  require(is_here(t) && (type == ScalarType::Long || type == ScalarType::Int), op, name,
-          " must be int32 or int64 on ", kDeviceName);
+// Integers that the kernels of this device can read, and what keeps them alive.
+struct RowNumbers {
+  std::shared_ptr<const void> memory;
+  const int64_t* data = nullptr;
+};
+using Values = std::vector<int64_t>;
+
+RowNumbers numbers(Values values) {
+  const auto memory = std::make_shared<const Values>(std::move(values));
+  return {memory, memory->data()};
+}
+RowNumbers numbers(const Tensor& t) {
+  const auto memory = std::make_shared<const Tensor>(
+      torch::stable::contiguous(torch::stable::to(t, ScalarType::Long)));
+  return {memory, static_cast<const int64_t*>(memory->const_data_ptr())};
 }
 
-RowNumbers boundaries_of(const char* op, const PackedRows& x) {
+// An element of an int32 or int64 tensor.
+int64_t integer_at(const Tensor& t, int64_t offset) {
+  const void* const data = t.const_data_ptr();
+  return scalar_type(t) == ScalarType::Long ? static_cast<const int64_t*>(data)[offset]
+                                            : static_cast<const int32_t*>(data)[offset];
+}
+
+void require_integers(const char* op, const char* name, const Tensor& t) {
+  require(is_here(t), op, name, " must be on ", kDeviceName);
+  const ScalarType type = scalar_type(t);
+  require(type == ScalarType::Long || type == ScalarType::Int, op, name,
+          " must be int32 or int64, got ", name_of(type));
+}
+
+// Numbers of rows (N,) in [0, limit].
+RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t limit) {
+  if constexpr (kOnCuda) return numbers(t);
+  Values rows(static_cast<size_t>(t.size(0)));
+  for (size_t n = 0; n < rows.size(); ++n) {
+    rows[n] = integer_at(t, static_cast<int64_t>(n) * t.stride(0));
+    require(rows[n] >= 0 && rows[n] <= limit, op, name, " must lie in [0, ", limit, "], got ",
+            rows[n]);
+  }
+  return numbers(std::move(rows));
+}
+
+// The same, growing by 0 to x.longest.
+RowNumbers read_boundaries(const char* op, const PackedRows& x) {
   require_integers(op, x.name, x.boundaries);
   require(x.boundaries.dim() == 1 && x.boundaries.size(0) >= 1, op, x.name,
           " must have shape (N + 1,)");
-  return read_boundaries(op, x.name, x.boundaries, x.rows, x.longest);
+  const RowNumbers found = read_rows(op, x.name, x.boundaries, x.rows);
+  if constexpr (kOnCuda) return found;
+  for (int64_t n = 1; n < x.boundaries.size(0); ++n) {
+    const int64_t from = found.data[n - 1], to = found.data[n];
+    require(to >= from && to - from <= x.longest, op, x.name, " must grow by 0 to ", x.longest,
+            ", got ", from, " then ", to);
+  }
+  return found;
+}
+
+// A table (B, N) of pages. The CPU reads only what it lists for keys: then `width` is less than N.
+struct PageNumbers {
+  RowNumbers numbers;
+  int64_t width;
+};
+PageNumbers read_pages(const char* op, const Tensor& table, const RowNumbers& lengths,
+                       int64_t pages, int64_t page_size) {
+  if constexpr (kOnCuda) return {numbers(table), table.size(1)};
+  const int64_t batch = table.size(0);
+  int64_t longest = 0;
+  for (int64_t b = 0; b < batch; ++b) longest = std::max(longest, lengths.data[b]);
+  const int64_t width = ceil_div(longest, page_size);
+  Values found(static_cast<size_t>(batch * width));
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t n = 0; n < ceil_div(lengths.data[b], page_size); ++n) {
+      const int64_t page = integer_at(table, b * table.stride(0) + n * table.stride(1));
+      require(page >= 0 && page < pages, op, "block_table must name pages in [0, ", pages,
+              "), got ", page, " in row ", b);
+      found[static_cast<size_t>(b * width + n)] = page;
+    }
+  }
+  return {numbers(std::move(found)), width};
 }
 
 RowNumbers lengths_of(const char* op, const Tensor& t, int64_t batch, int64_t limit) {
@@ -44,7 +117,7 @@ std::vector<Sequence> Sequences::list() const {
 }
 
 Sequences packed_sequences(const char* op, const PackedRows& q, const PackedRows& k) {
-  const RowNumbers of_q = boundaries_of(op, q), of_k = boundaries_of(op, k);
+  const RowNumbers of_q = read_boundaries(op, q), of_k = read_boundaries(op, k);
   const int64_t ends_q = q.boundaries.size(0), ends_k = k.boundaries.size(0);
   require(ends_q == ends_k, op, q.name, " and ", k.name, " must have the same length, got ", ends_q,
           " and ", ends_k);
@@ -76,9 +149,10 @@ Sequences paged_sequences(const char* op, const Tensor& table, const Tensor& len
           "block_table must have shape (B, N) with B=", batch, ", got ", table.dim(),
           " dimensions");
   const int64_t width = table.size(1);
-  require(page_size > 0 && width <= kMaskParamLimit / page_size, op,
-          "pages must hold tokens, and those of a sequence less than 2^40, got page size ",
-          page_size, " and N=", width);
+  require(page_size > 0, op, "pages must hold at least one token, got page size ", page_size);
+  require(width <= kMaskParamLimit / page_size, op,
+          "block_table must list pages for at most 2^40 tokens a sequence, got ", width,
+          " pages of ", page_size, " tokens");
   const int64_t tk = width * page_size;
   const RowNumbers of_k = lengths_of(op, lengths, batch, tk);
   const PageNumbers listed = read_pages(op, table, of_k, pages, page_size);

@@ -17,12 +17,6 @@ struct Sequence {
   int64_t b, row, q_begin, tq, k_begin, tk;
 };
 
-// Integers that the kernels of this device can read, and what keeps them alive.
-struct RowNumbers {
-  std::shared_ptr<const void> memory;
-  const int64_t* data = nullptr;
-};
-
 struct Sequences {
   int64_t count = 0;                     // 0 of a batch without a layout
   int64_t longest_q = 0, longest_k = 0;  // bounds of the lengths
@@ -52,21 +46,5 @@ Sequences cached_sequences(const char* op, const Tensor& lengths, int64_t batch,
 // The same where row b of `table` (B, N) lists the pages that hold its keys.
 Sequences paged_sequences(const char* op, const Tensor& table, const Tensor& lengths, int64_t batch,
                           int64_t tq, int64_t pages, int64_t page_size);
-
-// ---- sequences_cpu.cpp, sequences_cuda.cpp ------------------------------------------------------
-// The CPU reads the values and checks them; kernels of CUDA check them themselves.
-
-// Numbers of rows (N,) in [0, limit].
-RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t limit);
-// The same, growing by 0 to longest.
-RowNumbers read_boundaries(const char* op, const char* name, const Tensor& t, int64_t limit,
-                           int64_t longest);
-// A table (B, N) of pages. What it lists for no key is not read; then `width` is what is left of N.
-struct PageNumbers {
-  RowNumbers numbers;
-  int64_t width;
-};
-PageNumbers read_pages(const char* op, const Tensor& table, const RowNumbers& lengths,
-                       int64_t pages, int64_t page_size);
 
 }  // namespace omniattn::ops

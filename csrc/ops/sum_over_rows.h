@@ -1,7 +1,7 @@
-// Sums over rows on the CPU, for the gradients of weights that all rows share.
+// Sums over rows, for the gradients of weights that all rows share.
 #pragma once
 
-#include "kernels/norm/norm.h"
+#include "kernels/sums/sums.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,15 +11,25 @@
 
 namespace omniattn::ops {
 
+// On CUDA: memory for the partial sums of dweight and dbias, (cols) each where they are wanted.
+inline Tensor partial_sums(const Output& dweight, const Output& dbias, int64_t shards,
+                           int64_t cols) {
+  const int64_t wanted = (dweight.data() ? 1 : 0) + (dbias.data() ? 1 : 0);
+  return scratch(wanted * shards * cols, accumulator(dweight.dtype()));
+}
+
 // A result (groups * cols), or null where it is not wanted.
 struct RowSums {
-  void* data;
-  int64_t groups;
+  void* data = nullptr;
+  int64_t groups = 0;
+
+  RowSums() = default;
+  RowSums(const Output& result, int64_t count) : data(result.data()), groups(count) {}
 };
 
-// backward(dw, db, begin, end) for shards of the rows, each with its own sums of dweight and dbias
-// in the accumulator type (null where the result is), which are then added in order. Within a group
-// the sums lie in the order that the kernel walks it (runtime/row.h).
+// On the CPU: backward(dw, db, begin, end) for shards of the rows, each with its own sums of
+// dweight and dbias in the accumulator type (null where the result is), which are then added in
+// order. Within a group the sums lie in the order that the kernel walks it (runtime/row.h).
 template <class F>
 void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, RowSums dbias,
                    const F& backward) {
@@ -37,7 +47,7 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, Row
     char* const mine = sums + s * width * size;
     backward(dweight.data ? mine : nullptr, dbias.data ? mine + dw_cols * size : nullptr, a, b);
   });
-  const auto reduce = norm_kernels().sum_shards;
+  const auto reduce = sum_kernels().sum_shards;
   const auto reduce_groups = [&](const char* from, RowSums out) {
     if (out.data == nullptr) return;
     for (int64_t first = 0; first < out.groups * cols; first += cols) {
@@ -47,6 +57,13 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, Row
   };
   reduce_groups(sums, dweight);
   reduce_groups(sums + dw_cols * size, dbias);
+}
+// The same for a kernel that needs no more than this.
+template <class Params>
+void sum_over_rows(const Params& p, int64_t rows, int64_t cols, RowSums dweight, RowSums dbias,
+                   void (*backward)(const Params&, void*, void*, int64_t, int64_t)) {
+  sum_over_rows(p.dtype, rows, cols, dweight, dbias,
+                [&](void* dw, void* db, int64_t a, int64_t b) { backward(p, dw, db, a, b); });
 }
 
 }  // namespace omniattn::ops

@@ -1,6 +1,6 @@
 // Tensors at the torch boundary: names, dtypes, allocation, row views. Stable ABI only.
 //
-// Files of this folder are for one device: the CPU, or CUDA if OMNIATTN_CUDA is defined.
+// A library is for tensors of one device: the CPU, or CUDA if OMNIATTN_CUDA is defined.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -41,6 +41,17 @@ inline ScalarType scalar_type(DType dtype) {
   return ScalarType::Undefined;
 }
 
+// As torch prints it, without "torch.".
+inline const char* name_of(ScalarType type) {
+  constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
+                                    "int64",     "float16",   "float32",    "float64",
+                                    "complex32", "complex64", "complex128", "bool"};
+  const auto number = static_cast<size_t>(type);
+  if (number < std::size(kNames)) return kNames[number];
+  return type == ScalarType::BFloat16 ? "bfloat16" : "another dtype";
+}
+inline const char* name_of(DType dtype) { return name_of(scalar_type(dtype)); }
+
 // A floating-point dtype that kernels accept; an error naming the argument otherwise.
 inline DType dtype_of(const char* op, const char* name, ScalarType type) {
   switch (type) {
@@ -53,12 +64,11 @@ inline DType dtype_of(const char* op, const char* name, ScalarType type) {
     case ScalarType::Half:
       return DType::f16;
     default:
-      fail(op, name, " must be float64, float32, bfloat16 or float16, got scalar type ",
-           static_cast<int>(type));
+      fail(op, name, " must be float64, float32, bfloat16 or float16, got ", name_of(type));
   }
 }
-// The dtype in the shim's numbers, which are those of ScalarType: Tensor::scalar_type() calls one
-// function of the shim for each dtype that it tries.
+// Without Tensor::scalar_type(), which calls a function of the shim for each dtype that it tries:
+// the shim numbers dtypes as ScalarType does.
 inline ScalarType scalar_type(const Tensor& t) {
   int32_t type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &type));
@@ -68,7 +78,7 @@ inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
   return dtype_of(op, name, scalar_type(t));
 }
 
-// dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
+// The dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
 inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
 // Freed storages and subclasses of torch.Tensor that hold their data elsewhere have none; the
@@ -101,18 +111,14 @@ struct DeviceScope {
 };
 #endif
 
-// Requires `t` to be a tensor of this dtype on the device of this file.
-inline void require_tensor(const char* op, const char* name, const Tensor& t, DType dtype) {
+// Requires `t` to be a tensor of this dtype on the device of this library.
+inline void require_tensor(const char* op, const char* name, const Tensor& t, ScalarType want) {
   require(is_here(t), op, name, " must be on ", kDeviceName);
-  require(scalar_type(t) == scalar_type(dtype), op, name, " must have scalar type ",
-          static_cast<int>(scalar_type(dtype)), ", got ", static_cast<int>(scalar_type(t)));
+  const ScalarType got = scalar_type(t);
+  require(got == want, op, name, " must be ", name_of(want), ", got ", name_of(got));
 }
-
-// Requires `t` to be an int64 tensor on the device of this file.
-inline void require_int64(const char* op, const char* name, const Tensor& t) {
-  const ScalarType type = scalar_type(t);
-  require(is_here(t) && type == ScalarType::Long, op, name, " must be int64 on ", kDeviceName,
-          ", got scalar type ", static_cast<int>(type));
+inline void require_tensor(const char* op, const char* name, const Tensor& t, DType want) {
+  require_tensor(op, name, t, scalar_type(want));
 }
 
 // Requires `t` to have exactly these sizes.
@@ -124,7 +130,7 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
           Shape{got.data(), got.size()});
 }
 
-// Requires `t` to be such a tensor without gaps, as kernels write them.
+// Requires both, and no gaps: tensors as kernels write them.
 inline void require_dense(const char* op, const char* name, const Tensor& t, DType dtype,
                           Sizes sizes) {
   require_tensor(op, name, t, dtype);
@@ -138,7 +144,7 @@ constexpr int64_t kLargeBytes = int64_t{32} << 20;
 // the system when they are freed, and smaller ones where they end its heap.
 constexpr int64_t kHugePageBytes = int64_t{4} << 20;
 
-// Asks for 2 MiB pages behind a large result: first touching 4 KiB pages costs more than writing
+// Asks for 2 MiB pages for a large result: first touching 4 KiB pages costs more than writing
 // them (2 us each where this was measured, 23 of 147 ms of a backward of experts).
 inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && !defined(OMNIATTN_CUDA)
@@ -150,7 +156,7 @@ inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int6
 #endif
 }
 
-// A new contiguous tensor on the device of this file, uninitialised.
+// A new contiguous tensor on the device of this library, uninitialised.
 inline Tensor empty_tensor(Sizes sizes, DType dtype) {
   constexpr size_t kMaxDims = 16;
   require(sizes.size() <= kMaxDims, "empty", "tensors have at most 16 dimensions, got ",
@@ -182,6 +188,7 @@ class Output {
     if (wanted) tensor_ = empty_tensor(sizes, dtype);
   }
 
+  DType dtype() const { return dtype_; }
   void* data() const { return tensor_.has_value() ? tensor_->mutable_data_ptr() : nullptr; }
   Tensor tensor() const { return tensor_.has_value() ? *tensor_ : empty_tensor({0}, dtype_); }
 

@@ -1,10 +1,25 @@
-// top_k: checks and allocation.
-#include "ops/topk.h"
+// top_k: checks, allocation, and the split over threads.
+#include "kernels/topk/topk.h"
 
+#include "ops/device.h"
 #include "ops/registry.h"
 
 namespace omniattn::ops::topk {
 namespace {
+
+// Shards of rows, each with memory of its own.
+void run_cpu(const TopKParams& p, int64_t rows) {
+  const int64_t work = rows * (p.n + 64 * p.k);
+  const int64_t shards = std::max<int64_t>(
+      1, std::min({rows, work / kTaskElements, int64_t{torch::stable::get_num_threads()}}));
+  const int64_t elements = top_k_scratch(p.n);
+  const DType dtype = accumulator(p.dtype);
+  const Tensor all = scratch(shards * elements, dtype);
+  char* const memory = static_cast<char*>(all.mutable_data_ptr());
+  parallel_shards(rows, shards, [&](int64_t s, int64_t begin, int64_t end) {
+    topk_kernels().top_k(p, memory + s * elements * size_of(dtype), begin, end);
+  });
+}
 
 Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
   constexpr const char* op = "top_k";
@@ -14,23 +29,25 @@ Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
   require(k >= 0 && k <= rows.cols, op, "k must be in [0, ", rows.cols, "], got k=", k);
   OptRows allowed;
   if (mask.has_value()) {
-    require(is_here(*mask) && mask->scalar_type() == ScalarType::Bool, op, "mask must be bool on ",
-            kDeviceName, ", got scalar type ", static_cast<int>(mask->scalar_type()));
+    require_tensor(op, "mask", *mask, ScalarType::Bool);
     require_sizes(op, "mask", *mask, scores.sizes());
     allowed = as_rows(op, "mask", *mask);
   }
   const Tensor index =
       torch::stable::new_empty(scores, sizes_with_last(scores, k), ScalarType::Long);
-  run(op,
-      {.dtype = dtype,
-       .n = rows.cols,
-       .k = k,
-       .scores = rows.data(),
-       .mask = static_cast<const uint8_t*>(data_or_null(allowed)),
-       .index = static_cast<int64_t*>(index.mutable_data_ptr()),
-       .scores_stride = rows.stride,
-       .mask_stride = stride_or_zero(allowed)},
-      rows.rows);
+  const TopKParams params{.dtype = dtype,
+                          .n = rows.cols,
+                          .k = k,
+                          .scores = rows.data(),
+                          .mask = static_cast<const uint8_t*>(data_or_null(allowed)),
+                          .index = static_cast<int64_t*>(index.mutable_data_ptr()),
+                          .scores_stride = rows.stride,
+                          .mask_stride = stride_or_zero(allowed)};
+  if constexpr (kOnCuda) {
+    require_launched(op, launch_top_k(params, rows.rows, stream()));
+  } else {
+    run_cpu(params, rows.rows);
+  }
   return index;
 }
 

@@ -22,7 +22,7 @@ const GemmKernels& kernels_of(const std::string& isa, DType factors) {
   return gemm_kernels_on(level, factors);
 }
 
-// C = op(A) op(B) + bias; half types as uint16, `accumulate` adds to C in compute type.
+// C = op(A) op(B) + bias; half types are uint16; `accumulate` adds to C in compute type.
 void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array a,
           bool a_transposed, pybind11::array b, bool b_transposed, pybind11::object bias,
           pybind11::array c, int64_t k, bool accumulate) {

@@ -1,6 +1,6 @@
 // _kernels.Probe(isa): SIMD functions, register tiles and ceilings of one instruction set.
 //
-// Half types travel as numpy uint16 arrays beside a dtype name: "f64", "f32", "bf16", "f16".
+// Half types are passed as numpy uint16 arrays with a dtype name: "f64", "f32", "bf16", "f16".
 #include <chrono>
 #include <string>
 #include <thread>
@@ -90,7 +90,7 @@ double best_rate(double seconds, int threads, const Run& run) {
   return best;
 }
 
-// numpy does not align to cache lines; blocks of a kernel's workspace are.
+// numpy does not align to cache lines; the blocks in a kernel's workspace are aligned.
 struct AlignedFloats {
   explicit AlignedFloats(int64_t n) : storage(static_cast<size_t>(n) + 16, 1.0f) {
     data = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~63ull);
@@ -157,7 +157,7 @@ class Probe {
     table(p.dtype).tile(p, 1);
   }
 
-  // GFLOP/s of the product alone on one block that stays in the caches.
+  // GFLOP/s of the product without packing, on one block that stays in the caches.
   double tile_rate(const std::string& dtype, const std::string& layout, bool a_transposed,
                    int64_t m, int64_t n, int64_t k, double seconds) const {
     TileProbe p = params(dtype, layout, m, n, k);
@@ -190,7 +190,7 @@ class Probe {
                             [&](int) { return table(dtype).multiply_adds(dtype, 10000); });
   }
 
-  // GB/s of reading `bytes` per thread over and over.
+  // GB/s of reading `bytes` per thread repeatedly.
   double read_bandwidth(int64_t bytes, int threads, double seconds) const {
     std::vector<AlignedFloats> data;
     for (int t = 0; t < threads; ++t) data.emplace_back(bytes / 4);

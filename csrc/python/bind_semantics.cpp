@@ -21,8 +21,8 @@ using Span = std::pair<int64_t, int64_t>;
 Range range(Span s) { return {s.first, s.second}; }
 Span span(Range r) { return {r.begin, r.end}; }
 
-// A mask with the side tensors it borrows, numpy arrays of the shapes of semantics/mask.h; a rule's
-// second tensor follows its first.
+// A mask with the side tensors it borrows, numpy arrays with the shapes of semantics/mask_rules.h;
+// a rule's second tensor follows its first.
 struct OwnedMask {
   AttentionMask mask;
   std::vector<py::array> side;
@@ -64,7 +64,7 @@ std::vector<int64_t> walk(Cursor cursor) {
   return blocks;
 }
 
-// The score of these kinds of rules.
+// The score for rules of these kinds.
 Score score_of(const std::vector<int32_t>& kinds, double scale = 1, double c = 0) {
   uint32_t terms = 0;
   for (const int32_t kind : kinds) {
@@ -74,7 +74,7 @@ Score score_of(const std::vector<int32_t>& kinds, double scale = 1, double c = 0
   return make_score(scale, terms, c);
 }
 
-// What a transform or normaliser makes of a number, and the derivative there.
+// The value of a transform or normaliser at a number, and its derivative there.
 std::pair<double, double> score_function(int32_t kind, double x) {
   const Score score = score_of({kind}, 1, 1);
   const auto f = score.transform != ScoreKind::none ? transform_at(score, x) : weight_at(score, x);
@@ -110,10 +110,12 @@ void bind_semantics(py::module_& m) {
            [](const OwnedMask& o, int64_t b, Span k, int64_t size) {
              return span(query_blocks(o.mask, b, range(k), size));
            })
-      .def("walk_keys", [](const OwnedMask& o, int64_t b, int64_t h, Span q,
-                           int64_t size) { return walk(KeyCursor(o.mask, b, h, range(q), size)); })
+      .def("walk_keys",
+           [](const OwnedMask& o, int64_t b, int64_t h, Span q, int64_t size) {
+             return walk(Cursor<Along::keys>(o.mask, b, h, range(q), size));
+           })
       .def("walk_queries", [](const OwnedMask& o, int64_t b, int64_t h, Span k, int64_t size) {
-        return walk(QueryCursor(o.mask, b, h, range(k), size));
+        return walk(Cursor<Along::queries>(o.mask, b, h, range(k), size));
       });
   m.def("t5_bucket", [](int64_t distance, bool both, int64_t buckets, int64_t max_distance) {
     return table_row({ScoreKind::buckets, both, max_distance, buckets, nullptr, 0}, 0, distance);

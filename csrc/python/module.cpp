@@ -1,5 +1,5 @@
 // _kernels: the torch-free kernels, the semantics and the machine probes, for tests and benchmarks.
-// One bind_<family> function per file of this folder.
+// Each file of this folder has one bind_<family> function.
 #include "bind.h"
 
 #include "runtime/cpu_isa.h"

@@ -1,7 +1,7 @@
-// What must not happen in a kernel ends the process with a message: kernels have no exceptions, and
-// results that nobody computed are worse. OMNIATTN_FAIL is always there, OMNIATTN_ASSERT where
-// OMNIATTN_ASSERTS is defined (the presets dev and asan). Macros, because an inline function of one
-// object's instruction set could be the copy that the linker keeps for all.
+// Kernels have no exceptions, and wrong results are worse than an end of the process: a broken
+// condition prints a message and aborts. OMNIATTN_FAIL always does so, OMNIATTN_ASSERT where
+// OMNIATTN_ASSERTS is defined (the presets dev and asan). They are macros, because the linker could
+// keep an inline function of one object's instruction set for all objects.
 #pragma once
 
 #include <cstdio>

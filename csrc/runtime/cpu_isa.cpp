@@ -10,7 +10,7 @@ namespace {
 #define OMNIATTN_NAME(name, ...) #name,
 constexpr const char* kNames[kIsaCount] = {OMNIATTN_ISAS(OMNIATTN_NAME)};
 
-// In a library for tests, one level need not be there: other instructions do its work.
+// A library for tests may emulate one level with other instructions; the machine need not have it.
 bool is_emulated([[maybe_unused]] Isa isa) {
 #if defined(OMNIATTN_EMULATED_ISA)
   return isa == Isa::OMNIATTN_EMULATED_ISA;

@@ -1,9 +1,9 @@
-// Which instruction set the kernels run on, and the selection of a kernel table by it.
+// The instruction set that kernels run on, and the kernel tables chosen by it.
 //
 // Kernel sources are compiled once per level of runtime/isa.h. Each compilation of a family defines
-// one table of function pointers in its namespace; OMNIATTN_KERNEL_TABLE declares them all and a
-// selector. The active ISA is the best of the machine, capped by OMNIATTN_CPU_ISA, and can be
-// lowered at run time by tests.
+// one table of function pointers in its namespace; OMNIATTN_KERNEL_TABLE declares all of them and a
+// selector. The active ISA is the best one of the machine, capped by OMNIATTN_CPU_ISA; tests can
+// lower it at run time.
 #pragma once
 
 #include "runtime/isa.h"
@@ -14,11 +14,11 @@ namespace omniattn {
 Isa detected_isa();
 // The ISA that kernels run on now.
 Isa active_isa();
-// Sets the active ISA; false, and no change, if the machine lacks it.
+// Sets the active ISA. Returns false and changes nothing if the machine lacks it.
 bool set_active_isa(Isa isa);
 
 const char* isa_name(Isa isa);
-// Parses a name given by isa_name; false if there is none such.
+// Parses a name as isa_name writes it; false if there is no such ISA.
 bool parse_isa(const char* name, Isa& isa);
 
 }  // namespace omniattn
@@ -37,7 +37,7 @@ bool parse_isa(const char* name, Isa& isa);
 #define OMNIATTN_CHOOSE_PRODUCT_TABLE(level, operands, present, Type, name) \
   if (isa >= Isa::level && has_products(Isa::level, factors)) table = &isa_##level::name##_table;
 
-// name(): the table that the active ISA uses.
+// name(): the table for the active ISA.
 #define OMNIATTN_KERNEL_TABLE(Type, name)                  \
   OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)  \
   inline const Type& name() {                              \
@@ -46,7 +46,7 @@ bool parse_isa(const char* name, Isa& isa);
     OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_TABLE, Type, name) \
     return *table;                                         \
   }
-// name(factors), name_on(isa, factors): of a family that multiplies matrices of one dtype.
+// name(factors), name_on(isa, factors): for a family that multiplies matrices of one dtype.
 #define OMNIATTN_PRODUCT_KERNEL_TABLE(Type, name)                  \
   OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)          \
   inline const Type& name##_on(Isa isa, DType factors) {           \

@@ -8,7 +8,7 @@ namespace omniattn {
 
 namespace {
 
-// Whether this object has kernels for T: those of an ISA may have products of some types only.
+// Whether this object has kernels for T; for some ISAs there are products of some types only.
 template <class T>
 #if defined(OMNIATTN_ISA)
 constexpr bool kIsBuiltFor = has_products(OMNIATTN_ISA::kIsa, TypeTraits<T>::kDType);
@@ -18,7 +18,7 @@ constexpr bool kIsBuiltFor = true;
 
 }  // namespace
 
-// f(T{}) with T = double, float, bf16 or f16.
+// Calls f(T{}) with T = double, float, bf16 or f16.
 template <class F>
 [[gnu::always_inline]] inline void dispatch(DType dtype, const F& f) {
   switch (dtype) {
@@ -38,7 +38,7 @@ template <class F>
   OMNIATTN_FAIL("a kernel was called with a dtype that it was not built for");
 }
 
-// f(C{}) with the type that a dtype is computed in.
+// Calls f(C{}) with the type that a dtype is computed in.
 template <class F>
 [[gnu::always_inline]] inline void dispatch_compute(DType dtype, const F& f) {
   dtype == DType::f64 ? f(double{}) : f(float{});

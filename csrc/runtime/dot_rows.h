@@ -1,5 +1,5 @@
-// Products of few rows with a matrix whose columns lie along k: every column is read once and
-// dotted with all rows, without packing.
+// Products of few rows with a matrix whose columns are contiguous along k: each column is read once
+// and multiplied with all rows, without packing.
 #pragma once
 
 #include "runtime/row.h"
@@ -8,12 +8,12 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Rows and columns of a tile: 16 sums, 4 columns and a row in registers.
+// Rows and columns of a tile: 16 sums, 4 columns and one row in registers.
 constexpr int kDotRows = 4;
 constexpr int kDotColumns = 4;
 
-// f(r, j, sum over i < k of a[r][i] columns[j][i]) for kRows rows and the first `kept` columns.
-// Fetches what lies `ahead` elements behind the columns, the next ones, unless that is 0.
+// Calls f(r, j, sum over i < k of a[r][i] columns[j][i]) for kRows rows and the first `kept`
+// columns. Unless `ahead` is 0, prefetches the next columns, `ahead` elements further on.
 template <int kRows, class SA, class SB, class F>
 OMNIATTN_INLINE void dot_tile(const SA* a, int64_t lda, const SB* const (&columns)[kDotColumns],
                               int64_t k, int64_t ahead, int64_t kept, const F& f) {
@@ -44,17 +44,17 @@ OMNIATTN_INLINE void dot_tile(const SA* a, int64_t lda, const SB* const (&column
 template <int kCount>
 struct Rows {};
 
-// f(r, n, sum over i < k of a[r][i] b[n][i]) for rows r < `rows` of a and columns n < `cols`.
+// Calls f(r, n, sum over i < k of a[r][i] b[n][i]) for rows r < `rows` of a and columns n < `cols`.
 template <class SA, class SB, class F>
 void dot_rows(const SA* a, int64_t lda, int64_t rows, const SB* b, int64_t ldb, int64_t cols,
               int64_t k, const F& f) {
   for (int64_t n = 0; n < cols; n += kDotColumns) {
-    // Columns behind the end repeat the last one.
+    // Columns past the end repeat the last one.
     const SB* columns[kDotColumns];
     for (int j = 0; j < kDotColumns; ++j) columns[j] = b + smaller(n + j, cols - 1) * ldb;
     const int64_t kept = smaller(kDotColumns, cols - n);
-    // Four columns are too short for the hardware to fetch ahead of (bf16, 4 rows: 1.7 times as
-    // fast).
+    // The hardware does not prefetch across four short columns; doing it here was 1.7 times as fast
+    // (bf16, 4 rows).
     int64_t r = 0, ahead = kDotColumns * ldb;
     const auto tile = [&]<int kRows>(Rows<kRows>) {
       dot_tile<kRows>(a + r * lda, lda, columns, k, ahead, kept,

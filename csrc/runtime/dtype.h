@@ -1,5 +1,5 @@
-// Storage types and their scalar conversions. Half types are plain bit patterns: arithmetic happens
-// in compute_t<T>, and narrowing rounds to nearest, ties to even, and keeps NaN.
+// Storage types and their scalar conversions. Half types are plain bit patterns: arithmetic is in
+// compute_t<T>; narrowing rounds to nearest, ties to even, and keeps NaN.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct TypeTraits<f16> {
   static constexpr DType kDType = DType::f16;
 };
 
-// The type T is computed and accumulated in.
+// The type in which values of type T are computed and accumulated.
 template <class T>
 using compute_t = typename TypeTraits<T>::Compute;
 
@@ -82,7 +82,7 @@ OMNIATTN_FN f16 narrow<f16>(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   uint32_t half = 0;
-  if (magnitude > 0x7f800000u) {  // NaN, made quiet
+  if (magnitude > 0x7f800000u) {  // NaN becomes quiet
     half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
   } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
     half = 0x7c00u;

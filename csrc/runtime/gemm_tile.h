@@ -1,4 +1,4 @@
-// Register-tile matrix product for blocks that live in L1 and L2:
+// Register-tile matrix product for blocks that fit in L1 and L2:
 //
 //   gemm_tile<T, layout>(a, lda, b, c, ldc, m, n, k, accumulate)     C (+)= A B
 //
@@ -8,13 +8,14 @@
 //   C  (m, n) row-major in compute_t<T>
 //
 // T is the operand type: double, float, or a 16-bit type that the ISA multiplies (runtime/isa.h).
-// Other storage types are widened to float when they are packed; operand_t<S> names the type for S.
-// bf16 operands hold pairs of consecutive k: A is plain rows (row k+1 follows k in memory), while
-// B, and A when transposed, hold [ceil(k / 2)][columns][2] with a zero behind an odd k.
+// Other storage types are widened to float when they are packed; operand_t<S> is the type for S.
+// bf16 operands hold pairs of consecutive k. A is plain rows, since row-major order already has
+// such pairs; B, and A when transposed, are [ceil(k / 2)][columns][2], padded with zero if k is
+// odd.
 //
 // A tile keeps kTileRows x kTileVecs accumulators in registers: 6 x 4 of the 32 AVX-512 or NEON
-// registers, 6 x 2 of 16 elsewhere; narrower remainders of n use taller tiles, so that at least 8
-// accumulators hide the latency of the multiply-add. Rows are split evenly over tiles. They are
+// registers, 6 x 2 of 16 elsewhere. Narrower remainders of n use taller tiles, so that at least 8
+// accumulators hide the latency of the multiply-add. Rows are split evenly over tiles. Tiles are
 // compiled once per ISA, in gemm_tile_cpu.cpp.
 #pragma once
 
@@ -34,16 +35,16 @@ constexpr int kTileAccumulators = 12;
 constexpr int kTileVecs = 2;
 #endif
 
-// 8 rows at most: taller tiles need more row addresses than there are registers for them.
+// At most 8 rows: taller tiles need more row addresses than there are registers.
 constexpr int tile_rows(int vecs) {
   return kTileAccumulators / vecs < 8 ? kTileAccumulators / vecs : 8;
 }
 
-// The operand type that storage type S is multiplied in.
+// The operand type in which storage type S is multiplied.
 template <class S>
 using operand_t = std::conditional_t<multiplies(kIsa, TypeTraits<S>::kDType), S, compute_t<S>>;
 
-// What a tile does with one step of k: one element, or one pair of bf16.
+// What a tile does for one step of k: one element, or one pair of bf16.
 template <class T>
 struct Operand {
   static_assert(sizeof(T) >= 4, "half types are widened at packing unless there is a bf16 dot");
@@ -80,7 +81,7 @@ OMNIATTN_INLINE int64_t k_steps(int64_t k) {
 
 }  // namespace
 
-// B as panels of kPanelCols columns. Strides count columns (pairs of bf16).
+// B as panels of kPanelCols columns. Strides are in columns (pairs of bf16).
 template <class T>
 struct Panels {
   const T* data;
@@ -104,16 +105,16 @@ OMNIATTN_INLINE Panels<T> row_panels(const T* rows, int64_t ldb) {
 
 enum class ALayout { kRows, kTransposed };
 
-// lda counts elements for row-major A, columns (pairs of bf16) for transposed A.
+// lda is in elements for row-major A, in columns (pairs of bf16) for transposed A.
 template <class T, ALayout kLayout = ALayout::kRows>
 void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate);
 
 namespace {
 
-// ---- packing ------------------------------------------------------------------------------------
+// Packing.
 // From storage type S to operand type T. Both helpers fill ceil(n / kPanelCols) panels, with zeros
-// behind column n and behind an odd k.
+// past column n and past an odd k.
 
 template <class T>
 OMNIATTN_INLINE int64_t packed_elements(int64_t k, int64_t n) {
@@ -150,8 +151,8 @@ void pack_b(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
   }
 }
 
-// One kWidth x kWidth block of B^T, from rows b[0 .. rows) of which `terms` elements are left, to
-// `steps` rows of `stride` columns.
+// One kWidth x kWidth block of B^T, from rows b[0 .. rows) with `terms` elements left, to `steps`
+// rows of `stride` columns.
 template <class T, class S>
 OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows, int64_t terms,
                                            int64_t steps, T* out, int64_t stride) {

@@ -52,7 +52,7 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
   const int64_t last = args.last;
   const bool accumulate = args.accumulate;
 
-  // C is not read before the end, when these lines have arrived.
+  // C is read at the end only, when these lines have arrived.
   Acc acc[kRows][kVecs];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
@@ -145,7 +145,8 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
   }
 }
 
-// Names the tiles of every type that the ISA multiplies, so that they are compiled here.
+// Takes the addresses of the tiles of every type that the ISA multiplies, so that they are compiled
+// here.
 [[gnu::used]] static void instantiate(DType dtype, const void** tiles) {
   dispatch(dtype, [&]<class S>(S) {
     using T = operand_t<S>;

@@ -1,6 +1,6 @@
-// What a CUDA kernel may use of the machine, as thin PTX wrappers; the only header of its kind that
-// kernels include. The emulator of the tests puts a header of this name in front of it, whose names
-// run on the CPU. PTX ISA 8.x, sm_80 and newer.
+// The features of the GPU that a CUDA kernel may use, as thin PTX wrappers; kernels include no
+// other header of CUDA. For tests, the emulator's header of the same name comes first in the
+// include path and defines the same names for the CPU. PTX ISA 8.x, sm_80 and newer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,10 +11,10 @@
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
 
-// The only form of static shared memory; the array has an alignment of 16.
+// The only form of static shared memory; the array is aligned to 16 bytes.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 
-// A function that stays a call.
+// A function that must not be inlined.
 #define GPU_NOINLINE __device__ __noinline__ inline
 
 // Enqueues a kernel; errors show in cudaGetLastError().
@@ -27,9 +27,9 @@
     kernel<<<(grid), (threads), (shared_bytes), (stream)>>>(__VA_ARGS__);       \
   } while (false)
 
-// Stops the kernel where `condition`, on values that only the GPU knows, does not hold. The message
-// goes to stderr; torch raises "device-side assert triggered" at its next call that waits for the
-// GPU, as its own kernels do. The process must be started again to use the GPU.
+// Stops the kernel if `condition`, on values that only the GPU knows, is false. The message goes to
+// stderr; torch raises "device-side assert triggered" at its next call that waits for the GPU, as
+// for its own kernels. The process must be restarted to use the GPU.
 extern "C" __host__ __device__ void __assert_fail(const char*, const char*, unsigned,
                                                   const char*) noexcept;
 #define GPU_REQUIRE(condition, message)                                     \
@@ -66,7 +66,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4],
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// D (16 x 8, fp32) += A (16 x 8) B (8 x 8), operands made by to_tf32
+// D (16 x 8, fp32) += A (16 x 8) B (8 x 8); operands come from to_tf32
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4],
                                          const uint32_t (&b)[2]) {
   asm volatile(
@@ -95,7 +95,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
-// 16 bytes from global to shared memory; zeros if not valid (the address must be legal even then).
+// 16 bytes from global to shared memory, zeros if not `valid` (the address must be legal even
+// then).
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
@@ -110,7 +111,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Named barriers: `count` threads arrive at barrier `id`; those that sync wait for all.
+// Named barriers: `count` threads arrive at barrier `id`; those that sync wait for all of them.
 __device__ __forceinline__ void barrier_sync(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
@@ -144,8 +145,8 @@ __device__ __forceinline__ T narrow(compute_t<T> x) {
   }
 }
 
-// x, of unknown origin to the compiler: it does not compute what follows from x ahead of a loop, to
-// keep it in registers.
+// Hides from the compiler where x comes from, so that it does not compute expressions of x ahead of
+// a loop and keep them in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -1,6 +1,6 @@
-// Products of tiles of 64 rows by FMA, for any dtype. 256 threads: thread (ty, tx) = (t / 16, t %
-// 16) computes rows 4 ty + i and columns tx + 16 j of a result. Operands pass through shared memory
-// 16 deep, widened to the compute type.
+// Products of tiles of 64 rows by FMA, for any dtype. There are 256 threads:
+// thread (ty, tx) = (t / 16, t % 16) computes rows 4 ty + i and columns tx + 16 j of a result.
+// Operands pass through shared memory 16 elements of k at a time, widened to the compute type.
 #pragma once
 
 #include "runtime/gpu.h"
@@ -10,7 +10,7 @@ namespace omniattn::gpu {
 inline constexpr int kFmaThreads = 256;
 inline constexpr int kFmaRows = 64;
 inline constexpr int kDepth = 16;
-inline constexpr int kLeading = kFmaRows + 4;  // row stride in shared memory, off the banks' period
+inline constexpr int kLeading = kFmaRows + 4;  // row stride in shared memory, avoids bank conflicts
 
 __device__ __forceinline__ int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
 __device__ __forceinline__ int thread_y() { return static_cast<int>(threadIdx.x) / 16; }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void clear(A (&acc)[M][N]) {
   }
 }
 
-// acc[i][j] += sum of x[c][4 ty + i] y[c][tx + 16 j] over c < 16, rows of x kLeading apart.
+// acc[i][j] += sum of x[c][4 ty + i] y[c][tx + 16 j] over c < 16; x has row stride kLeading.
 template <class A, int N>
 __device__ __forceinline__ void multiply_staged(const A* x, const A* y, int ldy, A (&acc)[4][N]) {
   x += 4 * thread_y();

@@ -1,5 +1,5 @@
-// The product of gpu_gemm.h by tensor cores: 8 warps compute 64 x 32 numbers each of a tile of 128
-// x 128, 64 deep at a time; the next 64 are copied meanwhile.
+// The product of gpu_gemm.h by tensor cores: 8 warps compute 64 x 32 elements each of a tile of
+// 128 x 128, in steps of 64 along k; the next 64 are copied meanwhile.
 #pragma once
 
 #include "runtime/gpu_gemm.h"
@@ -7,13 +7,13 @@
 
 namespace omniattn::gpu {
 
-// Of operands whose elements are neighbours along k, or along rows and columns. Eight neighbours
-// are all there or none of them, on a multiple of 16 bytes.
+// kAAlongK, kBAlongK: whether the operand is contiguous along k. Contiguous elements exist in whole
+// groups of eight, aligned to 16 bytes.
 template <class T, bool kAAlongK, bool kBAlongK>
 struct GemmByMma {
   using Element = T;
   static constexpr int kRows = 128, kWidth = 8, kDepth = 64;
-  // 68 KiB of shared memory and at most 128 registers per thread: two blocks on an sm_80.
+  // 68 KiB of shared memory and at most 128 registers per thread: two blocks per SM of sm_80.
   static constexpr int kBlocksPerSM = 2;
 
   struct Stage {
@@ -24,11 +24,11 @@ struct GemmByMma {
     float sums[kRows * kGemmStride];
   };
 
-  // 128 indices x kDepth; the rows in shared memory are indices, or steps of k.
+  // 128 indices x kDepth; a row in shared memory is an index or a step of k.
   template <bool kAlongK>
   using Copy = SharedRows<T, kAlongK ? kDepth : 128>;
 
-  // An operand from k on, by the rows of its copy.
+  // An operand from k on, seen as the rows of its copy.
   template <bool kAlongK, class Operand>
   struct Source {
     const Operand& operand;
@@ -49,8 +49,8 @@ struct GemmByMma {
         Source<kAlongK, Operand>{from, k, from.data});
   }
 
-  // Below, a lane's offset for pieces 2 n and 2 n + 1 is that for pieces 0 and 1, xor 16 n.
-  // (opaque: one operation each time, instead of a register for each place.)
+  // A lane's offset for pieces 2 n and 2 n + 1 is that for pieces 0 and 1, xor 16 n. opaque() makes
+  // it one operation at each use instead of a register for each place.
   struct Lane {
     int left, right;
 
@@ -74,7 +74,7 @@ struct GemmByMma {
                                               int step) const {
       load<kAAlongK>(a, stage.a, left, first, step);
     }
-    // Columns [first, first + 16) of the right one: those of two products of 8 columns.
+    // Columns [first, first + 16) of the right operand, for two products of 8 columns.
     __device__ __forceinline__ void load_right(uint32_t (&b)[4], const Stage& stage, int first,
                                                int step) const {
       load<kBAlongK>(b, stage.b, right, first, step);
@@ -99,7 +99,7 @@ struct GemmByMma {
     if (k > 0) load(0);
     for (int64_t from = 0; from < k; from += kDepth) {
       cp_async_wait<0>();
-      __syncthreads();  // this stage has arrived, the other one has been read
+      __syncthreads();  // this stage has arrived, and all threads have read the other one
       if (from + kDepth < k) load(from + kDepth);
       const Stage& stage = shared.stages[from / kDepth % 2];
 #pragma unroll

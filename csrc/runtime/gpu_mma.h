@@ -1,5 +1,5 @@
-// Tensor cores (mma.sync m16n8k16) on 16-bit operands in shared memory. Lane 4 g + t holds, of 16 x
-// 8 sums, columns 2 t and 2 t + 1 of rows g and g + 8.
+// Tensor cores (mma.sync m16n8k16) on 16-bit operands in shared memory. Of a 16 x 8 result, lane
+// 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8.
 #pragma once
 
 #include "runtime/gpu.h"
@@ -18,8 +18,8 @@ struct StridedRows {
   __device__ __forceinline__ const T* at(int r, int c) const { return data + r * stride + c; }
 };
 
-// Rows of kD elements in shared memory. Piece c (16 bytes) of row r lies at place c ^ r % 8, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
+// Rows of kD elements in shared memory. Piece c (16 bytes) of row r is stored at place c ^ r % 8,
+// so that the 8 rows that ldmatrix reads at once are in different banks.
 template <class T, int kD>
 struct SharedRows {
   T* data;
@@ -28,9 +28,9 @@ struct SharedRows {
     return row * kD + 8 * (c ^ row % 8);
   }
 
-  // kThreads threads start to copy kRows rows: the 8 elements from c on of row r are those at
-  // from.at(r, c), or zeros unless from.has(r, c); from.data can be read in any case. (Unrolled,
-  // the addresses would take the registers of the products.)
+  // Starts the copy of kRows rows by kThreads threads. Elements c to c + 7 of row r come from
+  // from.at(r, c); they are zeros if from.has(r, c) is false, where from.data is any readable
+  // address. The loop is not unrolled: the addresses would take the registers of the products.
   template <int kRows, int kThreads, class Source>
   __device__ __forceinline__ void load(const Source& from) const {
     constexpr int kPieces = kD / 8;
@@ -41,7 +41,7 @@ struct SharedRows {
       cp_async_16(data + offset(r, c), valid ? from.at(r, 8 * c) : from.data, valid);
     }
   }
-  // The first `count` rows of `from`, of `width` elements.
+  // The first `count` rows of `from`, `width` elements each.
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
                                        int64_t width) const {

@@ -1,8 +1,8 @@
-// Rows on the GPU: 16-byte accesses, sums over a row by one block or one warp, and sweeps over a
-// row that keep their elements in registers for the next sweep.
+// Rows on the GPU: 16-byte accesses, reductions over a row by one block or one warp, and sweeps
+// over a row that keep its elements in registers for the next sweep.
 //
-// A row belongs to the blockDim.x threads of one threadIdx.y. Either blockDim.x is 32, and each
-// warp of the block has a row of its own, or blockDim.y is 1.
+// The blockDim.x threads with one threadIdx.y share a row. Either blockDim.x is 32 and each warp of
+// the block has its own row, or blockDim.y is 1.
 #pragma once
 
 #include "runtime/dispatch.h"
@@ -14,7 +14,7 @@ __host__ __device__ inline bool aligned_16(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
-// W neighbours of a row, as stored.
+// W adjacent elements of a row, as stored.
 template <class T, int W>
 struct alignas(sizeof(T) * W) Pack {
   T v[W];
@@ -46,8 +46,8 @@ __device__ __forceinline__ Pack<T, W> load(const T* p) {
     return __builtin_bit_cast(Pack<T, W>, pieces);
   }
 }
-// For memory that no kernel writes meanwhile: such loads may be moved over stores, so that several
-// are in flight.
+// For memory that no kernel writes meanwhile. The compiler may move these loads over stores, so
+// that several are in flight.
 template <int W, class T>
 __device__ __forceinline__ Pack<T, W> load_constant(const T* p) {
   if constexpr (W == 1) {
@@ -73,9 +73,9 @@ __device__ __forceinline__ void store(T* p, const Pack<T, W>& x) {
   }
 }
 
-// f(i, k) for the elements i, ..., i + W - 1 that belong to this thread. The first kKept calls are
+// Calls f(i, k) for the elements i, ..., i + W - 1 of this thread. The first kKept calls are
 // unrolled and have k = 0, 1, ..., so that f can keep its values in registers as array[k]; all
-// further ones have k = kKept. n is a multiple of W.
+// later calls have k = kKept. n is a multiple of W.
 template <int W, int kKept, class F>
 __device__ __forceinline__ void sweep_row(int64_t n, const F& f) {
   const int64_t step = static_cast<int64_t>(blockDim.x) * W;
@@ -90,15 +90,15 @@ __device__ __forceinline__ void sweep_row(int64_t n, const F& f) {
 template <int W>
 struct Width {};
 
-// Elements of p before the first on a 16-byte boundary, where sizeof(T) * W is 16.
+// The number of elements of p before the first 16-byte boundary, where sizeof(T) * W is 16.
 template <int W, class T>
 __device__ __forceinline__ int64_t elements_to_boundary(const T* p) {
   return -static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (W - 1);
 }
 
-// f(i, Width<1>{}) for the `head` first elements i, f(i, Width<W>{}) for the packs i, ..., i + W -
-// 1 after them, f(i, Width<1>{}) for those that are left: rows of any length and alignment at 16
-// bytes per access.
+// For rows of any length and alignment, at 16 bytes per access: f(i, Width<1>{}) for the first
+// `head` elements, f(i, Width<W>{}) for the packs i, ..., i + W - 1 that follow, and
+// f(i, Width<1>{}) for the remainder.
 template <int W, class F>
 __device__ __forceinline__ void sweep_unaligned_row(int64_t n, int64_t head, const F& f) {
   const int64_t thread = threadIdx.x, threads = blockDim.x, end = n - (n - head) % W;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void sweep_unaligned_row(int64_t n, int64_t head, con
   if (end + thread < n) f(end + thread, Width<1>{});
 }
 
-// `combine` of all lanes in every lane, in an order that is always the same.
+// Reduces over all lanes of a warp, in a fixed order; every lane gets the result.
 template <class C, class F>
 __device__ __forceinline__ C warp_reduce(C x, const F& combine) {
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ C warp_reduce(C x, const F& combine) {
   return x;
 }
 
-// `combine` over the threads of a row. All threads of the block must take part.
+// Reduces over the threads of a row. All threads of the block must take part.
 template <class C, class F>
 __device__ __forceinline__ C row_reduce(C x, C identity, const F& combine) {
   x = warp_reduce(x, combine);
@@ -127,7 +127,7 @@ __device__ __forceinline__ C row_reduce(C x, C identity, const F& combine) {
   __syncthreads();
   const bool used = lane < static_cast<int>(blockDim.x) / 32;
   const C total = warp_reduce(used ? parts[lane] : identity, combine);
-  __syncthreads();  // the next reduction writes the array again
+  __syncthreads();  // the next reduction reuses the array
   return total;
 }
 
@@ -135,14 +135,14 @@ template <class C>
 __device__ __forceinline__ C row_sum(C x) {
   return row_reduce(x, C(0), [](C a, C b) { return a + b; });
 }
-// Ignores NaN.
+// NaN is ignored.
 template <class C>
 __device__ __forceinline__ C row_max(C x) {
   return row_reduce(x, C(-INFINITY), [](C a, C b) { return fmax(a, b); });
 }
 
-// Sums over the rows of one shard, per column: in registers where the row is, in the shard's row of
-// `partial` beyond that.
+// Column sums over the rows of one shard: in registers for the elements that the sweep keeps there,
+// in the shard's row of `partial` for the others.
 template <class C, int W, int kKept>
 struct ColumnSums {
   C* partial;  // (cols) or null
@@ -162,9 +162,9 @@ struct ColumnSums {
   }
 };
 
-// A block for rows of `packs` Packs: the fewest threads, of at most max_threads, that keep the
-// whole row at `kept` Packs each; short rows share a block, so that an SM can hold its full number
-// of warps.
+// A block for rows of `packs` Packs: the fewest threads, at most max_threads, that keep the whole
+// row in registers at `kept` Packs each. Short rows share a block, so that an SM can hold its full
+// number of warps.
 inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
   constexpr unsigned kShortRows = 4;
   if (packs <= 32 * kept) return dim3(32, kShortRows);
@@ -173,13 +173,13 @@ inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
   return dim3(threads);
 }
 
-// Blocks for `rows` rows at block.y each; kernels step by the grid where there are more.
+// The number of blocks for `rows` rows, block.y each; kernels loop over the grid for larger counts.
 inline unsigned row_grid(int64_t rows, dim3 block) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
   return static_cast<unsigned>(min((rows + block.y - 1) / block.y, kMaxGrid));
 }
 
-// f(T{}, Width<W>{}) with the dtype and the widest access; vectorised(T{}, Width<W>{}) tells
+// Calls f(T{}, Width<W>{}) with the dtype and the widest access. vectorised(T{}, Width<W>{}) says
 // whether all pointers and strides allow 16 bytes.
 template <class V, class F>
 void dispatch_width(DType dtype, const V& vectorised, const F& f) {

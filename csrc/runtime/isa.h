@@ -6,12 +6,12 @@
 
 #include "runtime/dtype.h"
 
-// level(name, operands, present): the slowest first; a level has the extensions of all before it.
+// level(name, operands, present): slowest first; a level includes the extensions of all before it.
 //
 // operands  the types that it multiplies as they are stored. A level with f32 has kernels for every
-//           dtype and widens other 16-bit types. One without f32 has those products alone: for
-//           other dtypes, and in kernels that multiply no matrices, the level before it is used.
-// present   whether the machine has it; HAS(x): the extension that the compiler calls -mx.
+//           dtype and widens the other 16-bit types. A level without f32 has products of its types
+//           only; everything else runs on the level before it.
+// present   whether the machine has it; HAS(x) names the extension that the compiler calls -mx.
 // clang-format off
 #define OMNIATTN_PORTABLE_ISAS(level, ...) level(baseline, f64 | f32, true, __VA_ARGS__)
 #define OMNIATTN_X86_ISAS(level, ...)                                                            \
@@ -21,7 +21,7 @@
   level(avx512_bf16, bf16, HAS(avx512bf16), __VA_ARGS__)
 // clang-format on
 
-// All of them, and those that kernels are compiled for on this architecture.
+// All levels, and those that kernels are compiled for on this architecture.
 #define OMNIATTN_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__) OMNIATTN_X86_ISAS(__VA_ARGS__)
 #if defined(__x86_64__)
 #define OMNIATTN_BUILT_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
@@ -59,14 +59,14 @@ OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
   return (types >> static_cast<int>(dtype) & 1) != 0;
 }
 
-// Whether the level has every kernel, and whether it has products of factors of this type.
+// Whether the level has every kernel, and whether it has products of this type.
 OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }
 OMNIATTN_FN bool has_products(Isa isa, DType factors) {
   return has_all_kernels(isa) || multiplies(isa, factors);
 }
 
-// The namespaces that kernels are compiled in (OMNIATTN_ISA), each with its level. In the emulated
-// ones, which only tests have, other instructions stand for those of the level.
+// The namespaces that kernels are compiled in (OMNIATTN_ISA), each with its level. The _emulated
+// ones exist in tests only: they run a level's kernels with other instructions.
 #define OMNIATTN_NAMESPACES(name, ...) \
   namespace isa_##name {               \
     constexpr Isa kIsa = Isa::name;    \

@@ -1,5 +1,5 @@
-// What tests and benchmarks need to see of one ISA: the SIMD functions element by element, the
-// register tiles on caller-owned blocks, and the ceilings of the machine. Part of `_kernels` only.
+// What tests and benchmarks measure of one ISA: the SIMD functions element by element, the register
+// tiles on blocks of the caller, and the peak rates of the machine. Part of `_kernels` only.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ enum class VecFunction : int32_t {
 
 enum class BLayout : int32_t { rows, packed_rows, packed_transposed };
 
-// C (m, n) (+)= op(A) B with B (k, n), or (n, k) for packed_transposed, in storage type `dtype`; A
-// in the operand type that storage type is multiplied in, C in its compute type.
+// C (m, n) (+)= op(A) B with B (k, n), or (n, k) for packed_transposed. `dtype` is the storage
+// type; A is in its operand type and C in its compute type.
 struct TileProbe {
   DType dtype;
   BLayout b_layout;
@@ -50,14 +50,14 @@ struct ProbeKernels {
 
   // y[i] = f(x[i]), x and y of storage type `dtype`.
   void (*map)(VecFunction f, DType dtype, const void* x, void* y, int64_t n);
-  // The sum and the maximum of whole vectors, n a multiple of the width.
+  // The sum and the maximum of whole vectors; n is a multiple of the width.
   void (*reduce)(DType dtype, const void* x, int64_t n, double* sum, double* maximum);
   void (*pack)(const TileProbe&);
-  // The product alone, `repeats` times.
+  // The product without the packing, `repeats` times.
   void (*tile)(const TileProbe&, int64_t repeats);
 
-  // FLOPs done by `rounds` of independent multiply-adds on operands of `dtype`; 0 if there are none
-  // such (bf16 without a dot product, f16).
+  // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`; 0 if the ISA has
+  // none for it (bf16 without a dot product, f16).
   double (*multiply_adds)(DType operand, int64_t rounds);
   // Sum of n floats; a[i] = b[i] + s c[i] with and without write-allocate.
   float (*read)(const float* x, int64_t n);

@@ -5,7 +5,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// ---- SIMD functions -----------------------------------------------------------------------------
+// SIMD functions.
 
 template <class T, class F>
 void map_elements(const T* x, T* y, int64_t n, const F& f) {
@@ -65,7 +65,7 @@ void reduce_any(DType dtype, const void* x, int64_t n, double* sum, double* maxi
   });
 }
 
-// ---- tiles --------------------------------------------------------------------------------------
+// Tiles.
 
 DType operand_of(DType storage) {
   DType operand = storage;
@@ -111,7 +111,7 @@ void tile_any(const TileProbe& p, int64_t repeats) {
   }
 }
 
-// ---- ceilings -----------------------------------------------------------------------------------
+// Peak rates.
 
 // Keeps the compiler from merging or dropping the operations of a probe.
 template <class T>
@@ -123,7 +123,7 @@ OMNIATTN_INLINE void keep_in_register(Vec<T>& x) {
 #endif
 }
 
-// The accumulators of one tile, so that the probe is bound by the same units and latencies.
+// As many accumulators as a tile has, so that the probe is bound by the same units and latencies.
 template <class T>
 double multiply_adds(int64_t rounds) {
   using Op = Operand<T>;

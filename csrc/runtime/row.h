@@ -3,9 +3,8 @@
 //
 //   for_row<T>(n, [&](int64_t i, auto part) { part.store(y + i, part.load(x + i) * 2.0f); });
 //
-// Where the body reads and writes pointers of T and float only (and sums through load_sums,
-// store_sums), it may ask for Order::any. Rows of bf16 are then walked by even and odd elements,
-// see Halves.
+// A body that accesses only pointers of T and float (sums through load_sums and store_sums) may ask
+// for Order::any. Rows of bf16 are then processed as even and odd elements, see Halves.
 #pragma once
 
 #include "runtime/vec.h"
@@ -15,7 +14,7 @@ namespace {
 
 enum class Order { natural, any };
 
-// 2 kWidth elements of bf16 as the vectors of the even and of the odd ones. Widening is then a
+// 2 kWidth elements of bf16 as a vector of the even and one of the odd elements. Widening is then a
 // shift or a mask and narrowing needs no shuffle: RMSNorm in bf16 took 0.7 of the time.
 struct Halves {
   VecF even, odd;
@@ -38,7 +37,7 @@ struct Halves {
   OMNIATTN_INLINE Halves& operator+=(Halves b) { return *this = *this + b; }
 };
 
-// f(v...) for vectors of any part.
+// f on vectors, or on both halves of Halves.
 template <class F, class T, class... Rest>
 OMNIATTN_INLINE auto lanewise(const F& f, Vec<T> x, Rest... rest) {
   return f(x, rest...);
@@ -54,7 +53,7 @@ OMNIATTN_INLINE Vec<T> fold(Vec<T> x) {
 }
 OMNIATTN_INLINE VecF fold(Halves x) { return x.even + x.odd; }
 
-// Pairs of bf16 of which the second half-word is kept, rounded to nearest even, NaN kept.
+// Rounds each float to bf16 in its upper half-word, to nearest even; NaN stays NaN.
 OMNIATTN_INLINE VecF::Bits rounded_to_upper_half(VecF x) {
   const VecF::Bits bits = x.bits();
   const VecF::Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -83,7 +82,7 @@ struct EvenOdd {
     OMNIATTN_ISA::store(p, low);
     OMNIATTN_ISA::store(p + VecF::kWidth, high);
   }
-  // Sums kept per element lie in the order of the lanes.
+  // Sums kept per element are stored in the order of the lanes.
   OMNIATTN_INLINE Halves load_sums(const float* p) const {
     return {OMNIATTN_ISA::load(p), OMNIATTN_ISA::load(p + VecF::kWidth)};
   }
@@ -112,12 +111,12 @@ struct Whole {
   OMNIATTN_INLINE void store_sums(T* p, Vec<T> x) const {
     store(p, x);
   }
-  // x with the lanes beyond the row set to zero.
+  // x with the lanes past the end of the row set to zero.
   template <class T>
   OMNIATTN_INLINE Vec<T> zero_beyond(Vec<T> x) const {
     return x;
   }
-  // Where every element of the row is a pair: the two vectors that hold the pairs of this part.
+  // For rows whose elements are pairs: the two vectors that hold the pairs of this part.
   OMNIATTN_INLINE Whole first_of_pairs() const { return {}; }
   template <class T>
   OMNIATTN_INLINE Whole second_of_pairs() const {
@@ -125,7 +124,7 @@ struct Whole {
   }
 };
 
-// The first n of them.
+// The first n of these elements.
 struct First {
   int64_t n;
 
@@ -161,7 +160,7 @@ constexpr bool kWalksHalves = false;
 template <>
 constexpr bool kWalksHalves<bf16, Order::any> = true;
 
-// body(i, part) over the parts of a row of n; T is the storage or the compute type.
+// Calls body(i, part) for the parts of a row of n; T is the storage or the compute type.
 template <class T, Order kOrder = Order::natural, class F>
 OMNIATTN_INLINE void for_row(int64_t n, const F& body) {
   constexpr int kWidth = Vec<compute_t<T>>::kWidth;
@@ -187,8 +186,8 @@ struct RowSum {
   }
 };
 
-// for_row in steps of four: body(i, part, k) with k = 0..3, the part of a RowSum to add to. The
-// order of additions depends on n only.
+// for_row in steps of four: body(i, part, k) with k = 0..3, the index of the RowSum part to add to.
+// The order of additions depends on n only.
 template <class T, Order kOrder = Order::natural, class F>
 OMNIATTN_INLINE void for_row_by_four(int64_t n, const F& body) {
   constexpr int kWidth = Vec<compute_t<T>>::kWidth;
@@ -209,7 +208,7 @@ OMNIATTN_INLINE void for_row_by_four(int64_t n, const F& body) {
   if (i < n) body(i, First{n - i}, 0);
 }
 
-// Sum over the row of term(i, part), whose lanes beyond the row are ignored.
+// Sum over the row of term(i, part), whose lanes past the end of the row are ignored.
 template <class T, Order kOrder = Order::natural, class F>
 OMNIATTN_INLINE compute_t<T> row_sum(int64_t n, const F& term) {
   RowSum<compute_t<T>> sum;

@@ -1,4 +1,4 @@
-// What the launchers of CUDA kernels share with their callers, without CUDA's headers.
+// What the launchers of CUDA kernels and their callers share, without CUDA's headers.
 #pragma once
 
 struct CUstream_st;
@@ -7,7 +7,7 @@ namespace omniattn {
 
 using Stream = CUstream_st*;  // a cudaStream_t
 
-// Null if the kernels were enqueued, else what was wrong.
+// Null if the kernels were enqueued, else an error message.
 using Status = const char*;
 
 }  // namespace omniattn

@@ -1,15 +1,15 @@
-// SIMD vectors of float and double for the per-ISA kernel files. The instruction set is the one the
-// including file is compiled for; everything is local to that file, so that objects built with
-// different flags never share a function.
+// SIMD vectors of float and double for the per-ISA kernel files. The instruction set is that of the
+// including file, and everything is local to that file, so that objects built with different flags
+// never share a function.
 //
 //   files      vec_core.h has the vectors; vec_avx512.h, vec_avx2.h and vec_portable.h have masks,
-//              fma, max, min, sqrt, round, floor, load, store and stream, and where they differ
-//              from what is here scale2, reciprocal, partial loads and stores, and reductions
+//              fma, max, min, sqrt, round, floor, load, store and stream, and their own versions of
+//              scale2, reciprocal, partial loads and stores, and reductions where these are better
 //   storage    load(p) and store(p, v) take double, float, bf16 or f16 pointers and convert to and
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
-//   partial    load_n(p, n), store_n(p, v, n) touch the first n elements and nothing behind them;
-//              missing lanes read as 0; any n <= 0 is none, any n >= kWidth is all
-//   NaN        max(a, b) and min(a, b) give b where either is NaN: put the data second
+//   partial    load_n(p, n), store_n(p, v, n) access the first n elements and nothing past them;
+//              missing lanes read as 0; n <= 0 means none, n >= kWidth means all
+//   NaN        max(a, b) and min(a, b) give b where either is NaN: pass the data second
 #pragma once
 
 #if defined(__AVX512F__)
@@ -36,7 +36,7 @@ OMNIATTN_INLINE VecF scale2(VecF a, VecF n) {
   return a * VecF::from_bits((half + 127) << 23) * VecF::from_bits((whole - half + 127) << 23);
 }
 
-// The ends of rows are calls, for the time that builds take.
+// Accesses to the end of a row are calls, which shortens builds.
 template <class S>
 [[gnu::noinline]] Vec<compute_t<S>> load_part(const S* p, int64_t n) {
   constexpr int kWidth = Vec<compute_t<S>>::kWidth;
@@ -95,17 +95,17 @@ OMNIATTN_INLINE Mask<T> load_mask(const uint8_t* p) {
   return load_mask_n<T>(p, Vec<T>::kWidth);
 }
 
-// Brings the cache line of p near; any address is allowed.
+// Prefetches the cache line of p; any address is allowed.
 OMNIATTN_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
-// Orders stream() stores before whatever another thread is told afterwards.
+// Orders stream() stores before any later signal to another thread.
 OMNIATTN_INLINE void stream_fence() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
 
-// ---- transpose ----------------------------------------------------------------------------------
+// Transpose.
 
 template <int... I>
 struct Indices {};
@@ -142,7 +142,7 @@ OMNIATTN_INLINE void transpose(Vec<T> (&rows)[Vec<T>::kWidth]) {
   transpose_from<1>(rows);
 }
 
-// ---- functions ----------------------------------------------------------------------------------
+// Functions.
 // float: minimax polynomials fitted for these ranges; the tests hold each bound on every ISA.
 // double: the C library, lane by lane.
 
@@ -181,7 +181,7 @@ OMNIATTN_INLINE VecD exp(VecD x) {
 // 2^x for the softmax of attention within relative error 4e-7, exact at integers; -inf gives 0.
 OMNIATTN_INLINE VecF exp2(VecF x) {
 #if defined(__AVX512F__)
-  const VecF n = x;  // the instruction takes the floor and saturates by itself
+  const VecF n = x;  // the instruction takes the floor and saturates
   const VecF f(_mm512_reduce_ps(x.v, 9));
 #else
   const VecF clamped = min(VecF(129.0f), max(VecF(-151.0f), x));
@@ -201,7 +201,7 @@ OMNIATTN_INLINE VecF log(VecF x) {
   const Mask<float> tiny = x < VecF(0x1p-126f);
   const VecF scaled = select(tiny, x * 0x1p23f, x);
   constexpr int32_t kSqrtHalf = 0x3f3504f3;
-  const VecF::Bits offset = abs(scaled).bits() - kSqrtHalf;  // of -0 it would overflow
+  const VecF::Bits offset = abs(scaled).bits() - kSqrtHalf;  // would overflow for -0
   const VecF exponent(__builtin_convertvector(offset >> 23, VecF::Raw));
   const VecF e = exponent - select(tiny, VecF(23.0f), VecF(0.0f));
   const VecF f = VecF::from_bits((offset & 0x7fffff) + kSqrtHalf) - 1.0f;
@@ -234,8 +234,8 @@ OMNIATTN_INLINE VecD tanh(VecD x) {
 }
 
 // Phi(x), the distribution function of the normal distribution, and e^(-x^2 / 2), its density times
-// sqrt(2 pi): within relative errors of 2^-21 + 2^-25 x^2. The tail is e^(-x^2 / 2) times a
-// polynomial in 1 / (1 + 0.3 |x|), so that the digits of small values are kept.
+// sqrt(2 pi), within relative errors of 2^-21 + 2^-25 x^2. The tail is e^(-x^2 / 2) times a
+// polynomial in 1 / (1 + 0.3 |x|), which keeps the precision of small values.
 template <class T>
 struct Normal {
   Vec<T> below, bell;
@@ -255,7 +255,7 @@ OMNIATTN_INLINE Normal<double> normal(VecD x) {
   return {0.5 * twice, exp(x * x * -0.5)};
 }
 
-// 1 / (1 + e^-x) within 4 ULP, 0 below e^-87, where reciprocal ends.
+// 1 / (1 + e^-x) within 4 ULP; 0 for x < -87, where e^-x leaves the range of reciprocal.
 OMNIATTN_INLINE VecF sigmoid(VecF x) {
   return select(x < VecF(-87.0f), VecF(0.0f), reciprocal(1.0f + exp(-x)));
 }

@@ -15,7 +15,7 @@ struct Mask {
   OMNIATTN_INLINE friend Mask operator!(Mask a) { return {~a.m & kAll}; }
   OMNIATTN_INLINE friend bool any(Mask a) { return a.m != 0; }
   OMNIATTN_INLINE friend bool all(Mask a) { return a.m == kAll; }
-  // Index of the first lane that is set; one must be.
+  // Index of the first lane that is set; at least one must be.
   OMNIATTN_INLINE friend int first(Mask a) { return __builtin_ctz(a.m); }
 };
 
@@ -63,7 +63,7 @@ OMNIATTN_INLINE VecD floor(VecD a) { return VecD(_mm512_roundscale_pd(a.v, 9)); 
 // a * 2^n for integral n in [-160, 160], rounded once.
 OMNIATTN_INLINE VecF scale2(VecF a, VecF n) { return VecF(_mm512_scalef_ps(a.v, n.v)); }
 
-// 1 / a within 1 ULP for |a| in [2^-126, 2^126]. A division holds its unit for 16 cycles.
+// 1 / a within 1 ULP for |a| in [2^-126, 2^126]; a division occupies its unit for 16 cycles.
 OMNIATTN_INLINE VecF reciprocal(VecF a) {
   const VecF r(_mm512_rcp14_ps(a.v));
   return fma(r, fma(-a, r, VecF(1.0f)), r);
@@ -147,7 +147,7 @@ OMNIATTN_INLINE double reduce_add(VecD x) { return _mm512_reduce_add_pd(x.v); }
 OMNIATTN_INLINE float reduce_max(VecF x) { return _mm512_reduce_max_ps(x.v); }
 OMNIATTN_INLINE double reduce_max(VecD x) { return _mm512_reduce_max_pd(x.v); }
 
-// ---- bf16 pairs ---------------------------------------------------------------------------------
+// Bf16 pairs.
 // One 32-bit lane holds two consecutive terms of a dot product, the first in the low half.
 
 struct PairVec {
@@ -161,13 +161,13 @@ OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
   __builtin_memcpy(&pair, p, sizeof(pair));
   return {_mm512_set1_epi32(pair)};
 }
-// The first term of a pair, with 0 behind it, in every lane.
+// The first term of a pair, paired with 0, in every lane.
 OMNIATTN_INLINE PairVec broadcast_half_pair(const bf16* p) { return {_mm512_set1_epi32(p->bits)}; }
 OMNIATTN_INLINE void store_pairs(bf16* p, PairVec x) { _mm512_storeu_si512(p, x.v); }
 OMNIATTN_INLINE void store_pairs_n(bf16* p, PairVec x, int64_t pairs) {
   _mm512_mask_storeu_epi32(p, first16(pairs), x.v);
 }
-// The 32-bit lanes as they are, to be moved about.
+// The 32-bit lanes unchanged, for moving them between vectors.
 OMNIATTN_INLINE VecF as_lanes(PairVec x) { return VecF(_mm512_castsi512_ps(x.v)); }
 OMNIATTN_INLINE PairVec as_pairs(VecF x) { return {_mm512_castps_si512(x.v)}; }
 OMNIATTN_INLINE PairVec load_pairs_n(const bf16* p, int64_t pairs) {
@@ -181,7 +181,7 @@ OMNIATTN_INLINE PairVec interleave(__m256i first, __m256i second) {
   return {_mm512_or_si512(_mm512_cvtepu16_epi32(first),
                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16))};
 }
-// Lane i pairs element i of two rows, of which the first n and the first n_second are read.
+// Lane i pairs element i of two rows; the first n and n_second elements are read.
 OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const bf16* first, int64_t n, const bf16* second,
                                              int64_t n_second) {
   return interleave(_mm256_maskz_loadu_epi16(first16(n), first),

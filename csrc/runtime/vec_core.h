@@ -1,4 +1,5 @@
-// The vector type that the backends of vec.h share, and what compiles to good code on each of them.
+// The vector type that the backends of vec.h share, and operations that compile to good code on all
+// of them.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +57,7 @@ struct Vec {
   Raw v;
 
   Vec() = default;
-  OMNIATTN_INLINE Vec(T scalar) : v(scalar - Raw{}) {}  // not +, which would lose the sign of -0
+  OMNIATTN_INLINE Vec(T scalar) : v(scalar - Raw{}) {}  // a + would lose the sign of -0
   OMNIATTN_INLINE explicit Vec(Raw raw) : v(raw) {}
   OMNIATTN_INLINE static Vec from_bits(Bits bits) { return Vec(reinterpret_cast<Raw>(bits)); }
   OMNIATTN_INLINE Bits bits() const { return reinterpret_cast<Bits>(v); }
@@ -116,7 +117,7 @@ OMNIATTN_INLINE VecPair<Vec<T>> deinterleave(Vec<T> a, Vec<T> b) {
             Vec<T>(__builtin_shufflevector(a.v, b.v, (2 * I + 1)...))};
   }(std::make_integer_sequence<int, Vec<T>::kWidth>{});
 }
-// Its inverse: a0, b0, a1, b1, ...
+// The inverse: a0, b0, a1, b1, ...
 template <class T>
 OMNIATTN_INLINE VecPair<Vec<T>> interleave(Vec<T> a, Vec<T> b) {
   constexpr int kWidth = Vec<T>::kWidth;

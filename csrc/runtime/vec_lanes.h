@@ -18,7 +18,7 @@ struct Mask {
     return set;
   }
   OMNIATTN_INLINE friend bool all(Mask a) { return !any(!a); }
-  // Index of the first lane that is set; one must be.
+  // Index of the first lane that is set; at least one must be.
   OMNIATTN_INLINE friend int first(Mask a) {
     int lane = 0;
     while (a.m[lane] == 0) ++lane;

@@ -53,8 +53,8 @@ OMNIATTN_INLINE VecD floor(VecD a) {
   return select(r > a, r - 1.0, r);
 }
 
-// Conversions of 16-bit types are calls: dozens of instructions a lane, they doubled the time of a
-// build where they stood in every kernel.
+// Conversions of 16-bit types are calls: they take dozens of instructions per lane, and inlining
+// them into every kernel doubled the time of a build.
 template <class S>
 [[gnu::noinline]] Vec<compute_t<S>> load_widened(const S* p) {
   return map_lanes_unrolled<compute_t<S>>([&](int i) { return widen(p[i]); });

@@ -1,5 +1,5 @@
-// Random words over the elements of a tensor (spec R6): element n reads word n & 3 of the Philox
-// block (n >> 2, n >> 34, "ELEM", offset).
+// Random words for the elements of a tensor: element n reads word n & 3 of the Philox block (n >>
+// 2, n >> 34, "ELEM", offset).
 #pragma once
 
 #include "semantics/philox.h"

@@ -1,7 +1,8 @@
-// The function marker of semantics/ and of scalar helpers shared by objects built with different
-// instruction-set flags: always inlined, so that no out-of-line copy built with one object's flags
-// can be the one the linker keeps for all; constexpr; callable from CUDA kernels.
-// OMNIATTN_LAMBDA, after the parameters of a lambda, inlines one inside such a function.
+// OMNIATTN_FN marks the functions of semantics/ and other scalar helpers that objects built with
+// different instruction-set flags share. They are constexpr, callable from CUDA kernels and always
+// inlined: the linker would keep one out-of-line copy for all objects, perhaps with instructions
+// that the machine lacks. OMNIATTN_LAMBDA, after the parameters of a lambda, inlines the lambda
+// inside such a function.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,4 +1,4 @@
-// Which keys a query may attend to: rules as plain data (mask_rules.h), several of them ANDed.
+// Which keys a query may attend to: those that every rule of a list allows (mask_rules.h).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ constexpr int32_t kMaxMaskRules = 8;
 // Encoded form: kind, a, b, index of the first side tensor in aux or -1.
 constexpr int32_t kMaskRuleInts = 4;
 
-// Where a problem lies in a whole one, whose positions its rules mean: its query 0 is query first_q
-// of the whole, which has rest_q more queries; keys likewise. All 0: it is the whole.
+// Where a problem lies in a larger one, whose positions the rules refer to. Query 0 of the problem
+// is query first_q of the larger one, which has rest_q more queries; keys likewise. All 0: the
+// problem is the whole.
 struct Part {
   int64_t first_q, first_k, rest_q, rest_k;
 };
@@ -26,8 +27,8 @@ struct AttentionMask {
   Part part;
 };
 
-// The rules for a problem of these lengths, or for that of the mask. Positions are the problem's,
-// but the side tensors of a rule have those of the whole.
+// A mask applied to a problem of these lengths, by default its own. Callers use positions of the
+// problem; rules and their side tensors use positions of the whole.
 struct MaskView {
   int64_t tq, tk;
   const AttentionMask* mask;
@@ -53,7 +54,7 @@ struct MaskView {
 
 enum class TileClass : int32_t { skip, full, partial };
 
-// f(Rule{}) with the struct of a kind of rule.
+// Calls f(Rule{}) with the struct of a kind.
 template <class F>
 OMNIATTN_FN auto with_mask_rule(MaskKind kind, const F& f) {
   switch (kind) {
@@ -76,14 +77,14 @@ OMNIATTN_FN SideTensor mask_side_tensor(MaskKind kind) {
   return with_mask_rule(kind, [](auto rule) OMNIATTN_LAMBDA { return rule.kSide; });
 }
 
-// Whether a rule's parameters have a meaning.
+// Whether a rule's parameters are valid.
 OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
   if (a <= -kMaskParamLimit || a >= kMaskParamLimit) return false;
   if (b <= -kMaskParamLimit || b >= kMaskParamLimit) return false;
   return with_mask_rule(kind, [&](auto rule) OMNIATTN_LAMBDA { return rule.parameters_fit(a, b); });
 }
 
-// f(Rule{}, place) for each rule of a mask, as long as f is true.
+// Calls f(Rule{}, place) for each rule of a mask until f returns false.
 template <class F>
 OMNIATTN_FN void for_rules(const MaskView& mask, int64_t b, int64_t h, const F& f) {
   for (int32_t n = 0; n < mask.mask->count; ++n) {
@@ -95,7 +96,7 @@ OMNIATTN_FN void for_rules(const MaskView& mask, int64_t b, int64_t h, const F& 
   }
 }
 
-// Every key that some query of q sees, for any head, lies in the result.
+// A range that holds every key that some query of q sees in any head.
 OMNIATTN_FN Range visible_keys(const MaskView& mask, int64_t b, Range q) {
   Range keys = mask.to_whole_k({0, mask.tk});
   for_rules(mask, b, 0, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
@@ -105,7 +106,7 @@ OMNIATTN_FN Range visible_keys(const MaskView& mask, int64_t b, Range q) {
   return mask.to_part_k(keys);
 }
 
-// Every query that sees some key of k, for any head, lies in the result.
+// A range that holds every query that sees some key of k in any head.
 OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
   Range queries = mask.to_whole_q({0, k.begin < mask.tk ? mask.tq : 0});
   for_rules(mask, b, 0, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
@@ -115,10 +116,10 @@ OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
   return mask.to_part_q(queries);
 }
 
-// The first key from `key` on that some query of q may see in head h; Tk or more: there is none.
+// The first key from `key` on that some query of q may see in head h; at least Tk if there is none.
 OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h, Range q,
                                      int64_t key) {
-  for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips any
+  for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips a key
     before = key;
     for_rules(mask, b, h, [&](auto rule, const auto& x) OMNIATTN_LAMBDA {
       key = rule.next_key(x, mask.to_whole_q(q), key + mask.part().first_k) - mask.part().first_k;
@@ -128,7 +129,8 @@ OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h,
   return key;
 }
 
-// The first query from `query` on that may see some key of k in head h; Tq or more: there is none.
+// The first query from `query` on that may see some key of k in head h; at least Tq if there is
+// none.
 OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t h, Range k,
                                        int64_t query) {
   for (int64_t before = -1; before < query && query < mask.tq;) {
@@ -142,7 +144,7 @@ OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t 
   return query;
 }
 
-// Every key of k that some query of q sees in head h lies in the result.
+// A range that holds every key of k that some query of q sees in head h.
 OMNIATTN_FN Range visible_keys_in(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   Range keys = intersect(k, {0, mask.tk});
   if (is_empty(keys)) return keys;
@@ -154,7 +156,7 @@ OMNIATTN_FN Range visible_keys_in(const MaskView& mask, int64_t b, int64_t h, Ra
   return mask.to_part_k(keys);
 }
 
-// Every query of q sees every key of k; keys at or beyond Tk count as hidden.
+// True only if every query of q sees every key of k; keys from Tk on count as hidden.
 OMNIATTN_FN bool all_visible(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   bool all = contains({0, mask.tk}, k);
   if (!all) return false;
@@ -165,7 +167,7 @@ OMNIATTN_FN bool all_visible(const MaskView& mask, int64_t b, int64_t h, Range q
   return all;
 }
 
-// Class of the tile q x k (not empty).
+// The class of a tile q x k that is not empty.
 OMNIATTN_FN TileClass classify(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   if (is_empty(visible_keys_in(mask, b, h, q, k))) return TileClass::skip;
   return all_visible(mask, b, h, q, k) ? TileClass::full : TileClass::partial;

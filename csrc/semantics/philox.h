@@ -1,6 +1,5 @@
-// Counter-based randomness (spec R6): Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random
-// numbers: as easy as 1, 2, 3" (SC 2011). A draw depends on the position in the problem and on
-// nothing else.
+// Counter-based randomness: Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers:
+// as easy as 1, 2, 3" (SC 2011). A draw depends on seed, offset and position in the problem only.
 #pragma once
 
 #include <cstdint>
@@ -53,10 +52,11 @@ static_assert(gives({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, {{0xa409
 // (j >> 2, i, b * Hq + h, offset) and is kept iff word >= floor(p * 2^32).
 struct Dropout {
   uint64_t threshold;  // floor(p * 2^32); 0: no dropout
-  double scale;        // of kept values: 1 / (1 - p), 0 for p = 1
+  double scale;        // factor of kept values: 1 / (1 - p), 0 for p = 1
   PhiloxKey key;
   uint32_t offset;
-  int64_t first_q, first_k;  // of a part of a problem (see Part), first_k a multiple of 4
+  // Where a part of a problem begins (see Part); first_k is a multiple of 4.
+  int64_t first_q, first_k;
 };
 
 OMNIATTN_FN Dropout make_dropout(double p, int64_t seed, int64_t offset) {
@@ -68,8 +68,8 @@ OMNIATTN_FN Dropout make_dropout(double p, int64_t seed, int64_t offset) {
           0};
 }
 
-// Bit n: (row, query, key + n) is kept, for 0 <= n < 4 kGroups; key is a multiple of 4 and row = b
-// * Hq + h.
+// Bit n, for 0 <= n < 4 kGroups: (row, query, key + n) is kept. row is b * Hq + h, and key is a
+// multiple of 4.
 template <int kGroups>
 OMNIATTN_FN uint64_t keep_groups(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
   uint64_t bits = 0;

@@ -1,5 +1,5 @@
-// Rotary position embedding (Su et al., arXiv 2104.09864; spec positional 3): which elements form
-// pair n, and the rotation (x, y) -> (x cos - y sin, x sin + y cos).
+// Rotary position embedding (Su et al., arXiv 2104.09864): which elements form pair n, and the
+// rotation (x, y) -> (x cos - y sin, x sin + y cos).
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
-// From q.k to the logit (spec attention 1): f(s_h scale q.k) + bias + table term, by the rules of
-// score_rules.h: s_h is the factor of a head, and f(s) = c g(s / c) the transform, or s itself.
+// From q.k to the logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. s_h
+// is the factor of a head; f(s) is the transform c g(s / c), or s without a transform.
 //
-// The factor `pre` is folded into q when it is packed: x = pre * (q.k). The logit is x, or
-// post * g(x), plus what is added to it. Where nothing is added, kernels keep logits in units of
-// ln 2, s log2(e), so that the softmax is a power of two. What is added may be anywhere in the
-// range of its type (a mask of finfo.min), where s log2(e) overflows: then a logit is s itself, and
-// only differences of logits, which may overflow to -inf, are multiplied by log2(e).
+// The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or
+// post * g(x), plus the terms. Without terms kernels keep logits in units of ln 2, as s log2(e), so
+// that the softmax is a power of two. A term can be as large as its type allows (a mask of
+// finfo.min), where s log2(e) overflows. Logits with terms are therefore s itself, and only
+// differences of logits, which may overflow to -inf, are multiplied by log2(e).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,7 @@
 
 namespace omniattn {
 
-// Encoded form: kind, index of the tensor in aux or -1, index of the first parameter in params or
-// -1.
+// Encoded form: kind, index of the tensor in aux, index of the first parameter in params; -1: none.
 constexpr int32_t kScoreRuleInts = 3;
 
 OMNIATTN_FN bool is_score_kind(int64_t number) {
@@ -25,7 +24,7 @@ OMNIATTN_FN bool is_score_kind(int64_t number) {
 #undef OMNIATTN_RULE
 }
 
-// f(Rule{}) with the struct of a kind.
+// Calls f(Rule{}) with the struct of a kind.
 template <class F>
 OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
   switch (kind) {
@@ -40,7 +39,7 @@ OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
   __builtin_unreachable();
 }
 
-// The rule of this role that comes last in the list.
+// The last rule of this role in the list.
 OMNIATTN_FN ScoreKind last_of(ScoreRole role) {
   ScoreKind last = ScoreKind::none;
 #define OMNIATTN_RULE(name, number, Rule) \
@@ -50,8 +49,8 @@ OMNIATTN_FN ScoreKind last_of(ScoreRole role) {
   return last;
 }
 
-// f(Rule{}) with the struct of a kind that is known to have this role. (No comparison leads to the
-// last one: as a case of a switch it took kernels of attention_backward_mma_cuda.cu 5 registers.)
+// Calls f(Rule{}) with the struct of a kind that has this role. The last rule of the role is taken
+// without a comparison: a switch cost kernels of attention_backward_mma_cuda.cu 5 registers.
 template <ScoreRole kRole, class F>
 OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
 #define OMNIATTN_RULE(name, number, Rule)                             \
@@ -83,7 +82,7 @@ inline const char* score_name(ScoreKind kind) {
   __builtin_unreachable();
 }
 
-// ---- the rules of a call as a set of bits -------------------------------------------------------
+// The rules of a call as a set of bits.
 
 #define OMNIATTN_RULE(name, number, Rule) static_assert((number) < 32);
 OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
@@ -101,7 +100,7 @@ OMNIATTN_FN uint32_t terms_of(ScoreRole role) {
   return found;
 }
 
-// The rule of a set that has this role.
+// The rule with this role in a set.
 OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
 #define OMNIATTN_RULE(name, number, Rule) \
   if ((terms & terms_of(role) & term(ScoreKind::name)) != 0) return ScoreKind::name;
@@ -110,28 +109,29 @@ OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
   return ScoreKind::none;
 }
 
-// Whether the weight of a pair is 2^(pre q.k - shift) whatever rules are in use: a sink takes part
-// in the sum of a row only. A rule that is not named here is never plain.
+// Whether the weight of a pair is 2^(pre q.k - shift). A sink only adds to the sum of a row; any
+// other rule, also a new one, is not plain.
 OMNIATTN_FN bool is_plain(uint32_t terms) { return (terms & ~term(ScoreKind::sinks)) == 0; }
 
-// Whether logits must be natural: something is added to them or joins them in the softmax, or their
-// weights are no powers. A rule that is not named here needs them.
+// Whether logits must be in natural units: a term is added to them, a sink joins them in the
+// softmax, or a normaliser that is no exponential weighs them. A rule that is not named here needs
+// natural units.
 OMNIATTN_FN bool is_natural(uint32_t terms) {
   return (terms & ~(terms_of(ScoreRole::transform) | terms_of(ScoreRole::head_scale))) != 0;
 }
 
-// ---- the score of a call ------------------------------------------------------------------------
+// The score of a call.
 
 struct Score {
-  double pre;    // factor on q.k
-  double post;   // c of the transform in the unit of logits
-  double chain;  // d(scale * q.k) / dx = scale / pre: dx times it is the gradient of scale * q.k
-  bool natural;  // logits are s, else s log2(e)
+  double pre;            // factor of q.k
+  double post;           // c of the transform in the unit of logits
+  double chain;          // scale / pre: ds/dx is chain, times g'(x) with a transform
+  bool natural;          // logits are s, else s log2(e)
   ScoreKind transform;   // none: x is the logit
   ScoreKind normaliser;  // none: softmax
 };
 
-// `c`: the parameter of the transform, if there is one.
+// `c` is the parameter of the transform, if there is one.
 OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
   const bool natural = is_natural(terms);
   const double unit = natural ? 1.0 : kLog2E;
@@ -142,10 +142,10 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
              : Score{scale / c, c * unit, c, natural, transform, normaliser};
 }
 
-// Whether rows are normalised, and not each weight by itself.
+// Whether a softmax normalises the weights of a row together.
 OMNIATTN_FN bool is_softmax(const Score& score) { return score.normaliser == ScoreKind::none; }
 
-// e^(a - b) = 2^(factor * (a - b)) of logits a and b.
+// For logits a and b: e^(a - b) = 2^(factor * (a - b)).
 template <class T>
 OMNIATTN_FN T exponent_factor(const Score& score) {
   return score.natural ? T(kLog2E) : T(1);
@@ -160,21 +160,21 @@ OMNIATTN_FN T to_logit(const Score& score, T s) {
   return score.natural ? s : s * T(kLog2E);
 }
 
-// The transform's g(x) and g'(x), of a vector or a scalar.
+// The transform's g(x) and g'(x), for vectors and scalars.
 template <class V>
 OMNIATTN_FN score_rules::ValueAndSlope<V> transform_at(const Score& score, V x) {
   return with_score_rule<ScoreRole::transform>(
       score.transform, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(x); });
 }
 
-// The weight of a logit and its derivative, where a normaliser gives it.
+// The weight that a normaliser gives to a logit, and its derivative.
 template <class V>
 OMNIATTN_FN score_rules::ValueAndSlope<V> weight_at(const Score& score, V logit) {
   return with_score_rule<ScoreRole::normaliser>(
       score.normaliser, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(logit); });
 }
 
-// ---- the table's term ---------------------------------------------------------------------------
+// The table's term.
 
 template <class Rule>
 OMNIATTN_FN bool needs_both_positions() {
@@ -201,7 +201,7 @@ OMNIATTN_FN double table_factor(const TableTerm& term, int64_t i, int64_t k) {
       term.kind, [&](auto rule) OMNIATTN_LAMBDA { return rule.factor(i, k); });
 }
 
-// Whether the parameters have a meaning and every row of a (tq, tk) problem lies in the table.
+// Whether the parameters are valid and every row that a (tq, tk) problem reads lies in the table.
 OMNIATTN_FN bool table_fits(const TableTerm& term, int64_t tq, int64_t tk) {
   constexpr int64_t kLimit = int64_t{1} << 40;
   if (term.a < 0 || term.a >= kLimit || term.b < 0 || term.b >= kLimit) return false;

@@ -1,19 +1,22 @@
-// The rules that a score is made of, one struct each. A call has one rule of each role at most:
+// The rules that make up a score, one struct each. A call has at most one rule of each role:
 //
 //   head_scale  (Hq,)                        a factor of s = scale q.k for each head
 //   transform   a parameter c > 0            f(s) = c g(s / c)
 //   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
 //   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)
+//   program                                  a function of all this and of b, h, q and k, see
+//                                            score_program.h
 //   sinks       (Hq,)                        the logit of one more key, whose value is 0
 //   normaliser                               the weight of each logit, instead of a softmax
 //
-// with i = q + Tk - Tq. The struct of a transform or normaliser says what it makes of a number x,
-// and the derivative there (at), once for vectors and scalars on the CPU and for CUDA. That of a
-// table says which row a pair reads (row), times which factor, whether both depend on k - i alone
-// (kRelative), and whether the table and its parameters have a meaning (fits).
+// with i = q + Tk - Tq. The struct of a transform or normaliser gives its value and derivative at x
+// (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table says
+// which row a pair of positions reads (row), by which factor it is multiplied (factor), whether
+// both depend on k - i alone (kRelative), and whether the table and its parameters are valid
+// (fits).
 //
-// To add a rule: its struct here, and a line in OMNIATTN_SCORE_RULES. A struct without one of the
-// members does not compile.
+// To add a rule, write its struct here and a line in OMNIATTN_SCORE_RULES. A struct that lacks a
+// member does not compile.
 #pragma once
 
 #include <math.h>  // with the float overloads in the global namespace
@@ -29,7 +32,7 @@ namespace omniattn {
   rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                      \
       rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu) \
           rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances)    \
-              rule(window, 9, Window)
+              rule(window, 9, Window) rule(program, 10, Program)
 
 enum class ScoreKind : int32_t {
   none = -1,
@@ -38,7 +41,7 @@ enum class ScoreKind : int32_t {
 #undef OMNIATTN_RULE
 };
 
-enum class ScoreRole : int32_t { head_scale, transform, bias, table, sinks, normaliser };
+enum class ScoreRole : int32_t { head_scale, transform, bias, table, program, sinks, normaliser };
 
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
@@ -53,7 +56,7 @@ struct TableTerm {
 
 namespace score_rules {
 
-// ---- functions of scalars by the names of runtime/vec.h -----------------------------------------
+// Functions of scalars by the names of runtime/vec.h.
 
 #if defined(__CUDACC__)
 using ::max;
@@ -67,9 +70,9 @@ OMNIATTN_FN double min(double a, double b) { return a < b ? a : b; }
 OMNIATTN_FN float reciprocal(float x) { return 1.0f / x; }
 OMNIATTN_FN double reciprocal(double x) { return 1.0 / x; }
 
-// ---- roles --------------------------------------------------------------------------------------
+// Roles.
 
-// kParameters: how many parameters the encoded form has.
+// kParameters: the number of parameters in the encoded form.
 struct HeadScale {
   static constexpr ScoreRole kRole = ScoreRole::head_scale;
   static constexpr int32_t kParameters = 0;
@@ -87,6 +90,10 @@ struct Table {
   static constexpr int32_t kParameters = 2;
   OMNIATTN_FN static double factor(int64_t, int64_t) { return 1.0; }
 };
+struct Program {
+  static constexpr ScoreRole kRole = ScoreRole::program;
+  static constexpr int32_t kParameters = 0;
+};
 struct Sinks {
   static constexpr ScoreRole kRole = ScoreRole::sinks;
   static constexpr int32_t kParameters = 0;
@@ -96,13 +103,14 @@ struct Normaliser {
   static constexpr int32_t kParameters = 0;
 };
 
-// A function at one place. The compiler drops the slope where only the value is used.
+// The value and derivative of a function at one point. The compiler drops the slope where only the
+// value is used.
 template <class V>
 struct ValueAndSlope {
   V value, slope;
 };
 
-// ---- transforms: g(x) ---------------------------------------------------------------------------
+// Transforms: g(x).
 
 struct Softcap : Transform {
   template <class V>
@@ -112,7 +120,7 @@ struct Softcap : Transform {
   }
 };
 
-// ---- normalisers: the weight of a logit x, 0 where x = -inf -------------------------------------
+// Normalisers: the weight of a logit x, 0 where x = -inf.
 
 struct Sigmoid : Normaliser {
   template <class V>
@@ -132,9 +140,9 @@ struct SquaredRelu : Normaliser {
   }
 };
 
-// ---- tables -------------------------------------------------------------------------------------
+// Tables.
 
-// One row, the slopes: -slope * |k - i|.
+// ALiBi: the one row holds the slopes; the term is -slope * |k - i|.
 struct Alibi : Table {
   static constexpr bool kRelative = true;
   OMNIATTN_FN static int64_t row(const TableTerm&, int64_t, int64_t) { return 0; }
@@ -144,8 +152,8 @@ struct Alibi : Table {
   OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) { return term.rows == 1; }
 };
 
-// Bucket of T5 (spec attention 15): near distances have one each, farther ones share on a
-// logarithmic scale, floor(steps * ln(far / exact) / ln(limit / exact)) as powers of integers.
+// Bucket of T5: near distances have one each, farther ones share buckets on a logarithmic scale,
+// floor(steps * ln(far / exact) / ln(max_distance / exact)), found by powers instead of logarithms.
 OMNIATTN_FN int64_t t5_bucket(int64_t distance, bool bidirectional, int64_t buckets,
                               int64_t max_distance) {
   const int64_t count = bidirectional ? buckets / 2 : buckets;
@@ -165,7 +173,7 @@ OMNIATTN_FN int64_t t5_bucket(int64_t distance, bool bidirectional, int64_t buck
   return side + exact + (step < steps ? step : steps - 1);
 }
 
-// T5: row = bucket of k - i; a: whether both directions count, b: max distance.
+// T5: row = bucket of k - i; a: whether both directions count; b: max distance.
 struct Buckets : Table {
   static constexpr bool kRelative = true;
   OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {
@@ -177,7 +185,7 @@ struct Buckets : Table {
   }
 };
 
-// row = k - i + a, kept inside the table.
+// row = k - i + a, clamped to the table.
 struct Distances : Table {
   static constexpr bool kRelative = true;
   OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {
@@ -187,7 +195,7 @@ struct Distances : Table {
   OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) { return term.rows >= 1; }
 };
 
-// Swin: row = difference of the places in a window of a rows and b columns.
+// Swin: the row is the offset between two places in a window of a rows and b columns.
 struct Window : Table {
   static constexpr bool kRelative = false;
   OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {

@@ -22,8 +22,7 @@ OMNIATTN_FN bool contains(Range outer, Range inner) {
   return outer.begin <= inner.begin && inner.end <= outer.end;
 }
 
-// The key that query 0 is aligned with when the last query meets the last key (spec R5,
-// bottom-right).
+// The key that query 0 is aligned with when the last query is aligned with the last key.
 OMNIATTN_FN int64_t bottom_right_offset(int64_t tq, int64_t tk) { return tk - tq; }
 
 // Query head -> key/value head of its group.

@@ -1,5 +1,5 @@
-// Where the sequences of a call lie in its tensors. csrc/ops resolves a layout: kernels get one
-// problem per sequence, each with lengths of its own.
+// Where the sequences of a call lie in its tensors. On the CPU csrc/ops turns a layout into one
+// problem per sequence; CUDA kernels read SequenceRows.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace omniattn {
 
-// A layout is encoded in place of the first mask rule; the numbers are none of MaskKind's.
+// A layout is encoded in place of the first mask rule; its numbers differ from those of MaskKind.
 enum class LayoutKind : int32_t {
   packed = 13,  // B = 1; sequence n has the rows cu_q[n] .. cu_q[n + 1] of q, at most a, and the
                 // rows cu_k[n] .. cu_k[n + 1] of k and v, at most b
   cached = 14,  // sequence n has the first lengths[n] rows of k and v
-  paged = 15,   // the same of pages of k and v; row n of a table lists those of sequence n
+  paged = 15,   // as cached, in pages of k and v; row n of a table lists the pages of sequence n
 };
 
-// A call may be a part of a whole one: then these come first, in place of a layout, and masks, side
-// tensors, bias, table term and dropout are those of the whole. Parts of the keys are put together
-// by merge_attention.
+// A call may be a part of a larger one. These entries then come first, in place of a layout, and
+// masks, side tensors, bias, table term and dropout refer to the larger call. merge_attention
+// combines parts of the keys.
 enum class PartKind : int32_t {
   queries = 17,  // q has the rows a .. a + Tq of b
   keys = 18,     // k and v have the rows a .. a + Tk of b; a is a multiple of 4 if there is dropout
@@ -29,17 +29,17 @@ OMNIATTN_FN bool is_part(int64_t code) {
          code == static_cast<int64_t>(PartKind::keys);
 }
 
-// Where the sequences of a packed or cached batch lie, for kernels that read it themselves (CUDA;
-// on the CPU each is a problem of its own): sequence n has the rows q[n] .. q[n + 1] of q and k[n]
-// .. k[n + 1] of k and v, or with q == nullptr entry n of q and the first k[n] rows of entry n of k
-// and v. k == nullptr: an ordinary batch.
+// Where the sequences of a batch lie, for CUDA kernels. Packed: sequence n has the rows
+// q[n] .. q[n + 1] of q and k[n] .. k[n + 1] of k and v. Cached (q == nullptr): sequence n has
+// entry n of q and the first k[n] rows of entry n of k and v. Neither (k == nullptr): an ordinary
+// batch.
 struct SequenceRows {
   const int64_t *q, *k;
   int64_t rows_q, rows_k;  // of the tensors; of a paged batch rows_k is the number of pages
 };
 
-// Which page of k and v holds a run of keys: key t of batch entry b is row t % size of page table[b
-// stride_b + t / size], and k and v are (pages, size, Hkv, D).
+// The pages of a paged batch. k and v are (pages, size, Hkv, D), and key t of batch entry b is row
+// t % size of page table[b * stride_b + t / size].
 struct PageView {
   const int64_t* table;  // null: k and v are (B, Tk, Hkv, D)
   int64_t stride_b, size;

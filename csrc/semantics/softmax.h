@@ -1,7 +1,7 @@
 // Online softmax: a row keeps its running maximum m in the unit of logits (see score.h), the sum l
-// of e^(s - m) and the unnormalised output. What a row without a visible key gives is defined here
-// and nowhere else: output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row has
-// seen before any other. Other normalisers (see score_rules.h) need no m and l; their lse is 0.
+// of e^(s - m) and the unnormalised output. The result of a row without a visible key is defined
+// here and nowhere else: output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row
+// sees before all others. Other normalisers (see score_rules.h) need no m and l; their lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -14,27 +14,27 @@ OMNIATTN_FN T negative_infinity() {
   return -static_cast<T>(__builtin_inf());
 }
 
-// Subtracted in the exponent; a row that has seen no key yet subtracts 0, so that 2^(-inf) = 0,
-// never NaN.
+// The shift in the exponent: m, or 0 for a row that has seen no key yet, so that its 2^(-inf) is 0
+// and not NaN.
 template <class T>
 OMNIATTN_FN T softmax_shift(T m) {
   return m == negative_infinity<T>() ? T(0) : m;
 }
 
-// l of a row that has seen nothing but a sink with logit m, or nothing (m = -inf).
+// l of a row before its first key: 1 for a sink with logit m, 0 without a sink (m = -inf).
 template <class T>
 OMNIATTN_FN T softmax_initial_sum(T m) {
   return m == negative_infinity<T>() ? T(0) : T(1);
 }
 
-// Factor of the unnormalised output at the end.
+// The final factor of the unnormalised output.
 template <class T>
 OMNIATTN_FN T softmax_normaliser(T l) {
   return l > T(0) ? T(1) / l : T(0);
 }
 
-// The natural-log lse of a row, and what it lost when it was rounded: a sum l of any size where m
-// is at an end of the range. Only value + tail gives probabilities whose sum is 1.
+// The lse of a row in natural units, and what was lost in rounding it: near the ends of the range
+// of m, that may be all of ln l. Only value + tail gives probabilities whose sum is 1.
 template <class T>
 struct Lse {
   T value, tail;
@@ -57,7 +57,7 @@ OMNIATTN_FN T softmax_tail_exponent(T tail) {
   return tail * -T(kLog2E);
 }
 
-// What a row ends with, for any normaliser.
+// The final factor and the lse of a row, for any normaliser.
 template <class T>
 OMNIATTN_FN T row_factor(const Score& score, T l) {
   return is_softmax(score) ? softmax_normaliser(l) : T(1);

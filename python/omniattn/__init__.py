@@ -1,7 +1,7 @@
 """omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA.
 
-`functional` has the ops, `reference` their eager definitions, `modules` and `models` what is built
-from them, `training` trains the models, `hf` runs Hugging Face transformers on the ops.
+`functional` has the ops, `reference` their eager definitions, `modules` and `models` build on them,
+`training` trains the models, `hf` runs Hugging Face transformers on the ops.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LAZY = ("hf", "models", "modules", "training")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports a subpackage at its first use: `import omniattn` takes no longer for them."""
+    """Imports a subpackage at its first use, so that `import omniattn` stays fast."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return importlib.import_module(f"{__name__}.{name}")
-    except ImportError as error:  # hasattr and help() take nothing but an AttributeError
+    except ImportError as error:  # hasattr and help() expect an AttributeError
         raise AttributeError(str(error)) from error
 
 

@@ -25,6 +25,10 @@ def test_baselines_compute_the_same(op):
                 actual = call.run(baseline)
             except NotImplementedError:
                 continue
-            if all(case.sizes.values()) and case.label not in ("emptyrows", "nothing"):
+            if all(case.sizes.values()) and case.label not in (
+                "emptyrows",
+                "nothing",
+                "impossible",
+            ):
                 expected = call.run(spec.reference)
                 torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

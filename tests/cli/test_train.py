@@ -228,7 +228,7 @@ def test_a_run_remembers_its_data(tmp_path, text, capsys, monkeypatch):
     moved = text.rename(tmp_path / "moved")
     message = fails(capsys, tmp_path / "o", *resume)
     assert f"cannot read {text}: No such file" in message
-    assert "name the new place of the run's data with --data" in message
+    assert "give the new path of the run's data with --data" in message
     assert train(tmp_path / "o", *resume, "--data", moved) == 0
     assert train(tmp_path / "o", *resume, "--data", moved, "--steps", 4) == 0
     assert train(tmp_path / "o", *resume, "--steps", 5) == 0  # the new place is remembered

@@ -33,8 +33,9 @@ def test_an_op_without_a_kernel_explains_itself(op):
 @needs_no_gpu
 def test_a_loaded_library_says_what_it_has(monkeypatch):
     monkeypatch.setattr(_library, "cuda_unavailable", None)
-    monkeypatch.setattr(_library, "ops_of", lambda device: ["norm", "rope"])
-    message = r"attention: .*'cuda' \(there is one for norm, rope\)"
+    ops = ["add_norm", "norm", "norm_backward", "norm_only", "rope", "rope_"]
+    monkeypatch.setattr(_library, "ops_of", lambda device: ops)
+    message = r"attention: .*'cuda' \(there is one for apply_rotary, layer_norm, rms_norm\)"
     with pytest.raises(NotImplementedError, match=message):
         _library._explain("attention_raw")()
 

@@ -139,9 +139,6 @@ OWN_ATTENTION = {
     "MptAttention": lambda: hf.MptForCausalLM(
         hf.MptConfig(vocab_size=97, d_model=48, n_layers=2, n_heads=4)
     ),
-    "FalconAttention": lambda: hf.FalconForCausalLM(
-        hf.FalconConfig(**SMALL, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
-    ),
     "GPTJAttention": lambda: hf.GPTJForCausalLM(
         hf.GPTJConfig(**SMALL, n_embd=48, n_layer=2, n_head=4, rotary_dim=4)
     ),
@@ -204,6 +201,11 @@ def test_layers_left_alone_are_logged(caplog):
             'use experts_implementation="eager"',
         ),
         ("WARNING", f"patch: linear: 1 Linear unchanged: {replaced}"),
+        (
+            "WARNING",
+            "patch: loss: 1 MixtralForCausalLM unchanged: it makes logits: its head is a "
+            "torch.nn.modules.linear.Linear with a forward of its own",
+        ),
         ("WARNING", f"patch: mlp: 1 LlamaMLP unchanged: {hooked}"),
     ]
     hook.remove()

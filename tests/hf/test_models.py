@@ -5,73 +5,9 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from eager_models import DECODER, DECODERS, OTHERS, SIZES, batch, pair, tokens
 
 from omniattn.hf import patch
-
-_SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_ENCODER = {**_SIZES, "initializer_range": 0.2}
-_DECODER = {
-    **_ENCODER,
-    "vocab_size": 97,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-
-DECODERS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER)),
-    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_DECODER, sliding_window=5)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**_DECODER, **_WINDOW, head_dim=12, attn_logit_softcapping=2.0)
-    ),
-    "qwen2": lambda: hf.Qwen2ForCausalLM(
-        hf.Qwen2Config(**_DECODER, **_WINDOW, use_sliding_window=True)
-    ),
-    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_DECODER, head_dim=20)),
-    "gpt_oss": lambda: hf.GptOssForCausalLM(
-        hf.GptOssConfig(
-            **_DECODER, **_WINDOW, head_dim=12, num_local_experts=4, num_experts_per_tok=2
-        )
-    ),
-    "deepseek_v3": lambda: hf.DeepseekV3ForCausalLM(
-        hf.DeepseekV3Config(
-            **{**_DECODER, "num_key_value_heads": 4},
-            q_lora_rank=24,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=4,
-            v_head_dim=10,
-            moe_intermediate_size=24,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-        )
-    ),
-}
-
-
-def pair(make, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """The same random weights twice: with eager attention and with ours."""
-    torch.manual_seed(seed)
-    eager = make().eval()
-    for name, p in eager.named_parameters():
-        if "sinks" in name or "bias" in name:
-            nn.init.normal_(p)
-    ours = copy.deepcopy(eager)
-    eager.set_attn_implementation("eager")
-    ours.set_attn_implementation("omniattn")
-    return eager, ours
 
 
 def assert_equal_training(eager, ours, run) -> None:
@@ -93,10 +29,6 @@ def assert_equal_training(eager, ours, run) -> None:
                 atol=1e-4 * scale + 1e-6,
                 msg=lambda m, n=name: f"{n}: {m}",
             )
-
-
-def tokens(batch: int = 2, length: int = 19) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, length))
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -125,109 +57,6 @@ def test_decoders_train_as_with_eager_attention(name, padding):
         return out.loss, out.logits[real]
 
     assert_equal_training(eager, ours, run)
-
-
-#: Other models, each with what it reads: see `batch`.
-OTHERS = {
-    "bert": ("text", lambda: hf.BertForMaskedLM(hf.BertConfig(**_ENCODER, vocab_size=97))),
-    "modernbert": (
-        "text",
-        lambda: hf.ModernBertForMaskedLM(
-            hf.ModernBertConfig(
-                **_ENCODER,
-                vocab_size=97,
-                local_attention=6,
-                global_attn_every_n_layers=2,
-                pad_token_id=0,
-            )
-        ),
-    ),
-    "gpt2": (
-        "text",
-        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4)),
-    ),
-    "t5": (
-        "pairs",
-        lambda: hf.T5ForConditionalGeneration(
-            hf.T5Config(
-                vocab_size=97,
-                d_model=48,
-                d_kv=12,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                relative_attention_num_buckets=8,
-                relative_attention_max_distance=12,
-                decoder_start_token_id=0,
-                dropout_rate=0.0,
-            )
-        ),
-    ),
-    "bart": (
-        "pairs",
-        lambda: hf.BartForConditionalGeneration(
-            hf.BartConfig(
-                vocab_size=97,
-                d_model=48,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                encoder_ffn_dim=64,
-                decoder_ffn_dim=64,
-                init_std=0.2,
-                dropout=0.0,
-            )
-        ),
-    ),
-    "vit": (
-        "images",
-        lambda: hf.ViTForImageClassification(
-            hf.ViTConfig(**_ENCODER, image_size=20, patch_size=4, num_labels=5)
-        ),
-    ),
-    "swin": (
-        "images",
-        lambda: hf.SwinForImageClassification(
-            hf.SwinConfig(
-                image_size=32,
-                patch_size=2,
-                embed_dim=12,
-                depths=[2, 2],
-                num_heads=[2, 3],
-                window_size=4,
-                num_labels=5,
-                drop_path_rate=0.0,
-                initializer_range=0.2,
-            )
-        ),
-    ),
-    "clip": (
-        "captions",
-        lambda: hf.CLIPModel(
-            hf.CLIPConfig(
-                text_config={**_SIZES, "vocab_size": 97, "eos_token_id": 96},
-                vision_config={**_SIZES, "image_size": 20, "patch_size": 4},
-                projection_dim=24,
-            )
-        ),
-    ),
-}
-
-
-def batch(kind: str, config, real: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Arguments of a model that give a loss; of text, (B, T), only the `real` tokens count."""
-    if kind == "images":
-        pixels = torch.randn(2, 3, config.image_size, config.image_size)
-        return {"pixel_values": pixels, "labels": torch.tensor([1, 4])}
-    x = tokens()
-    text = {"input_ids": x, "attention_mask": real.long()}
-    if kind == "text":
-        return text | {"labels": x.masked_fill(~real, -100)}
-    if kind == "pairs":
-        return text | {"labels": x[:, :9].contiguous()}
-    x[:, -9] = 96
-    return text | {"pixel_values": torch.randn(2, 3, 20, 20), "return_loss": True}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -272,7 +101,7 @@ _NLLB = {
     **{"decoder_ffn_dim": 64, "num_experts": 4, "expert_capacity": 8, "init_std": 0.2},
     **{"encoder_sparse_step": 1, "decoder_sparse_step": 1, "dropout": 0.0, "pad_token_id": 1},
 }
-_SHORT = {**_DECODER, "num_key_value_heads": 1, "q_lora_rank": 24, "o_lora_rank": 12}
+_SHORT = {**DECODER, "num_key_value_heads": 1, "q_lora_rank": 24, "o_lora_rank": 12}
 #: Models in which modules outside attention read the mask.
 MASK_READERS = {
     "nllb_moe": lambda: hf.NllbMoeForConditionalGeneration(hf.NllbMoeConfig(**_NLLB)),
@@ -317,7 +146,7 @@ OWN_ATTENTION = {
     "mpt": (hf.MptForCausalLM, hf.MptConfig(vocab_size=97, d_model=32, n_heads=2), "MptAttention"),
     "falcon": (hf.FalconForCausalLM, hf.FalconConfig(**_OLD), "FalconAttention"),
     "deberta": (hf.DebertaModel, hf.DebertaConfig(**_OLD), "DisentangledSelfAttention"),
-    "git": (hf.GitForCausalLM, hf.GitConfig(**_OLD, vision_config=_SIZES), "GIT_SELF_ATTENTION"),
+    "git": (hf.GitForCausalLM, hf.GitConfig(**_OLD, vision_config=SIZES), "GIT_SELF_ATTENTION"),
 }
 
 
@@ -408,7 +237,7 @@ def test_additive_masks_of_users(lowest):
 
 
 def test_a_compiled_patched_model_trains_as_an_eager_one():
-    config = hf.MistralConfig(**{**_DECODER, "num_hidden_layers": 1}, sliding_window=5)
+    config = hf.MistralConfig(**{**DECODER, "num_hidden_layers": 1}, sliding_window=5)
     eager, ours = pair(lambda: hf.MistralForCausalLM(config))
     x = tokens()
     real = torch.ones_like(x)

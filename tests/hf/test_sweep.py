@@ -1,6 +1,6 @@
 """Every type of model of transformers that builds from a small config, against its eager attention:
-outputs, gradients and generation, unpadded and padded on both sides, with
-attn_implementation="omniattn" and with omniattn.hf.patch.
+outputs, gradients, weights and generation, unpadded and padded on both sides, with
+attn_implementation="omniattn" and with omniattn.hf.patch, then also its loss without logits.
 
 A model gives the same or is refused by name. docs/hf.md says which, and the test holds it to that:
 
@@ -11,6 +11,7 @@ A model gives the same or is refused by name. docs/hf.md says which, and the tes
 
 import contextlib
 import copy
+import inspect
 import re
 import sys
 import textwrap
@@ -41,6 +42,10 @@ WRONG_IN_EAGER = {
     "nemotron_asr_streaming": _LOGICAL_NOT,
     "nemotron_asr_streaming_encoder": _LOGICAL_NOT,
 }
+#: Models whose weights are not compared.
+OTHER_WEIGHTS = dict.fromkeys(WRONG_IN_EAGER, "sdpa gives none") | dict.fromkeys(
+    ("granite_swa", "granitemoe_swa"), "eager gives them as if there were no sink"
+)
 
 
 def tensors(output) -> list[Tensor]:
@@ -74,7 +79,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], what: str) -> Non
         assert torch.equal(a.isfinite(), finite), what
         if finite.any():
             error = (a - e)[finite].abs().max().item()
-            # Some gradients, such as that of a bias of the keys, are zero but for rounding.
+            # Some gradients, such as that of a bias of the keys, are zero up to rounding.
             bound = 1e-3 * e[finite].abs().max().item() + 1e-5 * largest
             assert error <= bound, f"{what} by {error:.1e} of {largest:.1e}"
 
@@ -96,6 +101,12 @@ def cases(model) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
     return found
 
 
+def weights(output) -> list[Tensor]:
+    """The attention weights that a model gives."""
+    parts = [(name, part) for name, part in output.items() if "attentions" in name]
+    return [x for _, part in parts for x in tensors(part)]
+
+
 def results(model) -> dict[str, list[Tensor]]:
     """All that is compared, by what it is."""
     found = {}
@@ -112,6 +123,9 @@ def results(model) -> dict[str, list[Tensor]]:
         sum((x * torch.randn(x.shape, generator=generator)).sum() for x in outputs).backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found["gradients"] = list(grads.values())
+    with contextlib.suppress(TypeError, ValueError), torch.no_grad():  # not of all models
+        given, _ = next(iter(cases(model).values()))
+        found["weights"] = weights(model(**given, output_attentions=True))
     if model.can_generate() and "input_ids" in given and "pixel_values" not in given:
         given, _ = list(cases(model).values())[-1]
         given = {n: x for n, x in given.items() if not n.startswith("decoder_")}
@@ -123,9 +137,34 @@ def results(model) -> dict[str, list[Tensor]]:
 
 def compare(model, expected: dict[str, list[Tensor]], how: str) -> None:
     actual = results(model)
+    if "weights" not in expected:
+        actual.pop("weights", None)
     assert actual.keys() == expected.keys(), f"{how}: {expected.keys() ^ actual.keys()}"
     for name in expected:
         assert_close(actual[name], expected[name], f"{how}: {name} differ")
+
+
+def losses(model, **options) -> list[Tensor] | None:
+    """The loss of a language model and its gradients, None if it has none for its inputs."""
+    given, _ = next(iter(cases(model).values()))
+    labels = given.get("decoder_input_ids", given.get("input_ids"))
+    if "labels" not in inspect.signature(model.forward).parameters or labels is None:
+        return None
+    model.zero_grad()
+    output = model(**given, labels=labels, **options)
+    output["loss"].backward()
+    return [output["loss"], *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def compare_losses(eager, patched) -> None:
+    """With and without logits, where `patch` has changed the loss of a model."""
+    try:
+        expected = losses(eager)
+    except Exception:
+        return  # labels of another kind
+    options = {"skip_logits": True} if hasattr(type(patched), "omniattn_original") else {}
+    if expected is not None:
+        assert_close(losses(patched, **options), expected, "patch: losses differ")
 
 
 def refused(error: NotImplementedError) -> str:
@@ -143,6 +182,8 @@ def try_model(model_type: str, dtype: torch.dtype) -> tuple[str, str]:
         if model_type in WRONG_IN_EAGER:
             eager.set_attn_implementation("sdpa")
         expected = results(eager)
+        if model_type in OTHER_WEIGHTS:
+            expected.pop("weights", None)
         if any(x.isnan().any() for found in expected.values() for x in found):
             raise ArithmeticError("eager attention gives NaN")
     except Exception as error:
@@ -160,6 +201,7 @@ def try_model(model_type: str, dtype: torch.dtype) -> tuple[str, str]:
     omniattn.hf.patch(patched)
     try:
         compare(patched, expected, "patch")
+        compare_losses(eager, patched)
     except NotImplementedError as error:
         assert how == (REFUSED, refused(error))
     return how

@@ -95,7 +95,7 @@ def test_sharded_models(name, each, one_process):
     assert omniattn.hf.patch(late) == swapped
     shard(late, each)
     for sharded in (model, late):
-        output = sharded(x, labels=x)
+        output = sharded(x, labels=x, skip_logits=False)
         output.loss.backward()
         assert all(p.grad is not None for p in sharded.parameters())
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)

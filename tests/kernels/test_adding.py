@@ -108,12 +108,12 @@ def build(folder, rules, last, lines, structs, program):
 
 
 def build_mask(folder, struct):
-    line = "rule(checkerboard, 19, Checkerboard)"
+    line = "rule(checkerboard, 1000, Checkerboard)"
     return build(folder, "mask_rules", "neighbours", line, [struct], MASK_PROGRAM)
 
 
 def build_scores(folder, structs):
-    lines = "rule(softsign, 10, Softsign) rule(sides, 11, Sides)"
+    lines = "rule(softsign, 30, Softsign) rule(sides, 31, Sides)"
     return build(folder, "score_rules", "window", lines, structs, SCORE_PROGRAM)
 
 

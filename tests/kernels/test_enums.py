@@ -8,7 +8,8 @@ import pytest
 from omniattn import config
 from omniattn.cli import info
 from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
-from omniattn.encoding.scores import ScoreKind
+from omniattn.encoding.options import ScoreKind
+from omniattn.encoding.score_program import ProgramOp
 from omniattn.functional import _attention, _mask
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES
@@ -36,6 +37,11 @@ def rules(path):
     return {name: int(number) for name, number in found}
 
 
+def program_ops():
+    found = re.findall(r"\bop\((\w+), (\d+), \d,", source("semantics/score_program.h"))
+    return {name: int(number) for name, number in found}
+
+
 def isa_levels():
     table = re.findall(r"\blevel\((\w+), [^,]+,[^,]+,[^)]*\)", source("runtime/isa.h"))
     return {name: number for number, name in enumerate(table)}
@@ -56,6 +62,7 @@ def by_name(kinds):
             rules("semantics/score_rules.h"),
             {kind.name.lower(): int(kind) for kind in ScoreKind},
         ),
+        (program_ops(), {op.name.lower(): int(op) for op in ProgramOp}),
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
         (
@@ -63,7 +70,7 @@ def by_name(kinds):
             {name: number for number, name in enumerate(config.CPU_ISAS)},
         ),
     ],
-    ids=["masks", "layouts", "parts", "scores", "activations", "gates", "isas"],
+    ids=["masks", "layouts", "parts", "scores", "programs", "activations", "gates", "isas"],
 )
 def test_enums_match(native, python):
     assert native == python
@@ -75,7 +82,7 @@ def test_every_isa_is_explained():
 
 def test_constants_match():
     assert constant("semantics/mask_rules.h", "kPatternBlock") == BLOCK
-    assert constant("semantics/mask_rules.h", "kMaskParamLimit") == _attention._LONGEST + 1
+    assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention._LONGEST + 1
     tile = [
         constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
     ]

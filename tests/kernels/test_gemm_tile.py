@@ -28,7 +28,7 @@ def encode(x, dtype):
 
 
 def strided(x, stride, dtype):
-    """The rows of x at a distance of `stride`, NaN between them and nothing behind the last."""
+    """The rows of x with row stride `stride`, NaN between them and nothing after the last."""
     rows, cols = x.shape
     flat = np.full((rows - 1) * stride + cols, 0xFFFF, np.uint16)
     if NUMPY[dtype] != np.uint16:
@@ -39,7 +39,7 @@ def strided(x, stride, dtype):
 
 
 def pairs(x):
-    """(k, m) -> (ceil(k / 2), m, 2), zero behind an odd k."""
+    """(k, m) -> (ceil(k / 2), m, 2), padded with zero if k is odd."""
     k, m = x.shape
     padded = np.zeros((k + k % 2, m), x.dtype)
     padded[:k] = x

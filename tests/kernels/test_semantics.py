@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from omniattn import _kernels as kernels
-from omniattn.encoding.masks import MaskKind
-from omniattn.encoding.scores import ScoreKind
+from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind
+from omniattn.encoding.options import NORMALISERS, TRANSFORMS, ScoreKind
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
 NEIGHBOURS = MaskKind.NEIGHBOURS
 BIAS, SOFTCAP, SINKS, HEAD_SCALE, SIGMOID, RELU2 = list(ScoreKind)[:6]
+CAPS = [ScoreKind[name.upper()] for name in TRANSFORMS]
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
 B, H = 2, 2
 
@@ -63,6 +64,11 @@ def programs():
     yield from patterns()
     yield [BOTTOM_RIGHT, -1, 0, -1, FIXED, 4, 1, -1, DOCUMENTS, 0, 0, 3]
     yield [BOTTOM_RIGHT, 6, 6, -1, DILATED, 2, 0, -1]
+
+
+def test_every_rule_is_compared():
+    compared = {kind for program in programs() for kind in program[::4]}
+    assert compared == set(MaskKind) - {*LAYOUTS, *PARTS}
 
 
 def neighbours(i, size, dilation, tk):
@@ -328,10 +334,10 @@ def test_score_factors():
 @pytest.mark.parametrize("kind", ScoreKind)
 def test_logits_are_natural_unless_all_weights_are_powers_of_scores(kind):
     pre, _, chain = kernels.make_score(0.125, [kind], 1.0)
-    post = kernels.make_score(0.125, [kind, SOFTCAP], 1.0)[1]
-    unit = math.log2(math.e) if kind in (SOFTCAP, HEAD_SCALE) else 1
+    post = kernels.make_score(0.125, [kind] if kind in CAPS else [kind, SOFTCAP], 1.0)[1]
+    unit = math.log2(math.e) if kind in (*CAPS, HEAD_SCALE) else 1
     assert post == pytest.approx(unit)
-    if kind != SOFTCAP:
+    if kind not in CAPS:
         assert (pre, chain) == pytest.approx((0.125 * unit, 1 / unit))
 
 
@@ -340,6 +346,10 @@ FUNCTIONS = {
     SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
     RELU2: lambda x: np.maximum(x, 0) ** 2,
 }
+
+
+def test_every_function_of_a_score_is_compared():
+    assert set(FUNCTIONS) == {ScoreKind[name.upper()] for name in (*TRANSFORMS, *NORMALISERS)}
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

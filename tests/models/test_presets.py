@@ -11,6 +11,7 @@ import transformers
 from omniattn.models import (
     PRESETS,
     Bert,
+    BertClassifierConfig,
     BertConfig,
     DeepSeekConfig,
     GPT2Config,
@@ -53,6 +54,9 @@ SMALL = {
     "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
     "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
     "bert": BertConfig(**_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1),
+    "bert-classifier": BertClassifierConfig(
+        **_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1, classes=5
+    ),
     "vit": ViTConfig(**_IMAGES, patch=8, dim=48, num_layers=2, num_heads=4),
     "swin": SwinConfig(**_IMAGES, patch=4, dim=24, depths=(2, 1, 1), heads=(2, 3, 4), window=2),
 }
@@ -95,7 +99,7 @@ def test_a_config_survives_json(name):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-#: What the releases' files say beside the defaults of their configs in transformers.
+#: What the releases' files say in addition to the defaults of their configs in transformers.
 FILES = {
     "llama-2-7b": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "gpt2-small": {},
@@ -172,6 +176,7 @@ def test_transformers_gives_the_same_logits(name):
         ("gpt2", "n_inner", 50),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
+        ("bert-classifier", "classifier_dropout", 0.3),
         ("vit", "intermediate_size", 100),
         ("swin", "mlp_ratio", 2.0),
     ],
@@ -200,6 +205,34 @@ def test_conversion_says_what_it_cannot_do():
         replace(SMALL["deepseek"], mscale=1.0).to_hf()
     with pytest.raises(NotImplementedError, match="got mtp_depths=1"):
         replace(SMALL["deepseek"], mtp_depths=1).to_hf()
+
+
+@torch.no_grad()
+def test_bert_pools_the_first_token_as_transformers_does():
+    torch.manual_seed(0)
+    ours = SMALL["bert-classifier"].build(dtype=torch.float64).eval()
+    tokens, labels = torch.randint(97, (2, 33)), torch.tensor([4, 0])
+    theirs = ours.to_hf()
+    torch.testing.assert_close(ours.pooled(tokens), theirs.bert(tokens).pooler_output)
+    torch.testing.assert_close(ours(tokens, labels), theirs(tokens, labels=labels).loss)
+
+
+@torch.no_grad()
+def test_vit_pools_by_the_mean_of_the_patches():
+    torch.manual_seed(0)
+    model = replace(SMALL["vit"], pool="mean").build(dtype=torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    assert "class_token" not in model.state_dict()
+    images = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    x = model.patches(images).flatten(1, 2) + model.embed_positions.weight
+    for layer in model.layers:
+        x = sum(layer(x))
+    torch.testing.assert_close(model(images), model.head(model.norm(x).mean(1)))
+    with pytest.raises(ValueError, match="ViTConfig: pool must be one of"):
+        replace(SMALL["vit"], pool="max")
+    with pytest.raises(NotImplementedError, match="pool must be 'token' in transformers"):
+        model.to_hf()
 
 
 @torch.no_grad()

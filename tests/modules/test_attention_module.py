@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_checks import assert_same_gradients, in_steps
 
 from omniattn.modules import Attention, KVCache, RotaryEmbedding
 
@@ -72,14 +73,7 @@ def test_equals_torch(kv_heads, qk_norm, cross):
     actual = layer(x, source)
     expected = by_hand(layer, x, source if cross else x)
     torch.testing.assert_close(actual, expected)
-    grad = torch.randn_like(actual)
-    inputs = [x, *layer.parameters()]
-    for a, e in zip(
-        torch.autograd.grad(actual, inputs, grad),
-        torch.autograd.grad(expected, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e)
+    assert_same_gradients(actual, expected, [x, *layer.parameters()])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
@@ -89,12 +83,7 @@ def test_prefill_and_steps_equal_the_full_forward(window):
     rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
     x = torch.randn(2, 11, 24)
     full = layer(x, rope=rotary(torch.arange(11)))
-    cache = layer.new_state(2, 11)
-    parts = [
-        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), state=cache)
-        for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(in_steps(layer, x, rotary)[0], full, rtol=1e-4, atol=2e-5)
 
 
 @torch.no_grad()
@@ -177,6 +166,10 @@ def test_dropout_acts_in_training_only():
         ({"dim": 8, "num_heads": 4, "gate_activation": "relu"}, "'relu'"),
         ({"dim": 8, "num_heads": 4, "softcap": -1.0}, "softcap=-1.0"),
         ({"dim": 8, "num_heads": 4, "dropout_p": 2.0}, "dropout_p=2.0"),
+        ({"dim": 8, "num_heads": 4, "normaliser": "relu"}, "'relu'"),
+        ({"dim": 8, "num_heads": 4, "normaliser": "sigmoid", "sinks": True}, "sinks need softmax"),
+        ({"dim": 8, "num_heads": 4, "norm_n": 4}, "norm_n needs sigmoid, got norm_n=4"),
+        ({"dim": 8, "num_heads": 4, "qk_norm_offset": 1.0}, "qk_norm=None, qk_norm_offset=1.0"),
         ({"dim": 8, "num_heads": 4, "window_size": (-3, 0)}, r"window_size=\(-3, 0\)"),
     ],
 )
@@ -268,6 +261,64 @@ def test_nested_sequences_that_do_not_fit():
     )
     with pytest.raises(ValueError, match=r"x must be a jagged nested tensor .* without holes"):
         layer(holes, holes)
+
+
+@pytest.mark.parametrize("norm_n", [None, 1, 20])
+@pytest.mark.parametrize("cross", [False, True])
+def test_sigmoid_attention(cross, norm_n):
+    options = {"normaliser": "sigmoid", "norm_n": norm_n, "causal": not cross, "cross": cross}
+    layer = Attention(12, 3, init_std=0.5, **options, dtype=torch.float64)
+    x, source = torch.randn(2, 5, 12).double(), torch.randn(2, 7, 12).double()
+    seen = source if cross else x
+    q, k, v = (
+        p(t).unflatten(-1, (3, -1)).transpose(1, 2)
+        for p, t in ((layer.q_proj, x), (layer.k_proj, seen), (layer.v_proj, seen))
+    )
+    bias = torch.randn(5, seen.shape[1]).double()
+    scores = q @ k.mT / 2 + bias - math.log(norm_n or seen.shape[1])
+    hidden = torch.ones(5, seen.shape[1]).triu(1).bool() & (not cross)
+    out = (scores.sigmoid().masked_fill(hidden, 0) @ v).transpose(1, 2).flatten(-2)
+    got = layer(x, source if cross else None, bias=bias)
+    torch.testing.assert_close(got, layer.o_proj(out))
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@torch.no_grad()
+def test_sigmoid_attention_decodes(rolling):
+    window = {"window_size": (3, -1)} if rolling else {}
+    layer = Attention(12, 3, normaliser="sigmoid", norm_n=16, init_std=0.5, **window)
+    x = torch.randn(2, 9, 12)
+    state = layer.new_state(2, 9, rolling=rolling)
+    steps = [layer(part, state=state) for part in x.split([4, 1, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_sigmoid_attention_to_jagged_keys_counts_those_of_each_sequence():
+    layer = Attention(12, 3, normaliser="sigmoid", init_std=0.5, dtype=torch.float64)
+    rows = [torch.randn(n, 12).double() for n in (5, 1, 9)]
+    out = layer(torch.nested.nested_tensor(rows, layout=torch.jagged))
+    for row, y in zip(rows, out.unbind(), strict=True):
+        torch.testing.assert_close(y, layer(row[None])[0])
+    state = KVCache(1, 9, 3, 4, dtype=torch.float64)
+    with torch.no_grad(), pytest.raises(ValueError, match="decoding with sigmoid needs a norm_n"):
+        layer(rows[0][None], state=state)
+
+
+@pytest.mark.parametrize("qk_norm", ["rms", "rms_full"])
+def test_a_qk_norm_whose_weights_start_at_zero(qk_norm):
+    one, zero = (
+        Attention(12, 3, qk_norm=qk_norm, qk_norm_offset=offset, init_std=0.5)
+        for offset in (0.0, 1.0)
+    )
+    x, weights = torch.randn(2, 5, 12), torch.randn(2, one.q_norm.weight.numel())
+    assert not zero.q_norm.weight.any()
+    zero.load_state_dict(
+        one.state_dict() | {"q_norm.weight": weights[0], "k_norm.weight": weights[1]}
+    )
+    with torch.no_grad():
+        one.q_norm.weight.copy_(1 + weights[0])
+        one.k_norm.weight.copy_(1 + weights[1])
+    torch.testing.assert_close(zero(x), one(x))
 
 
 def test_a_normed_scale_is_the_only_one():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from layer_checks import assert_same_gradients, in_steps
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from omniattn.modules import DifferentialAttention, RotaryEmbedding
@@ -53,14 +54,7 @@ def test_equals_the_definition(form, gqa_map):
     x = torch.randn(2, 9, 48, dtype=torch.float64, requires_grad=True)
     actual, expected = layer(x), by_hand(layer, x)
     torch.testing.assert_close(actual, expected)
-    inputs = [x, *layer.parameters()]
-    grad = torch.randn_like(actual)
-    for a, e in zip(
-        torch.autograd.grad(actual, inputs, grad),
-        torch.autograd.grad(expected, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e)
+    assert_same_gradients(actual, expected, [x, *layer.parameters()])
 
 
 def test_equals_diffllama():
@@ -87,12 +81,8 @@ def test_prefill_and_steps_equal_the_full_forward(form):
     rotary = RotaryEmbedding(RotaryEmbedding.Config(6))
     x = torch.randn(2, 11, 48)
     full = layer(x, rope=rotary(torch.arange(11)))
-    cache = layer.new_state(2, 11)
-    parts = [
-        layer(x[:, a:b], rope=rotary(torch.arange(a, b)), state=cache)
-        for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
+    steps, cache = in_steps(layer, x, rotary)
+    torch.testing.assert_close(steps, full, rtol=1e-4, atol=2e-5)
     # As many bytes as multi-head attention of the same width and groups.
     assert cache.nbytes == 2 * 11 * 2 * 2 * 12 * 4
 

@@ -217,7 +217,7 @@ def test_a_second_tensor_is_jagged_like_the_first(norm):
         assert a.shape == x.shape
         assert torch.equal(a.values(), w)
     for other in (jagged(sequences()[::-1]), x.values()):
-        with pytest.raises(ValueError, match=f"{norm.__name__}: .* the boundaries of x"):
+        with pytest.raises(ValueError, match=f"{name} must be jagged with the boundaries of x"):
             layer(x, other)
 
 
@@ -247,7 +247,7 @@ def test_only_rows_of_tokens_are_taken():
     columns = x.transpose(1, 2)
     numbers = jagged([row[:, 0] for row in sequences()])
     for wrong in (strided, holes, columns, numbers):
-        with pytest.raises(ValueError, match="Dropout: x must be a jagged nested tensor"):
+        with pytest.raises(ValueError, match="dropout: x must be a jagged nested tensor"):
             layer(wrong)
 
 

@@ -13,6 +13,7 @@ from omniattn.modules import (
     Attention,
     CrossCache,
     DecoderBlock,
+    DifferentialAttention,
     GatedAttentionUnit,
     GatedMLP,
     KVCache,
@@ -146,19 +147,25 @@ def test_beams_and_copies_of_a_hybrid(model):
     torch.testing.assert_close(model(tokens[:, 5:], state=other), full[:, 5:])
 
 
+MIXERS = [
+    Attention.Config(24, 4, 2, init_std=0.5),
+    Average.Config(24),
+    DifferentialAttention.Config(24, 2, depth=1, head_dim=6, init_std=0.5),
+    GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),
+    MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
+    TransformerXLAttention.Config(24, 4, init_std=0.5),
+    TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
+]
+
+
+def test_every_mixer_is_tried():
+    mixers = {c for c in Layer.layers.values() if issubclass(c, Mixer)}
+    ours = {c for c in mixers if c.__module__.startswith("omniattn.modules")}
+    assert ours <= {config.layer for config in MIXERS}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "config",
-    [
-        Attention.Config(24, 4, 2, init_std=0.5),
-        Average.Config(24),
-        GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),
-        MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
-        TransformerXLAttention.Config(24, 4, init_std=0.5),
-        TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
-    ],
-    ids=lambda config: config.layer.__name__,
-)
+@pytest.mark.parametrize("config", MIXERS, ids=lambda config: config.layer.__name__)
 def test_every_mixer_works_in_a_block(config):
     """Steps equal the whole; the state can be copied, reordered and counted."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from layer_checks import assert_same_gradients
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from omniattn.modules import MultiHeadLatentAttention as MLA
@@ -77,15 +78,10 @@ def test_equals_deepseek_v3(q_rank, interleaved):
     expected, _ = theirs(x, twice, causal)
     actual = layer(x, rope=(cos, sin))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    grad = torch.randn_like(actual)
     names = [name for name, _ in layer.named_parameters()]
     theirs_by_name = dict(theirs.named_parameters())
-    for a, e in zip(
-        torch.autograd.grad(actual, [x, *layer.parameters()], grad),
-        torch.autograd.grad(expected, [x, *(theirs_by_name[n] for n in names)], grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+    inputs = [x, *layer.parameters()], [x, *(theirs_by_name[n] for n in names)]
+    assert_same_gradients(actual, expected, *inputs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -95,14 +91,7 @@ def test_absorption_and_decoding_equal_the_expanded_form(name):
     full = layer(x, rope=rope(layer, 11))
     absorbed = layer(x, rope=rope(layer, 11), absorb=True)
     torch.testing.assert_close(absorbed, full)
-    inputs = [x, *layer.parameters()]
-    grad = torch.randn_like(full)
-    for a, e in zip(
-        torch.autograd.grad(absorbed, inputs, grad),
-        torch.autograd.grad(full, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e)
+    assert_same_gradients(absorbed, full, [x, *layer.parameters()])
     with torch.no_grad():
         cache = layer.new_state(2, 11)
         parts = [

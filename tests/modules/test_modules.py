@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omniattn import modules, reference
+from omniattn import functional, modules, reference
 from omniattn.models.presets import TRAINED
 from omniattn.modules import (
     MLP,
@@ -24,6 +24,7 @@ from omniattn.modules import (
     MoE,
     MultiheadAttention,
     PagePool,
+    Residual,
     RMSNorm,
     RollingCache,
     RotaryEmbedding,
@@ -88,6 +89,22 @@ def test_gated_mlp(activation, act):
     x = torch.randn(3, 6)
     hidden = act(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)
     torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_mlp_of_gpt_oss():
+    config = GatedMLP.Config(
+        6, 10, "clamped_swiglu", bias=True, clamp=(1.5, 0.9), init_std=1.0, out_init_std=1.0
+    )
+    mlp, x = GatedMLP(config), torch.randn(3, 6)
+    for linear in mlp.children():
+        torch.nn.init.normal_(linear.bias)
+    gate, up = mlp.gate_proj(x).clamp(max=0.9), mlp.up_proj(x).clamp(-0.9, 0.9)
+    expected = mlp.down_proj(gate * torch.sigmoid(1.5 * gate) * (up + 1))
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="GatedMLP: clamp must be"):
+        GatedMLP(6, 10, clamp=(1.0,))
+    with pytest.raises(ValueError, match="GatedMLP: limit of clamp must be"):
+        GatedMLP(6, 10, clamp=(1.0, 0.0))
 
 
 def test_mlp_equals_torch_and_drops_in_training_only():
@@ -182,7 +199,7 @@ def test_a_module_takes_its_config_or_the_fields_of_it(name):
     [
         (lambda: RMSNorm(0), ValueError, "RMSNorm: dim must be an integer >= 1, got dim=0"),
         (lambda: RMSNorm("8"), TypeError, "RMSNorm: dim must be int, got dim='8'"),
-        (lambda: RMSNorm(8, epsilon=1.0), TypeError, "got 8, epsilon=1.0 (RMSNorm.Config."),
+        (lambda: RMSNorm(8, epsilon=1.0), TypeError, "the fields are dim, eps, offset, casting"),
         (lambda: RMSNorm(NORM, eps=1.0), TypeError, "unexpected keyword argument 'eps'"),
         (
             lambda: GatedMLP(MLP.Config(6, 10)),
@@ -194,6 +211,40 @@ def test_a_module_takes_its_config_or_the_fields_of_it(name):
 def test_wrong_fields_of_a_module_are_named(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_prints_the_arguments_that_make_its_config(name):
+    config = valid_config(name)
+    parts = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if isinstance(value := getattr(config, field.name), modules.layer.LayerConfig)
+    }
+    shown = eval(f"dict({config.as_arguments()})")  # as help(module) names them
+    assert type(config)(**shown, **parts) == config
+    built = getattr(modules, name)(config, **OTHERS.get(name, {}))
+    first = repr(built).removeprefix(f"{name}(").strip()
+    assert first.startswith(config.as_arguments()) or built.config != config  # set by its layer
+
+
+def test_whether_attention_is_causal_is_shown():
+    assert "causal=True" in repr(Attention(8, 2))
+    assert "causal=False" in repr(Attention(8, 2, causal=False))
+    assert inspect.signature(functional.attention).parameters["causal"].default is False
+
+
+def test_a_residual_takes_its_layer_and_then_its_config_or_the_fields_of_it():
+    config = Residual.Config(NORM, "sandwich")
+    for built in (
+        Residual(torch.nn.Identity(), config),
+        Residual(torch.nn.Identity(), NORM, "sandwich"),
+        Residual(layer=torch.nn.Identity(), norm=NORM, placement="sandwich", device="meta"),
+    ):
+        assert built.config == config
+        assert "placement='sandwich'" in repr(built)
+    with pytest.raises(TypeError, match="Residual: must have a Residual"):
+        Residual(torch.nn.Identity(), NORM, place="post")
 
 
 def test_a_subclass_may_have_arguments_of_its_own():

@@ -149,7 +149,7 @@ def test_bad_rotary_config(options, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rotary(scaling="yarn"), "scaling must be None or a RopeScaling, got"),
+        (lambda: rotary(scaling="yarn"), "scaling must be None, a RopeScaling or a mapping with"),
         (
             lambda: rotary(sections=(2, 2))(torch.arange(2)),
             r"positions must have shape \(2, \.\.\.",

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from layer_checks import assert_same_gradients
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -26,13 +27,7 @@ def _seed() -> None:
 
 def assert_same(actual, expected, inputs) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    grad = torch.randn_like(actual)
-    for a, e in zip(
-        torch.autograd.grad(actual, inputs[0], grad),
-        torch.autograd.grad(expected, inputs[1], grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
+    assert_same_gradients(actual, expected, *inputs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("decoder", [False, True])
@@ -216,6 +211,26 @@ def test_gated_attention_unit_is_its_definition(attention, relative, options):
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     inputs = [x, *layer.parameters()]
     assert_same(layer(x), F.linear(u * (weights @ v), layer.o_proj.weight), (inputs, inputs))
+
+
+def test_layers_of_transformer_xl_share_u_and_v():
+    config = TransformerXLAttention.Config(8, 2, init_std=0.5)
+    first = TransformerXLAttention(config, dtype=torch.float64)
+    u, v = first.r_w_bias, first.r_r_bias
+    before = u.clone()
+    second = TransformerXLAttention(config, biases=(u, v), dtype=torch.float64)
+    assert torch.equal(u, before)
+    stack = torch.nn.Sequential(first, second)
+    assert sum(p.numel() for p in stack.parameters()) == 2 * 5 * 64 + 2 * 8
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(second(x), xl_by_hand(second, x, None))
+    shared = torch.autograd.grad(stack(x).sum(), u)[0]
+    alone = TransformerXLAttention(config, dtype=torch.float64)
+    alone.load_state_dict(second.state_dict())
+    parts = torch.autograd.grad(alone(first(x)).sum(), (u, alone.r_w_bias))
+    torch.testing.assert_close(shared, sum(parts))
+    with pytest.raises(ValueError, match=r"TransformerXLAttention: v must have shape \(2, 4\)"):
+        TransformerXLAttention(config, biases=(u, torch.nn.Parameter(torch.zeros(3, 4))))
 
 
 @pytest.mark.parametrize("relative", [None, "t5", "toeplitz"])

@@ -5,9 +5,9 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference, testing
-from omniattn.ops.activation import ACTIVATIONS
+from omniattn.ops.activation import ACTIVATIONS, CLAMPED, encode
 
-FAMILY = ["swiglu", "geglu", "reglu", "bilinear"]
+FAMILY = ["swiglu", "geglu", "reglu", "bilinear", "clamped_swiglu"]
 
 
 @pytest.mark.parametrize("isa", testing.isas())
@@ -72,16 +72,32 @@ def test_bad_approximation():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_gradients_written_over_others_are_the_same(act, dtype):
+@pytest.mark.parametrize("name", [*ACTIVATIONS, CLAMPED])
+def test_gradients_written_over_others_are_the_same(name, dtype):
     ops = torch.ops.omniattn
+    act, clamp = encode(name, 1.702, 0.7)
     grad, gate, up = torch.randn(3, 9, 83, dtype=dtype).unbind()
-    dgate, dup = ops.glu_backward(grad, gate, up, act)
+    dgate, dup = ops.glu_backward(grad, gate, up, act, clamp)
     over_grad, spare = grad.clone(), torch.full_like(gate, torch.nan)
-    ops.glu_backward_(over_grad, gate, up, act, spare)
+    ops.glu_backward_(over_grad, gate, up, act, clamp, spare)
     assert torch.equal(spare, dgate) and torch.equal(over_grad, dup)
     ones = torch.ones_like(gate)
-    assert torch.equal(ops.activate(gate, act), ops.glu(gate, ones, act))
+    assert torch.equal(ops.activate(gate, act), ops.glu(gate, ones, act, []))
     over_grad = grad.clone()
     ops.activate_backward_(over_grad, gate, act)
-    assert torch.equal(over_grad, ops.glu_backward(grad, gate, ones, act)[0])
+    assert torch.equal(over_grad, ops.glu_backward(grad, gate, ones, act, [])[0])
+
+
+def test_clamped_inputs_have_no_gradient_and_the_others_that_of_gpt_oss():
+    gate = torch.tensor([-9.0, -1.0, 6.9, 7.1, 0.5, 2.0], requires_grad=True)
+    up = torch.tensor([0.5, -7.5, 7.5, 1.0, -6.5, 0.0], requires_grad=True)
+    y = F.clamped_swiglu(gate, up)
+    g, u = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = g * torch.sigmoid(1.702 * g) * (u + 1)  # GptOssExperts of transformers
+    torch.testing.assert_close(y, expected)
+    got, want = (torch.autograd.grad(t.sum(), (gate, up)) for t in (y, expected))
+    torch.testing.assert_close(got, want)
+    assert got[0][3] == 0 and got[1][1] == got[1][2] == 0
+    for wrong in ({"alpha": 0.0}, {"limit": -1.0}):
+        with pytest.raises(ValueError, match=f"clamped_swiglu: {next(iter(wrong))} must be"):
+            F.clamped_swiglu(gate, up, **wrong)

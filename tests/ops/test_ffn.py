@@ -29,7 +29,7 @@ def test_torch_products_give_the_same(dtype, options):
 
 
 def kept_elements(function, *inputs):
-    """Elements that autograd keeps beside the inputs."""
+    """Elements that autograd keeps in addition to the inputs."""
     own = {t.untyped_storage().data_ptr() for t in inputs}
     kept = {}
 

@@ -51,7 +51,7 @@ def valid_calls():
     ones = [torch.ones(5, 70) for _ in range(4)]
     silu = ACTIVATIONS["silu"]
     for name, args in {
-        "glu_backward_": (*ones[:3], silu, ones[3]),
+        "glu_backward_": (*ones[:3], silu, [], ones[3]),
         "activate": (ones[0], silu),
         "activate_backward_": (*ones[:2], silu),
     }.items():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from losses import composed, random_tensors
 
 from omniattn import reference
 from omniattn.compositions import loss as compositions
-from omniattn.functional import cross_entropy, linear_cross_entropy
-from omniattn.ops.loss import REDUCTIONS
+from omniattn.functional import cross_entropy, linear_cross_entropy, linear_log_prob
 
 
 def logits_and_target(rows=5, vocab=7, dtype=torch.float32):
@@ -17,13 +17,50 @@ def logits_and_target(rows=5, vocab=7, dtype=torch.float32):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_cross_entropy_is_torchs(reduction, label_smoothing):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_is_torchs(reduction, label_smoothing, weighted):
     logits, target = logits_and_target(33, 5000)
     target[::4] = -100
+    weight = torch.rand(5000, generator=torch.Generator().manual_seed(1)) if weighted else None
     options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    actual = cross_entropy(logits, target, **options)
-    expected = torch.nn.functional.cross_entropy(logits, target, **options)
-    torch.testing.assert_close(actual, expected)
+
+    def run(function, **kwargs):
+        leaf = logits.clone().requires_grad_()
+        loss = function(leaf, target, **options, **kwargs)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
+
+    actual = run(cross_entropy, class_weight=weight)
+    torch.testing.assert_close(actual, run(torch.nn.functional.cross_entropy, weight=weight))
+
+
+@pytest.mark.parametrize("value", [-1e9, 1e30, -3e38])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_large_equal_logits_are_uniform(value, label_smoothing):
+    """The logarithm of the number of classes is below the rounding of the logits."""
+    target = torch.tensor([1, 6])
+    logits = torch.full((2, 7), value, requires_grad=True)
+    bias = torch.full((7,), value, requires_grad=True)
+    expected = torch.zeros(2, 7, requires_grad=True)
+    options = {"label_smoothing": label_smoothing}
+    losses = (
+        cross_entropy(logits, target, **options),
+        linear_cross_entropy(torch.ones(2, 3), torch.zeros(7, 3), target, bias=bias, **options),
+        torch.nn.functional.cross_entropy(expected, target, **options),
+    )
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[2])
+    torch.testing.assert_close(losses[1], losses[2])
+    torch.testing.assert_close(logits.grad, expected.grad)
+    torch.testing.assert_close(bias.grad, expected.grad.sum(0))
+
+
+def test_a_loss_of_zero_class_weights_is_zero():
+    logits, target = logits_and_target()
+    logits.requires_grad_()
+    loss = cross_entropy(logits, target, class_weight=torch.zeros(7))
+    loss.backward()
+    assert loss == 0 and logits.grad.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -109,25 +146,35 @@ def test_many_chunks_equal_the_reference(reduction, dtype):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
-    """What CUDA runs, three tokens at a time."""
     monkeypatch.setattr(compositions, "CHUNK_LOGITS", 3 * 11)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 5, 4), (11, 4), (11,)]
-    x, weight, bias = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
-    target = torch.randint(11, (2, 5), generator=generator)
+    x, weight, bias = random_tensors((2, 5, 4), (11, 4), (11,))
+    target = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(0))
     target[1, 2] = -100
-    loss = reference.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)
-    expected = torch.autograd.grad(loss.sum(), (x, weight, bias))
-    options = (-100, 0.0, 0.0, 0.0)
-    inputs = (x.detach(), weight.detach(), bias.detach(), target, *options)
-    number = REDUCTIONS[reduction]
-    wanted = [reduction == "mean"] * 3
-    actual, *found = compositions.linear_cross_entropy(*inputs, number, *wanted)
-    if reduction == "none":
-        grad = torch.ones(2, 5)
-        found = compositions.linear_cross_entropy_backward(grad, *inputs, True, True, True)
-    for a, e in zip((actual, *found), (loss, *expected), strict=True):
+    class_weight = torch.arange(11) / 7
+    expected = reference.linear_cross_entropy(
+        x, weight, target, bias=bias, class_weight=class_weight, reduction=reduction
+    )
+    inputs = (x, weight, bias, target, class_weight)
+    actual = composed("linear_cross_entropy", inputs, (-100, 0.0, 0.0, 0.0, 1.0), reduction)
+    grads = torch.autograd.grad(expected.sum(), (x, weight, bias))
+    for a, e in zip(actual, (expected, *grads), strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_log_probs_of_targets_are_those_of_log_softmax():
+    x, weight, bias = random_tensors((2, 9, 4), (11, 4), (11,))
+    target = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
+    target[0, :4] = -100
+    logits = 3 * torch.tanh(torch.nn.functional.linear(x, weight, bias) / 3) / 0.7
+    picked = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    expected = picked.masked_fill(target == -100, 0)
+    actual = linear_log_prob(x, weight, target, bias=bias, softcap=3.0, temperature=0.7)
+    torch.testing.assert_close(actual, expected)
+    grads = [
+        torch.autograd.grad((loss * loss.detach()).sum(), (x, weight, bias))
+        for loss in (actual, expected)
+    ]
+    torch.testing.assert_close(*grads)
 
 
 def test_gradients_only_where_wanted():
@@ -167,6 +214,14 @@ def test_large_results_are_streamed_past_the_caches():
         ({"logits": torch.ones(5, 7).int()}, TypeError, "logits must be float64, float32"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5"),
         ({"z_loss": float("nan")}, ValueError, "z_loss=nan"),
+        ({"temperature": 0.0}, ValueError, "temperature=0.0"),
+        ({"class_weight": torch.ones(6)}, ValueError, r"class_weight must have shape \(7,\)"),
+        ({"class_weight": torch.ones(7).int()}, TypeError, "class_weight.dtype=torch.int32"),
+        (
+            {"class_weight": torch.ones(7, requires_grad=True)},
+            ValueError,
+            "class_weight gets no gradient; detach it, got class_weight.requires_grad=True",
+        ),
         ({"reduction": "median"}, ValueError, "reduction='median'"),
         ({"backend": "cuda"}, ValueError, "backend must match the device"),
     ],
@@ -175,3 +230,15 @@ def test_errors_name_the_argument(change, error, message):
     logits, target = logits_and_target()
     with pytest.raises(error, match=f"cross_entropy: .*{message}"):
         cross_entropy(**({"logits": logits, "target": target} | change))
+
+
+def test_gradients_that_nobody_finds_are_refused_under_vmap():
+    logits, target = torch.randn(2, 3, 7), torch.randint(7, (3,))
+
+    def loss(weight):
+        return torch.func.vmap(lambda x: cross_entropy(x, target, class_weight=weight))(
+            logits
+        ).sum()
+
+    with pytest.raises(ValueError, match="class_weight gets no gradient"):
+        torch.func.grad(loss)(torch.ones(7))

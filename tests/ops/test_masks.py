@@ -69,6 +69,15 @@ MASKS = {
         masks.BoolMask((torch.arange(TQ)[:, None] + torch.arange(TK)) % 3 > 0),
         lambda b, h, q, k, i: (q + k) % 3 > 0,
     ),
+    "either": (
+        masks.SlidingWindow(5, 2) | masks.KeyLengths(LENGTHS) | masks.Strided(20, 6, True),
+        lambda b, h, q, k, i: (
+            (k >= i - 5) & (k <= i + 2)
+            | (k < LENGTHS[b])
+            | (k <= i) & torch.where(h % 2 == 0, i - k < 6, (i - k) % 20 == 0)
+        ),
+    ),
+    "complement": (~masks.Chunked(17), lambda b, h, q, k, i: (i // 17 != k // 17) | (k > i)),
     "combined": (
         masks.PrefixLM(LENGTHS) & masks.Dilated(2, 60) & masks.KeyLengths(torch.tensor([90, 129])),
         lambda b, h, q, k, i: (

@@ -1,80 +1,67 @@
 """Every registered op refuses what it cannot take, under the name of its public function."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from omniattn import functional
+from omniattn import functional, testing
 from omniattn.ops import _library
 
-F32, I64 = torch.float32, torch.int64
+F32 = torch.float32
 
 
 def f(*shape):
     return torch.ones(shape)
 
 
-def i(*shape):
-    return torch.zeros(shape, dtype=I64)
-
-
-X, ROW, STATS = f(3, 4), f(4), f(3, 2)
-NORM = (False, 1e-5, 0.0, False)
-GATED = (2, 1, 2, False)
-HEADS, COS = f(1, 3, 2, 4), f(3, 2)
-ROTARY = (HEADS, HEADS, COS, COS, i(3), 0, False, False)
-EXPERTS = (X, i(3, 2), f(3, 2), f(2, 10, 4), f(2, 10), f(2, 4, 5), f(2, 4))
-MLP = (f(5, 4), f(5, 4), f(4, 5), f(5), f(5), f(4), i(2), 0.0, 2, False, True)
-LSE = f(1, 2, 3)
-NO_RULES, DROPOUT = ([], [], [0.5, 0.0]), ([], [], [0.5, 0.1])
-
-#: Arguments that each op takes.
-TAKEN = {
-    "activate": (X, 2),
-    "activate_backward_": (X.clone(), X, 2),
-    "add_norm": (X, X, ROW, ROW, *NORM),
-    "add_norm_only": (X, X, ROW, ROW, *NORM),
-    "attention": (HEADS, HEADS, HEADS, [], i(2), *DROPOUT),
-    "attention_only": (HEADS, HEADS, HEADS, [], i(2), *DROPOUT),
-    "attention_backward": (
-        *(HEADS, LSE, HEADS, HEADS, HEADS, [], i(2), HEADS, LSE, LSE, *DROPOUT, []),
-    ),
-    "attention_select": (HEADS, HEADS, [], *NO_RULES),
-    "attention_weights": (HEADS, HEADS, LSE, [], *NO_RULES, False),
-    "causal_conv1d": (f(2, 3, 4), f(4, 3), ROW, f(2, 4, 2), True),
-    "causal_conv1d_backward": (
-        *(f(2, 3, 4), f(4, 3), ROW, f(2, 4, 2), f(2, 3, 4), f(2, 4, 2)),
-        *(True, True, True, True),
-    ),
-    "cross_entropy": (X, i(3), -100, 0.0, 0.0, 0.0, 1),
-    "cross_entropy_backward": (f(), X, i(3), f(3), -100, 0.0, 0.0, 0.0, 1),
-    "dropout": (X, i(2), 0.5),
-    "gated_norm": (X, X, ROW, ROW, *GATED, 1e-5, False),
-    "gated_norm_only": (X, X, ROW, ROW, *GATED, 1e-5, False),
-    "gated_norm_backward": (X, X, X, ROW, ROW, f(3, 2, 2), *GATED, True, True),
-    "glu": (X, X, 2),
-    "glu_backward": (X, X, X, 2),
-    "glu_backward_": (X.clone(), X, X, 2, X.clone()),
-    "glu_mlp": (X, *MLP),
-    "glu_mlp_backward": (X, f(3, 5), f(3, 5), [True] * 7 + [False], X, *MLP),
-    "linear": (X, f(5, 4), f(5)),
-    "linear_backward": (f(3, 5), X, f(5, 4), True, True, True),
-    "linear_cross_entropy": (*(X, f(5, 4), f(5), i(3), -100, 0.0, 0.0, 0.0, 1, True, True, True),),
-    "linear_cross_entropy_backward": (
-        *(f(3), X, f(5, 4), f(5), i(3), -100, 0.0, 0.0, 0.0, True, True, True),
-    ),
-    "moe": (*EXPERTS, 2, 1, [], True),
-    "moe_backward": (X, *EXPERTS, f(6, 10), 2, 1, [], *(True,) * 6),
-    "norm": (X, ROW, ROW, *NORM),
-    "norm_only": (X, ROW, ROW, *NORM),
-    "norm_backward": (X, X, X, ROW, STATS, False, 0.0, True, True),
-    "norm_rope": (HEADS, ROW, COS, COS, i(3), 0, False, 1e-5, 0.0, False),
-    "norm_rope_backward": (HEADS, HEADS, ROW, COS, COS, i(3), f(1, 3, 2), 0, False, 0.0, True),
-    "rope": ROTARY,
-    "rope_": (HEADS.clone(), HEADS.clone(), *ROTARY[2:]),
-    "top_k": (X, 2, X > 0),
-    "uniform_like": (X, i(2)),
+X, ROW = f(3, 4), f(4)
+#: Arguments of the ops that only other ops call (python/omniattn/compositions).
+INNER = {
+    "activate": [(X, 2)],
+    "activate_backward_": [(X.clone(), X, 2)],
+    "glu_backward_": [(X.clone(), X, X, 2, [], X.clone())],
 }
+
+
+class Calls(TorchDispatchMode):
+    """Arguments that ops are called with: of each op the calls that bring a tensor where those
+    before had none."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "omniattn":
+            name = op._schema.name.removeprefix("omniattn::").removesuffix("_raw")
+            calls = self.arguments.setdefault(name, [])
+            if set(tensors_of(args)).difference(*map(tensors_of, calls)):
+                calls.append(tree_map_only(Tensor, torch.clone, args))
+        return op(*args, **(kwargs or {}))
+
+
+def tensors_of(args):
+    """The places of the tensors."""
+    return [at for at, value in enumerate(args) if isinstance(value, Tensor)]
+
+
+@functools.cache
+def taken():
+    """By op, arguments that it takes: what the cases of the OpSpecs call it with."""
+    with Calls() as calls:
+        for spec in testing.registry().values():
+            for case in spec.cases:
+                call = spec.call(case, F32)
+                with torch.no_grad():
+                    call.run(spec.function)
+                call.gradients(spec.function)
+    return {**INNER, **tree_map_only(Tensor, torch.detach, calls.arguments)}
+
 
 #: What an op may be given in an argument: any dtype where only the shape counts, a meta tensor
 #: where the other one is a seed, biases that a backward does not read.
@@ -124,12 +111,12 @@ def replaced(args, at, value):
 
 
 def test_covers_all_ops():
-    assert ops() == sorted(TAKEN)
+    assert ops() == sorted(taken())
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", ops())
 def test_takes_the_arguments(name):
-    assert refusal(name, TAKEN[name]) is None
+    assert [refusal(name, args) for args in taken()[name]] == [None] * len(taken()[name])
 
 
 CHANGES = {
@@ -141,12 +128,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", ops())
 def test_names_the_public_function(name, change):
-    args = TAKEN[name]
     schema = getattr(torch.ops.omniattn, name).default._schema.arguments
-    tensors = [at for at, value in enumerate(args) if isinstance(value, Tensor)]
-    for op in with_raw(name):
+    for op, args in itertools.product(with_raw(name), taken()[name]):
+        tensors = tensors_of(args)
         for at in tensors:
             given = replaced(args, at, CHANGES[change](args[at]))
             message = refusal(op, given)

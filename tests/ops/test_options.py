@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from omniattn import functional, reference
+from omniattn.encoding.options import AttentionOptions, Options, WeightOptions
 from omniattn.functional.scores import DistanceBias
 from omniattn.reference import philox
-from omniattn.reference.options import AttentionOptions, Options, WeightOptions
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 3, 5, 4, 2, 4
 random = torch.Generator().manual_seed(0)
@@ -68,6 +68,10 @@ MEANING = {
     "normaliser": (
         "sigmoid",
         {"weigh": lambda row, h: {j: 1 / (1 + math.exp(-s)) for j, s in row.items()}},
+    ),
+    "score_mod": (
+        lambda s, b, h, q, k: torch.tanh(s) * (k + 1) - FACTORS[h] * b,
+        {"logit": lambda dot, b, h, i, j: math.tanh(dot / 2) * (j + 1) - FACTORS[h] * b},
     ),
     "dropout_p": (0.4, {"keep": lambda *at: KEEP[at] / 0.6}),
 }

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import MaskKind
-from omniattn.encoding.scores import ScoreKind
+from omniattn.encoding.options import ScoreKind, pack
 from omniattn.functional import masks, merge_attention, scores
 from omniattn.functional._attention import checked_codes
 from omniattn.ops import attention as ops
-from omniattn.reference.options import pack
 
 F64 = torch.float64
 BATCH, HEADS, TQ, TK = 2, 4, 150, 230
@@ -127,7 +126,10 @@ def test_few_queries() -> None:
         ([MaskKind.QUERIES, 1, TQ, -1], "150 queries must lie in the whole, got first=1 of 150"),
         ([MaskKind.KEYS, -4, TK, -1], "230 keys must lie in the whole, got first=-4 of 230"),
         ([MaskKind.KEYS, 2, TK + 2, -1], "must start at a multiple of 4 for dropout, got first=2"),
-        ([MaskKind.CACHED, 0, 0, 0, MaskKind.KEYS, 0, TK, -1], "sequences have no parts"),
+        (
+            [MaskKind.CACHED, 0, 0, 0, MaskKind.KEYS, 0, TK, -1],
+            "packed and cached batches cannot be part",
+        ),
         ([MaskKind.CHUNK, 8, 0, -1, MaskKind.KEYS, 0, TK, -1], "must be a kind of"),
     ],
 )
@@ -143,7 +145,7 @@ def test_parts_of_windows_are_refused() -> None:
     table = torch.zeros(1, 121, HEADS, dtype=F64)
     code = [MaskKind.KEYS, 0, 36, -1]
     window = ([ScoreKind.WINDOW, 0, 2], [1.0, 0.0, 6.0, 6.0])
-    with pytest.raises(RuntimeError, match="parts of windows are not supported"):
+    with pytest.raises(RuntimeError, match="a call with windows cannot be part"):
         ops.attention(q, k[:, :20], v[:, :20], [table], None, code, *window)
 
 

@@ -5,14 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from omniattn.functional import attention, attention_varlen
+from omniattn.functional import attention, attention_varlen, moe_experts
 from omniattn.ops import _library
 from omniattn.testing import threads
 
 #: The kernels of CUDA under emulation (tests/cuda), or those of the CPU.
 EMULATED = "mma" in _library.paths("cpu")["attention"]
 if EMULATED:
-    TABLES = {"attention": ["split", "mma", "fma"], "attention_backward": ["mma", "fma"]}
+    TABLES = {
+        "attention": ["split", "mma", "fma"],
+        "attention_backward": ["mma", "fma"],
+        "moe_experts": ["mma", "fma"],
+    }
 else:
     TABLES = {
         "attention": ["decode", "heads", "blocks"],
@@ -89,3 +93,23 @@ def test_sequences_take_paths_of_their_own(
     attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 128, 128)
     taken = ["fma"] if EMULATED else ["decode", "blocks"]
     assert _taken(capfd) == [f"attention on cpu: {name}" for name in taken]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "path"),
+    [(torch.bfloat16, 16, "mma"), (torch.bfloat16, 12, "fma"), (torch.float32, 16, "fma")],
+    ids=str,
+)
+def test_path_of_experts(
+    dtype: torch.dtype,
+    width: int,
+    path: str,
+    reports: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Tensor cores take rows of whole 16 bytes, in both passes; the CPU has one path."""
+    x, up = _rows(3, width, dtype=dtype), _rows(2, 32, width, dtype=dtype)
+    down, weights = _rows(2, width, 16, dtype=dtype), _rows(3, 1)
+    index = torch.tensor([[0], [1], [1]])
+    moe_experts(x, index, weights, up, down).sum().backward()
+    assert _taken(capfd) == [f"moe_experts on cpu: {path}"] * 2 * EMULATED

@@ -8,6 +8,7 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference
+from omniattn.modules import RotaryEmbedding
 
 # name: head size, max_position_embeddings, rope_parameters as published
 PUBLISHED = {
@@ -102,6 +103,12 @@ def test_scalings_equal_hugging_face(name, seq_len):
     assert scaling.magnitude == pytest.approx(magnitude, rel=1e-6)
     written = reference.scaling_to_hf(scaling)
     assert reference.scaling_from_hf(written, max_positions=longest) == scaling
+    if parameters["rope_type"] == "dynamic":
+        written |= {"original_max_position_embeddings": longest}
+    options = {"base": parameters["rope_theta"], "seq_len": seq_len}
+    by_name = F.rope_frequencies(head_dim, scaling=written, **options)
+    assert torch.equal(by_name, F.rope_frequencies(head_dim, scaling=scaling, **options))
+    assert RotaryEmbedding(head_dim, scaling=written).config.scaling == scaling
 
 
 def test_worked_values_of_the_specification():
@@ -256,6 +263,10 @@ def test_axial_scores_depend_on_the_offset_in_the_image_only(interleaved):
         (
             lambda: reference.scaling_from_hf({"rope_type": "swirl"}, max_positions=8),
             "rope_type='swirl'",
+        ),
+        (
+            lambda: F.rope_frequencies(4, scaling={"rope_type": "dynamic", "factor": 2.0}),
+            "rope_type='dynamic' must have original_max_positions, got",
         ),
         (
             lambda: reference.scaling_from_hf({"rope_type": "linear"}, max_positions=8),

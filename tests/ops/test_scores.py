@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omniattn import functional, reference
-from omniattn.encoding.scores import t5_bucket
+from omniattn.encoding.options import t5_bucket
 from omniattn.functional import attention, masks, scores
 from omniattn.testing import isa, isas, poisoned_memory, threads
 

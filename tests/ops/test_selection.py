@@ -49,6 +49,17 @@ def test_the_first_of_equal_keys_answers(dtype):
         assert torch.equal(out[:, :, ::2], v[:, 131:132])
 
 
+def test_the_gradient_of_half_keys_is_rounded_once():
+    def gradient(dtype):
+        q, k, v = ((t + 4).bfloat16().to(dtype) for t in qkv(tk=70))
+        k.requires_grad_()
+        return torch.autograd.grad(select_attention(q, k, v, energy="l2").sum(), k)[0].double()
+
+    want = gradient(F64)
+    floor = 1e-5 * want.abs().max().item()
+    torch.testing.assert_close(gradient(torch.bfloat16), want, rtol=2**-8, atol=floor)
+
+
 def test_gradients_are_those_of_the_soft_choice_and_of_the_chosen_value():
     leaves = [t.requires_grad_() for t in qkv()]
     q, k, v = leaves

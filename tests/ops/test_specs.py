@@ -16,39 +16,11 @@ from omniattn.testing.spec import SHORT_DTYPE
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SPECS = testing.registry()
 
-#: Cases that exercise what is special about an op, beyond its first two.
-SPECIAL = {
-    "attention": [
-        *("offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"),
-        *("predicate", "alibi", "sinks", "headscale", "sigmoid", "relu2"),
-        *("ends", "endsdecode", "endsoneach", "endsinks"),
-    ],
-    "scaled_dot_product_attention": ["gqa", "bool"],
-    "attention_cached": ["pages"],
-    "select_attention": ["mask"],
-    "rms_norm": ["bareresidual", "llama", "stream"],
-    "layer_norm": ["residual"],
-    "group_norm": ["rms"],
-    "rms_norm_gated": ["beforegroups", "sigmoid", "mamba2", "qwen3next"],
-    "causal_conv1d": ["state", "many", "short", "pointwise"],
-    "apply_rotary": ["interleaved", "partial", "start", "inplace"],
-    "geglu": ["tanhpacked"],
-    "qk_norm_rotary": ["partialpairs", "partial"],
-    "glu_mlp": ["recompute", "dropout"],
-    "mlp": ["recompute"],
-    "linear": ["offtile"],
-    "cross_entropy": ["everything"],
-    "linear_cross_entropy": ["everything"],
-    "moe_experts": ["gptoss", "recompute"],
-    "top_k": ["mask"],
-    "dropout": ["rare"],
-}
-
 
 def cases(spec, selection):
     if selection == "all":
         return spec.cases
-    special = [spec.case(label) for label in SPECIAL.get(spec.name, [])]
+    special = [spec.case(label) for label in spec.special]
     return {"tiny": spec.cases[:1], "few": [spec.cases[1], *special]}[selection]
 
 

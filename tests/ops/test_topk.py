@@ -32,6 +32,17 @@ def test_order_of_equal_scores_is_that_of_their_indices():
     assert torch.equal(F.top_k(scores, 4)[1], torch.arange(700, 704).expand(3, 4))
 
 
+def test_the_order_of_the_indices():
+    scores = torch.tensor([[1.0, 3.0, NAN, 3.0, 2.0], [NAN, -INF, 5.0, 4.0, 0.0]])
+    mask = torch.tensor([[True, True, False, True, True], [False, False, True, True, False]])
+    values, index = F.top_k(scores, 3, mask=mask, sorted_by_index=True)
+    assert index.tolist() == [[1, 3, 4], [2, 3, -1]]
+    assert values.tolist() == [[3.0, 3.0, 2.0], [5.0, 4.0, -INF]]
+    assert F.top_k(scores, 5, sorted_by_index=True)[1].tolist() == [list(range(5))] * 2
+    with pytest.raises(TypeError, match="top_k: sorted_by_index must be"):
+        F.top_k(scores, 2, sorted_by_index=1)
+
+
 def test_a_k_that_varies_compiles_once():
     counter = CompileCounter()
     compiled = torch.compile(

@@ -5,18 +5,10 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import backend
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def backend(monkeypatch):
-
-    spec = importlib.util.spec_from_file_location("backend", ROOT / "cmake/backend.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -26,7 +18,7 @@ def old_torch(tmp_path):
     return tmp_path
 
 
-def test_no_compiler(backend, monkeypatch, tmp_path):
+def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match=r"needs a C\+\+20 compiler"):
@@ -36,20 +28,20 @@ def test_no_compiler(backend, monkeypatch, tmp_path):
         backend.build_wheel(str(tmp_path))
 
 
-def test_old_torch(backend, monkeypatch, old_torch):
+def test_old_torch(monkeypatch, old_torch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sysconfig, "get_path", lambda key: str(old_torch))
     with pytest.raises(SystemExit, match=r"needs torch >= 2.11 with its headers"):
         backend.get_requires_for_build_wheel()
 
 
-def test_no_torch_is_a_build_requirement(backend, monkeypatch, tmp_path):
+def test_no_torch_is_a_build_requirement(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sysconfig, "get_path", lambda key: str(tmp_path))
     assert any(r.startswith("torch==") for r in backend.get_requires_for_build_wheel())
 
 
-def test_installed_torch_is_used(backend):
+def test_installed_torch_is_used():
     assert not any(r.startswith("torch") for r in backend.get_requires_for_build_wheel())
 
 

@@ -1,14 +1,17 @@
 """What leaves the house: symbols of the objects, and the wheel in a clean environment."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
+import backend
 import pytest
 import torch
 from filelock import FileLock
@@ -49,7 +52,7 @@ def wheel(tmp_path_factory):
     cuda = "ON" if shutil.which("nvcc") else "OFF"
     defines = ["WERROR=ON", "CUDA_ARCHS=80-real;90a-real", f"CUDA={cuda}"]
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
-    command += [f"-Ccmake.define.OMNIATTN_{d}" for d in defines]
+    command += [f"--config-settings=cmake.define.OMNIATTN_{d}" for d in defines]
     with FileLock(f"{folder}.lock"):  # the processes of a run share one
         if not folder.exists():
             run(*command)
@@ -110,23 +113,52 @@ def test_library_exports_nothing_but_registration(library):
     assert not stray
 
 
-def test_cuda_library_names_what_it_needs(library):
-    """libtorch_cuda must be in DT_NEEDED: its symbols are not global in a process."""
-    if "cuda" in library.name:
-        needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", library))
-        assert "libtorch_cuda.so" in needed
-        assert not [n for n in needed if n.startswith(("libcudart", "libcuda."))]
+def test_library_needs_only_torch_and_what_every_linux_has(library):
+    """As manylinux demands. libtorch_cuda must be named: its symbols are not global."""
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", library)))
+    system = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+    torch_cuda = {"libtorch_cuda.so"} if "cuda" in library.name else set()
+    assert needed - system == {"libtorch_cpu.so"} | torch_cuda
+
+
+def test_library_runs_on_systems_older_than_this_one(library):
+    """What is built on Debian 12 needs no symbol newer than manylinux_2_34 has."""
+    if tuple(map(int, platform.libc_ver()[1].split("."))) > (2, 36):
+        pytest.skip("newer headers than those of Debian 12 ask for newer symbols")
+    limits = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (7, 0, 0)}
+    names = run("nm", "-D", "--undefined-only", library)
+    versions = re.findall(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)$", names, re.MULTILINE)
+    assert versions
+    newer = {(of, v) for of, v in versions if tuple(map(int, v.split("."))) > limits[of]}
+    assert not newer
 
 
 def test_wheel_is_for_every_python(wheel):
     assert re.search(r"-py3-none-\w+\.whl$", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
-    assert "omniattn/libomniattn_cpu.so" in names
+    assert {"omniattn/libomniattn_cpu.so", "omniattn/py.typed"} <= set(names)
     assert not [n for n in names if "_kernels" in n or n.startswith(("tests/", "csrc/"))]
 
 
+@pytest.mark.slow
+def test_wheel_of_the_sdist(wheel, tmp_path, monkeypatch):
+    """Holds the files of the wheel of this tree, but for the CUDA library, which takes minutes."""
+    monkeypatch.chdir(ROOT)
+    sdist = tmp_path / backend.build_sdist(str(tmp_path))
+    with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if name.endswith((".so", ".o", ".png"))]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, sdist]
+    run(*command, "--config-settings=cmake.define.OMNIATTN_CUDA=OFF", cwd=tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    ours, theirs = (
+        {name for name in zipfile.ZipFile(path).namelist() if "_cuda.so" not in name}
+        for path in (wheel, built)
+    )
+    assert ours == theirs
+
+
 def test_wheel_in_a_clean_environment(wheel, tmp_path):
-    """Installs beside torch only, imports, computes, and writes nothing into its own folder."""
+    """Installs with torch alone, imports, computes, and writes nothing into its own folder."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env/bin/python"
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])").strip())

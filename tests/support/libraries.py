@@ -1,6 +1,7 @@
 """What functions of libraries that need a GPU compute, in plain torch, from their documentation:
 the left sides of docs/migration.md."""
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -313,8 +314,12 @@ def liger_cross_entropy(
     lse_square_scale=0.0,
     reduction="mean",
     softcap=None,
+    weight=None,
 ):
     kept = target != ignore_index
+    if weight is not None:
+        log_p = input[kept].log_softmax(-1).gather(-1, target[kept][:, None])[:, 0]
+        return -(weight[target[kept]] * log_p).sum() / weight[target[kept]].sum()
     if softcap is not None:
         input = softcap * torch.tanh(input / softcap)
     losses, _ = cross_entropy_loss(
@@ -326,6 +331,19 @@ def liger_cross_entropy(
 def liger_fused_linear_cross_entropy(input, weight, target, bias=None, **options):
     logits = torch.nn.functional.linear(input, weight, bias)
     return liger_cross_entropy(logits, target, **options)
+
+
+def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    mixture = torch.logaddexp(target + math.log(beta), input + math.log(1 - beta))
+    teacher, student = ((p.exp() * (p - mixture)).sum() for p in (target, input))
+    return (beta * teacher + (1 - beta) * student) / len(input)
+
+
+def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, **options):
+    temperature = options.pop("temperature", 1.0)
+    pairs = ((student_input, student_weight), (teacher_input, teacher_weight))
+    log_q, log_p = ((x @ w.T / temperature).log_softmax(-1) for x, w in pairs)
+    return liger_jsd(log_q, log_p, **options)
 
 
 #: By the name under which the page calls them.

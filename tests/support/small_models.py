@@ -154,6 +154,25 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "perceiver": {"num_self_attends_per_block": 2, "num_latents": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "dpt": {
+        "backbone_out_indices": [0, 1],
+        "neck_hidden_sizes": [16, 32],
+        "reassemble_factors": [4, 2],
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "lilt": {"hidden_size": 48},
+    "longcat_flash": {"qk_rope_head_dim": 16, "qk_head_dim": 32, "head_dim": 16},
+    "mobilebert": {
+        "num_feedforward_networks": 2,
+        "true_hidden_size": 32,
+        "embedding_size": 32,
+        "intra_bottleneck_size": 32,
+    },
+    "poolformer": {"num_encoder_blocks": 4},
+    "pvt": {"num_encoder_blocks": 4},
+    "step3p7": {"text_config": {"sliding_window": 5}},
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
 

@@ -100,8 +100,8 @@ def test_block_is_replaced_between_its_markers():
 
 def test_every_name_of_the_variant_table_is_public():
     from omniattn import functional, modules, reference
-    from omniattn.testing.variants import VARIANTS
+    from omniattn.testing.registry import variants
 
     public = {*functional.__all__, *modules.__all__, *reference.__all__}
     public |= {*functional.masks.__all__, *functional.scores.__all__}
-    assert {name for variant in VARIANTS for name in variant.names} <= public
+    assert {name for variant in variants() for name in variant.names} <= public

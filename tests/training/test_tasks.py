@@ -1,4 +1,4 @@
-"""What the batches of each task hold, beside those of language modelling."""
+"""What the batches of each task hold, except those of language modelling."""
 
 import sys
 

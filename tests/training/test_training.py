@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from omniattn.models import PRESETS, CheckpointError, Llama, load_model
-from omniattn.models.checkpoint import write_checkpoint
+from omniattn.models.checkpoint import read_checkpoint, write_checkpoint
 from omniattn.training import (
     LanguageModeling,
     TrainConfig,
     Trainer,
+    WarmupCosine,
     learning_rate,
     parameter_groups,
+    warmup_cosine,
 )
 from omniattn.training.data import read_documents, standard_library
 
@@ -39,6 +41,29 @@ def test_schedule_warms_up_falls_as_a_cosine_and_stays():
     assert math.isclose(learning_rate(60, config), 0.55)
     assert math.isclose(learning_rate(110, config), 0.1)
     assert math.isclose(learning_rate(500, config), 0.1)
+
+
+def test_the_schedule_of_an_optimizer_is_that_of_the_trainer():
+    config = TrainConfig(steps=30, warmup=7, lr=0.02, min_lr=0.003)
+    layer = torch.nn.Linear(2, 2)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.5}]
+    span = {"warmup": 7, "steps": 30, "min_lr": 0.003}
+
+    def begin():
+        optimizer = torch.optim.AdamW(groups, lr=config.lr)
+        return optimizer, WarmupCosine(optimizer, **span)
+
+    optimizer, schedule = begin()
+    for step in range(35):
+        if step == 12:  # as a run that is interrupted
+            saved = optimizer.state_dict(), schedule.state_dict()
+            optimizer, schedule = begin()
+            optimizer.load_state_dict(saved[0])
+            schedule.load_state_dict(saved[1])
+        assert optimizer.param_groups[0]["lr"] == learning_rate(step, config)
+        assert optimizer.param_groups[1]["lr"] == warmup_cosine(step, lr=0.5, **span)
+        optimizer.step()
+        schedule.step()
 
 
 def test_weight_decay_leaves_out_norms_and_embeddings():
@@ -122,6 +147,19 @@ def test_resuming_changes_no_bit(tmp_path):
         second.train_step()
     assert second.losses == straight.losses
     assert all(torch.equal(a, b) for a, b in zip(state(second), expected, strict=True))
+
+
+def test_a_run_saved_when_every_mixer_was_an_attention_resumes(tmp_path):
+    run = trainer()
+    run.train_step()
+    run.save(tmp_path / "c")
+    tensors, metadata = read_checkpoint(tmp_path / "c")
+    former = {name.replace("mixer.", "self_attn."): t for name, t in tensors.items()}
+    assert "optimizer/step/layers.0.self_attn.q_proj.weight" in former
+    write_checkpoint(tmp_path / "former", former, metadata)
+    second = trainer()
+    second.load(tmp_path / "former")
+    assert all(torch.equal(a, b) for a, b in zip(state(second), state(run), strict=True))
 
 
 def test_a_checkpoint_is_a_model_file(tmp_path):

@@ -49,7 +49,30 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   }
 }
 
-// f.template operator()<act>() for the run-time activation.
+// A product of gate and up, and its derivatives.
+template <class V>
+struct Gated {
+  V value, by_gate, by_up;
+};
+
+template <class C>
+struct ClampedProduct {
+  C alpha, limit;
+
+  OMNIATTN_INLINE explicit ClampedProduct(const Clamp& clamp)
+      : alpha(static_cast<C>(clamp.alpha)), limit(static_cast<C>(clamp.limit)) {}
+
+  OMNIATTN_INLINE Gated<Vec<C>> operator()(Vec<C> gate, Vec<C> up) const {
+    const Vec<C> bound = limit;
+    const auto [value, slope] = activate<Activation::silu>(alpha * min(bound, gate));
+    const Vec<C> swish = value * (C(1) / alpha);
+    const Vec<C> shifted = C(1) + max(-bound, min(bound, up));
+    return {swish * shifted, select(gate <= bound, slope * shifted, zero<C>()),
+            select(abs(up) <= bound, swish, zero<C>())};
+  }
+};
+
+// Calls f.template operator()<act>() with the run-time activation as a constant.
 template <class F>
 OMNIATTN_INLINE void with_activation(Activation act, const F& f) {
   switch (act) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
     case Activation::gelu: {
       constexpr auto kInvSqrt2 = static_cast<C>(0.70710678118654752440);
       constexpr auto kInvSqrt2Pi = static_cast<C>(0.39894228040143267794);
-      // erfc keeps the digits of the left tail.
+      // erfc keeps the precision of the left tail.
       const C below = C(0.5) * erfc(-x * kInvSqrt2);
       return {x * below, below + x * kInvSqrt2Pi * exp(x * x * C(-0.5))};
     }
@@ -54,6 +54,22 @@ __device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
     }
   }
   return {x, C(1)};
+}
+
+// A product of gate and up, and its derivatives.
+template <class C>
+struct Gated {
+  C value, by_gate, by_up;
+};
+
+template <class C>
+__device__ __forceinline__ Gated<C> clamped_product(const Clamp& clamp, C gate, C up) {
+  const C alpha = static_cast<C>(clamp.alpha), limit = static_cast<C>(clamp.limit);
+  const auto swish = activate(Activation::silu, alpha * (gate > limit ? limit : gate));
+  const C value = swish.value / alpha;
+  const C shifted = 1 + (up > limit ? limit : up < -limit ? -limit : up);
+  return {value * shifted, gate <= limit ? swish.slope * shifted : C(0),
+          fabs(up) <= limit ? value : C(0)};
 }
 
 }  // namespace

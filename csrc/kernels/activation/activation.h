@@ -2,10 +2,13 @@
 //
 //   dgate = dy * up * act'(gate)      dup = dy * act(gate)
 //
-// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may take dy's place.
-// The backward computes act again from the gate, so that nothing but the inputs is kept. Gate and
-// up are two tensors or the two halves of one packed row; only their strides tell. A work item is a
-// block of at most kGluBlock columns of one row, so that few long rows split over threads as well.
+// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may overwrite dy. The
+// backward computes act again from the gate, so that only the inputs are saved. Gate and up are two
+// tensors or the two halves of one packed row; only their strides differ. A work item is a block of
+// at most kGluBlock columns of one row, so that a few long rows are split over threads as well.
+//
+// Clamped (gpt-oss, arXiv 2508.10925): y = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up
+// within [-limit, limit]; a clamped input has no gradient.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +16,7 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 namespace omniattn {
 
@@ -29,11 +33,16 @@ enum class Activation : int32_t {
 };
 inline constexpr int64_t kActivationCount = 8;
 
+struct Clamp {
+  double alpha, limit;  // limit 0: not clamped
+};
+
 inline constexpr int64_t kGluBlock = 4096;
 
 struct GluParams {
   DType dtype;
-  Activation act;
+  Activation act;  // of what is not clamped
+  Clamp clamp;     // needs up
   int64_t cols;
   const void *gate, *up;            // (rows, cols); up may be null
   void* y;                          // (rows, cols)
@@ -43,6 +52,7 @@ struct GluParams {
 struct GluBackwardParams {
   DType dtype;
   Activation act;
+  Clamp clamp;
   int64_t cols;
   const void *grad_y, *gate, *up;  // (rows, cols); up may be null
   void *dgate, *dup;               // (rows, cols); dup is null without up
@@ -58,5 +68,8 @@ struct ActivationKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(ActivationKernels, activation_kernels)
+
+Status launch_glu(const GluParams& p, int64_t rows, Stream stream);
+Status launch_glu_backward(const GluBackwardParams& p, int64_t rows, Stream stream);
 
 }  // namespace omniattn

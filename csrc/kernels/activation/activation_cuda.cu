@@ -1,6 +1,5 @@
-// GLU family on CUDA, see activation.h: each thread takes 16 bytes of gate and up, of one row after
-// another.
-#include "kernels/activation/activation_cuda.h"
+// GLU family on CUDA, see activation.h: each thread takes 16 bytes of gate and up at a time.
+#include "kernels/activation/activation.h"
 
 #include "kernels/activation/activate_cuda.h"
 #include "runtime/gpu_row.h"
@@ -13,7 +12,8 @@ using gpu::Width;
 
 constexpr unsigned kThreads = 256;
 
-// f(row, column) for the Packs of this thread; the grid covers the columns and steps over the rows.
+// Calls f(row, column) for the Packs of this thread; the grid covers the columns and loops over the
+// rows.
 template <int W, class F>
 __device__ __forceinline__ void for_packs(int64_t rows, int64_t cols, const F& f) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, W> y;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      y.v[j] = gpu::narrow<T>(activate(p.act, gate[j]).value * up[j]);
+      y.v[j] = gpu::narrow<T>(p.clamp.limit > 0 ? clamped_product(p.clamp, gate[j], up[j]).value
+                                                : activate(p.act, gate[j]).value * up[j]);
     }
     gpu::store(static_cast<T*>(p.y) + row * p.y_row + i, y);
   });
@@ -57,6 +58,12 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, W> dgate, dup;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
+      if (p.clamp.limit > 0) {
+        const auto product = clamped_product(p.clamp, gate[j], up[j]);
+        dgate.v[j] = gpu::narrow<T>(gy[j] * product.by_gate);
+        dup.v[j] = gpu::narrow<T>(gy[j] * product.by_up);
+        continue;
+      }
       const auto act = activate(p.act, gate[j]);
       dgate.v[j] = gpu::narrow<T>(gy[j] * up[j] * act.slope);
       dup.v[j] = gpu::narrow<T>(gy[j] * act.value);

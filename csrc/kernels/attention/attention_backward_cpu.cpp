@@ -1,11 +1,12 @@
-// Backward in five products per tile (see attention.h; spec attention 2). A work item owns a set of
-// (b, kv head) and every splits-th key block: for each it recomputes P from lse and adds
+// Backward in five products per tile (see attention.h). A work item owns a set of (b, kv head) and
+// every splits-th key block. For each block it recomputes P from lse and adds
 //
 //   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
 //
-// with dx = dS * slope of the softcap. The factor of a row of P (see Lse) multiplies the row's dO
-// instead, and with it Delta. dK and dV of the block stay in L2 and are written once. Products read
-// operands M, see attention_forward_cpu.cpp; x_q of bf16 is q, and dx of dK is scaled.
+// where dx = dS * slope of the transform. The rounding factor of a row of P (see Lse) multiplies
+// the row's dO and Delta instead. dK and dV of the block stay in L2 and are written once. Products
+// read operands M, see attention_forward_cpu.cpp; for bf16, x_q is the unscaled q and the dx in dK
+// is scaled.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "runtime/dispatch.h"
@@ -19,11 +20,11 @@ QueryRows<T> all_rows(const AttentionBackwardParams& params) {
   return QueryRows<T>(params, params.workspace, 0, query_rows(params.problem));
 }
 
-// One block of queries of one head.
+// A block of queries of one head.
 struct QueryBlock {
   int64_t b, h;
   Range queries;
-  int64_t row;  // of the first query among all (b, h, q)
+  int64_t row;  // of the first query, counted over all (b, h, q)
 };
 inline QueryBlock query_block(const AttentionProblem& p, int64_t b, int64_t h, int64_t n) {
   const Range queries = block(n, kQueryBlock, p.tq);
@@ -34,7 +35,7 @@ inline QueryBlock query_block_item(const AttentionProblem& p, int64_t item) {
   return query_block(p, head / p.hq, head % p.hq, item % query_block_count(p));
 }
 
-// Where the block's part of a gradient per head goes.
+// The index of the block's part of a gradient per head.
 inline int64_t part_of(const AttentionProblem& p, const QueryBlock& x) {
   return (x.b * p.hq + x.h) * query_block_count(p) + x.queries.begin / kQueryBlock;
 }
@@ -48,7 +49,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   const int64_t count = x.queries.end - x.queries.begin;
   pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
                kKeepsQueries<T> ? A(1) : query_factor<A>(p, x.h), rows.q(x.row));
-  const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // place in lse
+  const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // index in lse
   const A* const lse = static_cast<const A*>(params.lse) + stat;
   const A* const tail = static_cast<const A*>(params.lse_tail) + stat;
   const A* const grad_lse = static_cast<const A*>(params.grad_lse);
@@ -79,13 +80,13 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   }
 }
 
-// Tiles and key-side operands of one work item.
+// The tiles and key-side operands of one work item.
 template <class T>
 struct KeySide {
   using A = compute_t<T>;
   using M = operand_t<T>;
   M *kt, *vt, *k;
-  A *grad_k, *grad_v, *weights, *ds;
+  A *grad_k, *grad_v, *weights, *ds, *registers;
 
   KeySide(const AttentionBackwardParams& params, void* scratch) {
     const AttentionProblem& x = params.problem;
@@ -97,8 +98,23 @@ struct KeySide {
     grad_v = arena.take(kKeyBlock * padded_row(x.dv));
     weights = arena.take(kQueryBlock * kKeyBlock);
     ds = arena.take(kQueryBlock * kKeyBlock);
+    registers = arena.take(backward_program_elements(x));
   }
 };
+
+// Where an item adds up the gradients of the tables of a program.
+template <class A>
+void give_program_parts(const AttentionBackwardParams& params, int64_t split, int64_t b, int64_t h,
+                        ProgramGradient* to) {
+  const int64_t kv = kv_head(h, params.problem.hq, params.problem.hkv);
+  for (int64_t n = 0; n < params.problem.program->table_count; ++n) {
+    const ProgramGradients::Table& table = params.grad_program->tables[n];
+    to[n] = table.whole;
+    if (to[n].data == nullptr) continue;
+    const int64_t part = program_part(params, table.has_heads, b, kv, split);
+    to[n].data = static_cast<A*>(to[n].data) + part * table.elements;
+  }
+}
 
 // The products of one tile.
 template <class T>
@@ -111,7 +127,13 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
   const auto* const q = rows.q(row);
   const auto* const grad_out = rows.grad_out(row);
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
-  GradientTile<T> tile{params, rows, plan, b, h, row, side.weights, side.ds, nullptr, nullptr};
+  GradientTile<T> tile{params,       rows,    plan,           b,       h,       row,
+                       side.weights, side.ds, side.registers, nullptr, nullptr, nullptr};
+  ProgramGradient program_gradients[kMaxProgramTables];
+  if (params.grad_program != nullptr) {
+    give_program_parts<A>(params, split, b, h, program_gradients);
+    tile.grad_program = program_gradients;
+  }
   TileRows old_bias_gradient{};
   if (params.grad_bias != nullptr) {
     tile.grad_bias = static_cast<A*>(params.grad_bias) + b * params.grad_bias_stride_b +
@@ -155,7 +177,7 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
 
   TilePlan plan;
   for (int64_t head = h * group_size(p); head < (h + 1) * group_size(p); ++head) {
-    for (QueryTiles tiles(p, b, head, keys); tiles.next(plan);) {
+    for (Tiles<Along::queries> tiles(p, b, head, keys); tiles.next(plan);) {
       gradient_tile<T>(params, rows, side, split, b, head, plan);
     }
   }
@@ -197,9 +219,9 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<T>& row
   }
 }
 
-// ---- work items --------------------------------------------------------------------------------
+// Work items.
 
-// f(b, kv head) for all that an owner has, in order.
+// Calls f(b, kv head) for everything that an owner has, in order.
 template <class F>
 void for_owned(const AttentionBackwardParams& params, int64_t owner, const F& f) {
   const AttentionProblem& p = params.problem;
@@ -223,7 +245,7 @@ void backward_item(const AttentionBackwardParams& params, void* scratch, int64_t
   });
 }
 
-// Everything for one kv head.
+// All steps for one kv head.
 template <class T>
 void whole_head(const AttentionBackwardParams& params, void* scratch, int64_t b, int64_t h) {
   const AttentionProblem& p = params.problem;

@@ -1,11 +1,11 @@
 // Backward for any dtype and head size, see attention.h. Every gradient has one owner, so that sums
-// have a fixed order without atomics, at the price of computing P and dS once per kernel:
+// have a fixed order without atomics; in return each kernel computes P and dS again:
 //
 //   delta   a warp per query row: rowsum(dO * O) - dlse
 //   dq      a block per 64 queries of a head and chunk of columns, over the keys
 //   dkdv    a block per 64 keys of a kv head and chunk of columns, over the heads and queries
 //
-// The gradients of what a score is made of beside q and k are in attention_terms_cuda.cu.
+// The gradients of bias, table, sinks and head scales are in attention_terms_cuda.cu.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_fma_cuda.h"
 #include "runtime/dispatch.h"
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     if (tile.q >= s.tq) continue;
     A dq[4][kChunkColumns<A>];
     clear(dq);
-    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
+    for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
       gradient_tile<T, Sum::keys>(
           params, tile, shared, [&](int at, const PairGradient<A>& g) { shared.tile[at] = g.dot; });
       const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     for (int64_t h = kv * group_size(p); h < (kv + 1) * group_size(p); ++h) {
       const A factor = head_factor<A>(p, h);
       Tile tile{s, b, h, 0, key, false};
-      for (QueryTiles tiles(p, tile); tiles.next(tile);) {
+      for (Tiles<Along::queries> tiles(p, tile); tiles.next(tile);) {
         gradient_tile<T, Sum::queries>(params, tile, shared, [&](int at, const PairGradient<A>& g) {
           shared.tile[at] = g.weight;
           shared.other[at] = factor * g.dot;

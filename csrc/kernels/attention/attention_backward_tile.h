@@ -1,5 +1,5 @@
 // The rows of one tile of the backward (see attention_backward_cpu.cpp): from the products q.k and
-// dP to the weights and dS, the gradients of what was added to the logits, and the operands of the
+// dP to the weights and dS, the gradients of the terms added to the logits, and the operands of the
 // products that follow.
 #pragma once
 
@@ -8,8 +8,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Workspace: x_q = pre * q, dO times the factor of its row of P, dQ once per split, Delta and
-// shift, for rows [first, first + count) of all (b, h, q).
+// The workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the
+// factor of its row of P, dQ once per split, Delta and shift.
 template <class T>
 struct QueryRows {
   using A = compute_t<T>;
@@ -39,7 +39,7 @@ struct QueryRows {
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
 };
 
-// A tile, the rows that it is computed from, and where its gradients go.
+// A tile, the rows it is computed from, and where its gradients go.
 template <class T>
 struct GradientTile {
   using A = compute_t<T>;
@@ -47,10 +47,12 @@ struct GradientTile {
   const QueryRows<T>& rows;
   const TilePlan& plan;
   int64_t b, h;
-  int64_t row;      // of the first query among all (b, h, q)
-  A *weights, *ds;  // (kQueryBlock, kKeyBlock); first the products q.k and dP
-  // Of the first query and key; null: not wanted.
+  int64_t row;      // of the first query, counted over all (b, h, q)
+  A *weights, *ds;  // (kQueryBlock, kKeyBlock); at first the products q.k and dP
+  A* registers;     // of the program
+  // Gradients from the first query and key on; null: not wanted.
   A *grad_bias, *grad_relative;
+  const ProgramGradient* grad_program;
 };
 
 // to[n] += from[n] for the columns below `count`.
@@ -61,7 +63,7 @@ OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* 
   });
 }
 
-// The same where `to` holds no other sum. Rows of whole lines may go past the caches.
+// The same where this is the only sum in `to`. Rows of whole cache lines may bypass the caches.
 template <class A>
 OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool past_caches,
                                A* to) {
@@ -73,7 +75,7 @@ OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool
   }
 }
 
-// dS of row r to the gradients of bias and table term.
+// Adds dS of row r to the gradients of bias and table term.
 template <class T>
 void add_to_terms(const GradientTile<T>& tile, int64_t r, Range columns) {
   const AttentionBackwardParams& params = tile.params;
@@ -92,7 +94,7 @@ void add_to_terms(const GradientTile<T>& tile, int64_t r, Range columns) {
   }
 }
 
-// From q.k and dP of row r to what products read: the weights after dropout, and dx.
+// Turns q.k and dP of row r into the operands of the products: the weights after dropout, and dx.
 template <class T>
 void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& score, int64_t r,
                   Range columns) {
@@ -111,7 +113,7 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
 
   drop(ds);
   const int64_t row = tile.row + r;
-  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, by the weights
+  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, weighted
   with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
     for_columns<A>(columns, [&](int64_t n) {
       const auto w = weight(load(weights + n));
@@ -119,7 +121,10 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
       store(ds + n, w.slope * (load(ds + n) - mean));
     });
   });
-  score.hide(ds, columns, A(0));  // a hidden key may hold anything, 0 * NaN included
+  if (problem.program != nullptr) {
+    score.run_program(problem.program->gradient, 1, ds, columns, tile.grad_program);
+  }
+  score.hide(ds, columns, A(0));  // a hidden key may hold anything, and 0 * NaN is NaN
   add_to_terms(tile, r, columns);
 
   drop(weights);
@@ -136,19 +141,20 @@ void gradient_rows(const GradientTile<T>& tile) {
     const Range columns = plan.columns[g], group = plan.group_rows(g);
     for (int64_t r = group.begin; r < group.end; ++r) {
       A* const both[] = {tile.weights, tile.ds};
-      for (A* const x : both) {  // the products down the columns read whole rows
+      for (A* const x : both) {  // products along the columns read whole rows
         fill_zero(x + r * kKeyBlock, columns.begin);
         fill_zero(x + r * kKeyBlock + columns.end, kKeyBlock - columns.end);
       }
       const RowScore<A> score{
           tile.params.problem,    tile.b,          tile.h,
-          plan.queries.begin + r, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+          plan.queries.begin + r, plan.keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
+          tile.registers};
       gradient_row(tile, score, r, columns);
     }
   }
 }
 
-// What products read of a tile: P and dx of dK down their columns, dx of dQ along its rows.
+// The operands of the products of a tile: P and dx for dV and dK by columns, dx for dQ by rows.
 template <class M>
 struct TileOperands {
   const M *weights, *dk, *dq;
@@ -162,8 +168,8 @@ TileOperands<operand_t<T>> tile_operands(const GradientTile<T>& tile) {
   if constexpr (!kKeepsQueries<T>) {
     return {weights, ds, ds};
   } else {
-    // In their own memory: pairs of rows in the first half of each tile, the rows of dq in the
-    // other half of the weights, which is free when these are done.
+    // The operands reuse the memory of the tiles: pairs of rows in the first half of each, the rows
+    // of dq in the second half of the weights, which is free once their pairs are made.
     constexpr int64_t kHalf = kQueryBlock * kKeyBlock;
     M* const weight_pairs = reinterpret_cast<M*>(weights);
     M* const ds_pairs = reinterpret_cast<M*>(ds);
@@ -195,8 +201,9 @@ TileOperands<operand_t<T>> tile_operands(const GradientTile<T>& tile) {
   }
 }
 
-// sum += X^T Y: X (queries x keys of the tile), of bf16 in pairs of queries, Y rows of queries.
-// Where the mask cuts the tile, a few keys at a time take only the groups that see them.
+// sum += X^T Y, where X is (queries x keys of the tile), for bf16 in pairs of queries, and Y has a
+// row per query. Where the mask cuts the tile, a few keys at a time use only the groups that see
+// them.
 template <class M>
 void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld, int64_t width,
                         compute_t<M>* sum) {

@@ -6,51 +6,66 @@
 
 namespace omniattn {
 
-// Numbers of lse and the like: one per head and row of q.
+// The number of statistics (lse, lse_tail, Delta): one for each head and row of q.
 OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
   return (p.sequences.q != nullptr ? 1 : p.batch) * p.hq * p.lse_stride;
 }
 
-// Any dtype and head size: products by FMA in the compute type.
+// For any dtype and head size: products by FMA in the compute type.
 Status launch_attention(const AttentionForwardParams& p, Stream stream);
 
-// Whether tensor cores can be used: 16-bit elements, heads of at most 256 in whole 16 bytes.
+// Whether tensor cores can be used: 16-bit elements, head sizes of at most 256 in multiples of 16
+// bytes.
 bool takes_mma_path(const AttentionProblem& p);
 Status launch_attention_mma(const AttentionForwardParams& p, Stream stream);
 
-// Few query rows per kv head, heads of at most 512: `workspace` holds attention_decode_workspace
-// elements of the compute type.
+// For few query rows per kv head and head sizes of at most 512. `workspace` holds
+// attention_decode_workspace elements of the compute type.
 bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
-// Keys or values of a paged batch in rows: to (B, Tk, Hkv, width). The other kernels know no pages.
+// Copies keys or values of a paged batch to (B, Tk, Hkv, width). The other kernels do not read
+// pages.
 Status launch_attention_gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width,
                                      void* to, Stream stream);
 
-// The table's term of all pairs: attention_table_elements of the compute type, which the problem's
-// `relative` views.
+// The table's term of all pairs: attention_table_elements of the compute type, viewed by `relative`
+// of the problem.
 int64_t attention_table_elements(const AttentionProblem& p);
 RelativeView attention_relative_view(const AttentionProblem& p, const void* memory);
 Status launch_attention_expand_table(const AttentionProblem& p, void* memory, Stream stream);
 
-// The backward in steps. Delta = rowsum(dO * O) - dlse, into `workspace`, and part_sinks: (B, Hq,
-// Tq) in the compute type, as lse ...
+// The backward in steps. First Delta = rowsum(dO * O) - dlse, into `workspace`, and part_sinks: (B,
+// Hq, Tq) in the compute type, laid out as lse ...
 Status launch_attention_delta(const AttentionBackwardParams& p, Stream stream);
-// ... the gradients of q, k and v, and part_head_scale, (attention_head_scale_parts, B, Hq, Tq) ...
+// ... then the gradients of q, k and v, and part_head_scale (attention_head_scale_parts, B, Hq,
+// Tq), ...
 int64_t attention_head_scale_parts(const AttentionProblem& p);
 Status launch_attention_gradients(const AttentionBackwardParams& p, Stream stream);
-// ... by tensor cores, where these can be used ...
+// ... or the same by tensor cores, where these can be used, ...
 bool takes_mma_path(const AttentionBackwardParams& p);
 Status launch_attention_gradients_mma(const AttentionBackwardParams& p, Stream stream);
-// ... of the bias ...
+// ... the gradient of the bias, ...
 Status launch_attention_bias_gradient(const AttentionBackwardParams& p, Stream stream);
-// ... of the table, with attention_table_parts elements in part_relative ...
+// ... the gradient of the table, with attention_table_parts elements in part_relative, ...
 int64_t attention_table_parts(const AttentionProblem& p);
 Status launch_attention_table_gradient(const AttentionBackwardParams& p, Stream stream);
 // ... and the sums (Hq,) of parts (count, B, Hq, Tq).
 Status launch_attention_sum_rows(const AttentionProblem& p, const void* parts, int64_t count,
                                  void* out, Stream stream);
+
+// The gradients of a program's tables: by the step of its gradient that gives to one, which adds to
+// zeros, in place or in attention_program_parts parts ...
+int64_t attention_program_parts(const AttentionProblem& p);
+Status launch_attention_program_gradient(const AttentionBackwardParams& p,
+                                         const ProgramGradients::Table& table, int64_t step,
+                                         Stream stream);
+// ... and the sums of these.
+Status launch_attention_sum_parts(const AttentionProblem& p, const void* parts, int64_t elements,
+                                  void* out, Stream stream);
+// Copies bytes of the CPU, which a captured graph keeps.
+Status launch_attention_upload(const void* from, int64_t bytes, void* to, Stream stream);
 
 Status launch_attention_weights(const AttentionWeightsParams& p, Stream stream);
 Status launch_attention_select(const AttentionSelectParams& p, Stream stream);

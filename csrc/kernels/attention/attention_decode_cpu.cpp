@@ -1,8 +1,8 @@
-// Few query rows against many keys (see attention.h): keys are split at fixed places, each work
-// item reads its K and V rows once, in memory order, for all query rows that share them, and leaves
-// one partial (O, m, l) per row; merge adds the partials in key order. K and V are read as they
-// are, through a table of their rows that is the same for pages. Many rows of one kv head (MLA's
-// 128 heads on one latent) are multiplied by register tiles: S^T = K Q^T with Q packed once an
+// Few query rows against many keys (see attention.h). Keys are split at fixed places. Each work
+// item reads its rows of K and V once, in memory order, for all query rows that share them, and
+// leaves one partial (O, m, l) per row; merge adds the partials in key order. K and V are read in
+// place, through a table of row offsets, which also serves pages. Many rows of one kv head (MLA:
+// 128 heads on one latent) are multiplied by register tiles: S^T = K Q^T with Q packed once per
 // item.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_decode_tile.h"
@@ -16,15 +16,15 @@ namespace {
 struct Rows {
   int64_t b, kv_head, count;
   int64_t first_head, queries;
-  Range heads;  // kv heads of the work item
+  Range heads;  // the kv heads of the work item
   OMNIATTN_INLINE int64_t head(int64_t r) const { return first_head + r / queries; }
   OMNIATTN_INLINE int64_t query(int64_t r) const { return r % queries; }
 };
 
-// Where the rows of a split's keys lie: elements from the data of k and v to head 0.
+// Where the rows of a split's keys are: offsets of head 0 from the data of k and v, in elements.
 struct KeyRows {
-  int64_t first;                          // key
-  int64_t k[kTileSplitKeys + kKeyPanel];  // with the next panel, which is fetched ahead
+  int64_t first;                          // the first key
+  int64_t k[kTileSplitKeys + kKeyPanel];  // includes the next panel, which is prefetched
   int64_t v[kTileSplitKeys + kKeyPanel];
 };
 
@@ -43,7 +43,7 @@ inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, Key
   }
 }
 
-// Keys taken at once: what is fetched ahead of them has to stay in L2.
+// Keys processed together: what is prefetched with them must stay in L2.
 OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, int64_t size) {
   constexpr int64_t kAhead = 256 << 10;
   int64_t panel = kKeyPanel;
@@ -52,9 +52,9 @@ OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, i
   return panel;
 }
 
-// Fetches kKeys of the rows of the next panel, in memory order: all heads of a key, then the next
-// key. The rows of one head lie too far apart for the hardware to run ahead, which costs 1.7 times
-// the time (bf16, 8 heads of 128).
+// Prefetches kKeys rows of the next panel in memory order: all heads of a key, then the next key.
+// The rows of one head lie too far apart for the hardware to prefetch; without this, decoding took
+// 1.7 times as long (bf16, 8 heads of 128).
 template <class T>
 OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, const KeyRows& at,
                                  int64_t key, int64_t first) {
@@ -142,11 +142,12 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   x.count = count;
   x.q = q;
   x.s = arena.take(rows.count * kKeyPanel);
+  A* const registers = arena.take(program_elements(p));
   if (tiles) {
     x.transposed = arena.take(kKeyPanel * round_up(rows.count, kKeyPanel));
     x.wide = arena.take(kKeyPanel * padded_row(p.d > p.dv ? p.d : p.dv));
   }
-  // The partials of one kv head follow each other, as its rows do.
+  // The partials of one kv head are consecutive, as its rows are.
   x.o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
   x.ldo = partial_elements(p);
   WideRows<A> wide{};
@@ -161,14 +162,14 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
     uint64_t visible[kMaskWords] = {};
     if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
     const RowScore<A> score{
-        p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr};
+        p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr, registers};
     softmax_partial(p, score, count, x.s + r * kKeyPanel,
                     partial_of<A>(params, rows.b, split, rows.head(r), rows.query(r)));
   }
   tiles ? weigh_tiles(p, rows.count, x, wide) : weigh_rows(p, rows.count, x);
 }
 
-// The scaled query rows of one kv head, as decode_query_elements says.
+// The scaled query rows of one kv head, laid out for decode_query_elements.
 template <class T>
 void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
                   Arena<compute_t<T>> arena) {
@@ -242,8 +243,8 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
   const auto weight = [&](A top) {
     return exp2(V((top - softmax_shift(m)) * exponent_factor<A>(p.score))).v[0];
   };
-  A l = weight(sink);                     // 0 without one
-  for (int64_t n = 0; n < splits; ++n) {  // m of a partial becomes its weight
+  A l = weight(sink);                     // 0 without a sink
+  for (int64_t n = 0; n < splits; ++n) {  // m of a partial is replaced by its weight
     const Partial<A> part{first.o + n * stride, first.width};
     part.m() = weight(part.m());
     l += part.m() * part.l();

@@ -1,6 +1,7 @@
-// Few query rows against many keys, see attention.h: keys are split at fixed places, and a block
-// reads its K and V once, 16 bytes per access, for all query rows that share them (the queries of
-// all heads of a group). It leaves one partial (O, m, l) per row; merge adds them in key order.
+// Few query rows against many keys, see attention.h. Keys are split at fixed places. A block reads
+// its K and V once, 16 bytes per access, for all query rows that share them (the queries of all
+// heads of a group), and leaves one partial (O, m, l) per row; merge adds the partials in key
+// order.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/gpu_row.h"
@@ -11,18 +12,18 @@ namespace {
 using namespace gpu;
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kRows = 4;  // that a thread computes at once
+constexpr int kRows = 4;  // that a thread computes together
 constexpr int kSplit = static_cast<int>(kSplitKeys);
 constexpr int64_t kMaxHead = 512;
 
-// Rows of one kv head: queries of the heads of its group.
+// Rows of one kv head: the queries of the heads of its group.
 OMNIATTN_FN int64_t head_rows(const AttentionProblem& p) { return group_size(p) * p.tq; }
 OMNIATTN_FN int64_t key_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplit); }
 OMNIATTN_FN int64_t items(const AttentionProblem& p) { return p.batch * p.hkv * key_splits(p); }
 OMNIATTN_FN int64_t partial_width(const AttentionProblem& p) { return p.dv + 2; }
 
-// Shared memory: q (rows, d), logits (rows, kSplit) and the parts of O (kThreads, kRows, W), rows
-// rounded up to kRows.
+// Shared memory: q (rows, d), logits (rows, kSplit) and the parts of O (kThreads, kRows, W), with
+// rows rounded up to kRows.
 template <class A>
 struct DecodeShared {
   A *q, *s, *parts;
@@ -39,14 +40,14 @@ size_t shared_bytes(const AttentionProblem& p) {
   return static_cast<size_t>(padded_rows(p) * (p.d + kSplit) + kThreads * kRows * W) * sizeof(A);
 }
 
-// The smallest power of two that is at least n, or `most`.
+// The smallest power of two that is at least n, at most `most`.
 __device__ __forceinline__ int threads_for(int64_t n, int most) {
   int threads = 1;
   while (threads < n && threads < most) threads *= 2;
   return threads;
 }
 
-// s[r][n] = q_r . k_n for the split's `count` keys: neighbouring threads read a key's pieces.
+// s[r][n] = q_r . k_n for the split's `count` keys; adjacent threads read pieces of one key.
 template <class T, int W>
 __device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T* k, int count,
                                               const compute_t<T>* q, compute_t<T>* s) {
@@ -77,7 +78,8 @@ __device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T
   }
 }
 
-// Logits to probabilities times the factors of dropout, by one warp; m and l to `partial`.
+// Turns logits into probabilities times the factors of dropout, by one warp; m and l go to
+// `partial`.
 template <class A>
 __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Tile& row, int count,
                                             A* s, A* partial) {
@@ -114,8 +116,8 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
   }
 }
 
-// O = P V of the split: a thread adds up W columns over every so many keys, then the threads of the
-// same columns are added in order.
+// O = P V of the split: each thread adds up W columns over a subset of the keys; then the sums of
+// the threads with the same columns are added in order.
 template <class T, int W>
 __device__ __forceinline__ void multiply_values(const AttentionProblem& p, const T* v, int count,
                                                 const compute_t<T>* s, compute_t<T>* parts,
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block per row.
+// One block per row.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_merge_kernel(const __grid_constant__ AttentionForwardParams params) {
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool takes_split_path(const AttentionProblem& p) {
   if (!takes_decode_path(p) || p.d > kMaxHead) return false;
-  // Of the widest vectors: more than the others need.
+  // Shared memory for the widest vectors: the other widths need less.
   const auto bytes = p.dtype == DType::f64 ? shared_bytes<double, 2>(p) : shared_bytes<float, 8>(p);
   return static_cast<int64_t>(bytes) <= shared_memory_limit();
 }

@@ -1,5 +1,5 @@
-// The products of decoding on the CPU (see attention_decode_cpu.cpp): a few keys, which lie
-// anywhere, with all query rows that share them, in registers or by register tiles.
+// The products of decoding on the CPU (see attention_decode_cpu.cpp): a few keys, at any addresses,
+// with all query rows that share them, in registers or by register tiles.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -10,14 +10,14 @@ namespace {
 constexpr int kRows = 4;  // query rows in registers, with
 constexpr int kKeys = 4;  // keys (in q.k) or vectors of a V row (in P V)
 
-// Sums of neighbouring lanes, first of a, then of b.
+// Sums of adjacent lanes, first of a, then of b.
 template <class A>
 OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
   const VecPair<Vec<A>> lanes = deinterleave(a, b);
   return lanes.first + lanes.second;
 }
-// p[i] = the sum of the lanes of x[i]: half the instructions of four reduce_add, which were a
-// quarter of dot_tile's time.
+// p[i] = the sum of the lanes of x[i]. Takes half the instructions of four reduce_add, which were a
+// quarter of the time of dot_tile.
 template <class A>
 OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
   constexpr int kWidth = Vec<A>::kWidth;
@@ -31,7 +31,7 @@ OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
   }
 }
 
-// s[r][n] = q_r . k_n for up to kKeys keys, `at` elements after k; q rows are padded with zeros.
+// s[r][n] = q_r . k_n for up to kKeys keys, at offsets `at` from k; q rows are padded with zeros.
 template <class T, int kCount>
 OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
                               int64_t keys, int64_t d, compute_t<T>* s) {
@@ -61,8 +61,8 @@ OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, co
   for (int r = 0; r < kCount; ++r) store_sums(s + r * kKeyPanel, acc[r]);
 }
 
-// o[r][0 .. cols) += sum_n s[r][n] v_n, v_n at[n] elements after v; kCount rows, kVecs vectors of
-// which the last may be partial.
+// o[r][0 .. cols) += sum_n s[r][n] v_n, with v_n at offset at[n] from v; kCount rows, kVecs
+// vectors, the last of which may be partial.
 template <class T, int kCount, int kVecs>
 OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, const int64_t* at, int64_t keys,
                                 int64_t cols, compute_t<T>* o, int64_t ldo) {
@@ -95,7 +95,7 @@ OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, const int64_t
   }
 }
 
-// f(first row, Count<rows>) for tiles of kRows rows and a remainder.
+// Calls f(first row, Count<rows>) for tiles of kRows rows and a remainder.
 template <int kCount>
 struct Count {
   static constexpr int value = kCount;
@@ -116,22 +116,22 @@ OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
   }
 }
 
-// Some keys of one kv head, at most a panel, and the buffers of their products with its rows.
+// Some keys of one kv head, at most a panel, and the buffers of their products with the rows.
 template <class T>
 struct KeyTile {
   using A = compute_t<T>;
-  const T *k, *v;  // of key n: at_k[n], at_v[n] elements on
+  const T *k, *v;  // key n is at offset at_k[n], its value at at_v[n]
   const int64_t *at_k, *at_v;
   int64_t count;
   const A* q;            // (rows, d), padded, or Q^T in panels
   A* s;                  // (rows, kKeyPanel)
-  A *transposed, *wide;  // for tiles: S^T, and k or v as padded rows
-  A* o;                  // (rows, dv) of the partials, in rows of ldo
+  A *transposed, *wide;  // for register tiles: S^T, and k or v as padded rows
+  A* o;                  // (rows, dv) of the partials, with row stride ldo
   int64_t ldo;
 };
 
-// s = Q K^T. All rows take their turn at a few keys while these are in L1; before, fetch(n) asks
-// for later ones.
+// s = Q K^T. All rows are multiplied with a few keys while these are in L1. First fetch(n)
+// prefetches later keys.
 template <class T, class F>
 void dot_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x, const F& fetch) {
   const int64_t ldq = padded_row(p.d);
@@ -144,7 +144,7 @@ void dot_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x, cons
   }
 }
 
-// o += P V, a few columns of V at a time for the same reason.
+// o += P V, a few columns of V at a time, so that these stay in L1.
 template <class T>
 void weigh_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
@@ -165,13 +165,13 @@ struct WideRows {
   int64_t stride;
 };
 
-// Rows in the compute type at one distance: where they are if they fit, else copied to `memory`.
+// Rows of the compute type with one stride: in place if they have it, else copied to `memory`.
 template <class T>
 WideRows<compute_t<T>> wide_rows(const T* from, const int64_t* at, int64_t count, int64_t cols,
                                  compute_t<T>* memory) {
   if constexpr (sizeof(T) == sizeof(compute_t<T>)) {
     const int64_t stride = count > 1 ? at[1] - at[0] : cols;
-    bool fits = stride % 256 != 0;  // such rows would share a few sets of L1
+    bool fits = stride % 256 != 0;  // rows with such a stride share few sets of L1
     for (int64_t n = 1; fits && n < count; ++n) fits = at[n] - at[n - 1] == stride;
     if (fits) return {from + at[0], stride};
   }
@@ -194,13 +194,13 @@ void transpose_rows(const A* from, int64_t ld, int64_t rows, int64_t cols, A* to
   }
 }
 
-// Whether values are the first columns of their keys, as in MLA.
+// Whether the values are the first columns of the keys, as in MLA.
 OMNIATTN_INLINE bool are_values_of_keys(const AttentionProblem& p) {
   return p.k.data == p.v.data && p.k.stride_b == p.v.stride_b && p.k.stride_t == p.v.stride_t &&
          p.k.stride_h == p.v.stride_h && p.dv <= p.d;
 }
 
-// The same products by register tiles; the first gives the rows of k.
+// The same products by register tiles. dot_tiles returns the rows of k.
 template <class T>
 WideRows<compute_t<T>> dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
   using A = compute_t<T>;

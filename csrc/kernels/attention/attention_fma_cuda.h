@@ -1,18 +1,18 @@
 // Products of tiles by FMA for kernels with any dtype and head size, see runtime/gpu_fma.h.
 #pragma once
 
-#include "kernels/attention/attention_tile_cuda.h"
+#include "kernels/attention/score_program_cuda.h"
 #include "runtime/gpu_fma.h"
 
 namespace omniattn::gpu {
 
-// Columns of an output that one block computes: what its registers hold.
+// Columns of an output that one block computes, limited by registers.
 template <class A>
 inline constexpr int kChunk = sizeof(A) == 8 ? 64 : 128;
 template <class A>
-inline constexpr int kChunkColumns = kChunk<A> / 16;  // of one thread
+inline constexpr int kChunkColumns = kChunk<A> / 16;  // per thread
 
-// At least one: a block also leaves what does not depend on columns.
+// At least one: a block also writes results that do not depend on columns.
 template <class A>
 OMNIATTN_FN int64_t chunks_of(int64_t columns) {
   return columns > kChunk<A> ? ceil_div(columns, kChunk<A>) : 1;
@@ -32,7 +32,7 @@ struct GlobalRows {
   const T* data;
   int64_t stride, count;
 };
-// Queries of a sequence from `first` on in q or the like, and its keys in k or v.
+// The queries of a sequence from `first` on in q or a tensor like it, and the keys in k or v.
 template <class T>
 __device__ __forceinline__ GlobalRows<T> queries_of(const HeadView& x, const Sequence& s, int64_t h,
                                                     int64_t first) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ GlobalRows<T> keys_of(const HeadView& x, const Sequen
   return {row_of<T>(x, s.entry, s.k + first, h), x.stride_t, s.tk - first};
 }
 
-// Whether one of this thread's rows 4 ty + i is below `count`; others have nothing to compute.
+// Whether one of this thread's rows 4 ty + i is below `count`; if not, it has nothing to compute.
 __device__ __forceinline__ bool has_rows(int64_t count) { return 4 * thread_y() < count; }
 
 // to[c][r] = rows[r][first + c], zero outside.
@@ -61,7 +61,7 @@ __device__ __forceinline__ void stage_columns(const GlobalRows<T>& rows, int64_t
   }
 }
 
-// acc[i][j] = row 4 ty + i of x times row tx + 16 j of y, rows of `width` elements. Begins with a
+// acc[i][j] = row 4 ty + i of x times row tx + 16 j of y; rows have `width` elements. Begins with a
 // barrier unless width is 0.
 template <class T>
 __device__ __forceinline__ void multiply_rows(const GlobalRows<T>& x, const GlobalRows<T>& y,
@@ -122,8 +122,8 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
-// to[c] = sum over the rows of threads, in order, of sum[j] for the columns c = tx + 16 j < count.
-// Begins with a barrier.
+// to[c] = sum of sum[j] over the threads of column c = tx + 16 j < count, in a fixed order. Begins
+// with a barrier.
 template <class A>
 __device__ __forceinline__ void store_column_sums(const A (&sum)[4], FmaShared<A>& shared,
                                                   int64_t count, A* to) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_column_sums(const A (&sum)[4], FmaShared<A
   to[c] = total;
 }
 
-// Over the 16 threads that share a row.
+// Reduces over the 16 threads that share a row.
 template <class A, class F>
 __device__ __forceinline__ A reduce_row(A x, const F& f) {
 #pragma unroll
@@ -146,25 +146,26 @@ __device__ __forceinline__ A reduce_row(A x, const F& f) {
   return x;
 }
 
-// ---- gradients of a tile ------------------------------------------------------------------------
+// Gradients of a tile.
 
 template <class A>
 struct GradientShared : FmaShared<A> {
   A other[kTile * kLeading];
 };
 
-// Where a pair's values lie in a tile, for products over the queries, or over the keys.
+// How a pair's values are indexed in a tile, for sums over the queries or over the keys.
 enum class Sum { queries, keys };
 template <Sum kSum>
 __device__ __forceinline__ int place(int query, int key) {
   return kSum == Sum::queries ? query * kLeading + key : key * kLeading + query;
 }
 
-// f(at, gradient) for this thread's pairs (query 4 ty + i, key tx + 16 j), whose places in
-// shared.tile and shared.other are `at`. Begins with a barrier. (The loop is not unrolled, which
-// would take more registers than there are; q.k and dP wait at their places meanwhile.)
+// Calls f(at, r, c, stats) for this thread's pairs (query r = 4 ty + i, key c = tx + 16 j), of
+// which q.k in shared.tile and dP in shared.other are at index `at`. Begins with a barrier. The
+// loop is not unrolled, which would need more registers than there are; meanwhile q.k and dP are
+// kept at those indices.
 template <class T, Sum kSum, class F>
-__device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& params,
+__device__ __forceinline__ void pairs_of_tile(const AttentionBackwardParams& params,
                                               const Tile& tile,
                                               GradientShared<compute_t<T>>& shared, const F& f) {
   using A = compute_t<T>;
@@ -196,12 +197,22 @@ __device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& par
     const RowStats<A> stats = stats_of<A>(params, row);
 #pragma unroll 1
     for (int c = tx; c < kTile; c += 16) {
-      const int at = place<kSum>(r, c);
-      f(at, gradient_of(p, tile, r, c, shared.bits.sees(tile, r, c),
-                        shared.bits.template factor<A>(p, r, c), shared.tile[at], shared.other[at],
-                        stats));
+      f(place<kSum>(r, c), r, c, stats);
     }
   }
+}
+
+// Calls f(at, gradient) for the same pairs.
+template <class T, Sum kSum, class F>
+__device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& params,
+                                              const Tile& tile,
+                                              GradientShared<compute_t<T>>& shared, const F& f) {
+  using A = compute_t<T>;
+  pairs_of_tile<T, kSum>(params, tile, shared, [&](int at, int r, int c, const RowStats<A>& stats) {
+    f(at, pair_gradient(params.problem, tile, r, c, shared.bits.sees(tile, r, c),
+                        shared.bits.template factor<A>(params.problem, r, c), shared.tile[at],
+                        shared.other[at], stats));
+  });
 }
 
 }  // namespace omniattn::gpu

@@ -1,6 +1,6 @@
 // Tiled forward (see attention.h). One query block of one head walks the visible key blocks, keeps
-// S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is such a
-// block, or all blocks of a kv head where there are heads enough: its packed K and V then stay in
+// S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is one such
+// block, or all blocks of a kv head where there are enough heads: the packed K and V then stay in
 // the caches of one core.
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -9,10 +9,10 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Products read operands M: T itself where the ISA has a dot product of bf16, else A =
-// compute_t<T>.
+// Products read operands M: T itself where the ISA has a dot product of bf16, else
+// A = compute_t<T>.
 
-// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements), of
+// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements); for
 // bf16 with pairs of d and of keys innermost.
 template <class T>
 struct PackedHead {
@@ -58,7 +58,7 @@ OMNIATTN_INLINE A row_maximum(const A* s, Range columns) {
   return reduce_max(top);
 }
 
-// Raises the running maximum to `top`, rescaling what was summed under the old one.
+// Raises the running maximum to `top` and rescales the sums made with the old one.
 template <class A>
 OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row, A top) {
   using V = Vec<A>;
@@ -69,7 +69,7 @@ OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row,
   *row.m = top;
 }
 
-// Weights of one row, before a softmax divides them by their sum.
+// The weights of one row, not yet normalised.
 template <class A>
 OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
@@ -84,9 +84,9 @@ OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range c
   });
 }
 
-constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together: their latencies overlap
+constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together, so that latencies overlap
 
-// Probabilities of one row as operands, in the first half of their own memory.
+// Stores the probabilities of one row as operands, in the first half of their own memory.
 template <class M, class A>
 OMNIATTN_INLINE void narrow_row(A* s, Range columns) {
   if constexpr (sizeof(M) < sizeof(A)) {
@@ -95,10 +95,10 @@ OMNIATTN_INLINE void narrow_row(A* s, Range columns) {
   }
 }
 
-// Logits, softmax and dropout of the rows of a tile; s holds factor^-1 q.k and then operands M.
+// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
 template <class M, class A>
 void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePlan& plan, A factor,
-                  A* s, A* o, A* m, A* l) {
+                  A* s, A* o, A* m, A* l, A* registers) {
   using V = Vec<A>;
   const int64_t width = padded_row(p.dv), key = plan.keys.begin;
   for (int64_t g = 0; g < plan.groups(); ++g) {
@@ -110,7 +110,8 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
       for (int64_t r = part.begin; r < part.end; ++r) {
         A* const x = s + r * kKeyBlock;
         const RowScore<A> score{
-            p, b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr};
+            p,        b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr,
+            registers};
         scale_row(x, columns, factor);
         score.to_logits(x, columns);
         if (is_softmax(p.score)) top[r - first] = row_maximum(x, columns);
@@ -128,7 +129,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
   }
 }
 
-// One block of queries of one head.
+// A block of queries of one head.
 template <class T>
 void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, int64_t n,
                    const PackedHead<T>& packed, void* scratch) {
@@ -146,6 +147,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const o = arena.take(kQueryBlock * width);
   A* const m = arena.take(kQueryBlock);
   A* const l = arena.take(kQueryBlock * V::kWidth);
+  A* const registers = arena.take(program_elements(p));
   const A factor = query_factor<A>(p, h);
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
                kKeepsQueries<T> ? A(1) : factor, q);
@@ -158,16 +160,16 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   }
 
   TilePlan plan;
-  for (KeyTiles tiles(p, b, h, queries); tiles.next(plan);) {
+  for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
     const Range keys = plan.keys;
     multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
-    softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l);
+    softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
     accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
                     packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
   }
 
-  const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // place in lse
+  const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // index in lse
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = reduce_add(load(l + r * V::kWidth));
     store_row(o + r * width, row_factor(p.score, sum), p.dv,
@@ -187,7 +189,7 @@ void pack_item(const AttentionForwardParams& params, int64_t item) {
 template <class T>
 void block_item(const AttentionForwardParams& params, void* scratch, int64_t item) {
   const AttentionProblem& p = params.problem;
-  // Later query blocks see more keys under a causal mask: longest first.
+  // Under a causal mask later query blocks see more keys: the longest come first.
   const int64_t heads = p.batch * p.hq, n = query_block_count(p) - 1 - item / heads;
   const int64_t b = item % heads / p.hq, h = item % p.hq;
   const int64_t head = b * p.hkv + kv_head(h, p.hq, p.hkv);

@@ -1,5 +1,5 @@
 // Forward for any dtype and head size, see attention.h. A block computes 64 queries of one head for
-// a chunk of the columns of V: wider values take more blocks, which repeat the softmax.
+// a chunk of the columns of V; wider values take more blocks, each of which repeats the softmax.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_fma_cuda.h"
 #include "runtime/dispatch.h"
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     if (tile.q >= s.tq) continue;
     const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
     const auto q = queries_of<T>(p.q, s, tile.h, tile.q);
-    A m[4], l[4], o[4][kColumns];  // l: of this thread's columns
+    A m[4], l[4], o[4][kColumns];  // l: the part of this thread's columns
     clear(o);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       l[i] = tx == 0 ? softmax_initial_sum(m[i]) : A(0);
     }
 
-    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
+    for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
       A x[4][4];  // logits, then weights
       shared.bits.load(p, tile);
       multiply_rows(q, keys_of<T>(p.k, s, kv, tile.k), p.d, shared, x);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
-          x[i][j] = logit_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c)).value;
+          x[i][j] = score_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c));
           if (!is_softmax(p.score)) x[i][j] = weight_at(p.score, x[i][j]).value;
           top = max(top, x[i][j]);
         }

@@ -1,6 +1,6 @@
 // Forward on tensor cores, see attention.h and attention_mma_cuda.h: FlashAttention-2 (arXiv
-// 2307.08691). A block computes 128 queries of one head against 64 keys at a time (32 where D >
-// 128, for shared memory); the next keys and values are copied while these are used.
+// 2307.08691). A block computes 64 queries of one head against 64 keys at a time (32 where
+// D > 128, for lack of shared memory); the next keys and values are copied meanwhile.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_mma_cuda.h"
 
@@ -24,7 +24,7 @@ struct ForwardShared {
   float slots[8 * Workers::kWorkers];  // of apply_in_loop
 };
 
-// Under a causal mask the last queries have most to do: they come first.
+// Under a causal mask the last queries have the most keys: they come first.
 __device__ __forceinline__ QueryItem item_of(const AttentionProblem& p, int64_t item) {
   const int64_t blocks = ceil_div(p.tq, kQueries), head = item / blocks;
   const Sequence s = sequence_of(p, head / p.hq);
@@ -48,11 +48,11 @@ __device__ __forceinline__ void plan_items(const AttentionProblem& p, Shared& sh
 template <int C>
 struct Rows {
   float o[C][4];
-  float m[2], l[2];  // of rows g and g + 8; l of this lane's columns
+  float m[2], l[2];  // of rows g and g + 8; l: the part of this lane's columns
 };
 
-// Logits to probabilities, times the factors of dropout, for the worker's rows from `first` on.
-// `slots`: 8 numbers per thread.
+// Turns logits into probabilities times the factors of dropout, for the worker's rows from `first`
+// on. `slots` has 8 numbers per thread.
 template <class Plan, int N, int C>
 __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Plan& plan, int first,
                                              float* slots, float (&s)[N][4], Rows<C>& rows) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const auto column = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
   const bool drops = p.dropout.threshold != 0;
-  // Of half the keys of row lane % 16.
+  // Each lane has half the keys of row lane % 16.
   const uint32_t keep = drops ? kept_keys<32>(p, tile, lane % 16, tile.k + lane / 16 * 32) : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

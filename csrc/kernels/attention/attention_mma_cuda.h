@@ -1,11 +1,11 @@
 // Products of tiles by tensor cores (mma.sync m16n8k16) for 16-bit dtypes and head sizes up to 256,
 // padded with zeros to kD = 64, 128 or 256.
 //
-// A block has kWarps workers and one planner. A worker owns 16 rows of the results; lane 4 g + t
-// holds, of 16 x 8 numbers, columns 2 t and 2 t + 1 of rows g and g + 8, which are the elements
-// that it needs of them as the left operand of the next product. The planner finds the tiles that
-// the mask leaves and the visible pairs of partial ones, one tile ahead: the workers' registers are
-// full of sums, its are free for any rule.
+// A block has kWarps worker warps and a planner warp. A worker owns 16 rows of the results. Of
+// 16 x 8 elements, lane 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8, which is the
+// layout of the left operand of the next product. The planner finds the tiles that the mask leaves,
+// and the visible pairs of partial tiles, one tile ahead: the workers' registers are full of sums,
+// while the planner's are free for any rule.
 #pragma once
 
 #include "kernels/attention/attention_tile_cuda.h"
@@ -23,9 +23,9 @@ struct Team {
   static __device__ __forceinline__ void workers_meet() { barrier_sync(2, kWorkers); }
 };
 
-// ---- operands ----------------------------------------------------------------------------------
+// Operands.
 
-// Below, a lane's offset for pieces 2 k and 2 k + 1 is that for pieces 0 and 1, xor 16 k.
+// A lane's offset for pieces 2 k and 2 k + 1 is that for pieces 0 and 1, xor 16 k.
 
 // acc (16 x 8 N) = rows [first, first + 16) of x times the first 8 N rows of y.
 template <int N, class T, int kD>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[N][4], const SharedRo
   }
 }
 
-// 16 x 8 N numbers as the left operand of a sum over their columns.
+// 16 x 8 N elements as the left operand of a sum over their columns.
 template <int N>
 struct LeftOperand {
   uint32_t a[N / 2][4];
@@ -114,7 +114,7 @@ __device__ __forceinline__ float row_dot(const float (&acc)[C][4], int half, con
   return sum;
 }
 
-// Over the 4 lanes of a row.
+// Reduces over the 4 lanes that share a row.
 template <class F>
 __device__ __forceinline__ float reduce_row(float x, const F& f) {
   x = f(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -123,17 +123,17 @@ __device__ __forceinline__ float reduce_row(float x, const F& f) {
 
 __device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 1) != 0; }
 
-// ---- plans -------------------------------------------------------------------------------------
+// Plans.
 
-// Plans form a ring of three: the planner writes one while the workers use the two before.
+// Plans form a ring of three: the planner writes one while the workers use the previous two.
 __device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot + 1; }
 
-// By the planner: the blocks of a cursor that hold a visible pair, found 32 at a time.
+// For the planner: finds the blocks of a cursor that hold a visible pair, 32 at a time.
 struct BlockSearch {
-  int64_t first;        // block of bit 0
-  uint32_t seen, full;  // which of 32 are still to be handed out, and which have no hidden pair
+  int64_t first;        // the block of bit 0
+  uint32_t seen, full;  // of 32 blocks, those still to be returned and those with no hidden pair
 
-  // The next block, -1 if there is none; `masked` tells whether some pair of it is hidden.
+  // The next block, or -1 if there is none; `masked` tells whether one of its pairs is hidden.
   // `classify` gives the class of a block.
   template <class Cursor, class F>
   __device__ __forceinline__ int64_t next(Cursor& cursor, bool& masked, const F& classify) {
@@ -141,10 +141,10 @@ struct BlockSearch {
       first = next_block(cursor);
       if (first < 0) return -1;
       const int64_t n = first + lane_id();
-      const TileClass found = n < cursor.blocks.left.end ? classify(n) : TileClass::skip;
+      const TileClass found = n < cursor.left.end ? classify(n) : TileClass::skip;
       seen = __ballot_sync(0xffffffffu, found != TileClass::skip);
       full = __ballot_sync(0xffffffffu, found == TileClass::full);
-      cursor.blocks.left.begin = first + 32;
+      cursor.left.begin = first + 32;
     }
     const int bit = __ffs(static_cast<int>(seen)) - 1;
     seen &= seen - 1;
@@ -153,16 +153,16 @@ struct BlockSearch {
   }
 };
 
-// A tile of kQueries x kKeys along the keys. What a worker can read here takes none of its
-// registers.
+// A tile of kQueries x kKeys and its offsets. Workers read them from shared memory instead of
+// holding them in registers.
 template <int kQueries, int kKeys>
 struct KeyPlan {
-  int64_t block;               // number of the block of keys; -1: there is no further tile
-  Tile tile;                   // its sequence, head and queries are those of the item even then
-  int64_t k, v, keys;          // elements before the first row of K and V, and rows from there on
+  int64_t block;               // number of the block of keys; -1: no further tile
+  Tile tile;                   // its sequence, head and queries are valid at the end, too
+  int64_t k, v, keys;          // offsets of the first rows of K and V, and the number of rows left
   uint64_t visible[kQueries];  // keys of each query, if masked
 
-  // By the planner: block n of the keys of `row`, or with n = -1 the end.
+  // Called by the planner: block n of the keys of `row`; n = -1 marks the end.
   __device__ __forceinline__ void make(const AttentionProblem& p, const Tile& row, int64_t n,
                                        bool masked) {
     const int lane = lane_id();
@@ -183,18 +183,18 @@ struct KeyPlan {
   }
 };
 
-// Queries of a head that a block computes together: {.., q, any key}, and their range.
+// Queries of a head that a block computes together: a tile with any key, and the range.
 struct QueryItem {
   Tile row;
-  Range queries;  // empty beyond the end of a sequence
+  Range queries;  // empty past the end of a sequence
 };
 
-// By the planner: the plans of all tiles of an item; Workers::meet() after each.
+// For the planner: plans all tiles of an item and calls Workers::meet() after each.
 template <class Workers, int kQueries, int kKeys>
 __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const QueryItem& item,
                                           KeyPlan<kQueries, kKeys> (&plans)[3], int& slot) {
   const Tile& row = item.row;
-  KeyCursor cursor = key_cursor(p, row.sequence, row.b, row.h, item.queries, kKeys);
+  auto cursor = cursor_of<Along::keys>(p, row.sequence, row.b, row.h, item.queries, kKeys);
   BlockSearch search{};
   int64_t n = 0;
   do {
@@ -210,15 +210,15 @@ __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const Query
   } while (n >= 0);
 }
 
-// (The shuffle tells the compiler that a warp agrees on it.)
+// The shuffle tells the compiler that the result is the same in the whole warp.
 template <class Plan>
 __device__ __forceinline__ int64_t block_of(const Plan& plan) {
   return __shfl_sync(0xffffffffu, plan.block, 0);
 }
 
-// ---- elements ----------------------------------------------------------------------------------
+// Elements.
 
-// x[i] = f(i, x[i]) by a loop that is not unrolled: `slots` has kCount numbers per thread.
+// x[i] = f(i, x[i]) by a loop that is not unrolled; `slots` has kCount numbers per thread.
 template <int kThreads, int kCount, class F>
 __device__ __forceinline__ void apply_in_loop(float* slots, float (&x)[kCount], const F& f) {
   slots += threadIdx.x;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void apply_in_loop(float* slots, float (&x)[kCount], 
   for (int i = 0; i < kCount; ++i) x[i] = slots[i * kThreads];
 }
 
-// What dropout keeps of keys key, ..., key + kKeys - 1 of one query.
+// The dropout bits of keys key, ..., key + kKeys - 1 of one query.
 template <int kKeys>
 __device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const Tile& tile, int row,
                                               int64_t key) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const T
 }
 
 // Whether every row of a view of 16-bit elements starts at a multiple of 16 bytes, as cp.async
-// needs. Packed sequences are rows of one batch entry.
+// requires. Packed sequences are rows of one batch entry.
 inline bool has_aligned_rows(const HeadView& x, int64_t batch, int64_t rows, int64_t heads) {
   const auto fits = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
   return aligned_16(x.data) && fits(batch, x.stride_b) && fits(rows, x.stride_t) &&
@@ -260,7 +260,7 @@ inline bool has_aligned_keys(const AttentionProblem& p, const HeadView& x) {
   return has_aligned_rows(x, packed ? 1 : p.batch, packed ? p.sequences.rows_k : p.tk, p.hkv);
 }
 
-// f(T{}, Head<kD>{}) with a 16-bit dtype and the smallest kD that holds the head sizes.
+// Calls f(T{}, Head<kD>{}) with a 16-bit dtype and the smallest kD that holds the head sizes.
 template <int kD>
 struct Head {};
 template <class F>

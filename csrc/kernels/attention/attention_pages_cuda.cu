@@ -1,5 +1,5 @@
-// Copies the keys and values of sequences from their pages (see PageView), so that kernels find
-// them in rows.
+// Copies the keys and values of sequences from their pages (see PageView) into rows, which the
+// other kernels read.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/dispatch.h"
@@ -11,7 +11,7 @@ using namespace gpu;
 
 constexpr int kThreads = 256;
 
-// to (B, Tk, Hkv, width); what lies behind the end of a sequence is not written.
+// to is (B, Tk, Hkv, width); rows past the end of a sequence are not written.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_gather_pages_kernel(const __grid_constant__ AttentionProblem p,

@@ -1,5 +1,5 @@
-// The key with the largest logit of every query, the first of equal ones (see attention.h; spec
-// attention 13). A work item is a query block of one head, which walks the key blocks in order.
+// For each query the key with the largest logit, the first among equal ones (see attention.h). A
+// work item is a query block of one head, which walks the key blocks in order.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -7,20 +7,20 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// What a row has found so far.
+// The best key of a row so far.
 template <class A>
 struct Best {
   A top;
   int64_t key;
 };
 
-// Finishes the logits x of a row's visible columns and looks for a larger one.
+// Finishes the logits x of a row's visible columns and updates the best key.
 template <class A>
 void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
   using V = Vec<A>;
   V top(negative_infinity<A>());
   score.to_logits(x, columns);
-  for_columns<A>(columns, [&](int64_t n) { top = max(load(x + n), top); });  // NaN: never chosen
+  for_columns<A>(columns, [&](int64_t n) { top = max(load(x + n), top); });  // NaN is never chosen
   const A highest = reduce_max(top);
   if (!(highest > best.top)) return;
   int64_t n = columns.begin;
@@ -41,13 +41,14 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
   A* const kt = arena.take(kKeyBlock * p.d);
   A* const q = arena.take(kQueryBlock * ldq);
   A* const s = arena.take(kQueryBlock * kKeyBlock);
+  A* const registers = arena.take(program_elements(p));
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
                q);
   Best<A> best[kQueryBlock];
   for (Best<A>& row : best) row = {negative_infinity<A>(), -1};
 
   TilePlan plan;
-  for (KeyTiles tiles(p, b, h, queries); tiles.next(plan);) {
+  for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
     const Range keys = plan.keys;
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
@@ -56,7 +57,8 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
       const int64_t g = r / kRowGroup;
       if (is_empty(plan.columns[g])) continue;
       const RowScore<A> score{
-          p, b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+          p,        b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
+          registers};
       select_row(score, s + r * kKeyBlock, plan.columns[g], best[r]);
     }
   }

@@ -1,6 +1,6 @@
-// The key with the largest logit of every query, the first of equal ones, see attention.h: by FMA
-// for any dtype and head size. A block computes 64 queries of one head over the keys; a thread
-// keeps the best of its columns, which the threads of a row then compare.
+// For each query the key with the largest logit, the first among equal ones, see attention.h: by
+// FMA for any dtype and head size. A block computes 64 queries of one head over all keys; each
+// thread keeps the best of its columns, and the threads of a row then compare theirs.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_fma_cuda.h"
 #include "runtime/dispatch.h"
@@ -14,7 +14,7 @@ OMNIATTN_FN int64_t select_blocks(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kTile);
 }
 
-// What has been found so far; NaN is never chosen.
+// The best key so far; NaN is never chosen.
 template <class A>
 struct Best {
   A top;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     Best<A> best[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) best[i] = {negative_infinity<A>(), -1};
-    for (KeyTiles tiles(p, tile); tiles.next(tile);) {
+    for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
           const bool sees = shared.bits.sees(tile, r, c);
-          best[i].meet(logit_of(p, tile, r, c, x[i][j], sees).value, tile.k + c);
+          best[i].meet(score_of(p, tile, r, c, x[i][j], sees), tile.k + c);
         }
       }
     }

@@ -1,13 +1,14 @@
-// What surrounds the kernels of attention on the CPU: the table's term of all pairs, pages in rows,
-// and the sums of what problems and blocks add to the gradients of parameters.
+// Work around the attention kernels on the CPU: expands the table's term to all pairs, copies pages
+// into rows, and sums the partial gradients of parameters.
 #pragma once
 
 #include "kernels/attention/attention.h"
 
 namespace omniattn {
 
-// The expanded term on the CPU: planes of the batch entries that have tables of their own, and the
-// heads; of a relative term an element for each distance, else a row for each query.
+// The expanded term on the CPU. There is a plane for each head, and for each batch entry if entries
+// have tables of their own. A relative term has an element for each distance, others a row for each
+// query.
 OMNIATTN_FN int64_t plane_elements(const AttentionProblem& p) {
   const int64_t keys = round_up(p.tk, kKeyPanel) + kKeyPanel;
   return is_relative(p.table.kind) ? p.tq + keys : p.tq * keys;
@@ -16,30 +17,31 @@ OMNIATTN_FN int64_t table_batches(const AttentionProblem& p) {
   return p.table.stride_b == 0 ? 1 : p.batch;
 }
 OMNIATTN_FN int64_t table_heads(const AttentionProblem& p) { return table_batches(p) * p.hq; }
-constexpr int64_t kExpandedDistances = 256;  // of an item
+constexpr int64_t kExpandedDistances = 256;  // per item
 OMNIATTN_FN int64_t expand_items(const AttentionProblem& p) {
   return is_relative(p.table.kind) ? ceil_div(p.tq + p.tk - 1, kExpandedDistances) : p.tq;
 }
-// Sums of a plane and of the rows of the table, in fp64.
+// The sums of a plane and of the rows of the table, in fp64.
 OMNIATTN_FN int64_t gather_scratch_bytes(const AttentionProblem& p) {
   return (plane_elements(p) + p.table.rows) * static_cast<int64_t>(sizeof(double));
 }
 
-// The gradient of the table of a call from the planes of its problems, one for each sequence.
+// The gradient of the table of a call, from the planes of its problems, one for each sequence.
 struct AttentionTableGradient {
   const AttentionBackwardParams* whole;
   const AttentionBackwardParams* problems;
   int64_t count;
 };
 
-// The table's term and the gradients of parameters, around the kernels of a call.
+// The table's term and the gradients of parameters, computed before and after the kernels of a
+// call.
 struct AttentionTermsKernels {
-  // Items: expand_items. Writes the term of all pairs that `relative` views.
+  // Items: expand_items. Writes the term of all pairs, as `relative` views it.
   void (*expand_table)(const AttentionProblem&, void* out, int64_t begin, int64_t end);
-  // Items: a head of a table, table_heads. Adds up the planes of all problems, in order; scratch:
+  // Items: table_heads, the heads of a table. Sums the planes of all problems in order; scratch:
   // gather_scratch_bytes.
   AttentionKernel<AttentionTableGradient> gather_table;
-  // Items: heads. Adds parts (B, Hq, query blocks), in order, to a gradient (Hq,).
+  // Items: heads. Sums parts (B, Hq, query blocks), in order, to a gradient (Hq,).
   void (*gather_heads)(const AttentionProblem&, const void* parts, void* grad, int64_t begin,
                        int64_t end);
   // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from their pages.

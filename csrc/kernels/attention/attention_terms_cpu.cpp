@@ -9,13 +9,13 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// A query (as i = q + Tk - Tq of the whole problem) and a key of an element of a plane. What is
-// relative has one element for each distance.
+// An element of a plane and a pair that it stands for: key k and query i = q + Tk - Tq of the whole
+// problem. A relative term has one element for each distance.
 struct Pair {
   int64_t element, i, k;
 };
 
-// f(Pair) for the pairs of expand_items begin to end.
+// Calls f(Pair) for items begin to end of expand_items.
 template <class F>
 OMNIATTN_INLINE void for_pairs(const AttentionProblem& p, int64_t begin, int64_t end, const F& f) {
   if (is_relative(p.table.kind)) {
@@ -48,7 +48,8 @@ void expand_table(const AttentionProblem& p, void* to, int64_t begin, int64_t en
   });
 }
 
-// The planes (splits, table_parts, Hq) of head `item` of all problems, added up and then by rows.
+// Sums the planes (splits, table_parts, Hq) of head `item` of all problems, and then their elements
+// by rows of the table.
 template <class A>
 void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
   const AttentionProblem& p = g.whole->problem;
@@ -64,7 +65,7 @@ void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
     }
   }
   const auto for_all_pairs = [&](const auto& f) { for_pairs(p, 0, expand_items(p), f); };
-  // A pass of its own: one product and sum would be rounded once on some instruction sets.
+  // In a separate pass: some instruction sets would round a product and a sum only once.
   for_all_pairs([&](const Pair& x) { plane[x.element] *= table_factor(p.table, x.i, x.k); });
   double* const sums = plane + elements;
   for (int64_t row = 0; row < p.table.rows; ++row) sums[row] = 0;

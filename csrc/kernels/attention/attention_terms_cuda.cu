@@ -1,13 +1,13 @@
-// What a score is made of beside q and k, see attention.h: the table's term of all pairs, and the
+// The terms of a score other than q.k, see attention.h: the table's term of all pairs, and the
 // gradients of bias, table, sinks and head scales. Every sum has one owner and a fixed order.
 //
 //   expand  a thread per element of the table's term
-//   dbias   a block per 64 keys of a row (of 64 queries) of the bias, over what it is broadcast to
-//   dtable  a block per head and part of the blocks of 64 queries adds dS to a term's plane of its
-//           own; then a block per element of the table adds up what of all planes belongs to it
-//   sums    a block per head adds up what the kernels before left per query: sinks, head scales
+//   dbias   a block per 64 keys of a row (of 64 queries) of the bias, over its broadcast dimensions
+//   dtable  a block per head and part of the blocks of 64 queries adds dS to its own plane of the
+//           term; then a block per element of the table sums its elements of all planes
+//   sums    a block per head sums what the kernels before stored per query: sinks, head scales
 //
-// dbias and dtable compute P and dS once more, by FMA for every dtype.
+// dbias and dtable compute P and dS again, by FMA for every dtype.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_fma_cuda.h"
 #include "runtime/dispatch.h"
@@ -20,7 +20,7 @@ using namespace gpu;
 
 constexpr int kThreads = 256;
 
-// ---- the table's term ---------------------------------------------------------------------------
+// The table's term.
 
 // Relative terms have an element for each distance, others one for each pair.
 OMNIATTN_FN int64_t plane_elements(const AttentionProblem& p) {
@@ -30,7 +30,7 @@ OMNIATTN_FN int64_t table_batches(const AttentionProblem& p) {
   return p.table.stride_b == 0 ? 1 : p.batch;
 }
 
-// A query (as i = q + Tk - Tq) and a key of an element.
+// A pair that an element stands for: key k and query i = q + Tk - Tq.
 struct Place {
   int64_t i, k;
 };
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Blocks that share the queries of a head, each with a plane: enough of them for any GPU.
+// Blocks that share the queries of a head, each with its own plane: enough of them for any GPU.
 constexpr int64_t kTableBlocks = 512;
 OMNIATTN_FN int64_t table_tiles(const AttentionProblem& p) {
   return p.batch / table_batches(p) * ceil_div(p.tq, kTile);
@@ -71,7 +71,7 @@ template <class A>
 __device__ __forceinline__ void add_tile(const AttentionProblem& p, const Tile& tile, const A* ds,
                                          A* plane) {
   const int thread = static_cast<int>(threadIdx.x);
-  if (is_relative(p.table.kind)) {  // a thread per diagonal, which holds key - query = thread - 63
+  if (is_relative(p.table.kind)) {  // a thread per diagonal key - query = thread - 63
     const int64_t element =
         relative_origin(p, tile.sequence) + tile.k - tile.q + thread - (kTile - 1);
     if (thread >= 2 * kTile - 1 || element < 0 || element >= p.tq + p.tk - 1) return;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       const Sequence s = sequence_of(p, b);
       Tile tile{s, b, h, n % blocks * kTile, 0, false};
       if (tile.q >= s.tq) continue;
-      for (KeyTiles tiles(p, tile); tiles.next(tile);) {
+      for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
         gradient_tile<T, Sum::queries>(params, tile, shared, [&](int at, const PairGradient<A>& g) {
           shared.tile[at] = g.logit;
         });
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// ---- bias ---------------------------------------------------------------------------------------
+// Bias.
 
 // Positions along the dimensions of the bias: 1 where it is broadcast.
 struct BiasShape {
@@ -158,7 +158,7 @@ OMNIATTN_FN int64_t dbias_blocks(const AttentionBackwardParams& params) {
   return s.batch * s.heads * s.query_blocks * s.key_blocks;
 }
 
-// Position n of a dimension of `count`, or all of a dimension of 1.
+// Position n of a dimension of size `count`, or all positions if it is broadcast (size 1).
 OMNIATTN_FN Range positions(int64_t n, int64_t count, int64_t all) {
   return count == 1 ? Range{0, all} : Range{n, n + 1};
 }
@@ -221,9 +221,9 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   }
 }
 
-// ---- sums per head ------------------------------------------------------------------------------
+// Sums per head.
 
-// out[h] = sum of parts (count, B, Hq, Tq) of head h, laid out as lse is.
+// out[h] = sum of parts (count, B, Hq, Tq) of head h, laid out as lse.
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     attention_sum_rows_kernel(const __grid_constant__ AttentionProblem p, const A* parts,

@@ -1,250 +1,24 @@
-// What the attention kernels share: packing of rows, score views, logits and masks of one tile row.
+// Tiles, a query block x a key block: what the mask leaves of each, which of them a block visits,
+// and the products over their keys.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_pack.h"
+#include "kernels/attention/attention_row.h"
 #include "runtime/assert.h"
-#include "runtime/gemm_tile.h"
-#include "runtime/vec.h"
-#include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int64_t kMaskWords = kKeyBlock / 64;  // visibility of one query for one key block
-
-template <class T>
-OMNIATTN_INLINE const T* row_of(const HeadView& x, int64_t b, int64_t t, int64_t h) {
-  return static_cast<const T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
-}
-template <class T>
-OMNIATTN_INLINE T* row_of(const MutableHeadView& x, int64_t b, int64_t t, int64_t h) {
-  return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
-}
-
-// Hands out consecutive parts of a buffer of which `left` elements are unused.
-template <class A>
-struct Arena {
-  A* next;
-  int64_t left;
-  OMNIATTN_INLINE A* take(int64_t elements) {
-    OMNIATTN_ASSERT(0 <= elements && elements <= left);
-    A* const part = next;
-    next += elements;
-    left -= elements;
-    return part;
-  }
-};
-
-// to[r][c] = factor * from[r][c] for c < cols, then 0, in rows of padded_row(cols).
-template <class T, class M>
-void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
-               M* to) {
-  using V = Vec<compute_t<T>>;
-  const int64_t width = padded_row(cols);
-  for (int64_t r = 0; r < rows; ++r, from += stride, to += width) {
-    int64_t c = 0;
-    for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
-    for (; c < width; c += V::kWidth) store(to + c, load_n(from + c, cols - c) * V(factor));
-  }
-}
-
-template <class A>
-OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = A{};
-}
-
-// Rows that products read as B, in rows of padded_row(cols): of bf16 operands in pairs of rows.
-template <class T, class M>
-void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, M* to) {
-  if constexpr (Operand<M>::kStep == 1) {
-    pack_rows<T>(from, stride, rows, cols, compute_t<T>(1), to);
-  } else {
-    pack_rows(from, stride, rows, cols, to, padded_row(cols), padded_row(cols));
-  }
-}
-
-// Whether T is multiplied as it is stored. Scaled queries would round once more: logits and dS are
-// scaled instead.
-template <class T>
-constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
-
-// Elements of one packed column.
-template <class M>
-OMNIATTN_INLINE int64_t packed_depth(int64_t d) {
-  return k_steps<M>(d) * Operand<M>::kStep;
-}
-
-// Key rows (count, d) as column panels, zero up to column `capacity`.
-template <class T, class M>
-void pack_keys_as_columns(const T* from, int64_t stride, int64_t d, int64_t count, int64_t capacity,
-                          M* to) {
-  pack_bt(from, stride, d, count, to);
-  const int64_t packed = round_up(count, kPanelCols<M>), depth = packed_depth<M>(d);
-  fill_zero(to + packed * depth, (capacity - packed) * depth);
-}
-
-// to[c] = factor * from[c], narrowed to T.
-template <class T>
-OMNIATTN_INLINE void store_row(const compute_t<T>* from, compute_t<T> factor, int64_t cols, T* to) {
-  using V = Vec<compute_t<T>>;
-  int64_t c = 0;
-  for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
-  if (c < cols) store_n(to + c, load(from + c) * V(factor), cols - c);
-}
-
-// Lane n is set when bit n is.
-template <class A>
-OMNIATTN_INLINE Mask<A> lanes_of(uint64_t bits) {
-#if defined(__AVX512F__)
-  return {static_cast<unsigned>(bits) & Mask<A>::kAll};
-#else
-  typename Vec<A>::Bits lane = {};
-#pragma GCC unroll 8
-  for (int n = 0; n < Vec<A>::kWidth; ++n) lane[n] = 1 << n;
-  const auto low = static_cast<int>(bits & ((1u << Vec<A>::kWidth) - 1));
-  return {((lane & low) == lane)};
-#endif
-}
-
-// n elements of a row, converted to A; lanes from n on are 0.
-template <class A, class S>
-OMNIATTN_INLINE Vec<A> load_as(const S* row, int64_t n) {
-  if constexpr (sizeof(compute_t<S>) == sizeof(A)) {
-    return load_n(row, n);
-  } else {
-    A lanes[Vec<A>::kWidth] = {};
-    for (int64_t i = 0; i < Vec<A>::kWidth && i < n; ++i) lanes[i] = row[i];
-    return load(lanes);
-  }
-}
-
-// f(row) with the storage type of a score view, which is not wider than A.
-template <class A, class F>
-OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F& f) {
-  if (x.dtype == DType::f32) return f(static_cast<const float*>(x.data) + offset);
-  if constexpr (sizeof(A) == 8) {
-    f(static_cast<const double*>(x.data) + offset);
-  } else {
-    if (x.dtype == DType::bf16) return f(static_cast<const bf16*>(x.data) + offset);
-    f(static_cast<const f16*>(x.data) + offset);
-  }
-}
-
-// f(weight), where weight(x) is the weight of a logit x and its derivative: e^(x - shift) of a
-// softmax, whose rows are normalised later, or that of another normaliser. Loops inside f hold no
-// branch.
-template <class A, class F>
-OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
-  using V = Vec<A>;
-  const auto power = [](V x) OMNIATTN_LAMBDA {
-    const V e = exp2(x);
-    return score_rules::ValueAndSlope<V>{e, e};
-  };
-  if (!is_softmax(score)) {
-    with_score_rule<ScoreRole::normaliser>(score.normaliser, [&](auto rule) OMNIATTN_LAMBDA {
-      f([=](V x) OMNIATTN_LAMBDA { return rule.at(x); });
-    });
-  } else if (score.natural) {
-    constexpr auto kFactor = static_cast<A>(kLog2E);
-    f([=](V x) OMNIATTN_LAMBDA { return power((x - V(shift)) * V(kFactor)); });
-  } else {
-    f([=](V x) OMNIATTN_LAMBDA { return power(x - V(shift)); });
-  }
-}
-
-// f(n) for each vector of a range of columns.
-template <class A, class F>
-OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
-  for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) f(n);
-}
-
-template <class A>
-OMNIATTN_INLINE void scale_row(A* x, Range columns, A factor) {
-  if (factor == A(1)) return;
-  for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) * Vec<A>(factor)); });
-}
-
-// One query row against keys [key, key + 128): everything that is not q.k. Each term is a pass of
-// its own over the row, which lies in L1: branches for each vector took more time.
-template <class A>
-struct RowScore {
-  const AttentionProblem& p;
-  int64_t b, h, q, key;
-  const uint64_t* visible;  // kMaskWords words; null: all keys are visible
-
-  // Turns x = pre * q.k into logits: transform, bias, table term, mask. Where there is a transform
-  // and `slope` is not null it receives the derivative.
-  void to_logits(A* x, Range columns, A* slope = nullptr) const {
-    using V = Vec<A>;
-    if (p.score.transform != ScoreKind::none) {
-      with_score_rule<ScoreRole::transform>(p.score.transform, [&](auto rule) OMNIATTN_LAMBDA {
-        for_columns<A>(columns, [&](int64_t n) {
-          const auto g = rule.at(load(x + n));
-          if (slope != nullptr) store(slope + n, g.slope);
-          store(x + n, V(static_cast<A>(p.score.post)) * g.value);
-        });
-      });
-    }
-    if (p.bias.data != nullptr) {
-      const ScoreView& s = p.bias;
-      const int64_t offset = b * s.stride_b + h * s.stride_h + q * s.stride_q + key;
-      with_score_row<A>(s, offset, [&](const auto* row) {
-        for_columns<A>(columns, [&](int64_t n) {
-          const V bias = load_as<A>(row + n, p.tk - key - n);
-          store(x + n, load(x + n) + bias);
-        });
-      });
-    }
-    if (p.relative.data != nullptr) {
-      const RelativeView& r = p.relative;
-      const A* const row = static_cast<const A*>(r.data) + r.origin + b * r.stride_b +
-                           h * r.stride_h + q * r.stride_q + key;
-      for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) + load(row + n)); });
-    }
-    hide(x, columns, negative_infinity<A>());
-  }
-
-  // Sets hidden keys to `value`.
-  OMNIATTN_INLINE void hide(A* x, Range columns, A value) const {
-    if (visible == nullptr) return;
-    for_columns<A>(columns, [&](int64_t n) {
-      const Mask<A> seen = lanes_of<A>(visible[n / 64] >> (n % 64));
-      store(x + n, select(seen, load(x + n), Vec<A>(value)));
-    });
-  }
-};
-
-// Factors of dropout on keys [key, key + 128) of one query: 0 or 1 / (1 - p).
-template <class A>
-struct RowDropout {
-  uint64_t keep[kMaskWords];
-  A scale;
-
-  RowDropout(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, int64_t key)
-      : scale(static_cast<A>(p.dropout.scale)) {
-    for (int64_t w = 0; w < kMaskWords; ++w) {
-      keep[w] = keep_bits(p.dropout, (p.first_batch + b) * p.hq + h, q, key + 64 * w);
-    }
-  }
-  OMNIATTN_INLINE void apply(A* x, Range columns) const {
-    for_columns<A>(columns, [&](int64_t n) {
-      const Mask<A> kept = lanes_of<A>(keep[n / 64] >> (n % 64));
-      store(x + n, load(x + n) * select(kept, Vec<A>(scale), zero<A>()));
-    });
-  }
-};
-
-// Queries of a tile share one clipped range of keys per group, so that the triangle of a causal
-// tile costs little more than its area.
+// The queries of a group share one clipped range of keys, so that a causal tile costs little more
+// than the area of its triangle.
 constexpr int64_t kRowGroup = 24;
 constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
 
-// What one tile (a query block x a key block) has to compute. Ranges of keys are relative to the
-// block.
+// The work of one tile (a query block x a key block). Ranges of keys are relative to the block.
 struct TilePlan {
-  Range queries, keys;        // positions; keys.end is the block's end or Tk
-  bool masked[kRowGroups];    // some key of the group's range is hidden from some row
-  Range seen[kRowGroups];     // holds every key visible to the group; empty: none
+  Range queries, keys;        // positions; keys.end is the end of the block or Tk
+  bool masked[kRowGroups];    // a key of the group's columns is hidden from one of its rows
+  Range seen[kRowGroups];     // holds every key visible to the group; may be empty
   Range columns[kRowGroups];  // seen, rounded to multiples of 16
   uint64_t visible[kQueryBlock][kMaskWords];  // of rows in masked groups
 
@@ -261,7 +35,7 @@ struct TilePlan {
   }
 };
 
-// False: no key of the tile is visible to any of its queries.
+// Returns false if no key of the tile is visible to any of its queries.
 inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range queries, Range keys,
                       TilePlan& plan) {
   OMNIATTN_ASSERT(contains({0, p.tq}, queries) && contains({0, p.tk}, keys));
@@ -297,40 +71,31 @@ inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range que
   return any;
 }
 
-// Plans the tiles of a block of queries that hold a visible pair, in order.
-struct KeyTiles {
+// Plans the tiles of a block of queries (along the keys) or of keys (along the queries) that hold a
+// visible pair, in order.
+template <Along kAlong>
+struct Tiles {
   const AttentionProblem& p;
-  KeyCursor blocks;
+  Cursor<kAlong> blocks;
 
-  KeyTiles(const AttentionProblem& problem, int64_t b, int64_t h, Range queries)
-      : p(problem), blocks(problem.mask, b, h, queries, kKeyBlock) {}
+  Tiles(const AttentionProblem& problem, int64_t b, int64_t h, Range others)
+      : p(problem),
+        blocks(problem.mask, b, h, others, kAlong == Along::keys ? kKeyBlock : kQueryBlock) {}
   bool next(TilePlan& plan) {
     for (int64_t n; (n = blocks.next()) >= 0;) {
-      if (plan_tile(p, blocks.b, blocks.h, blocks.q, block(n, kKeyBlock, p.tk), plan)) return true;
+      const bool planned =
+          kAlong == Along::keys
+              ? plan_tile(p, blocks.b, blocks.h, blocks.others, block(n, kKeyBlock, p.tk), plan)
+              : plan_tile(p, blocks.b, blocks.h, block(n, kQueryBlock, p.tq), blocks.others, plan);
+      if (planned) return true;
     }
     return false;
   }
 };
 
-// The same of a block of keys.
-struct QueryTiles {
-  const AttentionProblem& p;
-  QueryCursor blocks;
-
-  QueryTiles(const AttentionProblem& problem, int64_t b, int64_t h, Range keys)
-      : p(problem), blocks(problem.mask, b, h, keys, kQueryBlock) {}
-  bool next(TilePlan& plan) {
-    for (int64_t n; (n = blocks.next()) >= 0;) {
-      if (plan_tile(p, blocks.b, blocks.h, block(n, kQueryBlock, p.tq), blocks.k, plan))
-        return true;
-    }
-    return false;
-  }
-};
-
-// The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to run ahead,
-// so they are fetched while products are computed, a few between any two register tiles: all at
-// once they would wait for each other.
+// The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to prefetch.
+// They are prefetched during the products, a few before each register tile: all at once would wait
+// for each other.
 struct TileRows {
   const char* data;  // of the first query and key; null: none
   int64_t stride, element, next;
@@ -372,8 +137,8 @@ void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, i
   }
 }
 
-// x = A B^T for the rows of a plan's groups: rows [rows x k] in rows of lda, packed keys as column
-// panels. What comes next is fetched meanwhile.
+// x = A B^T for the rows of a plan's groups: A is `rows`, k elements each, with row stride lda; B
+// is packed keys as column panels. The rows of `next` are prefetched meanwhile.
 template <class M>
 void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t k, const M* packed,
                       compute_t<M>* x, TileRows next = {}) {
@@ -383,7 +148,7 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
       const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<M>});
       if (is_empty(columns)) continue;
       const Range r = plan.group_rows(g);
-      // Panels are computed from their first column; the clipped end is what saves work.
+      // Panels start at their first column; only the clipped end saves work.
       const M* const a = rows + r.begin * lda;
       const Panels<M> b = packed_panels(packed + panel * packed_depth<M>(k), k);
       compute_t<M>* const c = x + r.begin * kKeyBlock + panel;
@@ -399,8 +164,8 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
   if (next.data != nullptr) next.fetch(plan, plan.rows());
 }
 
-// sum += X Y for the rows of a plan's groups: X (queries x keys of the tile) in rows of ldx, Y rows
-// of keys in rows of ldy, of bf16 pairs of rows.
+// sum += X Y for the rows of a plan's groups: X (queries x keys of the tile) has row stride ldx, Y
+// has a row per key with stride ldy; for bf16, Y is in pairs of rows.
 template <class M>
 void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, int64_t ldy,
                      int64_t width, compute_t<M>* sum, int64_t ld) {
@@ -419,7 +184,7 @@ void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, 
       if constexpr (Operand<M>::kStep == 1) {
         multiply(seen.begin, seen.end - seen.begin, rows_from(seen.begin));
       } else {
-        // Not even 0 may multiply an unseen key of a pair: it could be NaN.
+        // An unseen key of a pair must not be multiplied even by 0: it could be NaN.
         const auto multiply_half = [&](int64_t key) {
           M pairs[2 * kPanelCols<M>] = {};
           const M* const from = rows_from(key / 2 * 2).data + key % 2;

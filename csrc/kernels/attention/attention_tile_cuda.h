@@ -1,6 +1,6 @@
-// What all CUDA kernels of attention share: where rows lie, which keys of a tile are visible and
-// kept, and the way from q.k to the logit and back. A tile is 64 queries x 64 keys, so that one
-// word holds the keys of a query.
+// What all CUDA kernels of attention share: where rows are, which keys of a tile are visible and
+// kept, and the way from q.k to the logit and back. A tile is 64 queries x 64 keys, so that the
+// keys of a query fit in one word.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -20,9 +20,9 @@ __device__ __forceinline__ T* row_of(const MutableHeadView& x, int64_t b, int64_
   return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
 }
 
-// One problem of the call: an entry of the batch, or a sequence of a packed or cached batch.
+// One problem of the call: a batch entry, or a sequence of a packed or cached batch.
 struct Sequence {
-  int64_t entry;         // of the tensors
+  int64_t entry;         // batch entry of the tensors
   int64_t q, tq, k, tk;  // first rows and lengths
 };
 __device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64_t b) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64
   return {0, q, tq, k, tk};
 }
 
-// Of the query's numbers in lse and the like.
+// The index of a query in lse and tensors like it.
 __device__ __forceinline__ int64_t row_index(const AttentionProblem& p, const Sequence& s,
                                              int64_t h, int64_t q) {
   return (s.entry * p.hq + h) * p.lse_stride + s.q + q;
@@ -57,11 +57,11 @@ __device__ __forceinline__ MaskView mask_of(const AttentionProblem& p, const Seq
 struct Tile {
   Sequence sequence;
   int64_t b, h, q, k;
-  bool masked;  // some pair is hidden, or beyond the end
+  bool masked;  // some pair is hidden or past the end
 };
 
-// The mask's rules stay calls, which only masked problems make: inlined, their many cases would
-// cost every kernel registers and compile time.
+// The rules of the mask stay function calls, made for masked problems only: inlined, their many
+// cases would cost every kernel registers and compile time.
 GPU_NOINLINE TileClass tile_class(const AttentionProblem& p, const Sequence& s, int64_t b,
                                   int64_t h, Range q, Range k) {
   return classify(mask_of(p, s), b, h, q, k);
@@ -71,7 +71,7 @@ GPU_NOINLINE uint64_t row_bits(const AttentionProblem& p, const Sequence& s, int
   return q < s.tq ? visible_bits(mask_of(p, s), b, h, q, key) : 0;
 }
 
-// Finds out whether the tile is masked. False: no pair is visible.
+// Finds out whether the tile is masked. Returns false if no pair is visible.
 __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
   const Sequence& s = tile.sequence;
   tile.masked = tile.k + kTile > s.tk || tile.q + kTile > s.tq;
@@ -82,56 +82,43 @@ __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
   return found != TileClass::skip;
 }
 
-// Calls, as above.
-GPU_NOINLINE KeyCursor key_cursor(const AttentionProblem& p, const Sequence& s, int64_t b,
-                                  int64_t h, Range q, int64_t size) {
-  return {mask_of(p, s), b, h, q, size};
+// These stay calls, as above.
+template <Along kAlong>
+GPU_NOINLINE Cursor<kAlong> cursor_of(const AttentionProblem& p, const Sequence& s, int64_t b,
+                                      int64_t h, Range others, int64_t size) {
+  return {mask_of(p, s), b, h, others, size};
 }
-GPU_NOINLINE QueryCursor query_cursor(const AttentionProblem& p, const Sequence& s, int64_t b,
-                                      int64_t h, Range k, int64_t size) {
-  return {mask_of(p, s), b, h, k, size};
+template <Along kAlong>
+GPU_NOINLINE int64_t next_block(Cursor<kAlong>& cursor) {
+  return cursor.next();
 }
-GPU_NOINLINE int64_t next_block(KeyCursor& cursor) { return cursor.next(); }
-GPU_NOINLINE int64_t next_block(QueryCursor& cursor) { return cursor.next(); }
 
-// Moves a tile along the keys of its queries, over those that hold a visible pair.
-struct KeyTiles {
+// Moves a tile along the keys of its queries, or the queries of its keys, over those that hold a
+// visible pair.
+template <Along kAlong>
+struct Tiles {
   const AttentionProblem& p;
-  KeyCursor blocks;
+  Cursor<kAlong> blocks;
 
-  __device__ __forceinline__ KeyTiles(const AttentionProblem& problem, const Tile& tile)
+  __device__ __forceinline__ Tiles(const AttentionProblem& problem, const Tile& tile)
       : p(problem),
-        blocks(key_cursor(p, tile.sequence, tile.b, tile.h,
-                          block(tile.q / kTile, kTile, tile.sequence.tq), kTile)) {}
+        blocks(cursor_of<kAlong>(p, tile.sequence, tile.b, tile.h, others(tile), kTile)) {}
   __device__ __forceinline__ bool next(Tile& tile) {
     for (int64_t n; (n = next_block(blocks)) >= 0;) {
-      tile.k = n * kTile;
+      (kAlong == Along::keys ? tile.k : tile.q) = n * kTile;
       if (plan(p, tile)) return true;
     }
     return false;
   }
-};
 
-// Moves a tile along the queries of its keys.
-struct QueryTiles {
-  const AttentionProblem& p;
-  QueryCursor blocks;
-
-  __device__ __forceinline__ QueryTiles(const AttentionProblem& problem, const Tile& tile)
-      : p(problem),
-        blocks(query_cursor(p, tile.sequence, tile.b, tile.h,
-                            block(tile.k / kTile, kTile, tile.sequence.tk), kTile)) {}
-  __device__ __forceinline__ bool next(Tile& tile) {
-    for (int64_t n; (n = next_block(blocks)) >= 0;) {
-      tile.q = n * kTile;
-      if (plan(p, tile)) return true;
-    }
-    return false;
+ private:
+  static __device__ __forceinline__ Range others(const Tile& tile) {
+    return kAlong == Along::keys ? block(tile.q / kTile, kTile, tile.sequence.tq)
+                                 : block(tile.k / kTile, kTile, tile.sequence.tk);
   }
 };
 
-// A seed in the GPU's memory is read here, so that a captured graph may have another at each
-// replay.
+// A seed in GPU memory is read here, so that a captured graph can have another seed in each replay.
 __device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {
   Dropout dropout = p.dropout;
   if (p.seed != nullptr) {
@@ -141,12 +128,12 @@ __device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {
   return dropout;
 }
 
-// For each query of a tile, which keys are visible and which survive dropout.
+// For each query of a tile: which keys are visible and which are kept by dropout.
 struct TileBits {
   uint64_t visible[kTile];  // written if the tile is masked
   uint16_t keep[kTile][4];  // written if there is dropout
 
-  // By all threads of the block; they meet at a barrier before the bits are read.
+  // Called by all threads of the block, with a barrier before the bits are read.
   __device__ __forceinline__ void load(const AttentionProblem& p, const Tile& tile) {
     const int threads = static_cast<int>(blockDim.x);
     if (tile.masked) {
@@ -174,7 +161,7 @@ struct TileBits {
   }
 };
 
-// Element of the table's term at (0, 0) of a sequence: it ends where the longest one's does.
+// Element of the table's term for (0, 0) of a sequence. All sequences are aligned at their ends.
 __device__ __forceinline__ int64_t relative_origin(const AttentionProblem& p, const Sequence& s) {
   const int64_t shorter = is_relative(p.table.kind) ? (p.tk - s.tk) - (p.tq - s.tq) : 0;
   return p.relative.origin + shorter;
@@ -192,13 +179,13 @@ __device__ __forceinline__ A score_at(const ScoreView& x, int64_t offset) {
   }
 }
 
-// A logit, -inf where hidden, and its derivative by pre * q.k.
+// A logit, -inf where hidden, and its derivative with respect to pre * q.k.
 template <class A>
 struct Logit {
   A value, slope;
 };
 
-// From q.k of one pair to its logit. (Factors of heads belong to q, see query_factor.)
+// From q.k of one pair to its logit. The factor of a head is part of query_factor.
 template <class A>
 __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Tile& tile, int r,
                                              int n, A dot, bool sees) {
@@ -223,12 +210,12 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   return {x, slope};
 }
 
-// P of a row's logits is factor * e^(logit - shift), see Lse.
+// The P of a row is factor * e^(logit - shift), see Lse.
 template <class A>
 struct RowStats {
   A shift, factor, delta;
 };
-// Of number `row` in lse.
+// The statistics at index `row` of lse.
 template <class A>
 __device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& params,
                                                 int64_t row) {
@@ -241,17 +228,17 @@ __device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& p
 // The gradients of one pair.
 template <class A>
 struct PairGradient {
-  A weight;  // Z P, the factor of v
-  A logit;   // dS, what bias and table get
-  A dot;     // by query_factor * q.k, in units of the natural logarithm
+  A weight;  // Z P, which multiplies v
+  A logit;   // dS, for bias and table
+  A dot;     // with respect to query_factor * q.k, in natural units
 };
 
-// From q.k and dP = dO.v, with z of dropout, to the gradients.
+// From q.k and dP = dO.v to the gradients; z is the factor of dropout.
 template <class A>
 __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p, const Tile& tile,
                                                        int r, int n, bool sees, A z, A dot, A dp,
                                                        const RowStats<A>& stats) {
-  if (!sees) return {0, 0, 0};  // whatever a hidden key holds
+  if (!sees) return {0, 0, 0};  // a hidden key may hold anything
   const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
   if (!is_softmax(p.score)) {
     const auto weight = weight_at(p.score, logit.value);
@@ -263,13 +250,13 @@ __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p
   return {e * z, grad, grad * logit.slope};
 }
 
-// What makes sums of PairGradient::dot the gradients of scale * q.k and its factor per head.
+// The scale, pre * chain: multiplies sums of PairGradient::dot, as does the factor of a head.
 template <class A>
 __device__ __forceinline__ A gradient_scale(const AttentionProblem& p) {
   return static_cast<A>(p.score.pre * p.score.chain);
 }
 
-// Blocks for work items, over which kernels step by the grid.
+// Blocks for a number of work items; kernels loop over the grid.
 inline unsigned item_grid(int64_t items) {
   return static_cast<unsigned>(min(items, int64_t{0x7fffffff}));
 }

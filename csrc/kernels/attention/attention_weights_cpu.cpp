@@ -1,6 +1,6 @@
-// The weights themselves, from q, k and lse (see attention.h; spec attention 1), or their sums over
-// the queries, for which no (Tq, Tk) memory is needed. A work item is one key block of one head: it
-// owns the columns it writes, and adds them up in query order.
+// The attention weights, from q, k and lse (see attention.h), or their sums over the queries, which
+// need no (Tq, Tk) memory. A work item is one key block of one head: it owns the columns it writes,
+// and sums them in query order.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -37,12 +37,13 @@ void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t i
   A* const q = arena.take(kQueryBlock * ldq);
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const sums = arena.take(kKeyBlock);
+  A* const registers = arena.take(program_elements(p));
   pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                        count, kKeyBlock, kt);
   fill_zero(sums, kKeyBlock);
 
   TilePlan plan;
-  for (QueryTiles tiles(p, b, h, keys); tiles.next(plan);) {
+  for (Tiles<Along::queries> tiles(p, b, h, keys); tiles.next(plan);) {
     const Range queries = plan.queries;
     pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
                  query_factor<A>(p, h), q);
@@ -53,7 +54,8 @@ void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t i
       const Range columns = plan.columns[g];
       if (is_empty(columns)) continue;
       const RowScore<A> score{
-          p, b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr};
+          p,        b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
+          registers};
       weigh_row(score, s + r * kKeyBlock, columns, softmax_backward_shift(p.score, lse[r]), sums);
       if (params.weights == nullptr) continue;
       T* const row = static_cast<T*>(params.weights) + (head * p.tq + queries.begin + r) * p.tk;

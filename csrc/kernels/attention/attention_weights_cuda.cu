@@ -1,6 +1,6 @@
-// The weights themselves, from q, k and lse, or their sums over the queries, see
+// The attention weights, from q, k and lse, or their sums over the queries, see
 // attention_weights_cpu.cpp: by FMA for any dtype and head size. A block computes 64 keys of one
-// head over the blocks of queries that see them, and adds them up in that order.
+// head over the blocks of queries that see them, and sums them in that order.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_fma_cuda.h"
 #include "runtime/dispatch.h"
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     const Sequence s = sequence_of(p, b);
     A sum[4] = {};
     Tile tile{s, b, h, 0, key, false};
-    for (QueryTiles tiles(p, tile); tiles.next(tile);) {
+    for (Tiles<Along::queries> tiles(p, tile); tiles.next(tile);) {
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
-          const A logit = logit_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c)).value;
+          const A logit = score_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c));
           const A weight = is_softmax(p.score) ? exp2(exponent * (logit - shift))
                                                : weight_at(p.score, logit).value;
           sum[j] += weight;

@@ -2,14 +2,14 @@
 //
 //   s[t] = bias + sum_k weight[k] x[t + k - (K - 1)]      y = act(s), act = silu or none
 //
-// The inputs that precede x are the rows `before`: those of an earlier call, or zeros. With g[t] =
-// dy[t] act'(s[t]), s computed again, and g = 0 outside of [0, T):
+// The inputs that precede x are the rows `before`: those of an earlier call, or zeros. With
+// g[t] = dy[t] act'(s[t]), where s is computed again and g = 0 outside of [0, T):
 //
 //   dx[t] = sum_k weight[k] g[t + (K - 1) - k]      dweight[k] = sum_t g[t] x[t + k - (K - 1)]
 //
-// Channels lie in the lanes of vectors and in the threads of warps. Both devices see `before` and x
-// as the K - 1 + T rows of one sequence, whose last K - 1 are the state that the next call begins
-// with. Rows of a batch are numbered through, so that a single sequence is split over time.
+// Channels map to the lanes of vectors and to the threads of warps. On both devices `before` and x
+// are the K - 1 + T rows of one sequence, whose last K - 1 are the state for the next call. Rows
+// are numbered over the whole batch, so that even a single sequence is split over time.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 namespace omniattn {
 
@@ -28,7 +29,7 @@ struct CausalConv {
   const void* before;                                // (B, K - 1, D)
   const void* weight;                                // (K, D) contiguous
   const void* bias;                                  // (D)
-  int64_t x_batch, x_row, before_batch, before_row;  // elements between them
+  int64_t x_batch, x_row, before_batch, before_row;  // elements between batch entries and rows
 };
 
 struct CausalConvParams {
@@ -51,12 +52,28 @@ static_assert(std::is_trivially_copyable_v<CausalConvBackwardParams>);
 struct CausalConvKernels {
   // Item b T + t is the result of step t of sequence b.
   void (*forward)(const CausalConvParams&, int64_t begin, int64_t end);
-  // Item b (K - 1 + T) + i is the gradient of row i of sequence b, and step i in dweight and dbias.
-  // Those, (K, D) and (D) in the accumulator type or null, are added to; `memory` holds (K - 1) D.
+  // Item b (K - 1 + T) + i is the gradient of row i of sequence b, and the part of step i in
+  // dweight and dbias. These, (K, D) and (D) in the accumulator type or null, are added to.
+  // `memory` has (K - 1) D elements.
   void (*backward)(const CausalConvBackwardParams&, void* dweight, void* dbias, void* memory,
                    int64_t begin, int64_t end);
 };
 
 OMNIATTN_KERNEL_TABLE(CausalConvKernels, causal_conv_kernels)
+
+Status launch_causal_conv(const CausalConvParams& p, Stream stream);
+
+// The number of partial sums of dweight and dbias in the backward; depends on the shape only.
+int64_t causal_conv_shards(const CausalConv& p);
+
+struct CausalConvScratch {
+  void* g;        // (B, T, D) in the accumulator type, see conv.h
+  void* partial;  // (shards, K + 1, D) in the accumulator type
+};
+
+// dweight: (K, D), dbias: (D), or null.
+Status launch_causal_conv_backward(const CausalConvBackwardParams& p,
+                                   const CausalConvScratch& scratch, void* dweight, void* dbias,
+                                   Stream stream);
 
 }  // namespace omniattn

@@ -1,10 +1,10 @@
-// Causal depthwise convolution on CUDA, see conv.h: a thread per channel and row, which finds the
-// inputs of its neighbours in L1. The backward writes g first and reads it for dx and for the sums
-// of dweight, which are then added in order: no atomics.
-#include "kernels/conv/conv_cuda.h"
+// Causal depthwise convolution on CUDA, see conv.h: a thread per channel and row; neighbouring rows
+// find their common inputs in L1. The backward writes g first and reads it for dx and for the
+// partial sums of dweight, which are then added in order, without atomics.
+#include "kernels/conv/conv.h"
 
 #include "kernels/activation/activate_cuda.h"
-#include "kernels/norm/norm_cuda.h"
+#include "kernels/sums/sums.h"
 #include "runtime/dispatch.h"
 #include "semantics/arith.h"
 
@@ -12,7 +12,8 @@ namespace omniattn {
 namespace {
 
 constexpr unsigned kThreads = 128;
-// Enough shards to fill a GPU even where a warp has all channels; few rows each keep g in L2.
+// Enough shards to fill a GPU even if one warp has all channels, and few rows each, so that g stays
+// in L2.
 constexpr int64_t kMaxShards = 512, kShardRows = 32;
 
 template <class T>
@@ -22,7 +23,7 @@ struct Conv {
   const CausalConv& p;
   int64_t b, d;  // sequence, channel
 
-  // x of step t, or what lies in front of it.
+  // x of step t, or a row of `before` if t < 0.
   __device__ __forceinline__ C input(int64_t t) const {
     const T* const at = t < 0 ? static_cast<const T*>(p.before) + b * p.before_batch +
                                     (t + p.taps - 1) * p.before_row
@@ -39,7 +40,8 @@ struct Conv {
   }
 };
 
-// f(row, channel) for the items of this thread; the grid covers the channels and steps over rows.
+// Calls f(row, channel) for the items of this thread; the grid covers the channels and loops over
+// rows.
 template <class F>
 __device__ __forceinline__ void for_items(int64_t rows, int64_t channels, const F& f) {
   const int64_t d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Of the rows in front of x, too.
+// Also computes the gradients of the rows `before`.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_dx_kernel(const __grid_constant__ CausalConvBackwardParams p,

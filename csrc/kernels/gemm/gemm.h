@@ -1,12 +1,13 @@
-// Matrix product C = A B + bias for matrices beyond the caches, and what `linear` needs beside it.
+// Matrix product C = A B + bias for matrices larger than the caches, and the column sums that the
+// backward of `linear` needs.
 //
-//   A (m, k), B (k, n), C (m, n), each row-major or, A and B, stored transposed
+//   A (m, k), B (k, n), C (m, n), each row-major; A and B may be stored transposed
 //
 // Blocked as in Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053): a work item is a block of
-// C; for each block of k its part of B is packed into panels that stay in L2, and the register
-// tiles of runtime/gemm_tile.h run over rows of A. Each item packs its own part of B: that costs
-// 25 / rows of its time, and no thread ever waits for another.
-// Sums are taken in compute precision in an order that depends on k alone.
+// C. For each block of k its part of B is packed into panels that stay in L2, and the register
+// tiles of runtime/gemm_tile.h run over rows of A. Each item packs its own part of B, which costs
+// 25 / rows of its time; in return no thread ever waits for another. Sums are in compute precision,
+// in an order that depends on k alone.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ static_assert(std::is_trivially_copyable_v<GemmParams>);
 
 struct GemmKernels {
   int64_t (*items)(const GemmParams&);
-  int64_t (*workspace_bytes)(const GemmParams&);  // of one worker
+  int64_t (*workspace_bytes)(const GemmParams&);  // per thread
   void (*run)(const GemmParams&, void* workspace, int64_t begin, int64_t end);
 
   // out (cols) = sum over rows of x (rows, cols), for columns [begin, end).

@@ -9,11 +9,12 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Rows of one item: few enough to give every thread work, enough to make packing B cheap.
+// Rows per item: few enough to give every thread work, enough to make packing B cheap.
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
-// Up to this many rows, B^T is streamed once and dotted with all rows of A, in items of columns.
+// Up to this many rows, B^T is streamed once and multiplied with all rows of A, in items of
+// columns.
 constexpr int64_t kMaxDotRows = 4;
 constexpr int64_t kDotItem = 64;
 
@@ -21,7 +22,7 @@ bool is_dot(const GemmParams& p) {
   return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
 }
 
-// Whether A is multiplied where it is, not packed for each block of columns.
+// Whether A is multiplied in place instead of being packed for each block of columns.
 bool reads_a_in_place(const GemmParams& p) {
   return !p.a_transposed && multiplies(kIsa, p.a_dtype);
 }
@@ -30,10 +31,10 @@ bool reads_a_in_place(const GemmParams& p) {
 struct Grid {
   int64_t rows, cols;              // of one block
   int64_t row_blocks, col_blocks;  // items = row_blocks * col_blocks
-  int64_t depth;                   // of a block of B
+  int64_t depth;                   // rows of a block of B
 
-  // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. A deep
-  // one moves C, which they push out of L2, less often; a wide one packs A less often.
+  // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. These
+  // push C out of L2; a deep block of B moves C less often, a wide one packs A less often.
   explicit Grid(const GemmParams& p) {
     const bool deep = reads_a_in_place(p);
     depth = deep ? 512 : 256;
@@ -57,7 +58,7 @@ OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
   }
 }
 
-// ---- blocked ------------------------------------------------------------------------------------
+// Blocked.
 
 template <class T>
 struct Workspace {
@@ -85,7 +86,7 @@ struct Workspace {
   }
 };
 
-// f(typed pointer to element `offset` of x) for the dtypes that widen to T or are T.
+// Calls f(typed pointer to element `offset` of x) for the dtypes that widen to T and for T itself.
 template <class T, class F>
 OMNIATTN_INLINE void with_elements(DType dtype, const void* x, int64_t offset, const F& f) {
   dispatch(dtype, [&]<class S>(S) {
@@ -187,9 +188,9 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   }
 }
 
-// ---- few rows -----------------------------------------------------------------------------------
+// Few rows.
 
-// Items [begin, end), of kDotItem columns each.
+// Items [begin, end) of kDotItem columns each.
 template <class SA, class SB>
 void dot_columns(const GemmParams& p, int64_t begin, int64_t end) {
   using C = compute_t<SB>;
@@ -217,7 +218,7 @@ void run_dot(const GemmParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// ---- entries ------------------------------------------------------------------------------------
+// Entries.
 
 int64_t items(const GemmParams& p) {
   if (is_dot(p)) return ceil_div(p.n, kDotItem);
@@ -241,7 +242,7 @@ void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   });
 }
 
-// Sums of 64 rows are added to the total, so that rounding grows with rows / 64.
+// Adds sums of 64 rows to the total, so that the rounding error grows with rows / 64.
 template <class T>
 void column_sums(const T* x, int64_t stride, int64_t rows, T* out, int64_t begin, int64_t end) {
   using C = compute_t<T>;

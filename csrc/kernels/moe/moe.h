@@ -1,16 +1,16 @@
-// Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538), from routed tokens to their sums:
+// Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538), from routed tokens to their outputs:
 //
 //   y[n] = sum_s weight[n, s] (W_down,e h + b_down,e)        e = index[n, s]
-//   h = act(gate) * up, or act(pre) of experts without a gate      pre = W_up,e x[n] + b_up,e
+//   h = act(gate) * up, or act(pre) for experts without a gate      pre = W_up,e x[n] + b_up,e
 //
-// The (token, slot) pairs are sorted by expert, stable; row r of every (rows, ...) array here is
-// the r-th of them. A work item of a product is a block, at most kMoeBlockRows rows of one expert,
-// times some columns of its weights. Blocks depend on the routing alone, sums have one order, and
-// the combination adds the slots of a token in their order, so nothing depends on threads.
+// The (token, slot) pairs are sorted stably by expert; row r of every (rows, ...) array here is the
+// r-th of them. A work item of a product is a block, which has at most kMoeBlockRows rows of one
+// expert, times some columns of the expert's weights. Blocks depend on the routing alone, sums have
+// one order, and the slots of a token are added in their order, so nothing depends on threads.
 //
-// forward    gather (tokens to rows), up (first product with the activation as its epilogue),
+// forward    gather (tokens to rows), up (first product, with the activation as its epilogue),
 //            project (second product), combine
-// backward   gather, up_backward (grad_y W_down with the activation's backward as its epilogue),
+// backward   gather, up_backward (grad_y W_down, with the activation's backward as its epilogue),
 //            project (times W_up), combine; the gradients of the weights are plain products, gemm.h
 #pragma once
 
@@ -28,7 +28,7 @@ inline constexpr int64_t kMoeBlockRows = 512;
 // Features of h, or columns of y, in one item.
 inline constexpr int64_t kMoeFeatures = 128;
 
-// Where `pre` (columns) holds the gate: nowhere, in its first half, in its even elements.
+// Where `pre` (columns) holds the gate: nowhere, in its first half, or in its even elements.
 enum class MoeGate : int32_t { none = 0, halves = 1, interleaved = 2 };
 inline constexpr int64_t kMoeGateCount = 3;
 
@@ -36,27 +36,25 @@ struct MoeBlock {
   int64_t expert, row, rows;
 };
 
-// B of a product, for each expert: element (k, n) of expert e is data[e * expert + k * k_stride + n
-// * n_stride], and k_stride or n_stride is 1.
+// B of a product for each expert: element (k, n) of expert e is
+// data[e * expert + k * k_stride + n * n_stride], and k_stride or n_stride is 1.
 struct MoeMatrix {
   const void* data;
   int64_t expert, k_stride, n_stride;
 };
 
-// What h is computed from.
+// How h is computed from pre.
 struct MoeHidden {
   Activation act;
   MoeGate gate;
-  // gpt-oss: h = gate sigmoid(alpha gate) (up + 1) with gate <= limit and |up| <= limit. limit 0:
-  // no.
-  double alpha, limit;
+  Clamp clamp;
   int64_t features;
 
   OMNIATTN_FN int64_t columns() const { return gate == MoeGate::none ? features : 2 * features; }
 };
 
-// Everywhere: dtype is that of the tensors of the op; `operand` arrays hold what products read,
-// `compute` arrays their sums (MoeKernels::operand, compute_t).
+// In all structs dtype is that of the op's tensors. `operand` arrays hold operands of products and
+// `compute` arrays hold sums (MoeKernels::operand, compute_t).
 
 struct MoeGatherParams {
   DType dtype;
@@ -110,7 +108,7 @@ struct MoeCombineParams {
   DType dtype;
   int64_t cols, slots;
   const void* rows;            // (rows, cols) compute
-  const int64_t* row_of_slot;  // (tokens, slots), -1: nothing
+  const int64_t* row_of_slot;  // (tokens, slots), -1: none
   const void* weight;          // (tokens, slots) compute, or null for 1
   void* y;                     // (tokens, cols)
 };
@@ -124,7 +122,7 @@ struct MoeBiasGradParams {
   void* out;               // (experts, cols)
 };
 
-// out (tokens, slots) = the sums of the parts of each slot's row, 0 where it has none.
+// out (tokens, slots) = the sum of the parts of each slot's row, 0 without a row.
 struct MoeSlotSumParams {
   DType dtype;  // of rows and out
   int64_t parts;
@@ -138,11 +136,10 @@ static_assert(std::is_trivially_copyable_v<MoeProjectParams>);
 
 struct MoeKernels {
   DType (*operand)(DType dtype);
-  int64_t (*workspace_bytes)(DType dtype);  // of one worker, for the three products
+  int64_t (*workspace_bytes)(DType dtype);  // per thread, for the three products
 
   void (*gather)(const MoeGatherParams&, int64_t begin, int64_t end);  // item: row
-  // Items: block by block, for each the groups of kMoeFeatures features (2 kMoeFeatures columns of
-  // project).
+  // Items: for each block its groups of kMoeFeatures features (project: 2 kMoeFeatures columns).
   void (*up)(const MoeUpParams&, void* workspace, int64_t begin, int64_t end);
   void (*up_backward)(const MoeUpBackwardParams&, void* workspace, int64_t begin, int64_t end);
   void (*project)(const MoeProjectParams&, void* workspace, int64_t begin, int64_t end);

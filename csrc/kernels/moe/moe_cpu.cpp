@@ -10,14 +10,14 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Of B, 512 x 128 at a time (256 KiB of fp32) share L2 with 96 rows of A; interleaved gates take
+// Blocks of 512 x 128 of B (256 KiB of fp32) share L2 with 96 rows of A; interleaved gates take
 // twice the columns.
 constexpr int64_t kBlockK = 512;
 constexpr int64_t kBlockN = 2 * kMoeFeatures;
 constexpr int64_t kBlockM = 96;
-// Up to this many rows, columns of B that lie along k are dotted as they are, without packing.
+// Up to this many rows, columns of B that are contiguous along k are multiplied without packing.
 constexpr int64_t kMaxDotRows = 32;
-// Up to this many rows, one tile, rows of B that lie along n are read where they are: each once.
+// Up to this many rows, one tile, rows of B that are contiguous along n are read once, in place.
 constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
 
 template <class T>
@@ -34,7 +34,7 @@ struct Workspace {
   }
 };
 
-// ---- product of a block with some columns of its expert -----------------------------------------
+// Product of a block with some columns of its expert.
 
 // c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`.
 template <class T, class S>
@@ -69,7 +69,7 @@ void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix
   }
 }
 
-// The same started with the bias of each column, or with 0 where there is none.
+// The same, starting from the bias of each column, or from 0 without a bias.
 template <class T, class S>
 void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix,
                   const S* bias, int64_t k, int64_t cols, T* panels, compute_t<T>* c, int64_t ldc) {
@@ -83,7 +83,7 @@ void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMa
   multiply(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
 }
 
-// f(block, first column of the group, its columns) for each item of the range.
+// Calls f(block, first column of the group, its columns) for each item of the range.
 template <class F>
 OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, int64_t columns, int64_t width,
                                 int64_t begin, int64_t end, const F& f) {
@@ -110,7 +110,7 @@ void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end
              });
 }
 
-// ---- the products with the activation -----------------------------------------------------------
+// The products with the activation.
 
 template <class T, class S>
 void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
@@ -193,7 +193,7 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
              });
 }
 
-// ---- rows ---------------------------------------------------------------------------------------
+// Rows.
 
 template <class T, class S>
 void gather(const MoeGatherParams& p, int64_t begin, int64_t end) {
@@ -224,7 +224,7 @@ void combine(const MoeCombineParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// Sums of 64 rows are added to the total, so that rounding grows with rows / 64.
+// Adds sums of 64 rows to the total, so that the rounding error grows with rows / 64.
 template <class T, class S>
 void bias_grad(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
@@ -258,7 +258,7 @@ void slot_sum(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// ---- entries ------------------------------------------------------------------------------------
+// Entries.
 
 DType operand(DType dtype) {
   DType result = dtype;

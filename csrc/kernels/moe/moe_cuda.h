@@ -1,5 +1,5 @@
 // CUDA launchers of the mixture of experts, see moe.h. No launcher allocates or waits, and nothing
-// on the host depends on the routing: grids cover the most blocks that there can be.
+// on the host depends on the routing: grids are sized for the largest possible number of blocks.
 //
 // forward    route (stable sort by expert), up, project, combine
 // backward   route, up_backward, project and combine (x), weight_grad and bias_grad (up, down),
@@ -11,7 +11,7 @@
 
 namespace omniattn {
 
-// Columns of a tile of a product, and parts of grad_weight.
+// Columns of a tile of a product; grad_weight has one part per tile.
 inline constexpr int kMoeTileColumns = 128;
 inline constexpr int64_t kMoeRouteChunk = 256;
 
@@ -19,18 +19,18 @@ inline constexpr int64_t kMoeRouteChunk = 256;
 struct MoeRouting {
   int64_t tokens, slots, experts;
   const int64_t* index;   // (tokens, slots)
-  int64_t* counts;        // (chunks, experts), of pairs; then of those in chunks before
-  int64_t* offsets;       // (experts + 1), rows of each expert
-  int64_t* block_starts;  // (experts + 1), blocks of each expert
+  int64_t* counts;        // (chunks, experts): pairs of the chunk; then of all earlier chunks
+  int64_t* offsets;       // (experts + 1), first row of each expert
+  int64_t* block_starts;  // (experts + 1), first block of each expert
   int64_t* token_of_row;  // (tokens slots)
   int64_t* slot_of_row;   // (tokens slots), flat
   int64_t* row_of_slot;   // (tokens, slots), -1: none
-  MoeBlock* blocks;       // those of all experts, then empty ones
+  MoeBlock* blocks;       // the blocks of all experts, then empty ones
   int64_t block_rows, block_count;
 
   OMNIATTN_FN int64_t pairs() const { return tokens * slots; }
   OMNIATTN_FN int64_t chunks() const { return ceil_div(pairs(), kMoeRouteChunk); }
-  // Each expert with rows has at most one block that is not full.
+  // Each expert that has rows has at most one block that is not full.
   static constexpr int64_t most_blocks(int64_t pairs, int64_t experts, int64_t block_rows) {
     return pairs / block_rows + (pairs < experts ? pairs : experts);
   }
@@ -43,7 +43,7 @@ struct MoeRows {
   int64_t stride;
 };
 
-// Blocks of rows of `a` times the matrix of their expert.
+// Blocks of rows of `a` times the matrix of the expert of each.
 struct MoeProduct {
   DType dtype;
   const MoeBlock* blocks;
@@ -103,21 +103,21 @@ struct MoeColumnSums {
   int64_t experts, cols;
   const int64_t* offsets;
   MoeRows x;                   // (rows, cols)
-  const int64_t* slot_of_row;  // with weights
+  const int64_t* slot_of_row;  // used with weights
   const void* weights;         // (pairs) compute, or null for 1
   void* out;                   // (experts, cols)
 };
 
 Status launch_moe_route(const MoeRouting& r, Stream stream);
-// Zeros in rows of `pre` that have no expert.
+// Clears the rows of `pre` that have no expert.
 Status launch_moe_clear(DType dtype, const MoeRouting& r, int64_t columns, void* pre,
                         Stream stream);
 Status launch_moe_combine(const MoeCombineParams& p, int64_t tokens, Stream stream);
 Status launch_moe_slot_grad(const MoeSlotGradParams& p, Stream stream);
 Status launch_moe_column_sums(const MoeColumnSums& p, Stream stream);
 
-// The products by FMA, for any dtype and strides, and by tensor cores, for 16-bit dtypes whose rows
-// and matrices are in whole 16 bytes.
+// The products by FMA, for any dtype and strides, or by tensor cores, for 16-bit dtypes whose rows
+// and matrices consist of whole 16-byte pieces.
 struct MoeProductKernels {
   int64_t block_rows;
   Status (*up)(const MoeUpProduct&, Stream);

@@ -1,5 +1,5 @@
-// What lies between the products of an expert on the CPU: gate and up of a row of features, and h
-// of them, see moe.h.
+// The step between the two products of an expert on the CPU, see moe.h: gate and up of a row of
+// features, and h.
 #pragma once
 
 #include "kernels/activation/activate.h"
@@ -9,15 +9,15 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Gate and up of one row and group of features.
+// Gate and up of one row and one group of features.
 template <class C>
 struct HiddenRow {
   C gate[kMoeFeatures];
   C up[kMoeFeatures];
 };
 
-// f(first column of pre, its place in a group's row of pre, columns) for the one or two runs of
-// columns that `n` features from `first` on are computed from.
+// Calls f(first column of pre, its place in a group's row of pre, columns) for the one or two runs
+// of columns from which `n` features from `first` on are computed.
 template <class F>
 OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, const F& f) {
   if (h.gate == MoeGate::interleaved) {
@@ -28,7 +28,7 @@ OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, cons
   }
 }
 
-// From a group's row of pre; experts without a gate act on it and multiply by 1.
+// Splits a group's row of pre into gate and up; without a gate, the row is the gate and up is 1.
 template <class C>
 OMNIATTN_INLINE void split_row(MoeGate gate, const C* pre, int64_t n, HiddenRow<C>& row) {
   for_row<C>(n, [&](int64_t i, auto part) {
@@ -46,7 +46,7 @@ OMNIATTN_INLINE void split_row(MoeGate gate, const C* pre, int64_t n, HiddenRow<
   });
 }
 
-// The inverse; experts without a gate have no up.
+// The inverse of split_row; without a gate there is no up.
 template <class C>
 OMNIATTN_INLINE void join_row(MoeGate gate, const HiddenRow<C>& row, int64_t n, C* pre) {
   for_row<C>(n, [&](int64_t i, auto part) {
@@ -62,38 +62,18 @@ OMNIATTN_INLINE void join_row(MoeGate gate, const HiddenRow<C>& row, int64_t n, 
   });
 }
 
-// h and its derivatives.
-template <class C>
-struct HiddenValue {
-  Vec<C> h, by_gate, by_up;
-};
-
 template <class C, Activation kAct>
 struct Product {
-  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
+  OMNIATTN_INLINE Gated<Vec<C>> operator()(Vec<C> gate, Vec<C> up) const {
     const auto [value, slope] = activate<kAct>(gate);
     return {value * up, slope * up, value};
   }
 };
 
-template <class C>
-struct ClampedProduct {
-  C alpha, limit;
-
-  OMNIATTN_INLINE HiddenValue<C> operator()(Vec<C> gate, Vec<C> up) const {
-    const Vec<C> bound = limit;
-    const auto [value, slope] = activate<Activation::silu>(alpha * min(bound, gate));
-    const Vec<C> swish = value * (C(1) / alpha);
-    const Vec<C> shifted = C(1) + max(-bound, min(bound, up));
-    return {swish * shifted, select(gate <= bound, slope * shifted, zero<C>()),
-            select(abs(up) <= bound, swish, zero<C>())};
-  }
-};
-
 template <class C, class F>
 OMNIATTN_INLINE void with_hidden(const MoeHidden& h, const F& f) {
-  if (h.limit > 0) {
-    f(ClampedProduct<C>{static_cast<C>(h.alpha), static_cast<C>(h.limit)});
+  if (h.clamp.limit > 0) {
+    f(ClampedProduct<C>(h.clamp));
   } else {
     with_activation(h.act, [&]<Activation kAct> { f(Product<C, kAct>{}); });
   }
@@ -103,12 +83,12 @@ template <class C, class T>
 void hidden_row(const MoeHidden& p, const HiddenRow<C>& row, int64_t n, T* hidden) {
   with_hidden<C>(p, [&](const auto& f) {
     for_row<C>(n, [&](int64_t i, auto part) {
-      part.store(hidden + i, f(part.load(row.gate + i), part.load(row.up + i)).h);
+      part.store(hidden + i, f(part.load(row.gate + i), part.load(row.up + i)).value);
     });
   });
 }
 
-// Turns the row into its gradients, given the gradient t of h before the routing weight; stores
+// Replaces the row by its gradients, given the gradient t of h before the routing weight; stores
 // weight * h and returns t . h.
 template <class C, class T>
 C hidden_row_backward(const MoeHidden& p, HiddenRow<C>& row, const C* t, C weight, int64_t n,
@@ -117,9 +97,9 @@ C hidden_row_backward(const MoeHidden& p, HiddenRow<C>& row, const C* t, C weigh
   with_hidden<C>(p, [&](const auto& f) {
     for_row<C>(n, [&](int64_t i, auto part) {
       const Vec<C> grad = part.load(t + i);
-      const HiddenValue<C> v = f(part.load(row.gate + i), part.load(row.up + i));
-      sum += part.zero_beyond(grad * v.h);
-      part.store(weighted + i, weight * v.h);
+      const Gated<Vec<C>> v = f(part.load(row.gate + i), part.load(row.up + i));
+      sum += part.zero_beyond(grad * v.value);
+      part.store(weighted + i, weight * v.value);
       part.store(row.gate + i, weight * grad * v.by_gate);
       part.store(row.up + i, weight * grad * v.by_up);
     });

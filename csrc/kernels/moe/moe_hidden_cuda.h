@@ -1,4 +1,4 @@
-// What lies between the products of an expert: gate and up of features, and h of them, see moe.h.
+// The step between the two products of an expert, see moe.h: gate and up of features, and h.
 #pragma once
 
 #include "kernels/activation/activate_cuda.h"
@@ -11,7 +11,7 @@ template <class C, int W>
 struct GateAndUp {
   Pack<C, W> gate, up;
 };
-// W neighbours of `from` at a feature; `jump`: from a gate to its up.
+// W adjacent elements of `from` at a feature; `jump` is the distance from a gate to its up.
 template <int W, class T>
 __device__ __forceinline__ GateAndUp<compute_t<T>, W> load_features(MoeGate gate, const T* from,
                                                                     int64_t feature, int64_t jump) {
@@ -59,27 +59,10 @@ __device__ __forceinline__ void store_features(MoeGate gate, const GateAndUp<com
   }
 }
 
-// h and its derivatives.
+// h and its derivatives. Without a gate, the activation applies to `gate` and there is no up.
 template <class C>
-struct HiddenValue {
-  C h, by_gate, by_up;
-};
-
-// The clamped form of gpt-oss; see moe.h.
-template <class C>
-__device__ __forceinline__ HiddenValue<C> clamped_value(const MoeHidden& p, C gate, C up) {
-  const C alpha = static_cast<C>(p.alpha), limit = static_cast<C>(p.limit);
-  const auto swish = activate(Activation::silu, alpha * (gate > limit ? limit : gate));
-  const C value = swish.value / alpha;
-  const C shifted = 1 + (up > limit ? limit : up < -limit ? -limit : up);
-  return {value * shifted, gate <= limit ? swish.slope * shifted : C(0),
-          fabs(up) <= limit ? value : C(0)};
-}
-
-// Experts without a gate act on it and have no up.
-template <class C>
-__device__ __forceinline__ HiddenValue<C> hidden_value(const MoeHidden& p, C gate, C up) {
-  if (p.limit > 0) return clamped_value(p, gate, up);
+__device__ __forceinline__ Gated<C> hidden_value(const MoeHidden& p, C gate, C up) {
+  if (p.clamp.limit > 0) return clamped_product(p.clamp, gate, up);
   const auto act = activate(p.act, gate);
   if (p.gate == MoeGate::none) return {act.value, act.slope, C(0)};
   return {act.value * up, act.slope * up, act.value};

@@ -1,5 +1,6 @@
-// Around the grouped products of moe_cuda.h: the stable counting sort of the (token, slot) pairs,
-// the weighted sum of each token, and the gradients of routing weights and biases.
+// The kernels before and after the grouped products of moe_cuda.h: the stable counting sort of the
+// (token, slot) pairs, the weighted sum of each token, and the gradients of routing weights and
+// biases.
 #include "kernels/moe/moe_cuda.h"
 #include "runtime/gpu_row.h"
 #include "semantics/seqlen.h"
@@ -19,9 +20,9 @@ inline unsigned grid_of(int64_t items) {
   return static_cast<unsigned>(min(items, int64_t{0x7fffffff}));
 }
 
-// ---- sort ---------------------------------------------------------------------------------------
+// Sort.
 
-// Experts of a chunk's pairs, -1 beyond the last one.
+// The experts of a chunk's pairs, -1 past the last pair.
 __device__ __forceinline__ void load_chunk(const MoeRouting& r, int64_t chunk, int64_t* experts) {
   const int64_t pair = chunk * kMoeRouteChunk + thread();
   __syncthreads();
@@ -29,7 +30,7 @@ __device__ __forceinline__ void load_chunk(const MoeRouting& r, int64_t chunk, i
   __syncthreads();
 }
 
-// counts[chunk][e]: pairs of expert e in each chunk.
+// counts[chunk][e]: pairs of expert e in the chunk.
 __global__ void __launch_bounds__(kThreads) moe_count_kernel(const __grid_constant__ MoeRouting r) {
   GPU_SHARED(int64_t, experts, kMoeRouteChunk);
   for (int64_t chunk = blockIdx.x; chunk < r.chunks(); chunk += gridDim.x) {
@@ -54,7 +55,8 @@ __device__ __forceinline__ int64_t warp_scan(int64_t x) {
   return x;
 }
 
-// By one block: turns counts into those of the chunks before, and lists offsets and blocks.
+// Run by one block: replaces each count by the sum over earlier chunks, and lists offsets and
+// blocks.
 __global__ void __launch_bounds__(kThreads)
     moe_schedule_kernel(const __grid_constant__ MoeRouting r) {
   constexpr int kAhead = 8;  // loads in flight
@@ -109,7 +111,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Each pair to its row: behind the expert's pairs of earlier chunks and those before it in its own.
+// Each pair goes to its row: after the expert's pairs of earlier chunks and the earlier ones of its
+// own.
 __global__ void __launch_bounds__(kThreads) moe_place_kernel(const __grid_constant__ MoeRouting r) {
   GPU_SHARED(int64_t, experts, kMoeRouteChunk);
   for (int64_t chunk = blockIdx.x; chunk < r.chunks(); chunk += gridDim.x) {
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- sums ---------------------------------------------------------------------------------------
+// Sums.
 
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp per pair: the parts of grad_y W_down . h, and grad_y . b_down.
+// A warp per pair sums the parts of grad_y W_down . h and adds grad_y . b_down.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     moe_slot_grad_kernel(const __grid_constant__ MoeSlotGradParams p) {
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// 32 columns of an expert: each warp sums every 8th row, then their sums are added in order.
+// 32 columns of an expert: each warp sums every 8th row, then the warps' sums are added in order.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     moe_column_sums_kernel(const __grid_constant__ MoeColumnSums p) {
@@ -237,7 +240,7 @@ Status launch_moe_route(const MoeRouting& r, Stream stream) {
 
 Status launch_moe_clear(DType dtype, const MoeRouting& r, int64_t columns, void* pre,
                         Stream stream) {
-  constexpr int64_t kBlocks = 256;  // mostly without work
+  constexpr int64_t kBlocks = 256;  // most of which have no work
   if (r.pairs() * columns == 0) return nullptr;
   dispatch(dtype, [&]<class T>(T) {
     GPU_LAUNCH((moe_clear_kernel<T>), grid_of(min(r.pairs(), kBlocks)), kThreads, 0, stream, r,

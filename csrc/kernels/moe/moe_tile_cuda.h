@@ -12,7 +12,7 @@ namespace omniattn::gpu {
 
 static_assert(kMoeTileColumns == kGemmColumns);
 
-// ---- operands of a tile (GemmOperand) -----------------------------------------------------------
+// Operands of a tile (GemmOperand).
 
 template <class T>
 struct RowView {
@@ -27,7 +27,7 @@ struct RowView {
   }
 };
 
-// Rows of a block; sums are over their elements.
+// Rows of a block, for sums over their elements.
 template <class T>
 struct BlockRows : RowView<T> {
   int64_t first, rows, cols;
@@ -39,7 +39,7 @@ struct BlockRows : RowView<T> {
   }
 };
 
-// Columns of the rows of an expert; sums are over these rows.
+// Columns of the rows of an expert, for sums over these rows.
 template <class T>
 struct RowColumns : RowView<T> {
   int64_t first_row, rows, first, cols;
@@ -53,8 +53,8 @@ struct RowColumns : RowView<T> {
   }
 };
 
-// Which columns of a matrix a tile takes: `run` (a power of 2) from `first` on and as many from
-// `second` on, the first `valid` of each run being there.
+// The columns of a matrix in a tile: `run` (a power of 2) columns from `first` on and as many from
+// `second` on. The first `valid` of each run exist.
 struct TileColumns {
   int64_t first, second;
   int run, valid;
@@ -104,10 +104,11 @@ __device__ __forceinline__ TileColumns columns_of(const MoeHidden& p, int64_t fi
   return {};
 }
 
-// ---- kernels ------------------------------------------------------------------------------------
+// Kernels.
 
-// Tiles of a product, grid strided: f(block, first column, columns) with `width` columns per tile.
-// Tiles of one block are neighbours, and blocks without rows are the last ones.
+// Calls f(block, first column, columns) for the tiles of a product, which are distributed over the
+// grid; a tile has `width` columns. Tiles of one block are adjacent, and blocks without rows come
+// last.
 template <class F>
 __device__ __forceinline__ void for_tiles(const MoeProduct& p, int64_t columns, int width,
                                           const F& f) {
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
           Pack<T, W> y;
 #pragma unroll
           for (int j = 0; j < W; ++j) {
-            y.v[j] = gpu::narrow<T>(hidden_value<C>(h, x.gate[j], x.up[j]).h);
+            y.v[j] = gpu::narrow<T>(hidden_value<C>(h, x.gate[j], x.up[j]).value);
           }
           store(static_cast<T*>(p.hidden) + row * h.features + first + f, y);
         });
@@ -195,12 +196,12 @@ __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
           Pack<T, W> weighted;
 #pragma unroll
           for (int j = 0; j < W; ++j) {
-            const HiddenValue<C> v = hidden_value<C>(h, x.gate[j], x.up[j]);
+            const Gated<C> v = hidden_value<C>(h, x.gate[j], x.up[j]);
             const C scaled = weight * grad[j];
             grad_pre.gate.v[j] = scaled * v.by_gate;
             grad_pre.up.v[j] = scaled * v.by_up;
-            weighted.v[j] = gpu::narrow<T>(weight * v.h);
-            sums[j] = grad[j] * v.h;
+            weighted.v[j] = gpu::narrow<T>(weight * v.value);
+            sums[j] = grad[j] * v.value;
           }
           store_features<W>(h.gate, grad_pre, static_cast<T*>(p.grad_pre) + row * columns,
                             first + f, h.features);
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
   }
 }
 
-// ---- launches -----------------------------------------------------------------------------------
+// Launches.
 
 inline unsigned tile_grid(int64_t tiles) {
   return static_cast<unsigned>(min(tiles, int64_t{0x7fffffff}));

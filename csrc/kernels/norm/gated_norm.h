@@ -4,21 +4,23 @@
 //   mean = center ? avg(v) : 0                         over the columns of one group
 //   rstd = 1 / sqrt(avg((v - mean)^2) + eps)
 //   y = ((v - mean) rstd weight + bias) (gate == after ? act(z) : 1)
-//   with cast_first (v - mean) rstd is rounded to T, and so is what the gate then multiplies
+//   with cast_first (v - mean) rstd is rounded to T, and again before the gate multiplies it
 //
 // Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) gates before the norm, Gated DeltaNet (Yang et al.
 // 2024, arXiv 2412.06464) after it; RetNet and RWKV normalise each head (Wu and He 2018, arXiv
-// 1803.08494). Statistics in fp32 (fp64 for T = fp64). Work items are rows, with all their groups.
-// act(z) is computed again in each sweep over a row, in the backward's second from the sigmoids of
-// its first where it keeps them. The forward keeps nothing else.
+// Statistics in fp32 (fp64 for T = fp64). Work items are rows with all their groups. act(z) is
+// computed again in each sweep over a row; the second sweep of the backward may use sigmoids that
+// the first one kept. The forward saves only the statistics.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "kernels/activation/activation.h"
+#include "kernels/sums/sums.h"
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 namespace omniattn {
 
@@ -64,5 +66,12 @@ struct GatedNormKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(GatedNormKernels, gated_norm_kernels)
+
+Status launch_gated_norm(const GatedNormParams& p, Stream stream);
+
+// The number of partial sums of dweight and dbias in the backward; depends on the shape only.
+int64_t gated_norm_backward_shards(const GatedNormBackwardParams& p);
+Status launch_gated_norm_backward(const GatedNormBackwardParams& p, const WeightGradients& weights,
+                                  Stream stream);
 
 }  // namespace omniattn

@@ -13,8 +13,8 @@ namespace {
 
 constexpr Order kAny = Order::any;
 
-// sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid, and its slope: chosen by lanes, not
-// by a template argument, which would double the code of the largest file here.
+// sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid, and its slope. u is selected at run
+// time: a template argument would double the code of the largest file here.
 template <class C>
 struct Gate {
   Mask<C> silu;
@@ -39,7 +39,7 @@ struct Gate {
   }
 };
 
-// What is normalised, of one group.
+// The values of one group that are normalised.
 template <class T, GatePlace kPlace>
 struct Normalised {
   const T *x, *z;
@@ -54,7 +54,7 @@ struct Normalised {
   }
 };
 
-// weight or 1.
+// The weight, or 1 without one.
 template <class T>
 OMNIATTN_INLINE auto weight_at(const T* weight, int64_t i, auto part) {
   using V = decltype(part.load(weight));
@@ -100,7 +100,7 @@ OMNIATTN_INLINE void forward_group(const GatedNormParams& p, int64_t row, int64_
   }
 }
 
-// With xh = (v - mean) rstd, g = grad_y, times act(z) if it gates afterwards, and m = g weight:
+// With xh = (v - mean) rstd, g = grad_y (times act(z) if the gate comes after) and m = g weight:
 //   dv = rstd (m - avg(m) [if centred] - xh avg(m xh))
 //   dweight += g xh, dbias += g
 //   before:  dx = dv act(z), dz = dv x act'(z)
@@ -125,9 +125,9 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   C* const dw = dweight ? dweight + first : nullptr;
   C* const db = dbias ? dbias + first : nullptr;
 
-  // The gate of element i, if there is one, and g. The first sweep keeps the sigmoids of 16-bit
-  // rows, up to kKept of them, for the second (a backward in bf16, gated afterwards, took 0.78 of
-  // the time; in fp32 it gains nothing).
+  // The gate of element i, if there is one, and its slope. For 16-bit rows the first sweep keeps up
+  // to kKept sigmoids for the second: a backward in bf16 with the gate after the norm took 0.78 of
+  // the time; fp32 gains nothing.
   constexpr int64_t kKept = sizeof(T) == 2 ? 4096 : 0;
   alignas(64) C kept[std::max<int64_t>(kKept, 1)];
   const auto gate_at = [&](int64_t i, auto part, bool first_sweep) {
@@ -171,7 +171,7 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   });
 }
 
-// f.template operator()<T, place>().
+// Calls f.template operator()<T, place>().
 template <class P, class F>
 void dispatch_place(const P& p, const F& f) {
   dispatch(p.dtype, [&]<class T>(T) {

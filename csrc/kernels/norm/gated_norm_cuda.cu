@@ -1,6 +1,6 @@
 // Gated and grouped normalisation on CUDA, see gated_norm.h. A group of a row belongs to a warp or
-// a block, which reads it again in each sweep: groups are short, so it comes from the caches.
-#include "kernels/norm/gated_norm_cuda.h"
+// a block, which reads it again in each sweep: groups are short, so the later reads hit the caches.
+#include "kernels/norm/gated_norm.h"
 
 #include "kernels/norm/rounded_cuda.h"
 #include "runtime/gpu_row.h"
@@ -12,13 +12,14 @@ using gpu::Pack;
 using gpu::Width;
 
 constexpr unsigned kThreads = 256;
-// Packs of column sums in registers; more of 8 or of 1 made ptxas spill or use over 200 registers.
+// Packs of column sums in registers; with more, W of 8 or 1 made ptxas spill or use over 200
+// registers.
 template <int W>
 constexpr int kColumnsKept = W == 8 || W == 1 ? 2 : 4;
 // As for the other norms, see norm_cuda.cu.
 constexpr int64_t kMaxShards = 512, kShardRows = 8;
 
-// Pack i of a vector per column, or of `otherwise` where there is none.
+// Pack i of a vector with an element per column, or W times `otherwise` if it is null.
 template <int W, class T>
 __device__ __forceinline__ void load_vector(const T* p, int64_t i, compute_t<T> otherwise,
                                             compute_t<T> (&out)[W]) {
@@ -33,7 +34,7 @@ struct Gate {
   C value, slope;
 };
 
-// act(z) and act'(z) of the two gates: all activations would not fit into the registers.
+// act(z) and act'(z) of the two gates; all activations would need too many registers.
 template <class C>
 __device__ __forceinline__ Gate<C> gate_of(Activation act, C z) {
   const C s = C(1) / (C(1) + exp(-z)), slope = s * (C(1) - s);
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* const z = offset_or_null<T>(p.z, row * p.z_stride + first);
     const T* const weight = offset_or_null<T>(p.weight, first);
     const T* const bias = offset_or_null<T>(p.bias, first);
-    // What is normalised, and the factor of the result.
+    // The values to normalise, and the factor of the result.
     const auto load = [&](int64_t i, C(&v)[W], C(&factor)[W]) {
       load_vector<W>(x, i, C(0), v);
       load_vector<W>(z, i, C(0), factor);
@@ -108,8 +109,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The formulas are in gated_norm_cpu.cpp. blockIdx.x is the group (of which there may be more than
-// gridDim.y allows); shard s has the rows s, s + shards, ...
+// The formulas are in gated_norm_cpu.cpp. blockIdx.x is the group, since there may be more groups
+// than gridDim.y allows; shard s has the rows s, s + shards, ...
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     gated_norm_backward_kernel(const __grid_constant__ GatedNormBackwardParams p,
@@ -234,8 +235,8 @@ int64_t gated_norm_backward_shards(const GatedNormBackwardParams& p) {
   return shards;
 }
 
-Status launch_gated_norm_backward(const GatedNormBackwardParams& p,
-                                  const NormWeightGradients& weights, Stream stream) {
+Status launch_gated_norm_backward(const GatedNormBackwardParams& p, const WeightGradients& weights,
+                                  Stream stream) {
   const int64_t shards = gated_norm_backward_shards(p), width = p.groups * p.cols;
   const bool both = weights.dweight != nullptr && weights.dbias != nullptr;
   const int64_t stride = both ? 2 * width : width;

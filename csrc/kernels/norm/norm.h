@@ -1,11 +1,11 @@
 // Row normalisation: RMSNorm and LayerNorm with an optional fused residual add, forward and
 // backward.
 //
-//   h = x + residual (rounded to H, the dtype of the residual: T, or fp32 beside 16 bits)
+//   h = x + residual (rounded to H, the dtype of the residual: T, or fp32 if T has 16 bits)
 //   mean = center ? avg(h) : 0
 //   rstd = 1 / sqrt(avg((h - mean)^2) + eps)
-//   y = (h - mean) * rstd * (weight + offset) + bias; (h - mean) * rstd rounded to T first where
-//       Llama casts there. The backward is the same: rounding has no derivative of its own.
+//   y = (h - mean) * rstd * (weight + offset) + bias; with cast_first (h - mean) * rstd is rounded
+//       to T, as in Llama. The backward is the same: rounding has no derivative of its own.
 //
 // Zhang and Sennrich 2019 (arXiv 1910.07467), Ba et al. 2016 (arXiv 1607.06450). Statistics in fp32
 // (fp64 for T = fp64). Work items are rows; each row is read once from memory.
@@ -14,8 +14,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/sums/sums.h"
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 namespace omniattn {
 
@@ -41,12 +43,12 @@ struct NormBackwardParams {
   DType h_dtype;  // H: of h, grad_h and dh
   int64_t rows, cols;
   const void* grad_y;  // (rows, cols)
-  const void* grad_h;  // (rows, cols) or null: the gradient that reaches h beside the norm
-  const void* h;       // (rows, cols): what was normalised
+  const void* grad_h;  // (rows, cols) or null: the gradient that reaches h by other paths
+  const void* h;       // (rows, cols): the normalised values
   const void* weight;  // (cols) or null
   const void* stats;   // (rows, 2)
   void* dx;            // (rows, cols) contiguous
-  void* dh;            // the same in H; only where H is not T
+  void* dh;            // the same in H; only if H is not T
   int64_t grad_y_stride, grad_h_stride, h_stride;
   double offset;
   bool center;
@@ -60,11 +62,15 @@ struct NormKernels {
   // these rows.
   void (*backward)(const NormBackwardParams&, void* dweight, void* dbias, int64_t begin,
                    int64_t end);
-  // out (n) in `dtype` = sum over shards of partial (shards, n) in the accumulator type, in order.
-  void (*sum_shards)(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,
-                     void* out);
 };
 
 OMNIATTN_KERNEL_TABLE(NormKernels, norm_kernels)
+
+Status launch_norm(const NormParams& p, Stream stream);
+
+// The number of partial sums of dweight and dbias in the backward; depends on the shape only.
+int64_t norm_backward_shards(const NormBackwardParams& p);
+Status launch_norm_backward(const NormBackwardParams& p, const WeightGradients& weights,
+                            Stream stream);
 
 }  // namespace omniattn

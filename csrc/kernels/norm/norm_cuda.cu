@@ -1,8 +1,8 @@
 // Row normalisation on CUDA, see norm.h. Each row is read once and kept in registers between its
-// sweeps (rows longer than the registers of a block are read again). Weight gradients take two
-// stages without atomics: a block adds up the rows it walks through, then the blocks' sums are
+// sweeps; the part of a row that exceeds the registers of a block is read again. Weight gradients
+// take two stages without atomics: each block sums over its rows, then the sums of the blocks are
 // added in order.
-#include "kernels/norm/norm_cuda.h"
+#include "kernels/norm/norm.h"
 
 #include "kernels/norm/rounded_cuda.h"
 #include "kernels/norm/stream.h"
@@ -13,10 +13,10 @@ namespace {
 
 using gpu::Pack;
 
-constexpr unsigned kThreads = 512;  // at most: 128 registers each, so that rows stay in them
-// More blocks fill more of the GPU, but every one leaves a row of sums for the second stage to
-// read; 512 are 3 to 4 per SM of the GPUs meant here. At least kShardRows rows keep that second
-// read small.
+constexpr unsigned kThreads = 512;  // at most: 128 registers each, which hold the rows
+// More blocks fill more of the GPU, but each leaves a row of sums for the second stage to read. 512
+// blocks are 3 to 4 per SM of current large GPUs. At least kShardRows rows per block keep that
+// second read small.
 constexpr int64_t kMaxShards = 512, kShardRows = 8;
 
 // Packs per thread that stay in registers.
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = first; row < p.rows; row += step) {
     const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
     T* const y = static_cast<T*>(p.y) + row * n;
-    // The first sweep leaves h, rounded, in `kept` and beyond that in memory.
+    // The first sweep leaves the rounded h in `kept`, and in memory past that.
     Pack<H, W> kept[kKept];
     const H* h;
     if (p.residual != nullptr) {
@@ -210,31 +210,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-constexpr unsigned kSumColumns = 32, kSumRows = 8;
-
-// out (cols) = sum of the shards' rows, in an order that is always the same.
-template <class T>
-__global__ void __launch_bounds__(kSumColumns* kSumRows)
-    norm_sum_shards_kernel(const compute_t<T>* partial, int64_t shards, int64_t stride,
-                           int64_t cols, T* out) {
-  using C = compute_t<T>;
-  GPU_SHARED(C, sums, kSumColumns * kSumRows);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumColumns + threadIdx.x;
-  C sum = 0;
-  if (i < cols) {
-    for (int64_t s = threadIdx.y; s < shards; s += kSumRows) sum += partial[s * stride + i];
-  }
-  sums[threadIdx.y * kSumColumns + threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && i < cols) {
-    for (unsigned y = 1; y < kSumRows; ++y) sum += sums[y * kSumColumns + threadIdx.x];
-    out[i] = gpu::narrow<T>(sum);
-  }
-}
-
 using gpu::Width;
 
-// f(T{}, H{}, Width<W>{}) from f(T{}, Width<W>{}).
+// Turns f(T{}, H{}, Width<W>{}) into a function of (T{}, Width<W>{}).
 template <class F>
 auto with_stream(DType dtype, const F& f) {
   return [dtype, &f]<class T, int W>(T t, Width<W> width) {
@@ -294,7 +272,7 @@ int64_t norm_backward_shards(const NormBackwardParams& p) {
   return shards;
 }
 
-Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradients& weights,
+Status launch_norm_backward(const NormBackwardParams& p, const WeightGradients& weights,
                             Stream stream) {
   const int64_t shards = norm_backward_shards(p);
   const bool both = weights.dweight != nullptr && weights.dbias != nullptr;
@@ -313,17 +291,6 @@ Status launch_norm_backward(const NormBackwardParams& p, const NormWeightGradien
     launch_sum_shards(p.dtype, db, shards, stride, p.cols, weights.dbias, stream);
   });
   return gpu::launch_status();
-}
-
-void launch_sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride,
-                       int64_t cols, void* out, Stream stream) {
-  if (out == nullptr || cols == 0) return;
-  dispatch(dtype, [&]<class T>(T) {
-    const auto grid = static_cast<unsigned>((cols + kSumColumns - 1) / kSumColumns);
-    GPU_LAUNCH(norm_sum_shards_kernel<T>, grid, dim3(kSumColumns, kSumRows), 0, stream,
-               static_cast<const compute_t<T>*>(partial), shards, stride, cols,
-               static_cast<T*>(out));
-  });
 }
 
 }  // namespace omniattn

@@ -6,7 +6,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// x as T holds it, by way of the elements from i on of a row that is written later.
+// x rounded to T by a store and a load of elements from i on of a row that is overwritten later.
 template <class T, class V>
 OMNIATTN_INLINE V rounded_in(T* row, int64_t i, auto part, V x) {
   if constexpr (sizeof(T) == sizeof(compute_t<T>)) return x;

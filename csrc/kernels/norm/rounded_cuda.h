@@ -6,7 +6,7 @@
 namespace omniattn {
 namespace {
 
-// x as T holds it, where `cast` asks for that.
+// x, rounded to T if `cast`.
 template <class T>
 __device__ __forceinline__ compute_t<T> rounded_if(bool cast, compute_t<T> x) {
   return cast ? gpu::widen(gpu::narrow<T>(x)) : x;

@@ -1,7 +1,7 @@
-// Elementwise draws, functions of the element's index alone (semantics/element_stream.h):
+// Elementwise random draws, functions of the element's index alone (semantics/element_stream.h):
 //
-//   dropout       y = x / (1 - p) where the element's word >= floor(p 2^32), else 0. The same map
-//                 of dy is the gradient: the backward is the forward, and no mask is kept.
+//   dropout       y = x / (1 - p) where the element's word >= floor(p 2^32), else 0. The gradient
+//                 is the same function of dy: the backward is the forward, and no mask is saved.
 //   uniform_like  y = the word's upper 24 bits / 2^24
 //
 // Tensors are contiguous. A work item is a block of kRandomBlock elements.
@@ -12,6 +12,7 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 #include "semantics/element_stream.h"
 
 namespace omniattn {
@@ -26,7 +27,7 @@ struct DropoutParams {
   uint32_t threshold;  // floor(p * 2^32); p < 1
   double scale;        // 1 / (1 - p)
   ElementStream stream;
-  const int64_t* seed;  // (2,) for kernels that read it themselves (CUDA); null: in stream
+  const int64_t* seed;  // (2,) for kernels that read it themselves (CUDA); null: see stream
 };
 
 struct UniformParams {
@@ -44,5 +45,8 @@ struct RandomKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(RandomKernels, random_kernels)
+
+Status launch_dropout(const DropoutParams& p, Stream stream);
+Status launch_uniform(const UniformParams& p, Stream stream);
 
 }  // namespace omniattn

@@ -1,4 +1,4 @@
-// Elementwise draws, see random.h: the words of a block first, then the map.
+// Elementwise random draws, see random.h: first the words of a block, then the function.
 #include "kernels/random/random.h"
 
 #include "runtime/dispatch.h"
@@ -19,7 +19,7 @@ OMNIATTN_INLINE WordLanes<T> load_words(const uint32_t* words) {
   return w;
 }
 
-// f(first element, elements, their words) for each item of the range.
+// Calls f(first element, elements, their words) for each item of the range.
 template <class F>
 OMNIATTN_INLINE void for_blocks(const ElementStream& stream, int64_t n, int64_t begin, int64_t end,
                                 const F& f) {

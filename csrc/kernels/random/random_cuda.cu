@@ -1,6 +1,6 @@
-// Elementwise draws on CUDA, see random.h: each thread draws two blocks of four words and maps the
-// eight elements that read them.
-#include "kernels/random/random_cuda.h"
+// Elementwise random draws on CUDA, see random.h: each thread draws two blocks of four words for
+// eight elements.
+#include "kernels/random/random.h"
 
 #include "runtime/gpu_row.h"
 
@@ -12,8 +12,7 @@ using gpu::Pack;
 constexpr unsigned kThreads = 256;
 constexpr int kElements = 8;  // per thread
 
-// A seed in the GPU's memory is read here, so that a captured graph may have another at each
-// replay.
+// A seed in GPU memory is read here, so that a captured graph can have another seed in each replay.
 template <class Params>
 __device__ __forceinline__ ElementStream stream_of(const Params& p) {
   if (p.seed == nullptr) return p.stream;
@@ -26,7 +25,7 @@ struct ElementWords {
   __device__ __forceinline__ uint32_t operator[](int j) const { return half[j / 4].word[j % 4]; }
 };
 
-// f(first element, words) for this thread's elements; the grid steps over all of them.
+// Calls f(first element, words) for this thread's elements; the grid loops over all elements.
 template <class F>
 __device__ __forceinline__ void for_elements(const ElementStream& stream, int64_t n, const F& f) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * kElements;

@@ -2,12 +2,13 @@
 //
 //   y = rotate(x rstd (weight + offset)),  rstd = 1 / sqrt(avg(x^2) + eps) over the head
 //
-// Backward: the gradient turns back, g = rotate^-1(grad_y), and with m = g (weight + offset)
+// Backward: the gradient is rotated back, g = rotate^-1(grad_y), and with m = g (weight + offset)
 //
 //   dx = rstd (m - x rstd^2 avg(m x)),  dweight = sum of g x rstd
 //
-// Computed in fp32 (fp64 for fp64), rounded once, or x rstd and its product with the weight, too,
-// as by Llama's norm in front of a rotary embedding. A work item is a token with all its heads.
+// Computed in fp32 (fp64 for fp64) and rounded once; with cast_first x rstd and its product with
+// the weight are rounded too, as by Llama's norm before a rotary embedding. A work item is a token
+// with all its heads.
 #pragma once
 
 #include "kernels/rope/rope.h"
@@ -15,11 +16,11 @@
 namespace omniattn {
 
 struct NormRopeParams {
-  RopeParams rope;     // tensors[0]: x and y, never the same memory
+  RopeParams rope;     // tensors[0]: x and y, which must not overlap
   const void* weight;  // (dim) or null
   void* rstd;          // (batch, tokens, heads) in the compute type, or null
   double eps, offset;
-  bool cast_first;  // round x rstd and what the weight makes of it
+  bool cast_first;  // round x rstd, and its product with the weight
 };
 
 struct NormRopeBackwardParams {
@@ -40,5 +41,14 @@ struct NormRopeKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(NormRopeKernels, norm_rope_kernels)
+
+Status launch_norm_rope(const NormRopeParams& p, int64_t batch, Stream stream);
+
+// The number of partial sums of dweight in the backward; depends on the shape only.
+int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch);
+
+// dweight (dim) is the sum of `partial` (shards, dim) in the compute type; or both are null.
+Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
+                                 void* dweight, Stream stream);
 
 }  // namespace omniattn

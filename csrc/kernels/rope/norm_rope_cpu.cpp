@@ -25,8 +25,8 @@ OMNIATTN_INLINE Token<C> token_of(const RopeParams& p, int64_t item) {
           static_cast<const C*>(p.sin) + b * p.sin_batch + row * p.sin_row};
 }
 
-// take(i, part, v) for all elements of a head, where v are the values of get(i, part) with those of
-// the rotary dimensions turned. `sign` is -1 for the negative angle.
+// Calls take(i, part, v) for all elements of a head, where v are the values of get(i, part) with
+// the rotary dimensions rotated. `sign` is -1 for the negative angle.
 template <class T, bool kInterleaved, class Get, class Take>
 OMNIATTN_INLINE void turn_head(const RopeParams& p, const Token<compute_t<T>>& token,
                                Vec<compute_t<T>> sign, const Get& get, const Take& take) {

@@ -1,10 +1,10 @@
-// RMSNorm and rotary embedding of heads on CUDA, see norm_rope.h. A warp has a head at a time and
-// reads it again from the caches in its second sweep.
-#include "kernels/rope/norm_rope_cuda.h"
+// RMSNorm and rotary embedding of heads on CUDA, see norm_rope.h. A warp processes one head at a
+// time; its second sweep reads the head from the caches.
+#include "kernels/rope/norm_rope.h"
 
-#include "kernels/norm/norm_cuda.h"
 #include "kernels/norm/rounded_cuda.h"
 #include "kernels/rope/rope_turn_cuda.h"
+#include "kernels/sums/sums.h"
 
 namespace omniattn {
 namespace {
@@ -13,10 +13,10 @@ using gpu::Pack;
 using gpu::Width;
 
 constexpr unsigned kWarps = 8;
-constexpr int64_t kMaxShards = 2048;  // warps that keep sums of dweight: what fills a large GPU
+constexpr int64_t kMaxShards = 2048;  // warps that keep sums of dweight; enough to fill a large GPU
 
-// take(i, v) for the elements i, ..., i + W - 1 of this thread, for all of a head: v are the values
-// get(i, v) gave, those of the rotary dimensions turned. `sign` is -1 for the negative angle.
+// Calls take(i, v) for the elements i, ..., i + W - 1 of this thread, for all of a head; v are the
+// values from get(i, v) with the rotary dimensions rotated. `sign` is -1 for the negative angle.
 template <int W, class C, class Get, class Take>
 __device__ __forceinline__ void turn_head(const RopeParams& p, const gpu::RopeToken<C>& token,
                                           C sign, const Get& get, const Take& take) {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// Shard s has the rows s, s + shards, ... and a row of `partial`, of which each thread keeps the
-// elements that it computes.
+// Shard s has the rows s, s + shards, ... and one row of `partial`; each thread keeps the sums of
+// the elements that it computes.
 template <class T, int W>
 __global__ void __launch_bounds__(32 * kWarps)
     norm_rope_backward_kernel(const __grid_constant__ NormRopeBackwardParams p, int64_t rows,
@@ -180,7 +180,7 @@ int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch
 Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
                                  void* dweight, Stream stream) {
   const int64_t rows = row_count(p.rope, batch), shards = norm_rope_backward_shards(p, batch);
-  const int64_t strides = p.x_batch | p.x_token | p.x_head;  // a power of two divides all or not
+  const int64_t strides = p.x_batch | p.x_token | p.x_head;  // a power of two divides all, or not
   dispatch_heads(p.rope, p.weight, p.x, strides, [&]<class T, int W>(T, Width<W>) {
     if (shards > 0) {
       GPU_LAUNCH((norm_rope_backward_kernel<T, W>), static_cast<unsigned>(shards / kWarps),

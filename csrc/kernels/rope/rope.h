@@ -1,8 +1,8 @@
-// Rotary position embedding (Su et al. 2021, arXiv 2104.09864): the 2 * half elements of each head
-// from `start` on turn by the angles of their token's row of the tables; the rest is copied. Pairs
-// are (n, n + half), or (2n, 2n + 1) if interleaved, counted from `start`; see semantics/rope.h.
-// Computed in fp32 (fp64 for fp64), rounded once. A work item is a token: its table row is read
-// once for all heads.
+// Rotary position embedding (Su et al. 2021, arXiv 2104.09864): 2 * half elements of each head,
+// from `start` on, are rotated by the angles in their token's row of the tables; the other elements
+// are copied. Pairs are (n, n + half), or (2n, 2n + 1) if interleaved, counted from `start`; see
+// semantics/rope.h. Computed in fp32 (fp64 for fp64), rounded once. A work item is a token: its row
+// of the tables is read once for all heads.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 
 namespace omniattn {
 
-// One of the tensors that turn together, (batch, tokens, heads, dim) with unit stride in dim.
+// One of the tensors rotated together, (batch, tokens, heads, dim) with unit stride in dim.
 struct RopeTensor {
   const void* in;
   void* out;  // may be `in`
@@ -26,15 +27,15 @@ struct RopeParams {
   DType dtype;
   int64_t tokens;            // per batch entry; item i is token i % tokens of entry i / tokens
   int64_t dim, start, half;  // start + 2 * half <= dim
-  int64_t rows;              // of the tables
+  int64_t rows;              // rows of the tables
   RopeTensor tensors[2];
   int32_t tensor_count;
   const void *cos, *sin;  // (batch, rows, half) in the compute type, unit stride in half
   int64_t cos_batch, cos_row, sin_batch, sin_row;
-  const int64_t* positions;  // (batch, tokens): row of the tables; null: the token's index
+  const int64_t* positions;  // (batch, tokens): row of the tables; null: the index of the token
   int64_t positions_batch, positions_token;
   bool interleaved;
-  bool inverse;      // turn by the negative angle: the backward
+  bool inverse;      // rotate by the negative angle: the backward
   bool past_caches;  // `out` are new contiguous tensors, too large for the caches
 };
 static_assert(std::is_trivially_copyable_v<RopeParams>);
@@ -44,5 +45,9 @@ struct RopeKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(RopeKernels, rope_kernels)
+
+// A position that has no row in the tables stops the kernel: the host cannot look at positions
+// without waiting for the GPU.
+Status launch_rope(const RopeParams& p, int64_t batch, Stream stream);
 
 }  // namespace omniattn

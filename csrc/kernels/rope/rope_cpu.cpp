@@ -11,7 +11,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Stores of rotated and copied elements, whole vectors past the caches where those are aligned.
+// Stores rotated and copied elements; aligned whole vectors may bypass the caches.
 template <class T>
 struct Store {
   bool past_caches;
@@ -39,7 +39,7 @@ struct Store {
   }
 };
 
-// Turns the pairs of one head. `sign` is -1 for the negative angle.
+// Rotates the pairs of one head. `sign` is -1 for the negative angle.
 template <class T, bool kInterleaved>
 OMNIATTN_INLINE void rotate_head(const T* in, T* out, const compute_t<T>* cos,
                                  const compute_t<T>* sin, int64_t half, Vec<compute_t<T>> sign,

@@ -1,6 +1,6 @@
 // Rotary position embedding on CUDA, see rope.h. The threads of a token walk over its heads; a
-// thread turns W pairs at a time, whose 2 W elements it reads and writes as 16-byte pieces.
-#include "kernels/rope/rope_cuda.h"
+// thread rotates W pairs at a time, whose 2 W elements it reads and writes as 16-byte pieces.
+#include "kernels/rope/rope.h"
 
 #include "kernels/rope/rope_turn_cuda.h"
 
@@ -12,7 +12,7 @@ using gpu::Width;
 
 constexpr unsigned kThreads = 256;
 
-// Turns pairs n, ..., n + W - 1 of one head.
+// Rotates pairs n, ..., n + W - 1 of one head.
 template <class T, int W>
 __device__ __forceinline__ void rotate(const T* in, T* out, const Pack<compute_t<T>, W>& cos,
                                        const Pack<compute_t<T>, W>& sin, int64_t n,

@@ -1,5 +1,5 @@
 // What the CUDA kernels of the rotary embedding share: a token's rows of the tables, and the
-// turning of W pairs, whose 2 W elements lie in two parts of W neighbours.
+// rotation of W pairs, whose 2 W elements are in two contiguous parts of W.
 #pragma once
 
 #include "kernels/rope/rope.h"
@@ -25,8 +25,8 @@ __device__ __forceinline__ RopeToken<C> rope_token(const RopeParams& p, int64_t 
           static_cast<const C*>(p.sin) + b * p.sin_batch + position * p.sin_row};
 }
 
-// Where the parts of pairs n, ..., n + W - 1 begin: x and y of the pairs, or one pair after
-// another.
+// Where the parts of pairs n, ..., n + W - 1 begin: all x and all y, or if interleaved the first
+// and the second half of the pairs.
 struct RopeParts {
   int64_t first, second;
 };
@@ -36,7 +36,7 @@ __device__ __forceinline__ RopeParts rope_parts(const RopeParams& p, int64_t n) 
   return {first, first + (p.interleaved ? W : p.half)};
 }
 
-// Turns the parts a and b of W pairs; `sign` is -1 for the negative angle.
+// Rotates the parts a and b of W pairs; `sign` is -1 for the negative angle.
 template <int W, class C>
 __device__ __forceinline__ void turn_pairs(bool interleaved, const Pack<C, W>& cos,
                                            const Pack<C, W>& sin, C sign, C (&a)[W], C (&b)[W]) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void turn_pairs(bool interleaved, const Pack<C, W>& c
   }
 }
 
-// W neighbours in the compute type.
+// W adjacent elements in the compute type.
 template <int W, class T>
 __device__ __forceinline__ void load_wide(const T* p, compute_t<T> (&out)[W]) {
   const Pack<T, W> pack = load<W>(p);

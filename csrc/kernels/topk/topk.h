@@ -1,5 +1,5 @@
-// The k largest of each row, in order: larger first, at equal scores the smaller index. -0 equals
-// +0, NaN lies below -inf, masked elements are never chosen; where fewer than k are left, -1.
+// The k largest elements of each row, larger first and at equal scores the smaller index first. -0
+// equals +0, NaN is less than -inf, and masked elements are never chosen; missing elements are -1.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "runtime/stream.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn {
@@ -15,7 +16,7 @@ struct TopKParams {
   DType dtype;
   int64_t n, k;
   const void* scores;   // (rows, n)
-  const uint8_t* mask;  // (rows, n), 0: never chosen, or null
+  const uint8_t* mask;  // (rows, n), 0: never chosen; or null
   int64_t* index;       // (rows, k)
   int64_t scores_stride, mask_stride;
 };
@@ -26,11 +27,13 @@ struct TopKKernels {
   void (*top_k)(const TopKParams&, void* scratch, int64_t begin, int64_t end);
 };
 
-constexpr int64_t kTopKGroup = 256;  // elements with a vector of maxima in common
+constexpr int64_t kTopKGroup = 256;  // elements that share a vector of maxima
 constexpr int64_t top_k_scratch(int64_t n) {
-  return ceil_div(n, kTopKGroup) * (kTopKGroup + 16);  // vectors have 16 lanes at most
+  return ceil_div(n, kTopKGroup) * (kTopKGroup + 16);  // at most 16 lanes per vector
 }
 
 OMNIATTN_KERNEL_TABLE(TopKKernels, topk_kernels)
+
+Status launch_top_k(const TopKParams& p, int64_t rows, Stream stream);
 
 }  // namespace omniattn

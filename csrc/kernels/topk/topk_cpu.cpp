@@ -1,7 +1,7 @@
-// top_k as a tournament: the row is kept with the maxima of every lane of a group of vectors, so
-// that taking the largest looks at the maxima and at one group only. What is NaN, masked or taken
-// is -inf there; which elements of the row are NaN or -inf themselves is asked when no number is
-// left.
+// top_k as a tournament: the row is kept together with lane-wise maxima of groups of vectors, so
+// that finding the largest element reads the maxima and one group only. NaN, masked and taken
+// elements are stored as -inf; which elements are really NaN or -inf is looked up only when no
+// number is left.
 #include "kernels/topk/topk.h"
 
 #include "runtime/dispatch.h"
@@ -10,7 +10,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Lane by lane over whole vectors, in two chains, which hide the latency of max.
+// Lane by lane over whole vectors, in two chains that hide the latency of max.
 template <class C>
 OMNIATTN_INLINE Vec<C> lane_maxima(const C* begin, const C* end) {
   constexpr int kWidth = Vec<C>::kWidth;
@@ -23,7 +23,7 @@ OMNIATTN_INLINE Vec<C> lane_maxima(const C* begin, const C* end) {
   return max(even, odd);
 }
 
-// The first vector that holds x, which one of them does.
+// The first vector that holds x; there must be one.
 template <class C>
 OMNIATTN_INLINE const C* find_vector(const C* begin, C x) {
   while (!any(load(begin) == Vec<C>(x))) begin += Vec<C>::kWidth;
@@ -57,7 +57,7 @@ class Tournament {
   OMNIATTN_INLINE C largest() const {
     return reduce_max(lane_maxima(maxima_, maxima_ + groups_ * kWidth));
   }
-  // Removes the first element that is x, and gives its index.
+  // Removes the first element equal to x and returns its index.
   OMNIATTN_INLINE int64_t take(C x) {
     const int64_t g = (find_vector(maxima_, x) - maxima_) / kWidth;
     const int64_t at = find_vector<C>(row_ + g * kTopKGroup, x) - row_;
@@ -74,7 +74,7 @@ class Tournament {
     store(maxima_ + g * kWidth, lane_maxima(begin, end < end_ ? end : end_));
   }
 
-  C* maxima_;  // a vector per group
+  C* maxima_;  // one vector per group
   int64_t groups_;
   C *row_, *end_;
 };

@@ -1,7 +1,7 @@
-// top_k on CUDA, see topk.h. The order of a row's elements is total, so the next one is the first
-// of those that come behind the last: k passes over the row by a warp, or by a block where it is
-// long. (The row stays in the L1 cache.)
-#include "kernels/topk/topk_cuda.h"
+// top_k on CUDA, see topk.h. The order of a row's elements is total, so the next element is the
+// largest one after the last: k passes over the row by a warp, or by a block for long rows. The row
+// stays in the L1 cache.
+#include "kernels/topk/topk.h"
 
 #include "runtime/gpu_row.h"
 
@@ -9,10 +9,10 @@ namespace omniattn {
 namespace {
 
 constexpr unsigned kThreads = 256;
-// Elements that a warp looks at per pass before a block takes over.
+// Elements per lane and pass up to which one warp takes a row; longer rows get a block.
 constexpr int kPerLane = 32;
 
-// Order of scores as integers: -0 equals +0, NaN is below -inf.
+// Scores as integers in the same order: -0 equals +0, NaN is less than -inf.
 __device__ __forceinline__ uint32_t order_of(float x) {
   const auto bits = __builtin_bit_cast(uint32_t, x + 0.0f);
   return x != x ? 0 : bits >> 31 ? ~bits : bits | 1u << 31;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     top_k_kernel(const __grid_constant__ TopKParams p, int64_t rows) {
   using Order = decltype(order_of(compute_t<T>{}));
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  // All warps of a block go round equally often: row_reduce may synchronise it.
+  // All warps of a block do the same number of iterations: row_reduce may synchronise the block.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows; first += step) {
     const int64_t row = first + threadIdx.y;
     const bool there = row < rows;

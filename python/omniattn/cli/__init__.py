@@ -1,4 +1,4 @@
-"""The command line: python -m omniattn {train, check, info}."""
+"""The command line: python -m omniattn {train, check, info, hub}."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from omniattn.cli import check, info, train
+from omniattn.cli import check, hub, info, train
 from omniattn.cli.errors import CommandError
 
-COMMANDS = (train, check, info)
+COMMANDS = (train, check, info, hub)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None:
             raise
-        # What is left in the buffer would fail once more at exit.
+        # Otherwise the rest of the buffer would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"{args.name}: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from omniattn.ops import _library, gemm_choice
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-#: What runs on each instruction set; all of them have all dtypes.
+#: What each instruction set means; all of them support all dtypes.
 _MEANING = {
     "baseline": "portable code for any CPU, much slower than the others; "
     "bfloat16 and float16 are computed in float32",
@@ -69,7 +69,7 @@ def _rows() -> Iterator[tuple[str, str]]:
 
 
 def _cpu() -> str:
-    """The name that the processor gives itself, and the numbers that tell models apart."""
+    """The processor's name, and the numbers that distinguish models."""
     cpuinfo = Path("/proc/cpuinfo")
     entries: dict[str, str] = {}  # of the first processor
     for line in cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else ():
@@ -91,7 +91,7 @@ def _kernels() -> str:
 
 
 def _linear() -> str:
-    """Whose matrix product `linear` runs on."""
+    """Whose matrix product `linear` uses."""
     ours, torchs = (
         [str(d).removeprefix("torch.") for d, r in gemm_choice.CHOICE.items() if r.native is native]
         for native in (True, False)
@@ -99,7 +99,7 @@ def _linear() -> str:
     parts = [f"{', '.join(ours)} by omniattn"] if ours else []
     parts += [f"{', '.join(torchs)} by torch"] if torchs else []
     return (
-        f"products of {'; '.join(parts)}: the faster one on such a CPU, as far as that is measured;"
+        f"products of {'; '.join(parts)}: the faster one on this kind of CPU, as far as measured;"
         ' backend="cpu" forces omniattn'
     )
 

@@ -3,7 +3,7 @@
 Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
 loss.png, sample.txt if it writes text, load.png if it has experts. Ctrl-C saves and stops; --resume
 continues bit for bit, and with more --steps beyond the end, at the final learning rate. It finds
-the data of the run by itself; --data names their new place if they have moved. The first steps are
+the data of the run by itself; --data gives their new path if they have moved. The first steps are
 repeated with the plain-torch reference of every op, to show the difference in loss and, where both
 sides ran for long enough to tell, in speed.
 """
@@ -32,11 +32,11 @@ from omniattn.models.presets import TRAINED
 from omniattn.training import TextTask, TrainConfig, Trainer, recipe_of, saved_config
 
 _RUNS = Path("runs")
-# The words of torch's CPU allocator, as an op of torch and as one of ours hands them on.
+# Messages of torch's CPU allocator, as ops of torch and ops of this package pass them on.
 _NO_MEMORY = ("can't allocate memory", "aoti_torch_empty_strided")
 _INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
-# A speed-up from less is noise: on two cores shared with eight other jobs the ratio of median step
-# times strayed by a factor of 6 over 0.15 s and 20 steps, of 4 over 0.8 s, but of 1.9 over 2.4 s.
+# Shorter measurements are noise: on two cores shared with eight other jobs the ratio of median step
+# times varied by a factor of 6 over 0.15 s and 20 steps, of 4 over 0.8 s, but of 1.9 over 2.4 s.
 _TIMED_STEPS, _TIMED_SECONDS = 10, 2.0
 
 
@@ -211,7 +211,7 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
                 f"--{name} must be that of the run to resume, "
                 f"got {value}, the run has {getattr(saved, name)}"
             )
-    # The steps that are done were on the way to the old end: it stays that of the learning rate.
+    # The finished steps followed a schedule to the old end: the learning rate keeps that end.
     end = saved.steps if saved.decay_steps is None else saved.decay_steps
     return saved if steps == saved.steps else replace(saved, steps=steps, decay_steps=end)
 
@@ -237,7 +237,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     try:
         task = recipe_of(model).task.load(Path(config.data) if config.data else None, config.length)
     except OSError as error:
-        moved = "; name the new place of the run's data with --data" if args.resume else ""
+        moved = "; give the new path of the run's data with --data" if args.resume else ""
         raise CommandError(f"cannot read {source}: {error.strerror or error}{moved}") from error
     except (ImportError, ValueError) as error:
         raise CommandError(f"{source}: {error}") from error
@@ -251,7 +251,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         if torch.device(args.device).type not in ("cpu", "cuda"):
             raise CommandError(f"cannot use --device {args.device}: it must be cpu or cuda")
         trainer = Trainer(config, task, device=args.device, backend=args.backend)
-    except (RuntimeError, AssertionError) as error:  # torch's own words for a device it lacks
+    except (RuntimeError, AssertionError) as error:  # torch's message for a device that it lacks
         raise CommandError(f"cannot use --device {args.device}: {error}") from error
     if args.backend not in (None, "reference", torch.device(trainer.device).type):
         raise CommandError(f"cannot use --backend {args.backend} with --device {args.device}")

@@ -1,6 +1,6 @@
 """Algorithms made of torch's ops and this package's.
 
-Those that are kernels of ops are registered by their import.
+Importing a module registers those that serve as kernels of ops.
 """
 
 from omniattn.compositions import ffn as ffn

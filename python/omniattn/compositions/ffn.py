@@ -35,7 +35,7 @@ def _require_defined(**tensors: Tensor | None) -> None:
 
 
 class _Arguments(NamedTuple):
-    """What the op and, after arguments of its own, its backward get."""
+    """The arguments of the op; its backward gets them after its own arguments."""
 
     x: Tensor
     gate_weight: Tensor
@@ -47,11 +47,12 @@ class _Arguments(NamedTuple):
     seed: Tensor | None
     dropout_p: float
     act: int
+    clamp: list[float]
     recompute: bool
     native: bool
 
     def check(self) -> None:
-        """What the kernels that are called do not check for themselves."""
+        """Checks what the called kernels do not check themselves."""
         x, gate_weight, down_weight = self.x, self.gate_weight, self.down_weight
         _require_defined(x=x, gate_weight=gate_weight, down_weight=down_weight)
         _require(
@@ -75,6 +76,10 @@ class _Arguments(NamedTuple):
             if t is not None:
                 _require(t.shape == shape, f"{name} must have shape {shape}, got {tuple(t.shape)}")
                 _require(t.dtype == x.dtype, f"{name} must have dtype {x.dtype}, got {t.dtype}")
+        _require(
+            not self.clamp or self.up_weight is not None,
+            f"clamp needs an up_weight, got clamp={self.clamp}",
+        )
         _require(self.up_bias is None or self.up_weight is not None, "up_bias needs an up_weight")
         _require(
             self.dropout_p == 0 or self.seed is not None,
@@ -82,7 +87,7 @@ class _Arguments(NamedTuple):
         )
 
     def project(self) -> tuple[Tensor, Tensor | None]:
-        """x gate_weight^T + gate_bias, and the same of up where there is one."""
+        """x gate_weight^T + gate_bias, and the same for up if it is given."""
         gate = _linear(self.x, self.gate_weight, self.gate_bias, self.native)
         if self.up_weight is None:
             return gate, None
@@ -90,7 +95,10 @@ class _Arguments(NamedTuple):
 
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """The hidden layer."""
-        return self.drop(_activate(gate, up, self.act))
+        y: Tensor = (
+            _activate_op(gate, self.act) if up is None else _glu_op(gate, up, self.act, self.clamp)
+        )
+        return self.drop(y)
 
     def drop(self, hidden: Tensor) -> Tensor:
         """Dropout, of the hidden layer or of its gradient."""
@@ -133,11 +141,6 @@ def _linear_backward(
     return dx, dweight, rows.sum(0) if needs[2] else None
 
 
-def _activate(gate: Tensor, up: Tensor | None, act: int) -> Tensor:
-    y: Tensor = _activate_op(gate, act) if up is None else _glu_op(gate, up, act)
-    return y
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     a = _Arguments(*arguments)
     a.check()
@@ -173,7 +176,7 @@ def _backward(
     if up is None:
         _activate_backward_op(dhidden, gate, a.act)
     else:
-        _glu_backward_op(dhidden, gate, up, a.act, dgate)
+        _glu_backward_op(dhidden, gate, up, a.act, a.clamp, dgate)
     dx, dgate_weight, dgate_bias = _linear_backward(
         dgate, a.x, a.gate_weight, a.native, x_need, gate_need, gate_bias_need
     )
@@ -209,7 +212,7 @@ def _check_backward(
         )
 
 
-# The kernels that these call pick their own device.
+# These run on any device: the ops that they call choose the kernels.
 for _name, _kernel in (
     ("glu_mlp", _forward),
     ("glu_mlp_raw", _forward),

@@ -1,10 +1,11 @@
-"""linear_cross_entropy where no library has a kernel: products of torch (cuBLAS) around the kernels
-of cross_entropy, a chunk of tokens at a time."""
+"""linear_cross_entropy and linear_jsd where no library has a kernel: products of torch (cuBLAS)
+around the kernels of cross_entropy and jsd, a chunk of tokens at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,22 @@ from omniattn.ops._backward import private_op
 from omniattn.ops.loss import REDUCTIONS, loss_like
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["CHUNK_LOGITS", "linear_cross_entropy", "linear_cross_entropy_backward"]
+__all__ = [
+    "CHUNK_LOGITS",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
+    "linear_jsd",
+    "linear_jsd_backward",
+]
 
 _forward_op = private_op("cross_entropy_raw")
 _backward_op = private_op("cross_entropy_backward")
+_jsd_op = private_op("jsd_raw")
+_jsd_backward_op = private_op("jsd_backward")
 
-#: fp32 logits of one chunk of tokens, 1 GiB, and their gradients in the dtype of x. A chunk of n
-#: tokens moves the sums of dweight once through memory for n tokens' worth of products; at 2048
-#: tokens (a vocabulary of 131072) that is an estimated tenth of its time on an H100.
+#: fp32 logits of one chunk of tokens, 1 GiB, and their gradients in the dtype of x. Each chunk
+#: reads and writes the sums of dweight once; with 2048 tokens (a vocabulary of 131072) that takes
+#: an estimated tenth of its time on an H100.
 CHUNK_LOGITS = 1 << 28
 
 
@@ -35,12 +44,75 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> None:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, out=out)
 
 
+#: From a slice of the tokens and their logits to losses, and to a function from weights of the rows
+#: to gradients of the logits in the dtype of x.
+_Rows = Callable[[slice, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = x.new_empty((len(x), len(weight)), dtype=compute_dtype(x))
+    _multiply(x, weight.mT, logits)
+    if bias is not None:
+        logits += bias
+    return logits
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _cross_entropies(
+    x: Tensor, target: Tensor, class_weight: Tensor | None, *options: Any
+) -> _Rows:
+    targets = target.flatten()
+
+    def run(part: slice, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        labels, rest = targets[part], (*options, REDUCTIONS["none"])
+        losses, *statistics = _forward_op(logits, labels, class_weight, *rest)
+
+        def gradients(weights: Tensor) -> Tensor:
+            found: Tensor = _backward_op(
+                *(weights, logits, labels, class_weight, *statistics, *rest), grad_dtype=x.dtype
+            )
+            return found
+
+        return losses, gradients
+
+    return run
+
+
+def _divergences(
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    target: Tensor | None,
+    *options: Any,
+) -> _Rows:
+    tokens = _flat(teacher_x)
+    targets = None if target is None else target.flatten()
+
+    def run(part: slice, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        teacher = _logits(tokens[part], teacher_weight, teacher_bias)
+        labels = None if targets is None else targets[part]
+        rest = (*options, False, REDUCTIONS["none"])
+        losses, statistics = _jsd_op(logits, teacher, labels, *rest)
+
+        def gradients(weights: Tensor) -> Tensor:
+            found: Tensor = _jsd_backward_op(
+                *(weights, logits, teacher, labels, statistics, *rest), grad_dtype=tokens.dtype
+            )
+            return found
+
+        return losses, gradients
+
+    return run
+
+
 def _run_chunks(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
-    options: tuple[int, float, float, float],
+    rows: _Rows,
     row_weight: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,9 +121,8 @@ def _run_chunks(
     Gradients of logits are rounded to the dtype of x, so that their products run at its speed.
     """
     compute = compute_dtype(x)
-    vocab, width = weight.shape
-    tokens = math.prod(x.shape[:-1])
-    rows, targets = x.reshape(tokens, width), target.reshape(tokens)
+    (vocab, width), inputs = weight.shape, _flat(x)
+    tokens = len(inputs)
     losses = loss_like(x, REDUCTIONS["none"])
     x_grad, weight_grad, bias_grad = wanted
     dx = x.new_empty(x.shape if x_grad else 0, dtype=compute)
@@ -60,23 +131,42 @@ def _run_chunks(
     chunk = max(1, CHUNK_LOGITS // max(1, vocab))
     for first in range(0, max(1, tokens), chunk):
         part = slice(first, first + chunk)
-        inputs, kept = rows[part], (targets[part], *options, REDUCTIONS["none"])
-        logits = x.new_empty((len(inputs), vocab), dtype=compute)
-        _multiply(inputs, weight.mT, logits)
-        if bias is not None:
-            logits += bias
-        losses.view(tokens)[part], lse = _forward_op(logits, *kept)
+        losses.view(tokens)[part], gradients = rows(part, _logits(inputs[part], weight, bias))
         if row_weight is None:
             continue
-        label, *rest = kept
-        dlogits = _backward_op(row_weight[part], logits, label, lse, *rest, grad_dtype=x.dtype)
+        dlogits = gradients(row_weight[part])
         if x_grad:
             _multiply(dlogits, weight, dx.view(tokens, width)[part])
         if weight_grad:
-            _multiply(dlogits.mT, inputs, dweight, beta=int(first > 0))
+            _multiply(dlogits.mT, inputs[part], dweight, beta=int(first > 0))
         if bias_grad:
             dbias += dlogits.sum(0, dtype=compute)
     return losses, dx, dweight, dbias
+
+
+def _with_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: _Rows,
+    kept: Tensor,
+    reduction: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reduced loss and its gradients; `kept` is what the mean divides by.
+
+    Gradients of half logits are divided by the number of tokens only at the end: they could
+    underflow earlier.
+    """
+    ones = x.new_ones((len(_flat(x)),), dtype=compute_dtype(x)) if any(wanted) else None
+    losses, dx, dweight, dbias = _run_chunks(x, weight, bias, rows, ones, wanted)
+    if reduction == REDUCTIONS["none"]:
+        return losses, dx, dweight, dbias
+    loss = losses.sum(dtype=torch.float64)
+    if reduction == REDUCTIONS["mean"]:
+        for result in (loss, dx, dweight, dbias):
+            result /= torch.where(kept > 0, kept, 1)
+    return loss.to(losses.dtype), dx, dweight, dbias
 
 
 def linear_cross_entropy(
@@ -84,27 +174,21 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    class_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
+    temperature: float,
     reduction: int,
     *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of half logits have weight 1 until the end: over the number of tokens they could
-    underflow."""
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    tokens = math.prod(x.shape[:-1])
-    ones = x.new_ones((tokens,), dtype=compute_dtype(x)) if any(wanted) else None
-    losses, dx, dweight, dbias = _run_chunks(x, weight, bias, target, options, ones, wanted)
-    if reduction == REDUCTIONS["none"]:
-        return losses, dx, dweight, dbias
-    loss = losses.sum(dtype=torch.float64)
-    if reduction == REDUCTIONS["mean"]:
-        kept = (target != ignore_index).sum().clamp(min=1)
-        for result in (loss, dx, dweight, dbias):
-            result /= kept
-    return loss.to(losses.dtype), dx, dweight, dbias
+    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
+    rows = _cross_entropies(x, target, class_weight, *options)
+    kept = target != ignore_index
+    if class_weight is not None:
+        kept = class_weight[target.where(kept, 0)] * kept
+    return _with_gradients(x, weight, bias, rows, kept.sum(), reduction, wanted)
 
 
 def linear_cross_entropy_backward(
@@ -113,18 +197,66 @@ def linear_cross_entropy_backward(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    class_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
+    temperature: float,
     *wanted: bool,
 ) -> tuple[Tensor, ...]:
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    row_weight = grad.reshape(target.numel())
-    _, *grads = _run_chunks(x, weight, bias, target, options, row_weight, wanted)
+    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
+    rows = _cross_entropies(x, target, class_weight, *options)
+    _, *grads = _run_chunks(x, weight, bias, rows, grad.flatten(), wanted)
     return tuple(g.to(x.dtype) for g in grads)
 
 
-for _name in ("linear_cross_entropy", "linear_cross_entropy_raw"):
-    _library.compose(_name, linear_cross_entropy)
-_library.compose("linear_cross_entropy_backward", linear_cross_entropy_backward)
+def linear_jsd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    target: Tensor | None,
+    ignore_index: int,
+    beta: float,
+    temperature: float,
+    reduction: int,
+    *wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (ignore_index, beta, temperature)
+    rows = _divergences(teacher_x, teacher_weight, teacher_bias, target, *options)
+    kept = x.new_ones(x.shape[:-1], dtype=torch.bool) if target is None else target != ignore_index
+    return _with_gradients(x, weight, bias, rows, kept.sum(), reduction, wanted)
+
+
+def linear_jsd_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    target: Tensor | None,
+    ignore_index: int,
+    beta: float,
+    temperature: float,
+    *wanted: bool,
+) -> tuple[Tensor, ...]:
+    options = (ignore_index, beta, temperature)
+    rows = _divergences(teacher_x, teacher_weight, teacher_bias, target, *options)
+    _, *grads = _run_chunks(x, weight, bias, rows, grad.flatten(), wanted)
+    return tuple(g.to(x.dtype) for g in grads)
+
+
+def _register(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    name = forward.__name__
+    for suffix in ("", "_raw"):
+        _library.compose(name + suffix, forward)
+    _library.compose(f"{name}_backward", backward)
+
+
+_register(linear_cross_entropy, linear_cross_entropy_backward)
+_register(linear_jsd, linear_jsd_backward)

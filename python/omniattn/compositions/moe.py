@@ -15,7 +15,7 @@ __all__ = ["moe_of_weighed_inputs"]
 def moe_of_weighed_inputs(x: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     """From the arguments of the op `moe`: x (N, d), index and weights (N, k) -> (N, d).
 
-    Each slot becomes a token of its own, whose input was weighed.
+    Each slot becomes a separate token, whose input is multiplied by the weight.
     """
     tokens, slots = index.shape
     weights = weights.masked_fill(index < 0, 0.0)[..., None]

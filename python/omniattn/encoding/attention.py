@@ -1,11 +1,11 @@
 """The options of attention as arguments of its op, and back.
 
-csrc/ops/attention_decode.cpp decodes them:
+csrc/ops/attention_rules.cpp decodes them:
 
-- mask: kind, a, b and the index of the first side tensor in aux, or -1, of each rule; a layout
+- mask: for each rule kind, a, b and the index of the first side tensor in aux, or -1; a layout
   comes first.
-- score: kind, the index of the tensor in aux, or -1, and that of the first parameter in params, or
-  -1, of each rule.
+- score: for each rule kind, the index of the tensor in aux, or -1, and the index of the first
+  parameter in params, or -1; the code of a program follows its rule, which is the last.
 - params: scale, dropout_p and the parameters of the score rules.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
-from omniattn.encoding.scores import TABLES, ScoreKind, ScoreRule, Table
-from omniattn.reference.options import NORMALISERS, TRANSFORMS
+from omniattn.encoding.options import NORMALISERS, TABLES, TRANSFORMS, ScoreKind, ScoreRule, Table
+from omniattn.encoding.score_program import Domain, Program, domain_of
 
 #: aux, mask, score, params
 Codes: TypeAlias = tuple[list[Tensor], list[int], list[int], list[float]]
@@ -27,7 +27,11 @@ _MASK_INTS, _SCORE_INTS = 4, 3
 
 
 def encode(
-    rules: Sequence[Rule], terms: Sequence[ScoreRule], scale: float, dropout_p: float
+    rules: Sequence[Rule],
+    terms: Sequence[ScoreRule],
+    scale: float,
+    dropout_p: float,
+    program: Program | None = None,
 ) -> Codes:
     aux: list[Tensor] = []
     mask: list[int] = []
@@ -40,24 +44,51 @@ def encode(
         score += [kind, -1 if side is None else len(aux), len(params) if parameters else -1]
         aux += () if side is None else (side,)
         params += parameters
+    if program is not None:
+        score += [ScoreKind.PROGRAM, len(aux), len(params), *program.code]
+        aux += program.tables
+        params += program.constants
     return aux, mask, score, params
 
 
 def decode(
-    aux: Sequence[Tensor], mask: Sequence[int], score: Sequence[int], params: Sequence[float]
+    aux: Sequence[Tensor],
+    mask: Sequence[int],
+    score: Sequence[int],
+    params: Sequence[float],
+    sizes: tuple[int, int],
 ) -> tuple[Rule | None, dict[str, Any]]:
-    """The layout, if there is one, and the other options, but for dropout, of the reference."""
+    """The layout, if there is one, and the options of the reference except dropout.
+
+    `sizes`: Tq and Tk of the tensors.
+    """
     rules: list[Rule] = [
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
     if any(rule[0] in PARTS for rule in rules):
-        raise NotImplementedError("attention: parts have no second and no forward-mode derivatives")
+        raise NotImplementedError("attention: parts have no second or forward-mode derivatives")
     layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
     options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}
-    for kind, i, at in _groups(score, _SCORE_INTS):
+    domain = _domain(layout, *sizes)
+    for n in range(0, len(score), _SCORE_INTS):
+        kind, i, at = score[n : n + _SCORE_INTS]
+        if kind == ScoreKind.PROGRAM:
+            code = score[n + _SCORE_INTS :]
+            tables = tuple(aux[i : i + code[0]])
+            program = Program(tuple(code), tuple(params[at:]), tables, domain)
+            return layout, options | {"score_mod": program}
         options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
     return layout, options
+
+
+def _domain(layout: Rule | None, tq: int, tk: int) -> Domain:
+    if layout is None:
+        return domain_of(tq, tk, None)
+    kind, longest_q, longest_k, side = layout
+    if kind == MaskKind.PACKED:
+        return domain_of(longest_q, longest_k, kind)
+    return domain_of(tq, tk * side[0].shape[1] if kind == MaskKind.PAGED else tk, kind)
 
 
 def pages_of(mask: Sequence[int], aux: Sequence[Tensor]) -> Tensor | None:
@@ -66,7 +97,7 @@ def pages_of(mask: Sequence[int], aux: Sequence[Tensor]) -> Tensor | None:
 
 
 def as_cached(mask: Sequence[int]) -> list[int]:
-    """The codes of a paged call for gathered pages; the lengths lie after the block table."""
+    """The codes of a paged call for gathered pages; the lengths follow the block table."""
     return [MaskKind.CACHED, 0, 0, mask[3] + 1, *mask[4:]]
 
 

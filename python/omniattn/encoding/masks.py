@@ -9,8 +9,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from omniattn.reference.attention import cut
-
 
 class MaskKind(IntEnum):
     """Kinds of rules; numbers as in csrc/semantics/{mask_rules,sequences}.h. i = q + Tk - Tq."""
@@ -30,7 +28,7 @@ class MaskKind(IntEnum):
     BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
     PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
     CACHED = 14  # layout: sequence b has the first lengths[b] keys
-    PAGED = 15  # layout: the same of the pages that a table (B, N) names
+    PAGED = 15  # layout: the same, in the pages that a table (B, N) lists
     NEIGHBOURS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
     QUERIES = 17  # part: q has the rows a .. a + Tq of b
     KEYS = 18  # part: k and v have the rows a .. a + Tk of b
@@ -38,7 +36,7 @@ class MaskKind(IntEnum):
 
 #: Kinds that say where sequences lie; the first rule, if any.
 LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
-#: Kinds that say which part of a whole call this is; first rules too. All else is of the whole.
+#: Kinds for a part of a larger call; also first rules. Everything else refers to the larger call.
 PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
@@ -70,6 +68,14 @@ class Rules(EncodedMask):
 
     def rules(self) -> list[Rule]:
         return self.found
+
+
+def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
+    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
+    t = t[(None,) * (4 - t.dim())]
+    t = t[n : n + 1] if t.shape[0] > 1 else t
+    t = t[:, :, :rows] if t.shape[2] > 1 else t
+    return t[..., :columns] if t.shape[3] > 1 else t
 
 
 def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
@@ -159,7 +165,7 @@ def _visible(
 
 def _neighbours(size: int, dilation: int, i: Tensor, k: Tensor) -> Tensor:
     rest = i % dilation
-    count = (k.shape[-1] - rest + dilation - 1) // dilation  # of the keys with this rest
+    count = (k.shape[-1] - rest + dilation - 1) // dilation  # of the keys with this remainder
     first = (i // dilation - size // 2).clamp(min=0).minimum((count - size).clamp(min=0))
     place = k // dilation
     return (k % dilation == rest) & (place >= first) & (place < first + size)

@@ -2,7 +2,7 @@
 
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
-from omniattn.functional.activation import bilinear, geglu, glu, reglu, swiglu
+from omniattn.functional.activation import bilinear, clamped_swiglu, geglu, glu, reglu, swiglu
 from omniattn.functional.attention import (
     attention,
     attention_cached,
@@ -10,11 +10,13 @@ from omniattn.functional.attention import (
 )
 from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.conv import causal_conv1d
+from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
-from omniattn.functional.loss import cross_entropy, linear_cross_entropy
+from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
 from omniattn.functional.moe import moe_experts
 from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
+from omniattn.functional.policy import PolicyLoss, grpo_loss
 from omniattn.functional.positions import (
     alibi_bias,
     alibi_slopes,
@@ -25,6 +27,14 @@ from omniattn.functional.positions import (
     packed_positions,
     sincos_2d,
     sinusoidal,
+)
+from omniattn.functional.preference import (
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    orpo_loss,
+    sequence_log_prob,
+    simpo_loss,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
 from omniattn.functional.rope import apply_rotary, qk_norm_rotary
@@ -58,9 +68,28 @@ from omniattn.functional.routing import (
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
+from omniattn.reference.rope_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    RopeScaling,
+    YarnScaling,
+    scaling_from_hf,
+    scaling_to_hf,
+)
 
 __all__ = [
+    "DynamicNTKScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "NTKScaling",
+    "PolicyLoss",
+    "RopeScaling",
     "Routing",
+    "YarnScaling",
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
@@ -71,9 +100,12 @@ __all__ = [
     "axial_frequencies",
     "bilinear",
     "causal_conv1d",
+    "clamped_swiglu",
+    "cpo_loss",
     "cross_entropy",
     "cv_squared",
     "default_vector_gradient",
+    "dpo_loss",
     "drop_over_capacity",
     "drop_second_at_random",
     "dropout",
@@ -86,11 +118,16 @@ __all__ = [
     "glu_mlp",
     "grid_positions",
     "group_norm",
+    "grpo_loss",
     "interpolate_grid",
     "interpolate_positions",
+    "jsd",
+    "kto_loss",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_jsd",
+    "linear_log_prob",
     "llama4_top_k",
     "load_balance_loss",
     "masked_positions",
@@ -100,6 +137,7 @@ __all__ = [
     "mrope_axes",
     "noisy_top_k",
     "normal_like",
+    "orpo_loss",
     "packed_positions",
     "qk_norm_rotary",
     "reglu",
@@ -110,8 +148,12 @@ __all__ = [
     "router_jitter",
     "router_z_loss",
     "scaled_dot_product_attention",
+    "scaling_from_hf",
+    "scaling_to_hf",
     "select_attention",
+    "sequence_log_prob",
     "sigmoid_top_k",
+    "simpo_loss",
     "sincos_2d",
     "sinusoidal",
     "softmax_top_k",

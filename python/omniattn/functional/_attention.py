@@ -1,4 +1,4 @@
-"""What all forms of attention do with their options: checks, encoding, the call of the op."""
+"""What all forms of attention do with their options: they check and encode them and call the op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from omniattn.encoding.attention import Codes, encode
 from omniattn.encoding.masks import BLOCK, MaskKind, Rule
-from omniattn.encoding.scores import ScoreKind, ScoreRule
+from omniattn.encoding.options import (
+    NORMALISERS,
+    TRANSFORMS,
+    Options,
+    ScoreKind,
+    ScoreRule,
+    transform_of,
+)
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
@@ -25,11 +32,11 @@ from omniattn.functional._checks import (
     require_shape,
     shown,
 )
+from omniattn.functional._score_mod import encode_score_mod
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import RelativeBias
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
-from omniattn.reference.options import NORMALISERS, TRANSFORMS, Options, transform_of
 from omniattn.reference.precision import compute_dtype
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
@@ -43,7 +50,7 @@ def autocast(
     v: Tensor,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three in one dtype, checked; `names` as the caller knows them."""
+    """q, k and v in one dtype, checked; `names` are the caller's names for them."""
     q_name, k_name, v_name = names
     require_float(op, q_name, q)
     dtype = autocast_dtype(q)
@@ -125,15 +132,20 @@ def checked_codes(
     if q.dtype != torch.float64 and not max(factor, c) < _LARGEST_FACTOR:
         raise ValueError(
             f"{op}: scale, {name} and scale / {name} must be below {_LARGEST_FACTOR:.2g} "
-            f"but for float64, got scale={scale}, {name}={c}"
+            f"unless q is float64, got scale={scale}, {name}={c}"
         )
-    rules = _mask(op, options, q, full)
+    rules = _mask(op, options, q, full, layout)
     if layout is not None:
         rules = [layout, *rules]
-    return encode(rules, _scores(op, options, q, full), scale, options.dropout_p)
+    program = None
+    if options.score_mod is not None:
+        program = encode_score_mod(op, options.score_mod, q, full, layout)
+    return encode(rules, _scores(op, options, q, full), scale, options.dropout_p, program)
 
 
-def _mask(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[Rule]:
+def _mask(
+    op: str, options: Options, q: Tensor, full: tuple[int, ...], layout: Rule | None
+) -> list[Rule]:
     """All rules of a call, checked."""
     require_bool(op, "causal", options.causal)
     require_pair(op, "window_size", options.window_size, -1, _LONGEST)
@@ -156,23 +168,27 @@ def _mask(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[R
         raise TypeError(
             f"{op}: mask must be a Tensor or a Mask{_hint(mask)}, got mask={shown(mask)}"
         )
+    combined = All(tuple(found))
+    if layout is None:
+        rules = combined.rules_of_call(full[2], full[3], q.device, full[1])
+    else:
+        rules = combined.rules()
     return [
-        (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full))
-        for kind, a, b, side in All(tuple(found)).rules()
+        (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full)) for kind, a, b, side in rules
     ]
 
 
 def _hint(mask: object) -> str:
-    """How to make a mask of a predicate, or of flex_attention's BlockMask, which holds one."""
+    """How to make a mask from a predicate, or from flex_attention's BlockMask."""
     if callable(mask):
-        return " (masks.from_predicate(mask, Tq, Tk) makes one of a function)"
+        return " (masks.from_predicate(mask, Tq, Tk) makes one from a function)"
     if hasattr(mask, "mask_mod"):
-        return " (masks.from_predicate(mask.mask_mod, Tq, Tk) makes one of a BlockMask)"
+        return " (masks.from_block_mask(mask) makes one from a BlockMask)"
     return ""
 
 
 def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
-    """The rule that a tensor of torch without values stands for."""
+    """The rule for a CausalBias, torch's mask tensor without values."""
     size = (bias.seq_len_q, bias.seq_len_kv)
     if size != full[-2:]:
         raise ValueError(
@@ -237,7 +253,7 @@ def require_broadcastable(
 
 
 def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
-    """All dimensions but the last stay broadcast."""
+    """As four dimensions, all of them except the last still broadcast."""
     t = t[(None,) * (4 - t.dim())]
     return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
 

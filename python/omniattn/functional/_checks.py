@@ -24,7 +24,7 @@ _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 _LARGEST = sys.float_info.max
 _LINE = 100  # characters of a value that an error shows
-#: Classes of which all tensors have values; isinstance costs 0.1 us for each other class.
+#: Classes whose tensors always have values; isinstance costs 0.1 us for each other class.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -68,7 +68,7 @@ def shown(value: Any) -> str:
 
 
 def require_tensor(op: str, name: str, x: Tensor) -> None:
-    """`x` must be a tensor; a CausalBias, whose memory nobody has written, is none."""
+    """`x` must be a tensor with values; a CausalBias has uninitialised memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(x)}")
     if isinstance(x, CausalBias):
@@ -113,7 +113,7 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
 
 
 def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Tensor:
-    """`t`, which must be like `x` but for a dtype that autocast converts."""
+    """`t`, which must be like `x`; under autocast it is cast to the dtype of `x`."""
     if type(t) not in _PLAIN:
         require_tensor(op, name, t)
     if t.dtype == x.dtype and t.is_cpu and x.is_cpu:
@@ -135,7 +135,7 @@ def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") 
 def require_int(
     op: str, name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> None:
-    """`value` must be an int of 64 bits in [least, most]; integers of numpy, 0-d tensors are."""
+    """`value` must be a 64-bit int in [least, most]; numpy integers and 0-d tensors are allowed."""
     error: type[Exception] = ValueError
     if not isinstance(value, _INTS):
         try:
@@ -177,7 +177,7 @@ def require_number(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
-    """`value` must be finite and within [least, most] and (above, below); 0-d tensors may be."""
+    """`value` must be finite, in [least, most] and in (above, below); 0-d tensors are allowed."""
     known, number = isinstance(value, _NUMBERS), value
     if not known and getattr(value, "ndim", None) == 0:
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():

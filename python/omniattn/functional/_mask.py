@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,31 @@ class Mask(EncodedMask):
 
     def __and__(self, other: Mask) -> All:
         return All((self, other))
+
+    def __or__(self, other: Mask) -> Mask:
+        from omniattn.functional._computed_mask import AnyOf
+
+        return AnyOf((self, other))
+
+    def __invert__(self) -> Mask:
+        from omniattn.functional._computed_mask import Not
+
+        return Not(self)
+
+    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
+        """Rules for one size; masks that are not made of rules have some for each."""
+        return self.rules()
+
+    def pairs(
+        self,
+        tq: int,
+        tk: int,
+        device: torch.device,
+        heads: int,
+        queries: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """As `visible`; with `queries` only the rows [first, last) of all Tq."""
+        return visible(self.rules(), tq, tk, device, heads=heads, queries=queries)
 
     def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
         """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
@@ -52,7 +77,7 @@ class Mask(EncodedMask):
     ) -> float:
         """Share of the area that lies in (queries, keys) blocks with a pair that may attend.
 
-        The default gives what it costs the CPU kernels to visit whole tiles.
+        The default blocks are the tiles of the CPU kernels, so this is the share that they compute.
         """
         area = 0
         for rows in self._stripes(tq, tk, heads, block[0]):
@@ -82,10 +107,9 @@ class Mask(EncodedMask):
         return next((t.device for *_, side in self.rules() for t in side), torch.device("cpu"))
 
     def _stripes(self, tq: int, tk: int, heads: int, size: int) -> Iterator[Tensor]:
-        rules, device = self.rules(), self._device()
+        device = self._device()
         for first in range(0, tq, size):
-            span = (first, min(first + size, tq))
-            yield visible(rules, tq, tk, device, heads=heads, queries=span)
+            yield self.pairs(tq, tk, device, heads, (first, min(first + size, tq)))
 
 
 @dataclass(frozen=True)
@@ -105,3 +129,39 @@ class All(Mask):
 
     def rules(self) -> list[Rule]:
         return [rule for mask in self.masks for rule in mask.rules()]
+
+    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
+        return [r for mask in self.masks for r in mask.rules_of_call(tq, tk, device, heads)]
+
+    def pairs(
+        self,
+        tq: int,
+        tk: int,
+        device: torch.device,
+        heads: int,
+        queries: tuple[int, int] | None = None,
+    ) -> Tensor:
+        rows = slice(0, tq) if queries is None else slice(*queries)
+        seen = torch.ones(tq, tk, dtype=torch.bool, device=device)[rows]
+        for mask in self.masks:
+            seen = seen & mask.pairs(tq, tk, device, heads, queries)
+        return seen
+
+    def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+        return self.pairs(tq, tk, device, heads)
+
+    def _device(self) -> torch.device:
+        return common_device(self.masks)
+
+
+def common_device(masks: Sequence[Mask]) -> torch.device:
+    """Of their tensors, the CPU where there are none."""
+    found = [mask._device() for mask in masks]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+def require_bool_mask(op: str, name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(t)}")
+    if t.dtype != torch.bool:
+        raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")

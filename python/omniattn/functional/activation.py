@@ -9,13 +9,16 @@ from omniattn.functional._checks import (
     implementation,
     require_choice,
     require_float,
+    require_number,
     require_shape,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.ops import activation as ops
 
-__all__ = ["bilinear", "geglu", "glu", "reglu", "swiglu"]
+__all__ = ["bilinear", "clamped_swiglu", "geglu", "glu", "reglu", "swiglu"]
 
 
+@token_wise("up")
 def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Gated linear unit with SiLU.
 
@@ -23,8 +26,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
 
     Args:
         gate: (..., F), float64, float32, bfloat16 or float16; or packed (..., 2F), whose first F
-            columns are the gate and whose last F are up. Any strides; copied only where the leading
-            dimensions cannot be walked with one stride or the last stride is not 1.
+            columns are the gate and whose last F are up; or a jagged nested tensor (B, j, F) or
+            (B, j, 2F). Any strides; copied only where the leading dimensions cannot be walked with
+            one stride or the last stride is not 1.
         up: of gate's shape and dtype, or None where gate is packed. Under autocast it is cast to
             gate's dtype.
         backend: None for the native kernel of gate's device, "cpu" or "cuda" to insist on it,
@@ -39,8 +43,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Half inputs compute in fp32 and are rounded once. The backward recomputes the activation, so
-        that only the inputs are kept; a packed gate gets one packed gradient. Second and
+        Half inputs are computed in fp32 and rounded once. The backward recomputes the activation,
+        so that only the inputs are kept; a packed gate gets one packed gradient. Second and
         forward-mode derivatives go through the eager definition.
 
     Reference:
@@ -53,6 +57,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
     return _gated("swiglu", backend, gate, up, "silu")
 
 
+@token_wise("up")
 def geglu(
     gate: Tensor,
     up: Tensor | None = None,
@@ -92,6 +97,7 @@ def geglu(
     return _gated("geglu", backend, gate, up, "gelu" if approximate == "none" else "gelu_tanh")
 
 
+@token_wise("up")
 def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Gated linear unit with ReLU.
 
@@ -121,6 +127,7 @@ def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None)
     return _gated("reglu", backend, gate, up, "relu")
 
 
+@token_wise("up")
 def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Gated linear unit without an activation.
 
@@ -150,6 +157,7 @@ def bilinear(gate: Tensor, up: Tensor | None = None, *, backend: str | None = No
     return _gated("bilinear", backend, gate, up, "identity")
 
 
+@token_wise("up")
 def glu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Gated linear unit.
 
@@ -179,8 +187,56 @@ def glu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -
     return _gated("glu", backend, gate, up, "sigmoid")
 
 
+@token_wise("up")
+def clamped_swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Gated linear unit of gpt-oss, whose inputs are clamped.
+
+    ``y = g * sigmoid(alpha * g) * (u + 1)`` with ``g = min(gate, limit)`` and u = up within
+    [-limit, limit]; what is clamped has a derivative of 0.
+
+    Args:
+        gate: see :func:`swiglu`. gpt-oss's weights have columns of gate and up in turn: pass
+            ``x[..., ::2], x[..., 1::2]``.
+        up: see :func:`swiglu`.
+        alpha, limit: positive numbers.
+        backend: see :func:`swiglu`.
+
+    Returns:
+        (..., F) of gate's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`swiglu`.
+
+    Note:
+        Precision and gradients as for :func:`swiglu`.
+
+    Reference:
+        OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, arXiv:2508.10925.
+
+    Example:
+        >>> clamped_swiglu(torch.tensor([1.0, 9.0]), torch.tensor([0.0, 9.0]))
+        tensor([ 0.8458, 55.9996])
+    """
+    for name, value in (("alpha", alpha), ("limit", limit)):
+        require_number("clamped_swiglu", name, value, above=0)
+    return _gated("clamped_swiglu", backend, gate, up, ops.CLAMPED, alpha, limit)
+
+
 def _gated(
-    op: str, backend: str | None, gate: Tensor, up: Tensor | None, activation: str
+    op: str,
+    backend: str | None,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    alpha: float = 0.0,
+    limit: float = 0.0,
 ) -> Tensor:
     require_float(op, "gate", gate)
     if gate.dim() == 0:
@@ -193,5 +249,5 @@ def _gated(
             f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
         )
     run = implementation(op, backend, gate, ops.glu)
-    y: Tensor = run(gate, up, ops.ACTIVATIONS[activation])
+    y: Tensor = run(gate, up, *ops.encode(activation, alpha, limit))
     return y

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn.encoding.masks import MaskKind, Rule
+from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional._attention import (
     autocast,
     check_shapes,
@@ -19,7 +20,7 @@ from omniattn.functional._checks import (
     require_int,
     require_shape,
 )
-from omniattn.reference.options import AttentionOptions, pack, spelled_out
+from omniattn.functional._jagged import is_jagged, length_bound, require_ragged, with_boundaries
 from omniattn.reference.vmap import is_mapped
 
 __all__ = [
@@ -72,25 +73,29 @@ def attention(
     """Attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
 
     ``O = softmax(f(head_scale * scale * q k^T) + bias - slope |k - i| + relative) v`` over the
-    allowed keys, ``f`` the identity or ``softcap * tanh(. / softcap)``, i = q + Tk - Tq the place
-    of query q among the keys. Query head h reads kv head ``h // (Hq / Hkv)``.
+    allowed keys, ``f`` the identity or ``softcap * tanh(. / softcap)``, i = q + Tk - Tq the
+    position of query q among the keys. Query head h reads kv head ``h // (Hq / Hkv)``.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; any strides, copied only where the
             last one is not 1. Under autocast q, k and v are cast to its dtype.
         k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
-        v: (B, Tk, Hkv, Dv) of q's dtype; Dv may differ from D.
-        causal: query i sees keys up to i + Tk - Tq (bottom-right aligned).
+        v: (B, Tk, Hkv, Dv) of q's dtype; Dv may differ from D. All three may be jagged nested
+            tensors (B, j, H, D), sequences of any lengths; the call is then that of
+            :func:`attention_varlen`, with results of q's boundaries.
+        causal: query i sees keys up to i + Tk - Tq (bottom-right aligned). Off unless asked for;
+            the module :class:`omniattn.modules.Attention` is causal unless told otherwise.
         window_size: (left, right): keys from left before to right after that position, inclusive;
             -1 is unbounded.
         mask: bool, True = attend, broadcastable to (B, Hq, Tq, Tk), or a value of
-            `functional.masks`. Everything is ANDed.
+            `functional.masks`, or f(b, h, q, k) of 0-d tensors, which becomes part of score_mod: no
+            (Tq, Tk) tensor is made, no tile is skipped (`masks.from_predicate` makes a mask whose
+            hidden tiles cost nothing), and hidden keys must be finite. Everything is ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
             -inf hides a key, whose k and v must be finite (a mask does not read them); a finite
-            value never does by itself: where all keys of a row carry finfo.min, it gives the mean
-            of their values, as torch does. A sum of terms beyond the accumulator's range is
-            infinite.
+            value does not: if all keys of a row have finfo.min, the result is the mean of their
+            values, as in torch. A sum of terms beyond the accumulator's range is infinite.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
@@ -99,13 +104,22 @@ def attention(
         sinks: (Hq,), a logit per head that takes part in the softmax with a value of 0: it is not
             scaled, capped, masked or dropped.
         head_scale: (Hq,), a factor of scale per head.
-        normaliser: what makes weights of the logits: "softmax", or of each logit by itself
-            "sigmoid" (add its bias -ln Tk by `bias`) or "relu2", relu(logit)^2 (scale = 1 / Tk).
+        normaliser: how logits become weights: "softmax", or each logit by itself with "sigmoid"
+            (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk).
+        score_mod: f(score, b, h, q, k) of 0-d tensors as torch's flex_attention takes it: the new
+            score. It sees what all options above make of the score, then masks hide. It is called
+            once, with values that record what it does to them, and the kernels run that over the
+            rows of a tile: no (Tq, Tk) tensor is made. It may use arithmetic, comparisons, & | ^ ~,
+            where, most pointwise functions, and captured tensors indexed by integers made of b, h,
+            q and k, which get gradients. q and k are row numbers; in packed batches those of the
+            sequence, in caches q is the position among the keys. Floats are of the compute type,
+            integers have 32 bits (64 for float64), in which captured ones must fit and beyond which
+            arithmetic wraps around; what lies outside a tensor is NaN, or 0 of integers.
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
             1 / (1 - dropout_p).
         seed: int64 (2,), [seed, offset] of the dropout mask, which is a function of
-            (seed, offset, b, h, i, j) alone. None draws one from torch's generator. It lies on the
-            CPU, or on q's device: a captured CUDA graph reads that one again at every replay.
+            (seed, offset, b, h, i, j) alone. None draws one from torch's generator. It is on the
+            CPU, or on q's device, where a captured CUDA graph reads it again at every replay.
         return_lse: also return the log-sum-exp of the masked logits.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
@@ -118,14 +132,15 @@ def attention(
     Raises:
         TypeError: a dtype that is unsupported or does not fit the others.
         ValueError: a shape, device or value that does not fit.
-        NotImplementedError: no native kernel for the device.
+        NotImplementedError: no native kernel for the device, or something in score_mod that cannot
+            be traced, which the message names.
 
     Note:
         Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
         backward do not depend on the number of threads. Gradients flow to q, k, v, bias,
-        alibi_slopes, the table of `relative`, sinks and head_scale, each of its own shape and
-        dtype, through O and lse; second and forward-mode derivatives recompute through the eager
-        definition. softmax(s / T) with a temperature T is scale = 1 / T.
+        alibi_slopes, the table of `relative`, sinks, head_scale and what score_mod captures, each
+        of its own shape and dtype, through O and lse; second and forward-mode derivatives recompute
+        through the eager definition. softmax(s / T) with a temperature T is scale = 1 / T.
 
     Reference:
         Vaswani et al., Attention Is All You Need, 2017, arXiv:1706.03762; Dao et al.,
@@ -133,7 +148,8 @@ def attention(
         ALiBi: Press et al., Train Short, Test Long, 2021, arXiv:2108.12409; sinks: OpenAI, gpt-oss,
         2025, arXiv:2508.10925; sigmoid: Ramapuram et al., Theory, Analysis, and Best Practices for
         Sigmoid Self-Attention, 2024, arXiv:2409.04431; relu2: Hua et al., Transformer Quality in
-        Linear Time, 2022, arXiv:2202.10447.
+        Linear Time, 2022, arXiv:2202.10447; score_mod: Dong et al., Flex Attention, 2024,
+        arXiv:2412.05496.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)
@@ -142,6 +158,8 @@ def attention(
         tensor([1., 2.])
     """
     op = "attention"
+    if is_jagged(q):
+        return _attention_of_jagged(q, k, v, return_lse, backend, options)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     out, lse = run(op, q, k, v, full_shape(q, k), pack(op, options), return_lse, backend)
@@ -206,8 +224,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences of any lengths: no padding is stored or computed.
 
-    Sequence n is a problem of its own, rows ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` of q against
-    rows ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1]`` of k and v, with its own Tq and Tk.
+    Each sequence n is a separate problem: rows ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` of q
+        against rows ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1]`` of k and v, with its own Tq and Tk.
 
     Args:
         q: (total_q, Hq, D), as in :func:`attention`.
@@ -215,20 +233,22 @@ def attention_varlen(
         v: (total_k, Hkv, Dv).
         cu_seqlens_q: (N + 1,) int32 or int64, growing, within total_q.
         cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
-        max_seqlen_q: at least the longest sequence of queries; None looks (on a GPU it waits).
-        max_seqlen_k: the same of keys.
+        max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
+            waits for a GPU).
+        max_seqlen_k: the same for keys.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`. Tensors per batch entry or position have the shape of a batch
             (N, Hq, max_seqlen_q, max_seqlen_k).
-        sinks, head_scale, normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`.
+        sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
+            :func:`attention`.
 
     Returns:
-        O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q). Rows of no sequence give O = 0
-        and lse = -inf.
+        O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q). Rows outside of all sequences
+        give O = 0 and lse = -inf.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError where
-            cu_seqlens do not grow or leave their tensor.
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError if
+            cu_seqlens decrease or exceed their tensor.
 
     Example:
         >>> q, v = torch.zeros(3, 1, 4), torch.tensor([1.0, 3.0, 7.0]).view(3, 1, 1)
@@ -311,33 +331,35 @@ def attention_cached(
     backend: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` to caches that hold another number of keys for every sequence.
+    """:func:`attention` to caches that hold a different number of keys for each sequence.
 
-    Sequence b is a problem of its own with ``Tk = cache_seqlens[b]``: its last query meets its last
-    key, and what the cache holds after it is never read.
+    Each sequence b is a separate problem with ``Tk = cache_seqlens[b]``: its last query is aligned
+    with its last key, and later entries of the cache are never read.
 
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`.
         k: (B, capacity, Hkv, D), or with a block table (pages, page size, Hkv, D).
         v: (B, capacity, Hkv, Dv), or (pages, page size, Hkv, Dv).
-        cache_seqlens: (B,) int32 or int64, the keys of each sequence with those of its queries.
+        cache_seqlens: (B,) int32 or int64, the number of keys of each sequence, those of its
+            queries included.
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
             share pages; entries after a sequence's last page are not read.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`, with Tk the capacity in the shapes of mask and bias.
-        sinks, head_scale, normaliser, dropout_p, seed, return_lse, backend: see :func:`attention`.
+        sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
+            :func:`attention`.
 
     Returns:
         O (B, Tq, Hq, Dv), and with return_lse lse (B, Hq, Tq).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError where
-            cache_seqlens exceed the capacity or the block table names a page that is none.
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError if
+            cache_seqlens exceed the capacity or the block table names a page that does not exist.
 
     Note:
-        Few queries (decoding) read the pages where they lie, and give the same bits as contiguous
-        keys do; for many, and in the backward, pages are gathered first.
+        With few queries (decoding) pages are read in place, and results are bitwise those of
+        contiguous keys; with many, and in the backward, pages are gathered first.
 
     Example:
         >>> q, k = torch.zeros(2, 1, 1, 4), torch.zeros(2, 3, 1, 4)
@@ -364,6 +386,30 @@ def attention_cached(
     full = (batch, heads, tq, tk)
     out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend, layout)
     return (out, lse) if return_lse else out
+
+
+def _attention_of_jagged(
+    q: Any,
+    k: Any,
+    v: Any,
+    return_lse: bool,
+    backend: str | None,
+    options: AttentionOptions,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """O (B, j, Hq, Dv) and lse (B, Hq, j) of nested q, k and v (B, j, H, D)."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        require_ragged("attention", name, t)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            "attention: k and v must have the same boundaries, "
+            f"got k.shape={k.shape}, v.shape={v.shape}"
+        )
+    packed = q.values(), k.values(), v.values(), q.offsets(), k.offsets()
+    bounds = length_bound(q), length_bound(k)
+    if not return_lse:
+        return with_boundaries(attention_varlen(*packed, *bounds, backend=backend, **options), q)
+    out, lse = attention_varlen(*packed, *bounds, return_lse=True, backend=backend, **options)
+    return with_boundaries(out, q), with_boundaries(lse.T, q).transpose(1, 2)
 
 
 def _longest(op: str, of: str, cu_seqlens: Tensor) -> int:

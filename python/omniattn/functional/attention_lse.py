@@ -1,4 +1,4 @@
-"""What the log-sum-exp of attention is for: its weights, and the union of several sets of keys."""
+"""Uses of the log-sum-exp of attention: its weights, and the union of several sets of keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import reference
+from omniattn.encoding.options import WeightOptions, pack, spelled_out
 from omniattn.functional._attention import (
     autocast,
     check_shapes,
@@ -23,7 +24,6 @@ from omniattn.functional._checks import (
     shown,
 )
 from omniattn.ops import attention as ops
-from omniattn.reference.options import WeightOptions, pack, spelled_out
 
 __all__ = ["attention_weights", "merge_attention"]
 
@@ -38,7 +38,7 @@ def attention_weights(
     backend: str | None = None,
     **options: Unpack[WeightOptions],
 ) -> Tensor:
-    """The weights P of :func:`attention`, to look at, from the lse it returned.
+    """The weights P of :func:`attention`, for inspection, from the lse that it returned.
 
     ``P = exp(logits - lse)``, as in the call with the same arguments, before dropout. Rows sum
     to 1 as far as lse resolves it: where all logits of a row are large (finfo.min on all keys), lse
@@ -47,11 +47,11 @@ def attention_weights(
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).
         k: see q.
-        lse: (B, Hq, Tq) as attention returned it, sinks included; not read but with softmax.
+        lse: (B, Hq, Tq) as attention returned it, sinks included; read with softmax only.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: as in that call.
-        sinks, head_scale, normaliser, backend: as in that call.
-        column_sums: the sums over queries instead, what each key received (the statistic of H2O,
-            Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
+        sinks, head_scale, normaliser, score_mod, backend: as in that call.
+        column_sums: return the sums over queries instead, the weight that each key received (the
+            statistic of H2O, Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
 
     Returns:
         P (B, Hq, Tq, Tk) of q's dtype, 0 where not allowed, or their sums (B, Hq, Tk) in float32
@@ -91,7 +91,7 @@ def attention_weights(
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from what attention to each returned.
+    """Attention over the union of disjoint sets of keys, from the results of attention to each.
 
     ``lse = ln sum_n exp(lse_n)``, ``O = sum_n exp(lse_n - lse) O_n``: exact, so that keys may be
     split over calls, caches or machines in any way.
@@ -108,7 +108,7 @@ def merge_attention(
         ValueError: no sets, or shapes that differ.
 
     Note:
-        Differentiable through outs, lses and sinks. A query that no set has a key for gives 0.
+        Differentiable through outs, lses and sinks. A query without a key in any set gives 0.
 
     Example:
         >>> from omniattn.functional import attention

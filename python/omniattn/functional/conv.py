@@ -1,4 +1,4 @@
-"""Short causal convolutions in front of recurrences."""
+"""Short causal convolutions before recurrences."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def causal_conv1d(
             weight, bias and initial_state are cast to x's dtype.
         bias: (D,) of x's dtype, or None.
         activation: "silu", or None.
-        initial_state: (B, D, K - 1) of x's dtype, the inputs in front of x with the oldest first;
+        initial_state: (B, D, K - 1) of x's dtype, the inputs before x with the oldest first;
             None for zeros.
         return_final_state: whether to return the state that continues after x.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
@@ -82,7 +82,7 @@ def causal_conv1d(
 
     Returns:
         y of x's shape and dtype; with return_final_state the pair (y, final_state), the latter like
-        initial_state: the last K - 1 of the inputs, those in front of x included.
+        initial_state: the last K - 1 of the inputs, those before x included.
 
     Raises:
         TypeError: a dtype that is unsupported or differs from x's.

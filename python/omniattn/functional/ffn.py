@@ -16,13 +16,16 @@ from omniattn.functional._checks import (
     require_seed,
     require_shape,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.ops import ffn as ops
 from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
+from omniattn.ops.activation import CLAMPED, encode
 from omniattn.ops.gemm_choice import native_is_faster
 
 __all__ = ["glu_mlp", "mlp"]
 
 
+@token_wise()
 def glu_mlp(
     x: Tensor,
     gate_weight: Tensor,
@@ -33,6 +36,8 @@ def glu_mlp(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     recompute: bool = False,
@@ -43,13 +48,15 @@ def glu_mlp(
     ``y = dropout(act(x W_gate^T + b_gate) * (x W_up^T + b_up)) W_down^T + b_down``
 
     Args:
-        x: (..., d), float64, float32, bfloat16 or float16. Under autocast all tensors are cast to
-            its dtype.
+        x: (..., d), float64, float32, bfloat16 or float16; or a jagged nested tensor (B, j, d), as
+            y then is. Under autocast all tensors are cast to its dtype.
         gate_weight, up_weight: (F, d) of x's dtype.
         down_weight: (n, F) of x's dtype.
         gate_bias, up_bias, down_bias: (F,), (F,), (n,), or None.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu" (ReGLU), "sigmoid" (GLU),
-            "identity" (bilinear), "quick_gelu" or "relu_squared".
+            "identity" (bilinear), "quick_gelu" or "relu_squared"; or "clamped_swiglu" (gpt-oss), a
+            function of both projections, see :func:`clamped_swiglu`.
+        alpha, limit: of "clamped_swiglu".
         dropout_p: probability to drop an element of the hidden layer, in [0, 1).
         seed: int64 (2,), [seed, offset] of the draws of :func:`omniattn.functional.dropout`, which
             the backward repeats. None draws one from torch's generator.
@@ -81,13 +88,18 @@ def glu_mlp(
     """
     op = "glu_mlp"
     tensors = _autocast(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    _check(op, activation, dropout_p, *tensors, names=("gate_weight", "gate_bias"))
+    require_choice(op, "activation", activation, (*ACTIVATIONS, CLAMPED))
+    for name, value in (("alpha", alpha), ("limit", limit)):
+        require_number(op, name, value, above=0)
+    _check(op, dropout_p, *tensors, names=("gate_weight", "gate_bias"))
     x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
     require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, x) if dropout_p > 0 else None
-    return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
+    codes = encode(activation, alpha, limit)
+    return _run(op, tensors, codes, dropout_p, seed, recompute, backend)
 
 
+@token_wise()
 def mlp(
     x: Tensor,
     up_weight: Tensor,
@@ -134,11 +146,12 @@ def mlp(
     """
     op = "mlp"
     tensors = _autocast(x, up_weight, None, down_weight, up_bias, None, down_bias)
-    _check(op, activation, dropout_p, *tensors, names=("up_weight", "up_bias"))
+    require_choice(op, "activation", activation, ACTIVATIONS)
+    _check(op, dropout_p, *tensors, names=("up_weight", "up_bias"))
     x, up_weight, _, down_weight, up_bias, _, down_bias = tensors
     require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, x) if dropout_p > 0 else None
-    return _run(op, tensors, activation, dropout_p, seed, recompute, backend)
+    return _run(op, tensors, (ACTIVATIONS[activation], []), dropout_p, seed, recompute, backend)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -155,7 +168,6 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 def _check(
     op: str,
-    activation: str,
     dropout_p: float,
     x: Tensor,
     gate_weight: Tensor,
@@ -169,7 +181,6 @@ def _check(
 ) -> None:
     """`names` of the first weight and bias, as the caller knows them."""
     require_float(op, "x", x)
-    require_choice(op, "activation", activation, ACTIVATIONS)
     require_number(op, "dropout_p", dropout_p, 0, below=1)
     require_like(op, names[0], gate_weight, x)
     require_like(op, "down_weight", down_weight, x)
@@ -198,14 +209,14 @@ def _check(
 def _run(
     op: str,
     tensors: tuple[Tensor, ...],
-    activation: str,
+    codes: tuple[int, list[float]],
     dropout_p: float,
     seed: Tensor | None,
     recompute: bool,
     backend: str | None,
 ) -> Tensor:
-    x, act = tensors[0], ACTIVATIONS[activation]
+    x = tensors[0]
     run = implementation(op, backend, x, ops.glu_mlp)
     native = native_is_faster(x) if backend is None else backend == "cpu"
-    y: Tensor = run(*tensors, seed, dropout_p, act, recompute, native)
+    y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native)
     return y

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
-    autocast_linear,
-    implementation,
-    require_choice,
-    require_float,
-    require_int,
-    require_like,
-    require_number,
-    require_shape,
+from omniattn.functional._checks import autocast_linear, implementation, require_float
+from omniattn.functional._loss import (
+    check_class_weight,
+    check_linear,
+    check_options,
+    check_target,
+    wanted_gradients,
 )
 from omniattn.ops import loss as ops
-from omniattn.ops._autograd import may_need_gradient
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    temperature: float = 1.0,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
     """Cross entropy over the last dimension.
 
-    ``(1 - e) (lse - logit_y) + e mean_v(lse - logit_v) + z_loss lse^2`` with e = label_smoothing
-    and ``lse = logsumexp_v(logit_v)``.
+    ``(1 - e) w_y (lse - x_y) + e/V sum_v w_v (lse - x_v) + z_loss w_y lse^2`` with
+    e = label_smoothing, w = class_weight or 1, x = logits / temperature and
+    ``lse = logsumexp_v(x_v)``.
 
     Args:
         logits: (..., V), float64, float32, bfloat16 or float16, any strides.
         target: (...), int64 or int32: classes in [0, V), or `ignore_index`.
+        class_weight: (V,) of any floating dtype, how much a class counts, or None for 1. It gets no
+            gradient.
         ignore_index: rows with this target give 0 and are not counted by the mean.
         label_smoothing: e in [0, 1].
         z_loss: weight of lse^2, at least 0.
-        softcap: c > 0 takes ``c tanh(logit / c)`` for the logits (Gemma 2), 0 the logits.
-        reduction: "mean" over the kept targets (0 if there are none, where torch gives NaN), "sum"
-            or "none".
+        softcap: c > 0 replaces the logits by ``c tanh(logit / c)`` (Gemma 2); 0 is off.
+        temperature: what the logits are divided by, after the cap; above 0.
+        reduction: "mean", which divides the sum by the w_y of the kept targets, without class
+            weights by their number (0 if there are none, where torch gives NaN), "sum" or "none".
         backend: None for the native kernel of the tensors' device, "cpu" or "cuda" to insist on
             it, "reference" for the eager definition.
 
@@ -54,14 +56,15 @@ def cross_entropy(
 
     Raises:
         TypeError: an unsupported dtype.
-        ValueError: a shape, device or option that does not fit.
+        ValueError: a shape, device or option that does not fit; class weights that need a gradient.
         RuntimeError: a target out of range; the message names it. On CUDA the kernel finds it and
             stops: torch raises at its next call that waits for the GPU.
         NotImplementedError: no native kernel for the device; a second derivative.
 
     Note:
-        The forward reads the logits once and keeps one number per row; the backward reads them
-        once more and writes the gradient, rounded once.
+        The forward reads the logits once and keeps two numbers per row; the backward reads them
+        once more and writes the gradient, rounded once. Loss and gradient of large equal logits
+        are right too: lse is kept as the maximum and what is above it.
 
     Reference:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
@@ -74,10 +77,12 @@ def cross_entropy(
     require_float(op, "logits", logits)
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
-    target = _check_target(op, target, logits)
-    number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    target = check_target(op, target, logits)
+    class_weight = check_class_weight(op, class_weight, logits, logits.shape[-1])
+    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
+    number = check_options(op, *options, reduction)
     run = implementation(op, backend, logits, ops.cross_entropy)
-    loss: Tensor = run(logits, target, ignore_index, label_smoothing, z_loss, softcap, number)
+    loss: Tensor = run(logits, target, class_weight, *options, number)
     return loss
 
 
@@ -87,10 +92,12 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    temperature: float = 1.0,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
@@ -102,8 +109,8 @@ def linear_cross_entropy(
         weight: (V, K) of x's dtype.
         target: (...), see :func:`cross_entropy`.
         bias: (V,) of x's dtype, or None.
-        ignore_index, label_smoothing, z_loss, softcap, reduction, backend: see
-            :func:`cross_entropy`.
+        class_weight, ignore_index, label_smoothing, z_loss, softcap: see :func:`cross_entropy`.
+        temperature, reduction, backend: see :func:`cross_entropy`.
 
     Returns:
         float32 (float64 for float64): a scalar, or (...) without reduction.
@@ -127,52 +134,66 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     x, weight, bias = autocast_linear(x, weight, bias)
-    require_float(op, "x", x)
-    require_like(op, "weight", weight, x)
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: x must have shape (..., K) and weight (V, K), "
-            f"got x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}"
-        )
-    if bias is not None:
-        require_like(op, "bias", bias, x)
-        require_shape(op, "bias", bias, weight.shape[:1])
-    target = _check_target(op, target, x)
-    number = _check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    now = reduction != "none" and torch.is_grad_enabled()
-    wanted = [now and t is not None and may_need_gradient(t) for t in (x, weight, bias)]
+    check_linear(op, x, weight, bias)
+    target = check_target(op, target, x)
+    class_weight = check_class_weight(op, class_weight, x, weight.shape[0])
+    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
+    number = check_options(op, *options, reduction)
+    wanted = wanted_gradients(reduction, x, weight, bias)
     run = implementation(op, backend, x, ops.linear_cross_entropy)
-    loss: Tensor = run(
-        x, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, number, *wanted
-    )
+    loss: Tensor = run(x, weight, bias, target, class_weight, *options, number, *wanted)
     return loss
 
 
-def _check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
-    """The target as int64; its range is checked where it is read."""
-    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        got = getattr(target, "dtype", type(target).__name__)
-        raise TypeError(f"{op}: target must be an int64 or int32 tensor, got {got}")
-    if target.device != x.device:
-        raise ValueError(
-            f"{op}: target must be on the device of the logits, got target.device={target.device}, "
-            f"device={x.device}"
-        )
-    require_shape(op, "target", target, x.shape[:-1])
-    return target.long()
+def linear_log_prob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Log-probability of each target under ``softmax((x weight^T + bias) / temperature)``.
 
+    What losses of preferences and policies are made of (:mod:`omniattn.functional.preference`),
+    without logits of all tokens.
 
-def _check_options(
-    op: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> int:
-    require_int(op, "ignore_index", ignore_index)
-    require_number(op, "label_smoothing", label_smoothing, 0, 1)
-    require_number(op, "z_loss", z_loss, 0)
-    require_number(op, "softcap", softcap, 0)
-    require_choice(op, "reduction", reduction, ops.REDUCTIONS)
-    return ops.REDUCTIONS[reduction]
+    Args:
+        x: (..., K), float64, float32, bfloat16 or float16, cast by autocast as in
+            :func:`linear_cross_entropy`.
+        weight: (V, K) of x's dtype.
+        target: (...), int64 or int32: classes in [0, V), or `ignore_index`.
+        bias: (V,) of x's dtype, or None.
+        ignore_index: tokens with this target give 0.
+        softcap, temperature, backend: see :func:`cross_entropy`.
+
+    Returns:
+        (...), float32 (float64 for float64).
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
+
+    Note:
+        The backward computes the logits again: four matrix products in all, and the memory of
+        :func:`linear_cross_entropy`.
+
+    Reference:
+        Rafailov et al., Direct Preference Optimization, 2023, arXiv:2305.18290.
+
+    Example:
+        >>> linear_log_prob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([1]))
+        tensor([-1.3863])
+    """
+    op = "linear_log_prob"
+    x, weight, bias = autocast_linear(x, weight, bias)
+    check_linear(op, x, weight, bias)
+    target = check_target(op, target, x)
+    options = (ignore_index, 0.0, 0.0, softcap, temperature)
+    number = check_options(op, *options, "none")
+    run = implementation(op, backend, x, ops.linear_cross_entropy)
+    wanted = (False, False, False)
+    loss: Tensor = run(x, weight, bias, target, None, *options, number, *wanted)
+    return -loss

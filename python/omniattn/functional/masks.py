@@ -1,32 +1,33 @@
-"""Attention masks as small values: each encodes itself as rules for the kernels; `&` combines them.
+"""Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
 
-Positions: query q stands at i = q + Tk - Tq among the keys, so that the last query meets the last
-key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key) indices is a
-dataclass here, its cases in csrc/semantics/mask_rules.h and one in encoding/masks.py; no schema,
-fake kernel or gradient changes.
+Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
+with the last key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key)
+indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h and a case in
+encoding/masks.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import BLOCK, MaskKind, Rule
+from omniattn.encoding.masks import MaskKind, Rule
+from omniattn.functional._block_mask import Blocks, from_block_mask, from_predicate
 from omniattn.functional._checks import (
     require_choice,
     require_int,
     require_integers,
     require_pair,
-    shown,
 )
-from omniattn.functional._mask import All, Mask
+from omniattn.functional._computed_mask import AnyOf, Not
+from omniattn.functional._mask import All, Mask, require_bool_mask
 
 __all__ = [
     "All",
+    "AnyOf",
     "Blocks",
     "BoolMask",
     "Causal",
@@ -39,9 +40,11 @@ __all__ = [
     "KeyPadding",
     "Mask",
     "Neighbourhood",
+    "Not",
     "PrefixLM",
     "SlidingWindow",
     "Strided",
+    "from_block_mask",
     "from_predicate",
     "sliding_window",
 ]
@@ -52,7 +55,8 @@ class SlidingWindow(Mask):
     """Keys from `left` before to `right` after the query, inclusive; -1 is unbounded.
 
     "The W most recent tokens including this one" is SlidingWindow(W - 1, 0); `sliding_window` knows
-    the conventions of other libraries. With `top_left` the first query meets the first key.
+    the conventions of other libraries. With `top_left` the first query is aligned with the first
+    key.
     """
 
     left: int = -1
@@ -82,7 +86,7 @@ class Causal(Mask):
 class KeyLengths(Mask):
     """The first lengths[b] keys of sequence b; lengths (B,) of integers.
 
-    A length above Tk is all keys, one below 1 none, as `k < lengths[b]` says.
+    A length above Tk means all keys, one below 1 none, by `k < lengths[b]`.
     """
 
     lengths: Tensor
@@ -101,7 +105,7 @@ class KeyPadding(Mask):
     real: Tensor
 
     def __post_init__(self) -> None:
-        _require_bool("KeyPadding", "real", self.real)
+        require_bool_mask("KeyPadding", "real", self.real)
         if self.real.dim() != 2:
             raise ValueError(
                 f"KeyPadding: real must have shape (B, Tk), got real.shape={tuple(self.real.shape)}"
@@ -118,7 +122,7 @@ class BoolMask(Mask):
     mask: Tensor
 
     def __post_init__(self) -> None:
-        _require_bool("BoolMask", "mask", self.mask)
+        require_bool_mask("BoolMask", "mask", self.mask)
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.TENSOR, 0, 0, (self.mask,))]
@@ -216,8 +220,8 @@ class Dilated(Mask):
 class Neighbourhood(Mask):
     """The `size` keys nearest to the query, or those a multiple of `dilation` away.
 
-    At the ends of the sequence the window is shifted inwards, not cut, so that every query sees as
-    many keys. Hassani et al., Neighborhood Attention Transformer, 2022, arXiv:2204.07143.
+    At the ends of the sequence the window is shifted inwards, not cut, so that every query sees the
+    same number of keys. Hassani et al., Neighborhood Attention Transformer, 2022, arXiv:2204.07143.
     """
 
     size: int
@@ -286,96 +290,6 @@ class EveryKth(Mask):
         return [*_causal(self.causal), (MaskKind.EVERY, self.k, 0, ())]
 
 
-@dataclass(frozen=True)
-class Blocks(Mask):
-    """A pattern in blocks of 64 x 64, as `from_predicate` makes it; hidden blocks cost nothing.
-
-    Args:
-        codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
-            partial, by bits[n].
-        bits: int64 (N, 64): bit k of word q of block n.
-        size: (Tq, Tk) that it was made for, None for any in these blocks.
-    """
-
-    codes: Tensor
-    bits: Tensor
-    size: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        require_integers("Blocks", "codes", self.codes)
-        require_integers("Blocks", "bits", self.bits)
-        if self.size is not None:
-            require_pair("Blocks", "size", self.size, 0)
-
-    def rules(self) -> list[Rule]:
-        tq, tk = (0, 0) if self.size is None else self.size
-        return [(MaskKind.BLOCKS, tq, tk, (self.codes, self.bits))]
-
-    @classmethod
-    def from_block_mask(cls, block_mask: Tensor) -> Blocks:
-        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks."""
-        _require_bool("Blocks", "block_mask", block_mask)
-        return cls(block_mask.to(torch.int32), _no_bits(block_mask.device))
-
-
-def from_predicate(
-    predicate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    tq: int,
-    tk: int,
-    *,
-    batch: int = 1,
-    heads: int = 1,
-    device: torch.device | str = "cpu",
-) -> Blocks:
-    """Any mask: `predicate(b, h, q, k)` as bool, True = attend, for a fixed (tq, tk).
-
-    The predicate is called once per 64 queries with int64 index tensors that broadcast to (batch,
-    heads, 64, tk); those of flex_attention work as they are. What comes out runs fused in both
-    passes, is 1 bit per pair in partial blocks and nothing elsewhere, and can be kept for any
-    number of calls. batch or heads of 1 broadcast.
-
-    Raises:
-        TypeError: the predicate does not return a bool tensor.
-        ValueError: it returns one of another shape.
-    """
-    for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
-        require_int("from_predicate", name, n, 0)
-    b, h = (torch.arange(n, device=device) for n in (batch, heads))
-    k = torch.arange(tk, device=device)
-    place = torch.arange(BLOCK, device=device)
-    codes, found, partials = [], [], 0
-    for first in range(0, tq, BLOCK):
-        q = torch.arange(first, min(first + BLOCK, tq), device=device)
-        seen = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            raise TypeError(
-                f"from_predicate: predicate must return a bool tensor, got {shown(seen)}"
-            )
-        shape = (batch, heads, len(q), tk)
-        try:
-            seen = seen.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                "from_predicate: predicate must return a tensor broadcastable to (batch, heads, "
-                f"queries, keys)={shape}, got shape={tuple(seen.shape)}"
-            ) from None
-        pad = (0, -tk % BLOCK, 0, BLOCK - len(q))
-        blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).transpose(2, 3)
-        whole = torch.nn.functional.pad(seen, pad, value=True)
-        full = whole.unflatten(-1, (-1, BLOCK)).transpose(2, 3).all(-1).all(-1)
-        some = blocks.any(-1).any(-1)
-        partial = some & ~full
-        code = full.to(torch.int32)
-        count = int(partial.sum())
-        code[partial] = torch.arange(2 + partials, 2 + partials + count, device=device).int()
-        codes.append(code)
-        found.append((blocks[partial].to(torch.int64) << place).sum(-1))
-        partials += count
-    if not codes:
-        return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), _no_bits(device))
-    return Blocks(torch.stack(codes, 2), torch.cat(found), (tq, tk))
-
-
 def sliding_window(
     size: int | tuple[int, int],
     convention: Literal["huggingface", "fla", "mistral", "flash_attn", "torch"],
@@ -389,7 +303,7 @@ def sliding_window(
     fla          `window_size=W`: W keys with the query's own
     mistral      the text of the Mistral paper: W keys before the query's own
     flash_attn   `window_size=(left, right)`: -1 is unbounded, bottom-right aligned
-    torch        the same, of `torch.nn.attention.varlen.varlen_attn`
+    torch        the same, as in `torch.nn.attention.varlen.varlen_attn`
     ===========  ================================================================================
     """
     op = "sliding_window"
@@ -406,16 +320,5 @@ def sliding_window(
     return SlidingWindow(left, 0 if causal else right)
 
 
-def _no_bits(device: torch.device | str) -> Tensor:
-    return torch.zeros(0, BLOCK, dtype=torch.int64, device=device)
-
-
 def _causal(causal: bool) -> list[Rule]:
     return Causal().rules() if causal else []
-
-
-def _require_bool(op: str, name: str, t: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(t)}")
-    if t.dtype != torch.bool:
-        raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")

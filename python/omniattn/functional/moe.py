@@ -1,4 +1,4 @@
-"""Mixture of experts: from routed tokens to their sums."""
+"""Mixture of experts: from routed tokens to their outputs."""
 
 from __future__ import annotations
 
@@ -105,23 +105,15 @@ def moe_experts(
     if dtype is not None:
         x, up, down = (_cast(t, dtype) for t in (x, up, down))
         up_bias, down_bias = (None if b is None else _cast(b, dtype) for b in (up_bias, down_bias))
-    require_float(op, "x", x)
-    for name, t in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
-        if t is not None or not name.endswith("bias"):
-            require_like(op, name, t, x)  # type: ignore[arg-type]
-    _check_shapes(op, x, up, down, up_bias, down_bias, activation)
+    _check_experts(op, x, up, down, up_bias, down_bias, activation)
     _check_routing(op, x, index, weights)
     require_number(op, "alpha", alpha, above=0)
     require_number(op, "limit", limit, above=0)
-    for name, flag in (
-        ("interleaved", interleaved),
-        ("weigh_inputs", weigh_inputs),
-        ("recompute", recompute),
-    ):
-        require_bool(op, name, flag)
+    require_bool(op, "interleaved", interleaved)
+    require_bool(op, "weigh_inputs", weigh_inputs)
+    require_bool(op, "recompute", recompute)
     tensors = (x, weights, up, up_bias, down, down_bias)
-    keep = not recompute and torch.is_grad_enabled()
-    keep = keep and any(t is not None and t.requires_grad for t in tensors)
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     tokens, slots = math.prod(x.shape[:-1]), index.shape[-1]
     arguments = (
         x.reshape(tokens, x.shape[-1]),
@@ -132,7 +124,7 @@ def moe_experts(
         down,
         down_bias,
         *ops.encode(activation, interleaved, alpha, limit),
-        keep,
+        trains and not recompute,
     )
     run = implementation(op, backend, x, ops.moe)
     if weigh_inputs:
@@ -145,7 +137,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == torch.float64 else t.to(dtype)
 
 
-def _check_shapes(
+def _check_experts(
     op: str,
     x: Tensor,
     up: Tensor,
@@ -154,6 +146,10 @@ def _check_shapes(
     down_bias: Tensor | None,
     activation: str,
 ) -> None:
+    require_float(op, "x", x)
+    for name, t in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
+        if t is not None or not name.endswith("bias"):
+            require_like(op, name, t, x)  # type: ignore[arg-type]
     require_choice(op, "activation", activation, ops.ACTIVATIONS)
     gated = ops.ACTIVATIONS[activation][1]
     fits = x.dim() >= 1 and up.dim() == 3 and down.dim() == 3

@@ -19,6 +19,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.ops import norm as ops
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES, gated_norm
@@ -62,6 +63,7 @@ def rms_norm(
     residual: Tensor | None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@token_wise("residual")
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -78,14 +80,15 @@ def rms_norm(
     residual``.
 
     Args:
-        x: (..., N), float64, float32, bfloat16 or float16. Any strides; copied only where the
-            leading dimensions cannot be walked with one stride or the last stride is not 1.
+        x: (..., N), float64, float32, bfloat16 or float16; or a jagged nested tensor (B, j, ..., N)
+            with a residual of its boundaries. Any strides; copied only where the leading dimensions
+            cannot be walked with one stride or the last stride is not 1.
         weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
         eps: added to the mean square, inside the root.
         offset: added to the weight: 1.0 for the Gemma form, whose weights start at 0.
         casting: where half inputs are rounded: "fp32" once, at the end (Gemma, OLMo 2, gpt-oss);
-            "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). The same in
-            fp32 and fp64, and for gradients, which do not see the rounding.
+            "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). It has no
+            effect in fp32 and fp64, nor on gradients, which ignore the rounding.
         residual: of x's shape, and of x's dtype or, with bfloat16 or float16, float32: the stream
             of a pre-norm model in full precision (flash-attn's and Mamba's residual_in_fp32; in
             front of the first layer it is ``x.float()``). ``h`` is rounded to the residual's dtype
@@ -150,6 +153,7 @@ def layer_norm(
     residual: Tensor | None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@token_wise("residual")
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -165,7 +169,7 @@ def layer_norm(
     x`` or, fused, ``h = x + residual``.
 
     Args:
-        x: (..., N), float64, float32, bfloat16 or float16, any strides.
+        x: (..., N), float64, float32, bfloat16 or float16, any strides; or nested.
         weight: (N,) of x's dtype, or None for no scale. Under autocast it is cast to x's dtype.
         bias: (N,) of x's dtype, or None.
         eps: added to the variance, inside the root.
@@ -192,6 +196,7 @@ def layer_norm(
     return _norm("layer_norm", backend, x, residual, weight, bias, True, eps, 0.0, False)
 
 
+@token_wise()
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -208,8 +213,8 @@ def group_norm(
     without `center` ``y = x / sqrt(mean(x^2) + eps) * weight + bias``.
 
     Args:
-        x: (..., N), float64, float32, bfloat16 or float16, any strides; channels last, where
-            torch.nn.functional.group_norm has them second.
+        x: (..., N), float64, float32, bfloat16 or float16, any strides, or nested; channels last,
+            where torch.nn.functional.group_norm has them second.
         num_groups: number of parts, a divisor of N.
         weight, bias: (N,) of x's dtype, or None.
         eps: inside the root.
@@ -240,6 +245,7 @@ def group_norm(
     )
 
 
+@token_wise("gate")
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor,
@@ -257,12 +263,12 @@ def rms_norm_gated(
     ``y = RMSNorm(x) * weight * act(gate)``, or ``y = RMSNorm(x * act(gate)) * weight``.
 
     Args:
-        x: (..., N), float64, float32, bfloat16 or float16, any strides.
+        x: (..., N), float64, float32, bfloat16 or float16, any strides; or nested.
         gate: of x's shape and dtype; under autocast it is cast to x's dtype.
         weight: (N,) of x's dtype, or None.
         eps: added to the mean square.
-        norm_before_gate: the gate multiplies the result (Gated DeltaNet, Kimi) or what is
-            normalised (Mamba-2).
+        norm_before_gate: whether the gate multiplies the result (Gated DeltaNet, Kimi) or the input
+            of the norm (Mamba-2).
         activation: "silu", or "sigmoid" (Kimi Delta Attention).
         num_groups: parts of the last dimension that are normalised alone (Mamba-2's groups).
         casting: see :func:`rms_norm`; "fp32" for Kimi, "llama" for Mamba-2 and Qwen3-Next, whose
@@ -276,7 +282,7 @@ def rms_norm_gated(
         TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
 
     Note:
-        Half inputs compute in fp32 and are rounded as `casting` says. The backward computes the
+        Half inputs are computed in fp32 and rounded as `casting` says. The backward computes the
         gate again: only the inputs and one number per group are kept. Derivatives as for
         :func:`group_norm`.
 
@@ -365,7 +371,7 @@ def _gated_norm(
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one dtype, or a half precision branch of an fp32 stream; autocast promotes others."""
+    """Both in one dtype, or a 16-bit x with an fp32 residual; autocast promotes others."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
     if x.dtype == residual.dtype or (x.dtype.itemsize == 2 and residual.dtype == torch.float32):

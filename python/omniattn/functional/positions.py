@@ -1,7 +1,7 @@
 """Position tables other than rotary: sinusoidal, 2-D sin-cos, resized learned tables, ALiBi.
 
-None has a kernel of its own: tables are small, made once, and joined to the tokens by an addition,
-or to the scores as the `bias` of :func:`omniattn.functional.attention`. All work on every device.
+None of them needs a kernel: tables are small, made once, and added to the tokens, or to the scores
+as the `bias` of :func:`omniattn.functional.attention`. All work on every device.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def sincos_2d(
     Args:
         dim: d, a multiple of 4.
         height, width: of the grid, in patches.
-        prefix: tokens in front of the patches (class token, registers), which get zeros.
+        prefix: tokens before the patches (class token, registers), which get zeros.
         order: "wh" as above (MAE, MoCo v3), or "hw": the row first.
         base: > 0.
         device, dtype: of the result.
@@ -142,7 +142,7 @@ def grid_positions(
 
     Args:
         height, width: of the row-major grid, in patches.
-        prefix: tokens in front of the patches; at (0, 0), where nothing turns.
+        prefix: tokens before the patches; at (0, 0), so that they are not rotated.
         device: of the result.
 
     Returns:
@@ -161,11 +161,11 @@ def grid_positions(
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Positions of sequences that lie packed one after another: each starts again at 0.
+    """Positions of packed sequences: each sequence starts again at 0.
 
     Args:
         cu_seqlens: (N + 1,), any integer dtype: where the sequences start, and the end of the last;
-            starts at 0 and never falls. Its values are checked on the CPU only.
+            starts at 0 and never decreases. Its values are checked on the CPU only.
         total: number of tokens, the last entry of cu_seqlens.
 
     Returns:
@@ -255,7 +255,7 @@ def interpolate_grid(
         table: (prefix + h w, d), the patches row by row; has a gradient.
         old: its grid (h, w).
         new: the wanted grid.
-        prefix: rows in front that are kept as they are (class token, registers).
+        prefix: leading rows that are kept unchanged (class token, registers).
         offset: row i of h' is read at ``(i + 1/2) h / (h' + offset) - 1/2``: 0 for Hugging Face's
             ViT and DINOv2 with registers, 0.1 for the official DINO and DINOv2.
         antialias: filter when the grid shrinks (DINOv2 with registers).
@@ -326,7 +326,8 @@ def alibi_slopes(
 def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance") -> Tensor:
     """The bias of ALiBi, for `attention(..., bias=...)`.
 
-    ``-m_h |i + Tk - Tq - j|``: the last query meets the last key, so a decoding step has Tq = 1.
+    ``-m_h |i + Tk - Tq - j|``: the last query is aligned with the last key, so a decoding step has
+    Tq = 1.
 
     Args:
         slopes: (H,), one per query head; has a gradient.

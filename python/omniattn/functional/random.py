@@ -18,11 +18,13 @@ from omniattn.functional._checks import (
     require_seed,
     require_tensor,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.ops import random as ops
 
 __all__ = ["dropout", "normal_like", "uniform_like"]
 
 
+@token_wise()
 def dropout(
     x: Tensor,
     p: float = 0.5,
@@ -39,12 +41,13 @@ def dropout(
     seed)`` for the element's index n in row-major order.
 
     Args:
-        x: any shape, float64, float32, bfloat16 or float16. Copied where it is not contiguous.
+        x: any shape, float64, float32, bfloat16 or float16; or a jagged nested tensor, as its
+            values. Copied where it is not contiguous.
         p: probability to drop an element, in [0, 1]; 1 gives zeros.
         training: False returns x itself, as p = 0 does.
         seed: int64 (2,), [seed, offset], on the CPU or on x's device. None draws one from torch's
-            generator. On CUDA a seed there is read by the kernel, so that a captured graph may
-            have another at each replay; one on the CPU is fixed at capture.
+            generator. On CUDA the kernel reads a seed in GPU memory, so that a captured graph can
+            have another seed in each replay; a seed on the CPU is fixed at capture.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -57,9 +60,10 @@ def dropout(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        The gradient is the same map of dy: the backward draws the mask again and keeps the seed
-        alone. Not the bits of torch.nn.functional.dropout, which depend on device and size. Half
-        inputs scale in fp32 and are rounded once. Dropped NaN and infinities become 0.
+        The gradient is the same function of dy: the backward draws the mask again and keeps the
+        seed alone. The bits are not those of torch.nn.functional.dropout, which depend on device
+        and size. Half inputs are scaled in fp32 and rounded once. Dropped NaN and infinities become
+        0.
 
     Reference:
         Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, JMLR

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from omniattn.functional._checks import (
     require_number,
 )
 from omniattn.reference.rope_scaling import RopeScaling as RopeScaling
+from omniattn.reference.rope_scaling import scaling_from_hf
 
 __all__ = ["axial_frequencies", "mrope_axes", "rope_frequencies", "rotary_tables"]
 
@@ -25,7 +27,7 @@ def rope_frequencies(
     rotary_dim: int,
     *,
     base: float = 10000.0,
-    scaling: RopeScaling | None = None,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
     seq_len: int | Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -34,12 +36,12 @@ def rope_frequencies(
     ``theta_i = base^(-2 i / Dr)`` for ``i = 0 .. Dr / 2 - 1``, then scaled.
 
     Args:
-        rotary_dim: Dr, the number of dimensions that turn; even.
+        rotary_dim: Dr, the number of rotated dimensions; even.
         base: > 0; a larger one gives longer wavelengths.
         scaling: for contexts longer than trained on: `LinearScaling`, `NTKScaling`,
-            `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling` of
-            :mod:`omniattn.reference`, which also reads them from a Hugging Face config
-            (`scaling_from_hf`). Its `magnitude` belongs into :func:`rotary_tables`.
+            `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`, or what
+            Hugging Face calls it, `{"rope_type": "yarn", "factor": 4.0, ...}`, as
+            :func:`scaling_from_hf` reads it. Pass its `magnitude` to :func:`rotary_tables`.
         seq_len: length of the whole context, cached tokens included, for the dynamic and LongRoPE
             scalings: an int, or a 0-d tensor, which needs no wait for a GPU. None: not longer than
             trained on.
@@ -65,8 +67,7 @@ def rope_frequencies(
     if rotary_dim < 0 or rotary_dim % 2 != 0:
         raise ValueError(f"{op}: rotary_dim must be even and >= 0, got rotary_dim={rotary_dim}")
     require_number(op, "base", base, above=0)
-    if scaling is not None and not isinstance(scaling, RopeScaling):
-        raise TypeError(f"{op}: scaling must be None or a RopeScaling, got scaling={scaling!r}")
+    scaling = rope_scaling(op, scaling)
     if seq_len is not None:
         if not isinstance(seq_len, Tensor):
             require_int(op, "seq_len", seq_len, 0)
@@ -75,6 +76,18 @@ def rope_frequencies(
     return reference.rope_frequencies(
         rotary_dim, base=base, scaling=scaling, seq_len=seq_len, device=device
     )
+
+
+def rope_scaling(op: str, scaling: object) -> RopeScaling | None:
+    """`scaling` as one of ours."""
+    if isinstance(scaling, Mapping):
+        return scaling_from_hf(scaling)
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise TypeError(
+            f"{op}: scaling must be None, a RopeScaling or a mapping with a rope_type, "
+            f"got scaling={scaling!r}"
+        )
+    return scaling
 
 
 def axial_frequencies(
@@ -86,7 +99,7 @@ def axial_frequencies(
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Frequencies of positions with several coordinates, which share the pairs evenly.
 
-    With two axes pairs ``0 .. Dr / 4 - 1`` turn by the row, the rest by the column, both with
+    With two axes pairs ``0 .. Dr / 4 - 1`` rotate by the row, the rest by the column, both with
     ``theta_i = base^(-4 i / Dr)``.
 
     Args:
@@ -121,7 +134,7 @@ def axial_frequencies(
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Which coordinate of (time, height, width) turns each pair in M-RoPE.
+    """Which coordinate of (time, height, width) rotates each pair in M-RoPE.
 
     Args:
         sections: pairs of each coordinate, Dr / 2 together; (16, 24, 24) in Qwen2-VL.
@@ -130,7 +143,7 @@ def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[i
 
     Returns:
         (Dr / 2,) coordinates, the `axes` of :func:`rotary_tables`. Text tokens carry three equal
-        position ids, and so turn as without M-RoPE.
+        position ids, and so are rotated as without M-RoPE.
 
     Raises:
         ValueError: negative sections; interleaved ones with less than a third for the first.
@@ -172,9 +185,9 @@ def rotary_tables(
             :func:`packed_positions` for packed sequences. (A, ...) with `axes`.
         dtype: of the tables. float32 (float64 for float64 q) is what :func:`apply_rotary` computes
             with; it converts others at each call.
-        axes: which of A coordinates turns each pair, from :func:`mrope_axes` or
+        axes: which of A coordinates rotates each pair, from :func:`mrope_axes` or
             :func:`axial_frequencies`.
-        magnitude: what cos and sin are multiplied by, `RopeScaling.magnitude`.
+        magnitude: factor of cos and sin, `RopeScaling.magnitude`.
 
     Returns:
         cos, sin (..., Dr / 2) of `dtype`. The angles are taken in float64 and the results rounded

@@ -1,7 +1,7 @@
 """Terms of the attention logits as small values that encode themselves for the kernels.
 
-A new term that a table holds is a dataclass here, a struct in csrc/semantics/score_rules.h and a
-case in encoding/scores.py; no schema, fake kernel or gradient changes.
+A new term read from a table needs a dataclass here, a struct in csrc/semantics/score_rules.h and a
+case in encoding/options.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from omniattn.encoding.scores import EncodedTerm, ScoreKind, ScoreRule
+from omniattn.encoding.options import EncodedTerm, ScoreKind, ScoreRule
 from omniattn.functional._checks import require_float, require_int, require_pair
 
 __all__ = ["DistanceBias", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
@@ -22,7 +22,8 @@ class RelativeBias(EncodedTerm):
 
 @dataclass(frozen=True)
 class T5Bias(RelativeBias):
-    """table[bucket(k - i)] (num_buckets, Hq): near distances apart, farther ones by logarithm.
+    """table[bucket(k - i)] (num_buckets, Hq): one bucket for each near distance, logarithmic ones
+    beyond.
 
     `bidirectional` for encoders; decoders give all buckets to keys before the query. Raffel et al.,
     Exploring the Limits of Transfer Learning, 2020, arXiv:1910.10683.
@@ -55,7 +56,7 @@ class T5Bias(RelativeBias):
 
 @dataclass(frozen=True)
 class DistanceBias(RelativeBias):
-    """table[k - i + zero] (rows, Hq), the index kept inside the table; row `zero` is k = i."""
+    """table[k - i + zero] (rows, Hq), the index clamped to the table; row `zero` is k = i."""
 
     table: Tensor
     zero: int

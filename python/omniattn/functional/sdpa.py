@@ -1,4 +1,4 @@
-"""torch's attention, computed by ours."""
+"""torch's scaled_dot_product_attention on this package's attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
+from omniattn.encoding.options import Options
 from omniattn.functional._attention import (
     autocast,
     causal_mask,
@@ -19,7 +20,6 @@ from omniattn.functional._attention import (
 )
 from omniattn.functional._checks import require_bool
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
-from omniattn.reference.options import Options
 
 __all__ = ["scaled_dot_product_attention"]
 

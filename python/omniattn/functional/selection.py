@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.options import Options
 from omniattn.functional._attention import autocast, check_shapes, checked_codes, full_shape
 from omniattn.functional._checks import require_choice, require_number, use_reference
 from omniattn.functional.attention import attention
@@ -16,7 +17,6 @@ from omniattn.functional.masks import Mask
 from omniattn.ops import attention as ops
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.reference.attention import default_scale
-from omniattn.reference.options import Options
 from omniattn.reference.precision import widen
 
 __all__ = ["select_attention"]
@@ -61,9 +61,9 @@ def select_attention(
         TypeError, ValueError, NotImplementedError: see :func:`attention`.
 
     Note:
-        v gets the gradient of what was chosen, added up in fp32; a query that no key answers gives
-        no gradient. With gradients of q or k the soft attention is computed too, of halves in fp32.
-        A key whose energy is NaN is never chosen.
+        v gets the gradients of the queries that chose it, summed in fp32; a query that no key
+        answers gives no gradient. If q or k need a gradient, the soft attention is computed too, in
+        fp32 for half inputs. A key whose energy is NaN is never chosen.
 
     Reference:
         Straight-through gradients: Bengio et al., Estimating or Propagating Gradients Through
@@ -99,32 +99,45 @@ def select_attention(
             mask=mask,
         )
     scale = default_scale(q.shape[3]) if scale is None else scale
-    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
-    bias, wide_k = None, widen(k)
-    if energy == "l2":  # -E = scale (q . k - |k|^2 / 2) - scale |q|^2 / 2
-        bias = wide_k.square().sum(-1).mul(-scale / 2).transpose(1, 2)[:, :, None]
-        bias = bias.repeat_interleave(group, 1)
-    detached = None if bias is None else bias.detach()
-    options = Options(causal, window_size, mask, detached, scale)
-    codes = checked_codes(op, q, full_shape(q, k), options)
+    # -E = scale (q . k - |k|^2 / 2) - scale |q|^2 / 2 of "l2"
+    wide_k = widen(k)  # once: the gradients of q . k and of |k|^2 nearly cancel
+    bias = _key_squares(q, wide_k, scale) if energy == "l2" else None
+    options = Options(causal, window_size, mask, bias, scale)
+    codes = checked_codes(op, q, full_shape(q, k), options._replace(bias=_detached(bias)))
     index, top = ops.attention_select(q.detach(), k.detach(), *codes)
     least = -top if energy == "dot" else _squares(q, scale) - top
-    out = _gather(v, index, group)
+    out = _gather(v, index)
     if ste and (may_need_gradient(q) or may_need_gradient(k)):
-        # Wide: the gradients of q . k and of |k|^2 nearly cancel.
-        soft = attention(
-            widen(q),
-            wide_k,
-            widen(v.detach()),
-            causal=causal,
-            window_size=window_size,
-            mask=mask,
-            bias=None if bias is None else bias / tau,
-            scale=scale / tau,
-        )
+        soft = _soft(q, wide_k, v, options, tau)
         out = out + (soft - soft.detach()).to(out.dtype)
     chosen = (index >= 0) & (least <= theta)
     return out.masked_fill(~chosen.transpose(1, 2)[..., None], 0)
+
+
+def _detached(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach()
+
+
+def _soft(q: Tensor, k: Tensor, v: Tensor, options: Options, tau: float) -> Tensor:
+    """softmax(-E / tau) v in fp32, without a gradient of v."""
+    assert options.scale is not None
+    return attention(
+        widen(q),
+        k,
+        widen(v.detach()),
+        causal=options.causal,
+        window_size=options.window_size,
+        mask=options.mask,
+        bias=None if options.bias is None else options.bias / tau,
+        scale=options.scale / tau,
+    )
+
+
+def _key_squares(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """-scale |k|^2 / 2 (B, Hq, 1, Tk)."""
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
+    squares = k.square().sum(-1).mul(-scale / 2).transpose(1, 2)[:, :, None]
+    return squares.repeat_interleave(group, 1)
 
 
 def _squares(q: Tensor, scale: float) -> Tensor:
@@ -132,8 +145,9 @@ def _squares(q: Tensor, scale: float) -> Tensor:
     return widen(q.detach()).square().sum(-1).mul(scale / 2).transpose(1, 2)
 
 
-def _gather(v: Tensor, index: Tensor, group: int) -> Tensor:
+def _gather(v: Tensor, index: Tensor) -> Tensor:
     """v (B, Tk, Hkv, Dv) at index (B, Hq, Tq) -> (B, Tq, Hq, Dv); any row of v, or 0, for -1."""
+    group = index.shape[1] // v.shape[2] if v.shape[2] else 1
     if v.shape[1] == 0:
         v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
     # The gradient adds up in the dtype it flows through.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     implementation,
+    require_bool,
     require_device,
     require_float,
     require_int,
@@ -18,7 +19,12 @@ __all__ = ["top_k"]
 
 
 def top_k(
-    scores: Tensor, k: int, *, mask: Tensor | None = None, backend: str | None = None
+    scores: Tensor,
+    k: int,
+    *,
+    mask: Tensor | None = None,
+    sorted_by_index: bool = False,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row; unlike torch.topk, the same ones everywhere.
 
@@ -28,6 +34,8 @@ def top_k(
         scores: (..., n), float64, float32, bfloat16 or float16, any strides.
         k: in [0, n].
         mask: (..., n) bool, False where an element must not be chosen, or None.
+        sorted_by_index: those k in the order of their indices instead, an index of -1 last: what
+            gathers read along memory.
         backend: None for the native kernel of the device, "cpu" to insist on it, "reference" for
             the eager definition.
 
@@ -41,7 +49,7 @@ def top_k(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        -0 equals +0, and NaN lies below -inf. The gradient of a value goes to the score it was
+        -0 equals +0, and NaN is less than -inf. The gradient of a value goes to the score it was
         chosen from; the index has none.
 
     Example:
@@ -62,6 +70,11 @@ def top_k(
             raise TypeError(f"{op}: mask must be a bool tensor, got {got}")
         require_shape(op, "mask", mask, scores.shape)
         require_device(op, "mask", mask, scores, "scores")
+    require_bool(op, "sorted_by_index", sorted_by_index)
     index = implementation(op, backend, scores, ops.top_k)(scores.detach(), k, mask)
+    if sorted_by_index:
+        n = scores.shape[-1]
+        index = index.masked_fill(index < 0, n).sort(-1).values
+        index = index.masked_fill(index == n, -1)
     values = scores.gather(-1, index.clamp(min=0))
     return (values if mask is None else values.masked_fill(index < 0, -torch.inf)), index

@@ -13,8 +13,9 @@ if importlib.util.find_spec("transformers") is None:
         "install it with: pip install 'omniattn[hf]'"
     )
 
+from omniattn.hf.callback import OmniattnCallback
 from omniattn.hf.hub_layers import kernel_mapping
 from omniattn.hf.patch import patch, unpatch
 from omniattn.hf.register import register
 
-__all__ = ["kernel_mapping", "patch", "register", "unpatch"]
+__all__ = ["OmniattnCallback", "kernel_mapping", "patch", "register", "unpatch"]

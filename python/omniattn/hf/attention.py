@@ -6,18 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.utils.output_capturing import _active_collector
 
 from omniattn import functional
 from omniattn.functional import masks
 from omniattn.hf.masks import RuleMask
+from omniattn.hf.paged import paged_attention
 
 __all__ = ["attention_forward"]
 
 #: Keywords of transformers' attention functions that change the result and are not computed here:
-#: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), paged caches, weights.
-#: All others pass by: models hand on whatever they were called with, also what belongs to a loss, a
-#: collator or another layer, so that no list of those can be complete. A test holds this one
-#: against all calls of attention functions in the installed transformers.
+#: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), caches that the kernels
+#: of FlashAttention read.
+#: Other keywords are ignored: models pass on whatever they were called with, also arguments of a
+#: loss, a collator or another layer, so no list of these can be complete. A test compares this list
+#: with all calls of attention functions in the installed transformers.
 UNSUPPORTED = frozenset(
     {
         "block_indices",
@@ -26,7 +30,6 @@ UNSUPPORTED = frozenset(
         "cache_seqlens",
         "indices",
         "k_cache",
-        "output_attentions",
         "sinks",
         "v_cache",
     }
@@ -47,9 +50,11 @@ def attention_forward(
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    output_attentions: bool | None = None,
+    cache: PagedAttentionCache | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of a transformers model, by :func:`omniattn.functional.attention`.
 
     Args:
@@ -62,17 +67,78 @@ def attention_forward(
         is_causal: overrides `module.is_causal`.
         sliding_window: acts where no mask is given; a mask already contains it.
         cu_seq_lens_q, cu_seq_lens_k: ends of the sequences packed in a row of a batch of one.
+        output_attentions: give the weights as well, as the layer's config may say, too.
+        cache: of continuous batching; then no mask is read.
 
     Returns:
-        (B, Tq, Hq, Dv) and None.
+        (B, Tq, Hq, Dv), and the weights (B, Hq, Tq, Tk) before dropout or None.
 
     Raises:
         NotImplementedError: a keyword that changes the result and is not computed here.
         ValueError: no mask, and the layer does not say whether it is causal.
     """
+    paged = isinstance(cache, PagedAttentionCache)
+    _check_supported(module, attention_mask, {**kwargs, "cache": None if paged else cache})
+    output_attentions = output_attentions or _collects_weights(module)
+    if paged:
+        if output_attentions or position_bias is not None or cu_seq_lens_q is None:
+            raise NotImplementedError(
+                f"omniattn.hf: {type(module).__name__} can have no position_bias and give no "
+                'weights in continuous batching; use attn_implementation="paged|eager"'
+            )
+        return paged_attention(
+            module,
+            query,
+            key,
+            value,
+            cache,
+            cu_seq_lens_q,
+            scale=scaling,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+            cu_seq_lens_k=cu_seq_lens_k,
+            **kwargs,
+        ), None
+    mask, bias, keys = _mask_and_bias(
+        module, query, key, attention_mask, position_bias, is_causal, sliding_window
+    )
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
+        mask = packed if mask is None else packed & mask
+    if query.shape[0] == 1:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
+    options: dict[str, Any] = {
+        "mask": mask,
+        "bias": bias,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+    }
+    if not output_attentions:
+        return functional.attention(q, k, v, dropout_p=dropout, **options), None
+    out, lse = functional.attention(q, k, v, dropout_p=dropout, return_lse=True, **options)
+    weights = functional.attention_weights(q, k, lse, **options)
+    return out, nn.functional.pad(weights, (0, key.shape[2] - keys))
+
+
+def _collects_weights(module: nn.Module) -> bool:
+    """Whether weights are asked for in a way that a layer does not hand on, as GPT-2's: by its
+    config, or of the model, whose hooks then collect them."""
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return any(key.endswith("attentions") for key in _active_collector.get() or ())
+
+
+def _check_supported(
+    module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]
+) -> None:
+    """Raises NotImplementedError for what this package does not compute."""
     unsupported = [
         name
-        for name, x in kwargs.items()
+        for name, x in given.items()
         if name in UNSUPPORTED and x is not None and x is not False
     ]
     if unsupported:
@@ -85,9 +151,20 @@ def attention_forward(
             f"omniattn.hf: {type(module).__name__} appends compressed keys and their mask to a "
             'mask, which compiled models do not have; use attn_implementation="eager" to compile it'
         )
+
+
+def _mask_and_bias(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool | None,
+    window: int | None,
+) -> tuple[masks.Mask | None, Tensor | None, int]:
+    """What transformers calls a mask as rules and a bias, and how many keys both are for."""
     keys = key.shape[2]
     mask: masks.Mask | None = None
-    bias = position_bias
     if isinstance(attention_mask, RuleMask) and attention_mask.rules == masks.All(()):
         mask = None  # fits any keys: BERT as a decoder makes it for the new token alone
     elif isinstance(attention_mask, RuleMask):
@@ -98,33 +175,14 @@ def attention_forward(
             )
         mask, keys = attention_mask.rules, attention_mask.keys
     elif attention_mask is None:
-        mask = _default_mask(module, query.shape[2], is_causal, sliding_window)
+        mask = _default_mask(module, query.shape[2], is_causal, window)
     elif attention_mask.dtype == torch.bool:
         mask = masks.BoolMask(attention_mask)
     elif bias is None:
         bias = attention_mask
     else:
         bias = bias + attention_mask
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
-        mask = packed if mask is None else packed & mask
-    if bias is not None:
-        bias = bias[..., :keys]
-    if query.shape[0] == 1:
-        query = query.expand(key.shape[0], -1, -1, -1)
-    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
-    out = functional.attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-        dropout_p=dropout,
-    )
-    return out, None
+    return mask, None if bias is None else bias[..., :keys], keys
 
 
 def _default_mask(

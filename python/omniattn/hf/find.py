@@ -15,6 +15,7 @@ from torch import nn
 from omniattn.hf import layers
 from omniattn.hf.probe import Finding, Left, same, twin
 from omniattn.hf.rotary import rotary_forward
+from omniattn.hf.sdpa import find_sdpa
 
 __all__ = ["FINDERS"]
 
@@ -50,7 +51,7 @@ def _norm(module: nn.Module) -> Finding:
     if not _holds_plain_weight(module):
         return Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
     size = weight.shape[0]
-    # In bf16 forms differ that round in other places.
+    # In bf16, forms that round in different places differ.
     return same(
         lambda dtype: twin(module, dtype, {}), layers.NORMS, size, [torch.float32, torch.bfloat16]
     )
@@ -82,7 +83,7 @@ def _mlp(module: nn.Module) -> Finding:
         return Left("its activation has a hook, which would not be called", logging.WARNING)
 
     # Our forward calls the projections, whatever these are: adapters, quantised, sharded. So small
-    # ones tell whether the formula between them is ours.
+    # stand-ins show whether the formula between them is ours.
     def small(dtype: torch.dtype) -> Any:
         generator = torch.Generator().manual_seed(0)
         fresh = {name: copy.deepcopy(each).train() for name, each in others.items()}
@@ -102,14 +103,15 @@ def _rotary(module: nn.Module) -> Finding:
 
 
 def _holds_plain_weight(module: Any) -> bool:
-    """Whether forward will see an ordinary weight: no DTensor but fully_shard's, which gathers it,
-    and no subclass by which torchao quantises."""
+    """Whether forward will see an ordinary weight: no DTensor, except those of fully_shard, which
+    gathers them, and no quantised subclass of torchao."""
     sharded = getattr(module, "_is_fsdp_managed_module", False)
     return sharded or not hasattr(type(module.weight), "__tensor_flatten__")
 
 
 #: By option of `patch`.
 FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
+    "attention": find_sdpa,
     "linear": _linear,
     "norm": _norm,
     "mlp": _mlp,

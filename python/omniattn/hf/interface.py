@@ -23,7 +23,7 @@ def asks_for_attention(module: nn.Module) -> bool:
 
 
 def other_attention(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules by name an attention in which none asks for its implementation."""
+    """The innermost modules that are named an attention and in which no module asks for it."""
     if asks_for_attention(module):
         return
     inner = [other for child in module.children() for other in other_attention(child)]
@@ -35,7 +35,7 @@ def other_attention(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_attention(model: PreTrainedModel) -> str | None:
-    """What a model, without those that it contains, computes attention with if it never asks."""
+    """How a model computes attention if it never asks; models inside it do not count."""
     kind: Any = type(model)
     return _own_layer(kind) or _own_table(kind)
 

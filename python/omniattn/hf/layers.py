@@ -19,7 +19,6 @@ from omniattn.hf.experts import experts_forward
 __all__ = [
     "MLPS",
     "NORMS",
-    "causal_lm_loss",
     "eps",
     "glu_mlp",
     "gpt_oss_moe",
@@ -96,32 +95,6 @@ def reglu_mlp(self: Any, x: Tensor) -> Any:
 MLPS = (swiglu_mlp, geglu_tanh_mlp, geglu_mlp, reglu_mlp)
 
 
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """transformers' ForCausalLMLoss without its fp32 copy of the logits."""
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    total = functional.cross_entropy(
-        logits.view(-1, vocab_size),
-        shift_labels.reshape(-1).to(logits.device),
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    if num_items_in_batch is None:
-        return total
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
 def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     """A norm with a gate: SiLU, rounded as Qwen3-Next's, or sigmoid, rounded once as Kimi
     Linear's."""
@@ -136,7 +109,7 @@ def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
 
 
 def glu_mlp(self: Any, x: Tensor) -> Any:
-    """Llama's feed-forward layer in one op; by its projections where these are more than that."""
+    """Llama's feed-forward layer in one op; calls its projections if they are no plain linears."""
     projections = (self.gate_proj, self.up_proj, self.down_proj)
     if not all(map(_is_plain, projections)):
         return swiglu_mlp(self, x)
@@ -153,7 +126,7 @@ def glu_mlp(self: Any, x: Tensor) -> Any:
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a linear is no more than its weight and bias: no adapter (PEFT), hook, quantised or
-    sharded weight, of which only a call would know."""
+    sharded weight, which have an effect only when the layer is called."""
     return (
         type(linear) is nn.Linear
         and "forward" not in linear.__dict__

@@ -112,7 +112,7 @@ def attention_mask(
             f"got attention_mask.shape={tuple(attention_mask.shape)}"
         )
 
-    # A missing mask would have to be told apart from a missing causal mask: never skipped.
+    # The mask is never skipped: no mask could not be distinguished from no causal mask.
     given: dict[str, Any] = {
         "batch_size": batch_size,
         "q_length": q_length,
@@ -175,7 +175,7 @@ def _aligned_rules(
     rules = None if use_vmap else _rules(predicate)
     if rules is None or (kv_offset and any(isinstance(rule, masks.Chunked) for rule in rules)):
         return None, kv_length
-    # The rules meet the last query with the last key; keys beyond it, in the unfilled part of a
+    # The rules align the last query with the last key. Keys beyond it, in the unfilled part of a
     # static cache, are cut off, which only a causal mask allows.
     last = int(q_offset) + q_length - kv_offset
     causal = any(isinstance(rule, masks.Causal) for rule in rules)

@@ -12,15 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from omniattn.hf import layers
 from omniattn.hf.experts import why_unsupported
 from omniattn.hf.find import FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
+from omniattn.hf.loss import causal_lm_forward, causal_lm_loss, head, plain_head
 from omniattn.hf.probe import Left
 from omniattn.hf.register import register
+from omniattn.hf.sdpa import sdpa_forward
 from omniattn.hf.subclass import original_of, subclass
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["is_patched", "patch", "unpatch"]
 
 _log = logging.getLogger("omniattn")
 
@@ -34,6 +35,7 @@ def patch(
     mlp: bool = True,
     rope: bool = True,
     loss: bool = True,
+    linear_cross_entropy: bool = True,
     experts: bool = True,
 ) -> dict[str, int]:
     """Makes `model` compute with this package's kernels; parameters and their names stay.
@@ -41,9 +43,9 @@ def patch(
     A layer gets a subclass of its own class with another forward, so that other models, copies,
     checkpoints and hooks are not touched. Norms, gated MLPs and rotary functions are recognised by
     what they compute: a copy of each is run on a probe, and the layer swapped if ours gives the
-    same. What stays as it is goes to the logger "omniattn" with the reason: as a warning where a
-    layer cannot be swapped, such as an attention that does not ask transformers'
-    AttentionInterface (BLOOM, Falcon, GPT-J); at debug level where it computes something else.
+    same. The logger "omniattn" reports each layer that is left unchanged, with the reason: as a
+    warning if the layer cannot be swapped, such as an attention that does not ask transformers'
+    AttentionInterface (BLOOM, GPT-J); at debug level if it computes something else.
 
     The model may be sharded by fully_shard, have adapters, or be wrapped by DDP, torch.compile or
     PEFT, before or after. Quantise first: torch.ao's quantize_dynamic raises on a patched linear.
@@ -54,17 +56,22 @@ def patch(
     Args:
         model: of transformers, weights loaded; or DistributedDataParallel, DataParallel,
             torch.compile or PEFT around one.
-        attention: set its attention implementation; counted are the layers that ask for it.
+        attention: set its attention implementation, and give our function to layers that call
+            torch's scaled_dot_product_attention themselves (Falcon, SAM); layers are counted.
         linear: nn.Linear.
         norm: RMSNorm in its spellings, and LayerNorm.
         mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
             GLM-4); wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU.
-            The projections are called as before, with what adapters and quantisation made of them;
-            act is not, nor are hooks that it gets later.
+            The projections are called as before, adapted or quantised; act is not called, nor are
+            hooks that are added to it later.
         rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
             with the heads before or after the tokens, as unsqueeze_dim says.
         loss: the loss of causal language models.
-        experts: set its experts implementation, if this package has the activation of its experts.
+        linear_cross_entropy: compute this loss in training from the hidden states. Logits are then
+            never made, and None in the output. The model's forward takes `skip_logits`, as with
+            Liger: False gives logits in training, True gives none in evaluation. An adapter or a
+            hook on the head, or a loss that a model computes itself, gets logits as before.
+        experts: set its experts implementation, if this package has their activation.
 
     Returns:
         What was swapped, and how often: {"linear": 15, "norm": 5, ...}.
@@ -82,11 +89,11 @@ def patch(
         >>> unpatch(model)
     """
     inner = _unwrap(model)
-    if any(_is_patched(module) for module in inner.modules()):
+    if is_patched(inner):
         raise ValueError("omniattn.hf.patch: model must not be patched already")
     if any(p.is_meta for p in inner.parameters()):
         raise ValueError("omniattn.hf.patch: weights must be loaded, got some on the meta device")
-    wanted = {"linear": linear, "norm": norm, "mlp": mlp, "rope": rope}
+    wanted = {"attention": attention, "linear": linear, "norm": norm, "mlp": mlp, "rope": rope}
     finders = {name: find for name, find in FINDERS.items() if wanted[name]}
     count: Counter[str] = Counter()
     left: list[tuple[str, nn.Module, Left]] = []
@@ -102,8 +109,10 @@ def patch(
             module.__class__ = subclass(kind, found)
             count[name] += 1
     if loss and inner.loss_function is ForCausalLMLoss:
-        inner.loss_function = layers.causal_lm_loss
+        inner.loss_function = causal_lm_loss
         count["loss"] = 1
+        if linear_cross_entropy:
+            left.extend(_defer_logits(inner))
     for name, module, why_not in _set_interfaces(inner, attention, experts):
         if why_not is None:
             count[name] += 1
@@ -113,6 +122,39 @@ def patch(
     for (level, name, kind, reason), times in lines.items():
         _log.log(level, "patch: %s: %d %s unchanged: %s", name, times, kind, reason)
     return dict(count)
+
+
+def _defer_logits(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Left]]:
+    """Lets the head of a model compute its loss; else gives the model and the reason why not."""
+    made: Any = model.get_output_embeddings()
+    wrapped = getattr(made, "modules_to_save", None)  # PEFT's, of a head that is trained as a whole
+    heads = [made] if wrapped is None else [made.original_module, *wrapped.values()]
+    kind: Any = type(model)
+    head_kind = _unpatched(made)
+    forward = causal_lm_forward(kind)
+    if forward is None or "forward" in model.__dict__:
+        reason = "its forward takes no labels, or was replaced on the instance"
+    elif not all(map(_is_linear, heads)):
+        own = " with a forward of its own" if head_kind is nn.Linear else ""
+        reason = f"its head is a {head_kind.__module__}.{head_kind.__name__}{own}"
+    else:
+        for each in heads:
+            ours = hasattr(type(each), "omniattn_original")
+            each.__class__ = subclass(_unpatched(each), head if ours else plain_head)
+        model.__class__ = subclass(kind, forward)
+        name = kind.__name__
+        _log.info("patch: loss: %s makes no logits in training but with skip_logits=False", name)
+        return
+    yield "loss", model, Left(f"it makes logits: {reason}", logging.WARNING)
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a head computes what nn.Linear does."""
+    return (
+        isinstance(module, nn.Linear)
+        and _unpatched(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+    )
 
 
 def _set_interfaces(
@@ -152,6 +194,8 @@ def _set_interfaces(
     for layer in layers:
         yield "attention", layer, why_not(layer, "_attn_implementation")
     for other in other_attention(model) if attention else ():
+        if type(other).forward is sdpa_forward:
+            continue
         yield "attention", other, "it does not ask transformers' AttentionInterface"
     for mixture in mixtures:
         yield "experts", mixture, unsupported or why_not(mixture, "_experts_implementation")
@@ -160,18 +204,27 @@ def _set_interfaces(
 def unpatch(model: nn.Module) -> None:
     """Undoes :func:`patch`; a model that is not patched stays as it is."""
     for module in model.modules():
-        kind: Any = type(module)
-        if hasattr(kind, "omniattn_original"):
-            module.__class__ = original_of(kind)
-        if module.__dict__.get("_loss_function") is layers.causal_lm_loss:
+        if hasattr(type(module), "omniattn_original"):
+            module.__class__ = _unpatched(module)
+        if module.__dict__.get("_loss_function") is causal_lm_loss:
             del module._loss_function
+        module.__dict__.pop("omniattn_defers", None)
     for part in _pretrained_parts(model):
         for name, before in part.__dict__.pop("_omniattn_before", {}).items():
             setattr(part.config, name, before)
 
 
-def _is_patched(module: nn.Module) -> bool:
-    return hasattr(type(module), "omniattn_original") or "_omniattn_before" in module.__dict__
+def _unpatched(module: Any) -> Any:
+    kind: Any = type(module)
+    return original_of(kind)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether :func:`patch` has swapped anything in a model."""
+    return any(
+        hasattr(type(module), "omniattn_original") or "_omniattn_before" in module.__dict__
+        for module in model.modules()
+    )
 
 
 def _pretrained_parts(model: nn.Module) -> list[PreTrainedModel]:

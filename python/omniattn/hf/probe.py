@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Left:
-    """Why a layer stays as it is: for the log, as a warning where it is no choice of the model."""
+    """Why a layer is left unchanged, and the level at which that is logged."""
 
     reason: str
     level: int = logging.DEBUG

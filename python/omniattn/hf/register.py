@@ -14,6 +14,7 @@ from omniattn.hf.attention import attention_forward
 from omniattn.hf.experts import experts_forward
 from omniattn.hf.interface import own_attention
 from omniattn.hf.masks import attention_mask
+from omniattn.hf.paged import accept_continuous_batching
 
 __all__ = ["register"]
 
@@ -27,7 +28,8 @@ def register(name: str = "omniattn") -> None:
     Args:
         name: for `from_pretrained(..., attn_implementation=name, experts_implementation=name)`,
             `from_config`, `model.set_attn_implementation(name)` and
-            `model.set_experts_implementation(name)`.
+            `model.set_experts_implementation(name)`. Continuous batching (`generate_batch`) takes
+            it as well; transformers reads "paged|omniattn" as "omniattn".
 
     Note:
         A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
@@ -46,6 +48,7 @@ def register(name: str = "omniattn") -> None:
     AttentionMaskInterface.register(name, attention_mask)
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     _check_models()
+    accept_continuous_batching(_is_ours)
 
 
 @functools.cache
@@ -80,7 +83,9 @@ def _check_models() -> None:
 
 
 def _is_ours(name: str | None) -> bool:
-    return name is not None and AttentionInterface().get(name) is attention_forward
+    if name is None:
+        return False
+    return AttentionInterface().get(name.removeprefix("paged|")) is attention_forward
 
 
 def _requested(

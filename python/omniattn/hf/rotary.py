@@ -76,7 +76,7 @@ def _layout(forward: FunctionType, original: Forward) -> dict[str, int] | None:
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, turned by cos, sin (B, T, Dr / 2)."""
+    """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, rotated by cos, sin (B, T, Dr/2)."""
     heads_first = unsqueeze_dim == 1
     q, k_or_none = functional.apply_rotary(
         q.transpose(1, 2) if heads_first else q,

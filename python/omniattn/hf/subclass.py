@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from omniattn.hf import layers
+from omniattn.hf import layers, loss
 from omniattn.hf.probe import Forward
 from omniattn.hf.register import register
 from omniattn.hf.rotary import rotary_forward
@@ -18,27 +18,32 @@ __all__ = ["original_of", "subclass"]
 
 _log = logging.getLogger("omniattn")
 
+#: What makes forwards of classes, which cannot be pickled; all others are functions of a file.
+_MAKERS = (rotary_forward, loss.causal_lm_forward)
+_LINEARS = (layers.linear, loss.head)
+
 
 @functools.cache
 def subclass(original: Any, forward: Forward) -> Any:
-    """`original` with another forward. No state on the instance: copies stay right, also those of
-    DataParallel."""
+    """`original` with another forward. No state on the instance, so that copies are correct, also
+    those of DataParallel."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # A rotary forward is made anew from the class; all others are functions of layers.py.
-        named = None if forward is rotary_forward(original) else forward
+        named = next((make for make in _MAKERS if make(original) is forward), forward)
         state = original.__reduce_ex__(self, max(protocol, 2))[2]
         return _patched_instance, (original, named), state
 
-    reads_weight = forward is layers.linear or forward in layers.NORMS
+    reads_weight = forward in _LINEARS or forward in layers.NORMS
     body = {
         "forward": _or_original(forward) if reads_weight else forward,
         "omniattn_original": original,
         "__module__": original.__module__,
         "__reduce_ex__": reduce,
     }
-    if forward is layers.linear:
+    if forward in _LINEARS:
         body["qconfig"] = property(_no_qconfig, _refuse_qconfig)
+    if forward in (loss.head, loss.plain_head):
+        body |= {"__call__": loss.call_head, "omniattn_defers": False}
     return type(original.__name__, (original,), body)
 
 
@@ -54,10 +59,10 @@ def original_of(kind: Any) -> Any:
     return type(kind)(kind.__name__, tuple(map(original_of, kind.__bases__)), body)
 
 
-def _patched_instance(original: Any, forward: Forward | None) -> Any:
+def _patched_instance(original: Any, named: Forward) -> Any:
     """An empty module of the subclass, for pickle; the process may not have patched anything."""
     register()
-    kind = subclass(original, rotary_forward(original) if forward is None else forward)
+    kind = subclass(original, named(original) if named in _MAKERS else named)
     return kind.__new__(kind)
 
 
@@ -66,8 +71,10 @@ def _or_original(forward: Forward) -> Forward:
     tensor of another class, or has another dtype than x."""
 
     @functools.wraps(forward)
-    def checked(self: Any, x: Tensor) -> Any:
+    def checked(self: Any, x: Tensor, *loss: Any) -> Any:
         weight = self.weight
+        if loss:  # of a head, by loss.py, which looks at the weight before
+            return forward(self, x, *loss)
         if hasattr(type(weight), "__tensor_flatten__"):
             reason = f"its weight is a {type(weight).__name__}"
         elif x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):

@@ -1,6 +1,6 @@
 """Models, their checkpoints and text generation."""
 
-from omniattn.models.bert import Bert, BertConfig
+from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
@@ -20,6 +20,8 @@ __all__ = [
     "PRESETS",
     "T5",
     "Bert",
+    "BertClassifier",
+    "BertClassifierConfig",
     "BertConfig",
     "BlocksConfig",
     "CheckpointError",

@@ -70,7 +70,7 @@ class Decoder(Model, Stateful):
         @property
         @abstractmethod
         def norm(self) -> LayerConfig:
-            """The norm in front of the head."""
+            """The norm before the head."""
 
         @property
         def rope(self) -> RotaryEmbedding.Config | None:
@@ -84,12 +84,12 @@ class Decoder(Model, Stateful):
 
         @property
         def predictor(self) -> MultiTokenPredictor.Config | None:
-            """Predictor of further tokens, whose blocks are that of layer `num_layers`."""
+            """Predictor of further tokens, whose blocks have the config of layer `num_layers`."""
             return None
 
         @property
         def predictor_weight(self) -> float:
-            """Of its loss, in training."""
+            """Weight of its loss in training."""
             return 0.3
 
         @property
@@ -151,7 +151,7 @@ class Decoder(Model, Stateful):
         return self.__dict__ | {"_predictor_loss": 0.0}
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """That of the tokens after the next one, where the model predicts them in training."""
+        """The loss of the tokens after the next one, if the model predicts them in training."""
         return self.config.predictor_weight * self._predictor_loss
 
     def further_losses(self) -> dict[str, float]:

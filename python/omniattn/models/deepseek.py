@@ -69,10 +69,11 @@ class DeepSeekConfig(LlamaFamilyConfig):
         q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
         dense_layers: the first layers, with a SwiGLU of `hidden_dim`.
         expert_dim: hidden size of an expert.
-        experts, top_k, shared: routed ones, those of a token, and those that take every token.
-        groups, top_groups: the experts form groups, of which a token uses some.
+        experts, top_k, shared: numbers of routed experts, of those for a token, and of shared
+            experts.
+        groups, top_groups: number of groups of experts, and of groups that a token may use.
         route_scale: factor of the routed experts' weights.
-        bias_rate: what a step moves the biases by.
+        bias_rate: step of the biases in an update.
         mtp_depths: further tokens that each position learns to predict in training, 0 for none.
         mtp_weight: of their loss (the paper: 0.3, then 0.1).
 

@@ -129,8 +129,8 @@ def generate(
     """Continues each row of tokens.
 
     Args:
-        model: a Decoder, a T5 with a source, or what else has the methods of Generator; it runs in
-            eval mode and its mode is restored.
+        model: a Decoder, a T5 with a source, or any other model with the methods of Generator; it
+            runs in eval mode and its mode is restored.
         tokens: (B, T) int64, the prompts, T > 0.
         max_new_tokens: upper bound; generation stops earlier when all rows have ended.
         temperature: 0 (greedy, default) or the divisor of the logits.

@@ -35,8 +35,8 @@ class Counterpart:
         model: its class.
         options: of its config, ours -> theirs.
         weights: (pattern, replacement) for `re.sub`, applied in turn to the name of a weight of
-            ours. Those of ours that get the same name are one of theirs, one below the other; a
-            name with `{a,b}` stands for two of theirs.
+            ours. Those of ours that get the same name are stacked into one of theirs; a name with
+            `{a,b}` stands for two of theirs.
         transposed: pattern of their weights that are (in, out).
         fixed: further options of theirs with the value that ours computes, or with a function that
             gives it for a config of ours.
@@ -71,7 +71,7 @@ class Counterpart:
         return values
 
     def pairs(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Weights of both that hold the same numbers, one below the other.
+        """Groups of weights on both sides that hold the same numbers when stacked.
 
         Raises:
             NotImplementedError: where theirs has further weights.

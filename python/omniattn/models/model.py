@@ -48,7 +48,7 @@ class Model(nn.Module):
         return 0.0
 
     def further_losses(self) -> dict[str, float]:
-        """By name, the parts of the auxiliary loss before their weights, to be shown."""
+        """By name, the parts of the auxiliary loss before their weights, for display."""
         return {}
 
     @classmethod
@@ -128,7 +128,7 @@ class ModelConfig(ABC):
 
     @property
     def longest(self) -> int | None:
-        """Number of positions that the model has, None for any number."""
+        """The longest sequence that the model has positions for, None without a limit."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of to_dict, also of what JSON makes of its result."""
+        """The inverse of to_dict, also after a round trip through JSON."""
         return cls(**{name: _value(value) for name, value in values.items()})
 
     @property
@@ -159,7 +159,7 @@ class ModelConfig(ABC):
         return getattr(transformers, self.counterpart.model)(self.to_hf())
 
     def to_hf(self) -> PreTrainedConfig:
-        """To a config of transformers. What only our training knows is left out.
+        """To a config of transformers. Options of our training alone are left out.
 
         Raises:
             NotImplementedError: for an architecture or option that transformers does not have.
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """The inverse of `_plain`, also of what JSON makes of its result."""
+    """The inverse of `_plain`, also after a round trip through JSON."""
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}

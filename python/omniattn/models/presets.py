@@ -23,7 +23,7 @@ TRAINED: dict[str, ModelConfig] = {
     "llama-medium": LlamaConfig(
         dim=512, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=1408
     ),
-    # As many numbers are multiplied for a token as in "llama".
+    # A token takes as many multiplications as in "llama".
     "mixtral": MixtralConfig(hidden_dim=256),
     "switch": SwitchConfig(hidden_dim=768),
     # The published rate, 1e-3, is for a thousand times as many steps.
@@ -96,7 +96,7 @@ _SWIN = SwinConfig(
 )
 
 PRESETS: dict[str, ModelConfig] = TRAINED | {
-    # The size of the tests: odd on purpose, so that every tail path of the kernels is hit.
+    # The size of the tests: odd on purpose, so that every tail path of the kernels is run.
     "llama-test": LlamaConfig(
         vocab_size=97, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
     ),

@@ -265,7 +265,7 @@ class T5(Model, Stateful):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[tuple[State, State]]:
-        """Empty states of the decoder's layers: of its tokens, and of the encoder's states."""
+        """Empty states of the decoder's layers: for its tokens, and for the encoder's states."""
 
         def new(mixer: Mixer) -> State:
             state: State = mixer.new_state(batch, max_length, device=device, dtype=dtype)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_choice
 from omniattn.models.encoder import EncoderConfig
-from omniattn.models.hf import Counterpart
+from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Model
 from omniattn.modules import (
     DecoderBlock,
@@ -110,15 +111,26 @@ class Classifier(Model):
         return functional.cross_entropy(logits, labels, backend=self.backend)
 
 
+def _class_token_only(ours: ViTConfig) -> dict[str, Any]:
+    if ours.pool != "token":
+        raise NotImplementedError(
+            f"ViTConfig: pool must be 'token' in transformers, got pool={ours.pool!r}"
+        )
+    return {}
+
+
 @dataclass(frozen=True)
 class ViTConfig(VisionConfig):
     """Sizes of a ViT.
 
     Args:
         dim, num_layers, num_heads: sizes; feed-forward layers are 4 dim wide.
+        pool: what the head reads: "token", a class token in front of the patches, or "mean" of the
+            patches, without one.
 
     Reference:
-        Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, arXiv 2010.11929.
+        Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, arXiv 2010.11929; mean: Beyer,
+        Zhai, Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022, arXiv 2205.01580.
     """
 
     architecture = "vit"
@@ -140,11 +152,17 @@ class ViTConfig(VisionConfig):
             *HF_WEIGHTS,
         ),
         fixed=HF_FIXED | {"intermediate_size": lambda c: 4 * c.dim},
+        conversions=(Conversion(_class_token_only, lambda _: {}),),
     )
 
     dim: int = 64
     num_layers: int = 4
     num_heads: int = 4
+    pool: str = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("ViTConfig", "pool", self.pool, ("token", "mean"))
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -153,7 +171,9 @@ class ViTConfig(VisionConfig):
 
 
 class ViT(Classifier):
-    """[class token; patches] + positions; pre-norm blocks; the class token is what the head reads.
+    """[class token; patches] + positions; pre-norm blocks; the head reads the class token.
+
+    With `pool="mean"` there is no class token, and the head reads the mean of the normed patches.
 
     Args:
         config: sizes and options.
@@ -175,9 +195,12 @@ class ViT(Classifier):
     ) -> None:
         super().__init__(config, config.dim, config.dim, device=device, dtype=dtype)
         self.config = c = config
-        self.class_token = nn.Parameter(torch.empty(c.dim, device=device, dtype=dtype))
+        self.class_token: nn.Parameter | None = None
+        if c.pool == "token":
+            self.class_token = nn.Parameter(torch.empty(c.dim, device=device, dtype=dtype))
         self.reset_parameters()
-        positions = LearnedPositional.Config((c.image // c.patch) ** 2 + 1, c.dim, c.init_std)
+        tokens = (c.image // c.patch) ** 2 + (c.pool == "token")
+        positions = LearnedPositional.Config(tokens, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
         attention = c.attention(c.dim, c.num_heads)
         block = DecoderBlock.Config(attention, c.mlp(c.dim, 4 * c.dim), self.norm.config)
@@ -187,17 +210,20 @@ class ViT(Classifier):
 
     def reset_parameters(self) -> None:
         """Draws the class token from N(0, init_std^2)."""
-        nn.init.normal_(self.class_token, std=self.config.init_std)
+        if self.class_token is not None:
+            nn.init.normal_(self.class_token, std=self.config.init_std)
 
     def features(self, tokens: Tensor) -> Tensor:
         x = tokens.flatten(1, 2)
-        x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
         x, residual = self.embed_positions(x), None
         for layer in self.layers:
             x, residual = layer(x, residual)
-        first = x[:, 0] if residual is None else x[:, 0] + residual[:, 0]
-        y: Tensor = self.norm(first)
-        return y
+        if self.class_token is not None:
+            x, residual = x[:, 0], None if residual is None else residual[:, 0]
+        y: Tensor = self.norm(x if residual is None else x + residual)
+        return y if self.class_token is not None else y.mean(1)
 
 
 def _swin_layer(match: re.Match[str]) -> str:
@@ -262,8 +288,8 @@ class SwinConfig(VisionConfig):
 class Swin(Classifier):
     """Stages of window attention with merging in between; the head reads the mean of the tokens.
 
-    Patches are normed as soon as they are embedded: one number alone (`patch=1` of one channel)
-    would keep little but its sign.
+    Patches are normed as soon as they are embedded: the norm of a single number (`patch=1` of one
+    channel) would keep little except its sign.
 
     Args:
         config: sizes and options.

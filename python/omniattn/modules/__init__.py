@@ -1,18 +1,34 @@
 """Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
 
 from omniattn.modules.attention import Attention
+from omniattn.modules.cache import Cache
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
-from omniattn.modules.kv_cache import Cache, CrossCache, KVCache, LatentCache, RollingCache
+from omniattn.modules.kv_cache import CrossCache, KVCache, LatentCache
+from omniattn.modules.liger_losses import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerJSD,
+    LigerKLDIVLoss,
+)
+from omniattn.modules.liger_preference import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+from omniattn.modules.liger_unpaired import LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import MLP, GatedMLP
-from omniattn.modules.moe import MoE, RouterState
+from omniattn.modules.moe import MoE
 from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
 from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
@@ -28,8 +44,10 @@ from omniattn.modules.relative_attention import (
     T5RelativeBias,
 )
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
+from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.router import Router
+from omniattn.modules.router_state import RouterState
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
@@ -56,6 +74,18 @@ __all__ = [
     "LatentCache",
     "LayerNorm",
     "LearnedPositional",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "Linear",
     "Mixer",
     "MoE",

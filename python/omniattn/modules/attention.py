@@ -1,31 +1,24 @@
 """Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_number
-from omniattn.functional.masks import BoolMask, Mask
+from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
-from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import (
-    Cache,
-    CrossCache,
-    KVCache,
-    RollingCache,
-    require_cache,
-    storage_like,
-)
+from omniattn.modules.cache import Cache, require_cache, storage_like, with_cache
+from omniattn.modules.jagged import Sequences, sequences_of
+from omniattn.modules.kv_cache import CrossCache, KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import LayerNorm, RMSNorm
-from omniattn.modules.paged_cache import PagedCache
+from omniattn.modules.paged_cache import PagedCache, in_pages
+from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.state import State, takes_cache
 
 
@@ -35,6 +28,8 @@ class Attention(Mixer):
     Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query
     head h reads kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
     A gate multiplies what W_o reads by act(W_g x), for each number or for each head.
+
+    Causal by default, which `functional.attention` is not: encoders need causal=False.
 
     Args:
         config: sizes and options.
@@ -53,7 +48,7 @@ class Attention(Mixer):
     Reference:
         Vaswani et al. 2017, arXiv 1706.03762; MQA: Shazeer 2019, arXiv 1911.02150; GQA: Ainslie
         et al. 2023, arXiv 2305.13245; gates: Qiu et al., Gated Attention for Large Language
-        Models, 2025, arXiv 2505.06708.
+        Models, 2025, arXiv 2505.06708; sigmoid: Ramapuram et al. 2024, arXiv 2409.04431.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -90,6 +85,11 @@ class Attention(Mixer):
             init_std, out_init_std: of the weights and of o_proj.
             q_init_std: of q_proj, default init_std.
             backend: of all ops of this layer.
+            qk_norm_offset: of "rms" and "rms_full", added to weights that then start at 1 - offset:
+                1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
+            normaliser: "softmax", or "sigmoid" of each score alone, with a bias of -ln n.
+            norm_n: n of "sigmoid"; None for the number of keys, with which decoding is not exact
+                and refused. 1 leaves the bias out.
         """
 
         dim: int
@@ -116,6 +116,9 @@ class Attention(Mixer):
         out_init_std: float = 0.02
         q_init_std: float | None = None
         backend: str | None = None
+        qk_norm_offset: float = 0.0
+        normaliser: str = "softmax"
+        norm_n: int | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -136,6 +139,7 @@ class Attention(Mixer):
                 ("gate", self.gate, (None, "elementwise", "headwise")),
                 ("gate_activation", self.gate_activation, ("sigmoid", "silu")),
                 ("qk_norm", self.qk_norm, (None, "rms", "rms_full", "layer", "l2")),
+                ("normaliser", self.normaliser, ("softmax", "sigmoid")),
             ):
                 if value not in known:
                     raise ValueError(f"Attention: {name} must be one of {known}, got {value!r}")
@@ -144,6 +148,15 @@ class Attention(Mixer):
                     'Attention: qk_norm="l2" has a scale of its own, '
                     f"got scale={self.scale}, head_scale={self.head_scale}"
                 )
+            if self.qk_norm_offset and self.qk_norm not in ("rms", "rms_full"):
+                raise ValueError(
+                    'Attention: qk_norm_offset needs qk_norm "rms" or "rms_full", '
+                    f"got qk_norm={self.qk_norm!r}, qk_norm_offset={self.qk_norm_offset}"
+                )
+            if self.normaliser == "softmax" and self.norm_n is not None:
+                raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
+            if self.normaliser == "sigmoid" and self.sinks:
+                raise ValueError("Attention: sinks need softmax, got normaliser='sigmoid'")
 
         @property
         def kv_heads(self) -> int:
@@ -208,18 +221,18 @@ class Attention(Mixer):
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> RMSNorm | LayerNorm | None:
-        """That of the queries or keys of this width, if it has weights."""
+        """The norm of queries or keys of this width, if it has weights."""
         c = self.config
         if c.qk_norm == "layer":
             layer = LayerNorm.Config(c.head_size, c.qk_norm_eps, bias=False, backend=c.backend)
             return LayerNorm(layer, device=device, dtype=dtype)
         if c.qk_norm in ("rms", "rms_full"):
             size = c.head_size if c.qk_norm == "rms" else width
-            rms = RMSNorm.Config(size, c.qk_norm_eps, backend=c.backend)
+            rms = RMSNorm.Config(size, c.qk_norm_eps, c.qk_norm_offset, backend=c.backend)
             return RMSNorm(rms, device=device, dtype=dtype)
         return None
 
-    def _heads(self, x: torch.Tensor, norm: RMSNorm | LayerNorm | None) -> torch.Tensor:
+    def _heads(self, x: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Projected queries or keys as normed heads (..., heads, head_dim)."""
         c = self.config
         if norm is not None and c.qk_norm == "rms_full":
@@ -245,12 +258,11 @@ class Attention(Mixer):
         Args:
             batch, max_length: sizes; a cross-attention takes those of its source.
             device, dtype: of the storage, default: those of the parameters.
-            rolling: keep what the window sees and no more; needs causal and a left window.
+            rolling: keep only what the window sees; needs causal and a left window.
         """
         c = self.config
         if c.cross:
             return CrossCache()
-        length = max_length
         kind: type[KVCache] | type[RollingCache] = KVCache
         if rolling:
             if not c.causal or c.window_size[0] < 0:
@@ -258,27 +270,27 @@ class Attention(Mixer):
                     "Attention: a rolling cache must have causal=True and a left window, "
                     f"got causal={c.causal}, window_size={c.window_size}"
                 )
-            length, kind = min(max_length, c.window_size[0] + 1), RollingCache
+            max_length, kind = min(max_length, c.window_size[0] + 1), RollingCache
         like = storage_like(self.k_proj.weight, device, dtype)
-        return kind(batch, length, c.kv_heads, c.head_size, **like)
+        return kind(batch, max_length, c.kv_heads, c.head_size, **like)
 
-    def _keys_and_values(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
         return self._heads(self.k_proj(source), self.k_norm), v
 
     @takes_cache
     def forward(
         self,
-        x: torch.Tensor,
-        source: torch.Tensor | None = None,
+        x: Tensor,
+        source: Tensor | None = None,
         *,
         state: State | None = None,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        mask: torch.Tensor | Mask | None = None,
-        bias: torch.Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+        bias: Tensor | None = None,
         relative: RelativeBias | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
@@ -305,7 +317,7 @@ class Attention(Mixer):
         x, sequences = sequences_of("Attention", "x", x, state=cache)
         keys = sequences
         if source is not None:
-            source, keys = sequences_of("Attention", "source", source, beside=sequences)
+            source, keys = sequences_of("Attention", "source", source, queries=sequences)
         attend = sequences.attention(keys)
         q = self._heads(self.q_proj(x), self.q_norm)
         if c.cross:
@@ -319,12 +331,15 @@ class Attention(Mixer):
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
             if isinstance(cache, PagedCache) and mask is None and bias is None:
-                k, v, attend = _in_pages(cache, k, v)
+                k, v, attend = in_pages(cache, k, v)
             elif cache is not None:
                 k, v = cache.append(k, v)
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
                 mask = with_cache(cache, mask, positional)
-        out: torch.Tensor = attend(
+        if c.normaliser == "sigmoid":
+            by_n = self._sigmoid_bias(q, k, keys, cache)
+            bias = by_n if bias is None else bias + by_n
+        out: Tensor = attend(
             q,
             k,
             v,
@@ -332,6 +347,7 @@ class Attention(Mixer):
             window_size=c.window_size,
             mask=mask,
             bias=bias,
+            normaliser=c.normaliser,
             scale=c.scale if self.logit_scale is None else 1 / c.head_size,
             softcap=c.softcap,
             relative=relative,
@@ -343,7 +359,16 @@ class Attention(Mixer):
         )
         return sequences.restored(self.o_proj(self._gated(out, x).flatten(-2)))
 
-    def _gated(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _sigmoid_bias(self, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
+        """-ln n, (N | 1, 1, 1, 1), in the precision of the scores."""
+        c = self.config
+        if c.norm_n is None and cache is not None and not c.cross:
+            raise ValueError("Attention: decoding with sigmoid needs a norm_n, got norm_n=None")
+        sizes = keys.sizes(k) if c.norm_n is None else q.new_tensor(c.norm_n, dtype=torch.int64)
+        n = sizes.clamp(min=1).to(torch.promote_types(q.dtype, torch.float32))
+        return -n.log().view(-1, 1, 1, 1)
+
+    def _gated(self, out: Tensor, x: Tensor) -> Tensor:
         """The heads times their gates of x, if there are any."""
         c = self.config
         if c.gate is None:
@@ -351,17 +376,14 @@ class Attention(Mixer):
         gate = self.g_proj(x).unflatten(-1, (c.num_heads, -1))
         return out * (torch.sigmoid if c.gate_activation == "sigmoid" else nn.functional.silu)(gate)
 
-    def _head_scale(self) -> torch.Tensor | None:
+    def _head_scale(self) -> Tensor | None:
         if self.logit_scale is None:
             return self.head_scale
         return self.logit_scale.clamp(max=math.log(100)).exp()
 
     def _cross_keys_and_values(
-        self,
-        source: torch.Tensor | None,
-        cache: Cache | None,
-        rope: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, source: Tensor | None, cache: Cache | None, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         if rope is not None:
             raise ValueError("Attention: rope must be None with cross=True")
         if cache is not None and cache.filled:
@@ -370,28 +392,3 @@ class Attention(Mixer):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
-
-
-def _in_pages(
-    cache: PagedCache, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
-    """Stores k and v; all pages, and the attention that reads them in place."""
-    cache.store(k, v)
-    attend = partial(
-        functional.attention_cached, cache_seqlens=cache.lengths, block_table=cache.block_table
-    )
-    return *cache.pages, attend
-
-
-def with_cache(
-    cache: Cache, mask: torch.Tensor | Mask | None, positional: bool = False
-) -> torch.Tensor | Mask | None:
-    """`mask` and that of the cache; `positional` if the scores depend on positions."""
-    if not cache.ordered and (mask is not None or positional):
-        raise ValueError(
-            "Attention: the cache must be in the order of positions for masks and terms of them, "
-            f"got {type(cache).__name__} with sort=False"
-        )
-    if mask is None or cache.mask is None:
-        return cache.mask if mask is None else mask
-    return cache.mask & (BoolMask(mask) if isinstance(mask, torch.Tensor) else mask)

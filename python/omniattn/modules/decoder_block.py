@@ -24,7 +24,7 @@ class DecoderBlock(Layer):
     (x, residual) whose sum is h; the norm after the last block adds them.
 
     Args:
-        config: of the two layers and of the norms in front of them.
+        config: of the two layers and of the norms before them.
         device, dtype: of the parameters.
 
     Shape:
@@ -50,7 +50,7 @@ class DecoderBlock(Layer):
         Args:
             mixer: of a Mixer.
             mlp: of a ChannelMixer.
-            norm: of a Norm, used in front of each layer.
+            norm: of a Norm, used before each layer.
             cross: attention to another sequence, in between.
             dropout_p: of what each layer adds.
             residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
@@ -104,7 +104,7 @@ class DecoderBlock(Layer):
         memory: torch.Tensor | None = None,
         memory_state: State | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block; `residual` is None in front of the first one.
+        """One block; `residual` is None before the first one.
 
         `memory` and `memory_state` are source and state of the cross-attention. The rest as in
         Mixer; `relative` only with mixers that have it.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.modules.attention import with_cache
+from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer

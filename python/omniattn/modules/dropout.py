@@ -4,14 +4,13 @@ import torch
 from torch import nn
 
 from omniattn import functional
-from omniattn.modules.jagged import token_wise
 
 
 class Dropout(nn.Module):
     """Zeroes elements with probability p and divides the others by 1 - p, in training mode only.
 
-    Which ones is Philox of a seed drawn from torch's generator, the same on every device; nothing
-    is kept for the backward but the seed. See omniattn.functional.dropout.
+    Philox chooses them, from a seed drawn from torch's generator: the same on every device. Only
+    the seed is kept for the backward. See omniattn.functional.dropout.
 
     Args:
         p: in [0, 1].
@@ -34,7 +33,6 @@ class Dropout(nn.Module):
             raise ValueError(f"Dropout: p must be in [0, 1], got p={p}")
         self.p = p
 
-    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (...) -> (...)."""
         return functional.dropout(x, self.p, training=self.training)

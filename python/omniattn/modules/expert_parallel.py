@@ -104,7 +104,7 @@ class ExpertParallel(DefaultVectors):
         return self.reach_others(y, routing, results[:, None], expert)
 
     def gather(self, vectors: Tensor, own: Tensor) -> None:
-        """Those of all ranks."""
+        """Gathers the vectors of all ranks."""
         dist.all_gather_into_tensor(vectors, own, group=self.group)
 
 

@@ -12,15 +12,16 @@ from omniattn.functional._checks import require_number
 from omniattn.functional.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
 from omniattn.modules.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
+from omniattn.modules.mlp import check_clamp
 
 
 class DefaultVectors(Float32Buffers):
-    """Experts with what router_grad="default_vector" learns: a vector for each that stands for its
-    output where it is not chosen."""
+    """Experts with the vectors that router_grad="default_vector" learns: one for each expert, in
+    place of its output where it is not chosen."""
 
     config: Experts.Config
     default_vectors: Tensor | None
-    #: Where the last forward in training moves those of :attr:`own`.
+    #: Where the last forward in training moves the vectors of :attr:`own`.
     moved_vectors: Tensor | None = None
     own = slice(None)
 
@@ -30,7 +31,7 @@ class DefaultVectors(Float32Buffers):
         """
         if self.default_vectors is None or not self.training:
             return y
-        # They stay until after the backward, where checkpointing repeats the forward.
+        # The vectors move after the backward only, in which checkpointing repeats the forward.
         moved = self.default_vectors[self.own].clone()
         decay, scale = self.config.default_decay, self.config.route_scale
         functional.update_default_vectors(moved, outputs, index, decay=decay)
@@ -48,7 +49,7 @@ class DefaultVectors(Float32Buffers):
         self.gather(self.default_vectors, self.moved_vectors)
 
     def gather(self, vectors: Tensor, own: Tensor) -> None:
-        """Writes those of all experts into `vectors`."""
+        """Writes the vectors of all experts into `vectors`."""
         vectors.copy_(own)
 
 
@@ -108,10 +109,7 @@ class Experts(DefaultVectors, Layer):
                     f"Experts: activation must be one of {', '.join(ACTIVATIONS)}, "
                     f"got activation={self.activation!r}"
                 )
-            if len(self.clamp) != 2:
-                raise ValueError(f"Experts: clamp must be (alpha, limit), got clamp={self.clamp}")
-            for name, value in zip(("alpha", "limit"), self.clamp, strict=True):
-                require_number("Experts", f"{name} of clamp", value, above=0)
+            check_clamp("Experts", self.clamp)
             require_number("Experts", "default_decay", self.default_decay, 0, 1)
 
     @config_or_fields(Config)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
-from omniattn.modules.attention import with_cache
+from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import Sequences, sequences_of
-from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
@@ -148,9 +148,9 @@ class GatedAttentionUnit(Mixer):
         return DistanceBias(table, zero=c.max_length - 1)
 
     def _n(self, x: Tensor, k: Tensor, sequences: Sequences) -> tuple[int, Tensor | None]:
-        """n, and where packed sequences have their own, what it is of that of each token.
+        """n, and for packed sequences its ratio to the n of each token's own sequence.
 
-        relu(a s)^2 = a^2 relu(s)^2 for a > 0: that ratio goes to q, or with a bias into n.
+        relu(a s)^2 = a^2 relu(s)^2 for a > 0: the ratio goes into q, or with a bias into n.
         """
         c = self.config
         if c.norm_n is not None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from omniattn import functional
-
-Forward = TypeVar("Forward", bound=Callable[..., Any])
+from omniattn.functional._jagged import length_bound, longest, require_ragged, with_boundaries
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call: entries of a batch (B, T, ...) or, of a nested tensor, parts of one.
+    """The sequences of a call: the entries of a batch (B, T, ...), or the parts of a nested tensor.
 
     A layer computes on (B, T, ...) in either case. The tokens of a nested tensor are (1, total,
     ...) there, all sequences one after another, which `attention` keeps apart.
@@ -28,19 +26,8 @@ class Sequences:
 
     @property
     def longest(self) -> int:
-        """Length of the longest part: what the nested tensor knows of it, or else is read."""
-        length: int | None = self.nested._maybe_max_seqlen
-        if length is None:
-            length = self.nested._get_max_seqlen()
-            assert length is not None
-        return length
-
-    @property
-    def _bound(self) -> int:
-        """The same; all tokens in a compiled graph that would have to be left to read it."""
-        if is_compiling() and self.nested._maybe_max_seqlen is None:
-            return len(self.nested.values())
-        return self.longest
+        """Length of the longest part."""
+        return longest(self.nested)
 
     def attention(self, source: Sequences | None = None) -> Callable[..., Any]:
         """functional.attention of queries of these sequences and keys of those of `source`."""
@@ -51,18 +38,25 @@ class Sequences:
             _packed_attention,
             cu_seqlens_q=self.nested.offsets(),
             cu_seqlens_k=keys.nested.offsets(),
-            max_seqlen_q=self._bound,
-            max_seqlen_k=keys._bound,
+            max_seqlen_q=length_bound(self.nested),
+            max_seqlen_k=length_bound(keys.nested),
         )
 
     def lengths(self, t: Tensor) -> Tensor:
-        """Of t (1, total, ...), for each token the length of its sequence (1, total)."""
+        """For each token of t (1, total, ...) the length of its sequence (1, total)."""
         offsets = self.nested.offsets()
         tokens = torch.arange(t.shape[1], dtype=offsets.dtype, device=t.device)
         return offsets.diff()[torch.searchsorted(offsets[1:-1], tokens, right=True)][None]
 
+    def sizes(self, t: Tensor) -> Tensor:
+        """Of t (B, T, ...), the length of each sequence (N,), or one for all (1,)."""
+        if self.nested is not None:
+            sizes: Tensor = self.nested.offsets().diff()
+            return sizes
+        return torch.full((1,), t.shape[1], device=t.device)
+
     def padded(self, t: Tensor) -> Tensor:
-        """t (1, total, ...) as a batch (N, longest, ...), with anything after a sequence's end."""
+        """t (1, total, ...) as a batch (N, longest, ...); values past the end are arbitrary."""
         if self.nested is None:
             return t
         rows = self.nested.offsets()[:-1, None] + torch.arange(self.longest, device=t.device)
@@ -70,18 +64,18 @@ class Sequences:
 
     def restored(self, t: Tensor) -> Tensor:
         """t (B, T, ...), nested if the argument of the call was."""
-        return t if self.nested is None else _with_boundaries(t[0], self.nested)
+        return t if self.nested is None else with_boundaries(t[0], self.nested)
 
 
 def sequences_of(
-    op: str, name: str, x: Tensor, *, state: object = None, beside: Sequences | None = None
+    op: str, name: str, x: Tensor, *, state: object = None, queries: Sequences | None = None
 ) -> tuple[Tensor, Sequences]:
-    """x as (B, T, ...) and its sequences; it must be nested where those of the queries, `beside`,
-    are, and then has no state."""
-    nested = x.is_nested if beside is None else beside.nested is not None
+    """x as (B, T, ...) and its sequences. It must be nested if and only if `queries`, where given,
+    are; a nested x has no state."""
+    nested = x.is_nested if queries is None else queries.nested is not None
     if not nested:
         return x, Sequences()
-    _require_ragged(op, name, x)
+    require_ragged(op, name, x)
     if state is not None:
         raise ValueError(f"{op}: state must be None where {name} is nested, got {state!r}")
     return x.values()[None], Sequences(x)
@@ -91,57 +85,3 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """functional.attention_varlen of q, k, v (1, total, H, D)."""
     result: Any = functional.attention_varlen(q[0], k[0], v[0], **options)
     return tuple(t[None] for t in result) if isinstance(result, tuple) else result[None]
-
-
-def _require_ragged(op: str, name: str, t: Any) -> None:
-    ragged = t.is_nested and t.layout == torch.jagged
-    if not ragged or t.lengths() is not None or t._ragged_idx != 1 or t.dim() < 3:
-        got = f"shape={t.shape}" if ragged else f"layout={t.layout}"
-        raise ValueError(
-            f"{op}: {name} must be a jagged nested tensor (B, j, ..., dim) without holes in a call "
-            f"on nested tensors, got {name}.{got}"
-        )
-
-
-def _with_boundaries(values: Tensor, like: Any) -> Tensor:
-    """These values as a nested tensor with the boundaries of `like`, and what it knows of them."""
-    return torch.nested.nested_tensor_from_jagged(
-        values,
-        like.offsets(),
-        min_seqlen=like._maybe_min_seqlen,
-        max_seqlen=like._maybe_max_seqlen,
-    )
-
-
-def token_wise(forward: Forward) -> Forward:
-    """Makes a forward that treats each token alone take jagged nested tensors too.
-
-    It is given their values, and what it returns gets the boundaries of x. Further tensors must be
-    of the same sequences. Linear is not such a layer: those that need the structure of a sequence
-    begin with one, whose refusal of nested tensors is theirs.
-    """
-
-    @wraps(forward)
-    def on_values(self: Any, x: Tensor, *beside: Any, **named: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_nested:
-            return forward(self, x, *beside, **named)
-        op = type(self).__name__
-        _require_ragged(op, "x", x)
-
-        def values(t: Any) -> Any:
-            if t is None:
-                return None
-            if not t.is_nested or t.shape[:2] != x.shape[:2]:
-                raise ValueError(
-                    f"{op}: all tensors must be jagged with the boundaries of x, "
-                    f"got x.shape={x.shape} and {t.shape}"
-                )
-            return t.values()
-
-        named = {name: values(t) for name, t in named.items()}
-        y = forward(self, values(x), *map(values, beside), **named)
-        if isinstance(y, tuple):
-            return tuple(_with_boundaries(t, x) for t in y)
-        return _with_boundaries(y, x)
-
-    return cast(Forward, on_values)

@@ -44,7 +44,7 @@ _TYPES: dict[str, type] = {
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a config by their annotations, and by name what means the same in all.
+    """Checks the fields of a config by their annotations, and common fields by their names.
 
     Raises:
         TypeError: a value of another type than annotated.
@@ -103,6 +103,15 @@ class LayerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def _require_multiple(self, name: str, of: str) -> None:
+        """Raises ValueError unless the size `name` is a multiple of the size `of`."""
+        size, unit = getattr(self, name), getattr(self, of)
+        if size % unit:
+            op = type(self).__qualname__.removesuffix(".Config")
+            raise ValueError(
+                f"{op}: {name} must be a multiple of {of}, got {name}={size}, {of}={unit}"
+            )
+
     def with_backend(self, backend: str | None) -> Self:
         """The same with another backend of this layer and its parts, unless that is None."""
         if backend is None:
@@ -116,14 +125,24 @@ class LayerConfig:
                 changed[field.name] = backend
         return replace(self, **changed)
 
+    def as_arguments(self) -> str:
+        """The fields that have no default, or another value than it, and `causal`, which layers
+        may have on by default and functions have not; without the configs of parts."""
+        return ", ".join(
+            f"{field.name}={value!r}"
+            for field in fields(self)
+            if not isinstance(value := getattr(self, field.name), LayerConfig)
+            and (field.name == "causal" or value != field.default)
+        )
+
     def build(self, **factory: Any) -> Any:
         """The layer; `factory` is its device and dtype."""
         return self.layer(self, **factory)
 
 
 class Float32Buffers(nn.Module):
-    """A module whose buffers stay in fp32 where its parameters become half ones: what moves in
-    small steps would stand still."""
+    """A module whose buffers stay in fp32 when its parameters become half: values that move in
+    small steps would not move at all."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self.named_buffers(recurse=False))
@@ -139,8 +158,8 @@ class Layer(nn.Module):
     """A module that is built from a value of its nested class `Config`, or from its fields.
 
     A layer joins `layers` by being defined, under the name of its class or `name=` of the class
-    statement. Subclasses such as :class:`omniattn.modules.Mixer` are roles: what a place of a block
-    takes.
+    statement. Subclasses such as :class:`omniattn.modules.Mixer` are the roles that layers have in
+    a block.
     """
 
     Config: ClassVar[Any]
@@ -158,8 +177,13 @@ class Layer(nn.Module):
                 f"Layer: names must be unique, got name={name!r} of {known.__module__}."
                 f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
             )
-        Layer.layers[name] = cls  # anew where a cell of a notebook runs again
+        Layer.layers[name] = cls  # replaced when a notebook cell runs again
         cls.Config.layer = cls
+
+    def extra_repr(self) -> str:
+        """The config, for print(module)."""
+        config = vars(self).get("config")
+        return config.as_arguments() if isinstance(config, LayerConfig) else ""
 
     @classmethod
     def require_config(cls, op: str, name: str, config: Any) -> None:
@@ -178,24 +202,30 @@ def config_or_fields(
     """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
 
     `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
-    device="cuda")`: what else `__init__` takes is then given by name. The signature shows the
-    fields; type checkers take any arguments. `make` is what takes the fields, default the config.
+    device="cuda")`: what `__init__` takes after the config is then given by name. The signature
+    shows the fields; type checkers take any arguments, and check those of the Config. `make` is
+    what takes the fields, default the config.
     """
     new = kind if make is None else make
     layer = kind.__qualname__.removesuffix(".Config")
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        self_, _, *others = inspect.signature(init).parameters.values()
-        keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
-        names = {keyword.name for keyword in keywords}
+        parameters = list(inspect.signature(init).parameters.values())
+        place = [parameter.name for parameter in parameters].index("config")
+        before, after = parameters[1:place], parameters[place + 1 :]
+        keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in after]
+        names = {other.name for other in before + after}
+        fields = list(inspect.signature(new).parameters.values())
+        known = ", ".join(field.name for field in fields)
 
         @functools.wraps(init)
-        def init_from_either(self: Layer, *args: Any, **kwargs: Any) -> None:
+        def init_from_either(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             if "config" in kwargs and not isinstance(kwargs["config"], kind):
                 got = f"config={kwargs['config']!r}"
                 raise TypeError(f"{layer}: config must be a {layer}.Config, got {got}")
+            leading, args = args[: len(before)], args[len(before) :]
             if "config" in kwargs or (args and isinstance(args[0], kind)):
-                init(self, *args, **kwargs)
+                init(self, *leading, *args, **kwargs)
                 return
             own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
             try:
@@ -206,13 +236,12 @@ def config_or_fields(
                 given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
                 raise TypeError(
                     f"{layer}: must have a {layer}.Config or its fields, "
-                    f"got {given or 'nothing'} ({error})"
+                    f"got {given or 'nothing'} ({error}); the fields are {known}"
                 ) from error
-            init(self, config, **own)
+            init(self, *leading, config=config, **own)
 
-        fields = inspect.signature(new).parameters.values()
-        order = sorted([self_, *fields, *keywords], key=lambda parameter: parameter.kind)
-        signature = inspect.Signature(order)
+        order = [parameters[0], *before, *fields, *keywords]
+        signature = inspect.Signature(sorted(order, key=lambda parameter: parameter.kind))
         init_from_either.__signature__ = signature  # type: ignore[attr-defined]
         return init_from_either
 

@@ -60,8 +60,3 @@ class Linear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) -> (..., out_features)."""
         return functional.linear(x, self.weight, self.bias, backend=self.config.backend)
-
-    def extra_repr(self) -> str:
-        """The sizes, for print(module)."""
-        c = self.config
-        return f"{c.in_features}, {c.out_features}, bias={c.bias}"

@@ -31,4 +31,4 @@ class ChannelMixer(Layer):
 
 
 class Norm(Layer):
-    """A layer x -> norm(x), and (x, residual) -> norm(h), h of their sum h."""
+    """A layer x -> norm(x), or (x, residual) -> (norm(h), h) with h = x + residual."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.modules.attention import with_cache
+from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import KVCache, LatentCache, require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache, LatentCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
@@ -176,7 +176,7 @@ class MultiHeadLatentAttention(Mixer):
         return KVCache(batch, max_length, 1, size, v_head_dim=c.kv_lora_rank, **like)
 
     def _rotate(self, x: Tensor, start: int, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """x (B, T, H, D) with its dimensions from `start` on turned."""
+        """x (B, T, H, D) with its dimensions from `start` on rotated."""
         c = self.config
         turned, _ = functional.apply_rotary(
             x, None, *rope, rotary_start=start, interleaved=c.rope_interleaved, backend=c.backend

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from omniattn import functional
+from omniattn.functional._checks import require_number
 from omniattn.functional.ffn import ACTIVATIONS
-from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
@@ -21,6 +21,7 @@ GATED_ACTIVATIONS = {
     "reglu": "relu",
     "glu": "sigmoid",
     "bilinear": "identity",
+    "clamped_swiglu": "clamped_swiglu",
 }
 
 
@@ -83,7 +84,6 @@ class MLP(ChannelMixer):
         self.up_proj = Linear(wide, device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
-    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
@@ -100,11 +100,20 @@ class MLP(ChannelMixer):
         )
 
 
+def check_clamp(op: str, clamp: tuple[float, float]) -> None:
+    """`clamp` must be alpha and limit of clamped_swiglu."""
+    if len(clamp) != 2:
+        raise ValueError(f"{op}: clamp must be (alpha, limit), got clamp={clamp}")
+    for name, value in zip(("alpha", "limit"), clamp, strict=True):
+        require_number(op, f"{name} of clamp", value, above=0)
+
+
 class GatedMLP(ChannelMixer):
     """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
-        config: as of MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear.
+        config: as of MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear,
+            clamped_swiglu; `clamp` are alpha and limit of the last one (gpt-oss).
         device, dtype: of the parameters.
 
     Shape:
@@ -127,6 +136,11 @@ class GatedMLP(ChannelMixer):
 
         activation: str = "swiglu"
         bias: bool = False
+        clamp: tuple[float, float] = (1.702, 7.0)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_clamp("GatedMLP", self.clamp)
 
     @config_or_fields(Config)
     def __init__(
@@ -144,7 +158,6 @@ class GatedMLP(ChannelMixer):
         self.up_proj = Linear(wide, device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
-    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
@@ -157,6 +170,8 @@ class GatedMLP(ChannelMixer):
             up_bias=self.up_proj.bias,
             down_bias=self.down_proj.bias,
             activation=GATED_ACTIVATIONS[c.activation],
+            alpha=c.clamp[0],
+            limit=c.clamp[1],
             dropout_p=c.dropout_p if self.training else 0.0,
             recompute=c.recompute,
             backend=c.backend,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from omniattn import functional
 from omniattn.functional._checks import require_float
@@ -19,33 +18,10 @@ from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.router import Router
+from omniattn.modules.router_state import RouterState, in_backward, load_entropy
 
 #: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
 IMPORTANCE_LOAD = "importance_load"
-
-
-class RouterState(NamedTuple):
-    """What the router of a :class:`MoE` did in the last forward.
-
-    A forward that activation checkpointing repeats in the backward does not count.
-
-    Attributes:
-        experts: (..., k) int64, as executed: -1 where an assignment was dropped or masked.
-        counts: (E,) int64, assignments before any was dropped.
-        dropped: () int64, assignments over capacity.
-        entropy: () of the mean scores of the real tokens in nats: log E where the load is even, 0
-            for no tokens. Detached.
-        balance_loss: () with its coefficient and gradient, 0 without one and in inference: in eval
-            under no_grad.
-        z_loss: the same of the z-loss.
-    """
-
-    experts: Tensor
-    counts: Tensor
-    dropped: Tensor
-    entropy: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
 
 
 class MoE(ChannelMixer):
@@ -68,7 +44,7 @@ class MoE(ChannelMixer):
         needs of the last forward: add `state.balance_loss + state.z_loss` to the loss. After the
         step call :meth:`update_bias` with the sigmoid router, :meth:`update_default_vectors` with
         router_grad="default_vector". Jitter, noise and (unless `capacity_at_eval`) capacity apply
-        in training only; padding takes no room and makes none. Under
+        in training only; padding neither uses capacity nor adds to it. Under
         `checkpoint(use_reentrant=True)` the losses in `state` have no gradient, and a copy of the
         layer has no state. A compiled checkpoint needs
         `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.
@@ -87,9 +63,9 @@ class MoE(ChannelMixer):
         """The parts of the layer; `of` makes them from flat options.
 
         Args:
-            gate, experts: the router and what it chooses from.
-            shared: of the experts that take every token, as one layer.
-            shared_gate: sigmoid gate in front of them (Qwen2-MoE).
+            gate, experts: the router, and the experts that it chooses from.
+            shared: the experts that take every token, as one layer.
+            shared_gate: sigmoid gate on their output (Qwen2-MoE).
             balance: see omniattn.functional.load_balance_loss; "importance_load", of the noisy
                 router alone, is the sum of both `cv_squared`.
             balance_coefficient, z_coefficient: of the losses, 0 for none.
@@ -145,15 +121,16 @@ class MoE(ChannelMixer):
         ) -> MoE.Config:
             """The config by sizes and by fields of Router.Config, Experts.Config and its own.
 
-            Fields that parts share (init_std, ...) go to all of them. What the experts must know of
-            the router follows from it. `shared_hidden_dim` is the width of the shared experts, 0
-            for none.
+            Fields that parts share (init_std, ...) go to all of them. Fields of the experts that
+            depend on the router follow from it. `shared_hidden_dim` is the width of the shared
+            experts, 0 for none.
             """
             router = options.get("router", "softmax")
             options |= {"dim": dim, "hidden_dim": hidden_dim, "experts": experts, "top_k": top_k}
             options.setdefault("weigh_inputs", router == "llama4")
             options.setdefault("default_vectors", options.get("router_grad") == "default_vector")
-            # Of E slots a token most are empty when experts choose; keeping would count them all.
+            # When experts choose, most of the E slots per token are empty, but keeping activations
+            # would count them all.
             options["recompute"] = options.get("recompute", False) or router == "expert_choice"
 
             def of(kind: type[LayerConfig], *but: str) -> dict[str, Any]:
@@ -299,7 +276,7 @@ class MoE(ChannelMixer):
         """x (..., T, dim) -> (..., T, dim); token_mask (..., T) bool, False for padding, whose
         output is that of the shared experts alone."""
         routing, state = self.route(x, token_mask)
-        if not _in_backward():
+        if not in_backward():
             self.state = state
         y: Tensor = self.experts(x, routing)
         if self.shared_experts is not None:
@@ -334,7 +311,7 @@ class MoE(ChannelMixer):
         dropped = counts.new_zeros(())
         if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
             routing, dropped = self.gate.drop(routing, token_mask)
-        entropy = _load_entropy(routing.scores.detach(), token_mask)
+        entropy = load_entropy(routing.scores.detach(), token_mask)
         return routing, RouterState(routing.experts, counts, dropped, entropy, *losses)
 
     def _losses(
@@ -384,7 +361,7 @@ class MoE(ChannelMixer):
     ) -> None:
         """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against `counts`.
 
-        `counts` (E,) are those of the last forward by default; who accumulates gradients adds up
+        `counts` (E,) are those of the last forward by default; with gradient accumulation, add up
         `state.counts` of the forwards of a step. They are summed over the ranks of `group`, where
         one is given.
         """
@@ -402,17 +379,3 @@ class MoE(ChannelMixer):
     def update_default_vectors(self) -> None:
         """Moves the default vectors towards the mean outputs of the last forward in training."""
         self.experts.update_default_vectors()
-
-
-def _load_entropy(scores: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Entropy () of the mean scores (..., T, E) of the real tokens."""
-    if token_mask is not None:
-        scores = scores.masked_fill(~token_mask[..., None], 0.0)
-    total = scores.flatten(0, -2).sum(0)
-    share = total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
-    return torch.special.entr(share).sum()
-
-
-def _in_backward() -> bool:
-    """Whether a backward is running, so that a forward is one that checkpointing repeats."""
-    return not is_compiling() and torch._C._current_graph_task_id() != -1

@@ -48,10 +48,10 @@ class MultiTokenPredictor(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes and options: `concat` is the order in front of proj, "hidden_first" (paper) or
+        """Sizes and options: `concat` is the order before proj, "hidden_first" (paper) or
         "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
         output to the next (and so expects the trunk's after its final norm). `parallel`: every
-        depth predicts from the trunk alone; both of these then mean nothing."""
+        depth predicts from the trunk alone; the other two options then have no effect."""
 
         dim: int
         depths: int = 1

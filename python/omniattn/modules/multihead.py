@@ -59,11 +59,7 @@ class MultiheadAttention(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.embed_dim % self.num_heads:
-                raise ValueError(
-                    "MultiheadAttention: embed_dim must be a multiple of num_heads, "
-                    f"got embed_dim={self.embed_dim}, num_heads={self.num_heads}"
-                )
+            self._require_multiple("embed_dim", "num_heads")
 
         @property
         def joint(self) -> bool:
@@ -112,7 +108,7 @@ class MultiheadAttention(Layer):
     _qkv_same_embed_dim = False
 
     def reset_parameters(self) -> None:
-        """Draws the input projections and the added rows as Xavier has it; zero bias."""
+        """Draws the input projections and the added rows by Xavier's rule; zero bias."""
         for weight in self._in_weights():
             nn.init.xavier_uniform_(weight)
         if self.in_proj_bias is not None:
@@ -163,6 +159,18 @@ class MultiheadAttention(Layer):
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         ]
 
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, D), and k and v with the keys that are added to those of the source."""
+        c = self.config
+        q, k, v = self._project(query, key, value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(len(k), -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(len(v), -1, -1)], 1)
+        if c.add_zero_attn:
+            k, v = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (x.unflatten(-1, (c.num_heads, -1)) for x in (q, k, v))
+        return q, k, v
+
     def forward(
         self,
         query: Tensor,
@@ -197,24 +205,16 @@ class MultiheadAttention(Layer):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not c.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        q, k, v = self._project(*(inputs * 3 if same else inputs))
-        batch, seen = len(query) if query.is_nested else q.shape[0], k.shape[1]
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(batch, -1, -1)], 1)
-            v = torch.cat([v, self.bias_v.expand(batch, -1, -1)], 1)
-        if c.add_zero_attn:
-            k, v = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        q, k, v = (x.unflatten(-1, (c.num_heads, -1)) for x in (q, k, v))
-        extra = k.shape[1] - seen
-        mask, bias = self._masks(key_padding_mask, attn_mask, is_causal, batch, extra)
-        dropout = c.dropout if self.training else 0.0
+        batch = len(query) if query.is_nested else inputs[0].shape[0]
+        q, k, v = self._heads(*(inputs * 3 if same else inputs))
+        mask, bias = self._masks(key_padding_mask, attn_mask, is_causal, batch)
         out, lse = sequences.attention(keys)(
             q,
             k,
             v,
             mask=mask,
             bias=bias,
-            dropout_p=dropout,
+            dropout_p=c.dropout if self.training else 0.0,
             return_lse=True,
             backend=c.backend,
         )
@@ -242,8 +242,8 @@ class MultiheadAttention(Layer):
         query, queries = sequences_of(op, "query", inputs[0])
         if len(inputs) == 1:
             return [query], queries, queries
-        key, keys = sequences_of(op, "key", inputs[1], beside=queries)
-        value, _ = sequences_of(op, "value", inputs[2], beside=queries)
+        key, keys = sequences_of(op, "key", inputs[1], queries=queries)
+        value, _ = sequences_of(op, "value", inputs[2], queries=queries)
         if inputs[2].shape[:2] != inputs[1].shape[:2]:
             raise ValueError(
                 f"{op}: key and value must have the same boundaries, "
@@ -257,9 +257,9 @@ class MultiheadAttention(Layer):
         attn_mask: Tensor | None,
         is_causal: bool,
         batch: int,
-        extra: int,
     ) -> tuple[Mask, Tensor | None]:
-        """Rules and bias; the last `extra` keys (bias_k, zero) are seen by all."""
+        """Rules and bias; the keys that are added (bias_k, zero) are seen by all."""
+        extra = self.config.add_bias_kv + self.config.add_zero_attn
         rules: list[Mask] = []
         bias: Tensor | None = None
         if attn_mask is None and is_causal:

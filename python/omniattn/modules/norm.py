@@ -8,7 +8,6 @@ from torch import nn
 from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.norm import GATES
-from omniattn.modules.jagged import token_wise
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import Norm
 
@@ -62,7 +61,6 @@ class RMSNorm(Norm):
         """Makes the factor offset + w one."""
         nn.init.constant_(self.weight, 1 - self.config.offset)
 
-    @token_wise
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
@@ -75,10 +73,6 @@ class RMSNorm(Norm):
             residual=residual,
             backend=c.backend,
         )
-
-    def extra_repr(self) -> str:
-        """The size and eps, for print(module)."""
-        return f"{self.config.dim}, eps={self.config.eps}"
 
 
 class LayerNorm(Norm):
@@ -130,17 +124,12 @@ class LayerNorm(Norm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @token_wise
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.layer_norm(
             x, self.weight, self.bias, eps=c.eps, residual=residual, backend=c.backend
         )
-
-    def extra_repr(self) -> str:
-        """The size and eps, for print(module)."""
-        return f"{self.config.dim}, eps={self.config.eps}"
 
 
 class GroupNorm(Layer):
@@ -204,7 +193,6 @@ class GroupNorm(Layer):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @token_wise
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
@@ -217,10 +205,6 @@ class GroupNorm(Layer):
             center=c.center,
             backend=c.backend,
         )
-
-    def extra_repr(self) -> str:
-        """The size and number of groups, for print(module)."""
-        return f"{self.config.dim}, num_groups={self.config.num_groups}, eps={self.config.eps}"
 
 
 class RMSNormGated(Layer):
@@ -277,7 +261,6 @@ class RMSNormGated(Layer):
         """Sets the weight to 1."""
         nn.init.ones_(self.weight)
 
-    @token_wise
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x, gate (..., dim) -> (..., dim)."""
         c = self.config
@@ -292,10 +275,6 @@ class RMSNormGated(Layer):
             casting=c.casting,
             backend=c.backend,
         )
-
-    def extra_repr(self) -> str:
-        """The size and eps, for print(module)."""
-        return f"{self.config.dim}, eps={self.config.eps}"
 
 
 def _check_groups(name: str, dim: int, num_groups: int) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omniattn import functional
 from omniattn.functional.masks import KeyPadding, Mask
-from omniattn.modules.kv_cache import Cache, check_new, new_storage
+from omniattn.modules.cache import Cache, check_new, new_storage
 from omniattn.modules.state import take
 
 
 class PagePool:
-    """Pages of keys and values (num_pages, Hkv, page_size, D) with the number of their owners.
+    """Pages of keys and values (num_pages, Hkv, page_size, D) with a count of owners for each.
 
     Args:
         num_pages, page_size, num_kv_heads, head_dim: sizes of the storage.
@@ -180,7 +182,7 @@ class PagedCache(Cache):
         return self.views()
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        """append for a caller that reads the pages."""
+        """`append` for a caller that reads the pages itself."""
         batch, new = len(self._pages), k.shape[1]
         check_new("PagedCache", k, v, batch, self.pool.k, self.pool.v)
         if new == 0:
@@ -306,3 +308,14 @@ class PagedCache(Cache):
         for row in self._pages:
             self.pool.retain(row)
         self.pool.release(list(home.values()))
+
+
+def in_pages(
+    cache: PagedCache, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
+    """Stores k and v; all pages, and the attention that reads them in place."""
+    cache.store(k, v)
+    attend = partial(
+        functional.attention_cached, cache_seqlens=cache.lengths, block_table=cache.block_table
+    )
+    return *cache.pages, attend

@@ -82,10 +82,6 @@ class SinusoidalPositional(Layer):
         )
         return (x * c.dim**0.5 if c.scale_input else x) + table.to(x.dtype)
 
-    def extra_repr(self) -> str:
-        """The form of the table, for print(module)."""
-        return f"{self.config.dim}, layout={self.config.layout}"
-
 
 class SinCosPositional2d(Layer):
     """y = x + the 2-D sin-cos table of a patch grid, `functional.sincos_2d`.
@@ -142,10 +138,6 @@ class SinCosPositional2d(Layer):
                 f"grid, got x.shape={tuple(x.shape)}, grid={tuple(grid)}, prefix={c.prefix}"
             )
         return x + table
-
-    def extra_repr(self) -> str:
-        """The width, for print(module)."""
-        return f"{self.config.dim}, prefix={self.config.prefix}"
 
 
 class LearnedPositional(Layer):
@@ -236,10 +228,6 @@ class LearnedPositional(Layer):
         resized.weight = nn.Parameter(weight)
         return resized
 
-    def extra_repr(self) -> str:
-        """The size, for print(module)."""
-        return f"{self.config.max_positions}, {self.config.dim}"
-
 
 class ALiBi(Layer):
     """The bias ``-m_h |i - j|`` of attention, slopes m as `functional.alibi_slopes`.
@@ -296,7 +284,3 @@ class ALiBi(Layer):
         """The bias of q_len queries that end with the last of k_len keys, in `dtype`."""
         bias = functional.alibi_bias(self.slopes, q_len, k_len, form=self.config.form)
         return bias if dtype is None else bias.to(dtype)
-
-    def extra_repr(self) -> str:
-        """The number of heads, for print(module)."""
-        return f"{self.config.num_heads}, trainable={self.config.trainable}"

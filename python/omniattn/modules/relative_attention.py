@@ -133,11 +133,7 @@ class DisentangledAttention(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.dim % self.num_heads:
-                raise ValueError(
-                    "DisentangledAttention: dim must be a multiple of num_heads, "
-                    f"got dim={self.dim}, num_heads={self.num_heads}"
-                )
+            self._require_multiple("dim", "num_heads")
             if self.buckets and not 2 <= self.buckets // 2 < self.max_distance - 1:
                 raise ValueError(
                     "DisentangledAttention: buckets must be >= 4 with buckets / 2 < "

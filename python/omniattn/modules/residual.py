@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional._checks import require_number, widen
 from omniattn.modules.dropout import Dropout
-from omniattn.modules.layer import LayerConfig
+from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.mixer import Norm
 
 PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
@@ -21,8 +21,8 @@ PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 class DropPath(nn.Module):
     """Stochastic depth: a sample becomes 0 with probability p and x / (1 - p) otherwise.
 
-    Which samples is Philox of a seed drawn from torch's generator, the same on every device. In
-    training mode only.
+    Philox chooses the samples, from a seed drawn from torch's generator: the same on every device.
+    In training mode only.
 
     Args:
         p: in [0, 1).
@@ -67,7 +67,7 @@ class Residual(nn.Module):
 
     Args:
         layer: f; further arguments of forward go to it.
-        config: norm, placement and dropout.
+        config: norm, placement and dropout; or these as arguments of their own.
         device, dtype: of the norms.
 
     Shape:
@@ -80,7 +80,7 @@ class Residual(nn.Module):
 
     Example:
         >>> from omniattn.modules import LayerNorm
-        >>> Residual(torch.nn.Identity(), Residual.Config(LayerNorm.Config(2)))(torch.zeros(1, 2))
+        >>> Residual(torch.nn.Identity(), LayerNorm.Config(2), "post")(torch.zeros(1, 2))
         tensor([[0., 0.]], grad_fn=...)
     """
 
@@ -113,6 +113,7 @@ class Residual(nn.Module):
                     "got placement='post'"
                 )
 
+    @config_or_fields(Config)
     def __init__(
         self,
         layer: nn.Module,
@@ -129,6 +130,10 @@ class Residual(nn.Module):
             self.post_norm = config.norm.build(device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p)
+
+    def extra_repr(self) -> str:
+        """The config, for print(module)."""
+        return self.config.as_arguments()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., dim) -> (..., dim); the other arguments go to the layer."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._checks import require_integers, require_number
-from omniattn.functional.rope_tables import RopeScaling
+from omniattn.functional.rope_tables import RopeScaling, rope_scaling
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -47,12 +47,13 @@ class RotaryEmbedding(Layer):
         Args:
             rotary_dim: even, at most the head size.
             base: of the wavelengths.
-            scaling: for contexts longer than trained on, see functional.rope_frequencies.
-            sticky: a length that was reached stays in force until a call within the trained length
-                (Hugging Face), where by default each call counts for itself.
+            scaling: for contexts longer than trained on, see functional.rope_frequencies; a mapping
+                as in Hugging Face, {"rope_type": "llama3", ...}, becomes a RopeScaling.
+            sticky: the largest length so far stays in force until a call within the trained length
+                (Hugging Face); by default each call uses its own length.
             sections: M-RoPE: pairs of time, height and width.
             sections_interleaved: t h w t h w ... (Qwen3-VL) instead of one section after another.
-            num_axes: 2 for images: each of row and column turns half of the pairs.
+            num_axes: 2 for images: row and column rotate half of the pairs each.
         """
 
         rotary_dim: int
@@ -66,11 +67,7 @@ class RotaryEmbedding(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             require_number("RotaryEmbedding", "base", self.base, above=0)
-            if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
-                raise TypeError(
-                    "RotaryEmbedding: scaling must be None or a RopeScaling, "
-                    f"got scaling={self.scaling!r}"
-                )
+            object.__setattr__(self, "scaling", rope_scaling("RotaryEmbedding", self.scaling))
             if self.sections is not None:
                 functional.mrope_axes(self.sections, interleaved=self.sections_interleaved)
             if self.rotary_dim <= 0 or self.rotary_dim % (2 * self.num_axes):
@@ -154,7 +151,3 @@ class RotaryEmbedding(Layer):
         within = now < self.config.scaling.original_max_positions  # type: ignore[union-attr]
         self.longest.copy_(torch.where(within, now, now.maximum(self.longest)))
         return self.longest
-
-    def extra_repr(self) -> str:
-        """The frequencies, for print(module)."""
-        return f"{self.config.rotary_dim}, base={self.config.base:g}"

@@ -48,8 +48,8 @@ class Router(Float32Buffers, Layer):
                 tokens. Without either nothing is dropped.
             capacity_per_sequence: room for each sequence, as in transformers' Switch, instead of
                 the batch.
-            capacity_by_score: the most probable tokens take it first (V-MoE), not the earlier ones.
-            capacity_at_eval: in inference too.
+            capacity_by_score: the most probable tokens come first (V-MoE), not the earlier ones.
+            capacity_at_eval: apply the capacity in inference too.
             bias_rate: of `MoE.update_bias`.
             init_std: of the weight.
         """

@@ -51,11 +51,7 @@ class SpatialReductionAttention(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.dim % self.num_heads or self.sr_ratio < 1:
-                raise ValueError(
-                    "SpatialReductionAttention: dim must be a multiple of num_heads, sr_ratio >= 1,"
-                    f" got dim={self.dim}, num_heads={self.num_heads}, sr_ratio={self.sr_ratio}"
-                )
+            self._require_multiple("dim", "num_heads")
 
     @config_or_fields(Config)
     def __init__(

@@ -16,8 +16,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 class State(Protocol):
     """What decoding needs of the state of a layer, whatever its mixer is. Inference only.
 
-    A mixer reads it in `forward(x, state=state)` and leaves it as it is after the last token of x.
-    `copy.deepcopy` copies it.
+    A mixer reads it in `forward(x, state=state)`, and updates it to the state after the last token
+    of x. `copy.deepcopy` copies it.
     """
 
     @property
@@ -38,11 +38,11 @@ class State(Protocol):
         """What has been stored, without unused storage."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` of a state of the same kind and sizes gave."""
+        """Restores the `state_dict` of a state of the same kind and sizes."""
 
 
 class Stateful:
-    """What has a state: a mixer, or a model, whose state is a list of those of its layers."""
+    """A mixer, or a model, whose state is the list of the states of its layers."""
 
     def new_state(
         self,
@@ -99,7 +99,7 @@ class RecurrentState:
         return sum(t.nbytes for t in self._tensors.values())
 
     def advance(self, count: int, **tensors: Tensor) -> None:
-        """Stores all tensors as they are after `count` more tokens, in the dtypes of the state."""
+        """Stores all tensors as of `count` more tokens, in the dtypes of the state."""
         self._store(self.length + count, tensors)
 
     def _store(self, length: int, tensors: dict[str, Tensor]) -> None:

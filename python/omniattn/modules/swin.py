@@ -20,8 +20,8 @@ class WindowAttention(Layer):
     """Multi-head attention within windows of M x M tokens, with a learned relative position bias.
 
     Images whose sides are no multiples of M are padded with zeros, which are attended to. With a
-    `shift` the image is rolled by it first, and tokens that were no neighbours before do not attend
-    to each other. An image no larger than a window is one window without a shift.
+    `shift` the image is rolled by it first, and tokens from different parts of the image do not
+    attend to each other. An image no larger than a window is one window without a shift.
 
     Args:
         config: sizes and options.
@@ -55,11 +55,7 @@ class WindowAttention(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.dim % self.num_heads:
-                raise ValueError(
-                    "WindowAttention: dim must be a multiple of num_heads, "
-                    f"got dim={self.dim}, num_heads={self.num_heads}"
-                )
+            self._require_multiple("dim", "num_heads")
             if not 0 <= self.shift < self.window:
                 raise ValueError(
                     "WindowAttention: shift must be in 0..window - 1, "
@@ -146,7 +142,7 @@ def _regions(x: Tensor, size: int, shift: int) -> Tensor:
 
 
 class SwinBlock(Layer):
-    """x = x + WindowAttention(LN(x)); x = x + MLP(LN(x)), both branches dropped whole at times.
+    """x = x + WindowAttention(LN(x)); x = x + MLP(LN(x)), with stochastic depth on both branches.
 
     Args:
         config: of the attention; `mlp_ratio` of the GELU layer; `drop_path_p` of a branch.

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from omniattn.functional._checks import require_shape
 from omniattn.functional.masks import Mask
-from omniattn.modules.attention import with_cache
+from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import KVCache, require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
@@ -25,6 +26,8 @@ class TransformerXLAttention(Mixer):
 
     Args:
         config: sizes and options.
+        biases: u and v of another layer, `(first.r_w_bias, first.r_r_bias)`, which the layers of
+            the paper share; None for those of this layer alone.
         device, dtype: of the parameters.
 
     Shape:
@@ -52,8 +55,8 @@ class TransformerXLAttention(Mixer):
         Args:
             dim, num_heads, head_dim: sizes; default head_dim is dim / num_heads.
             memory_length: number of tokens that next_memory keeps.
-            same_length: a query sees memory_length tokens at most, wherever it stands.
-            clamp_length: distances beyond count as this one, -1 for none.
+            same_length: every query sees at most memory_length tokens.
+            clamp_length: larger distances are clamped to this one, -1 for none.
             dropout_p, init_std, backend: as in Attention.
         """
 
@@ -77,6 +80,7 @@ class TransformerXLAttention(Mixer):
         self,
         config: Config,
         *,
+        biases: tuple[nn.Parameter, nn.Parameter] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,8 +99,11 @@ class TransformerXLAttention(Mixer):
         self.qkv_net = linear(c.dim, 3 * width)
         self.r_net = linear(c.dim, width)
         self.o_net = linear(width, c.dim)
-        self.r_w_bias, self.r_r_bias = vector(), vector()
-        self.reset_parameters()
+        self.r_w_bias, self.r_r_bias = (vector(), vector()) if biases is None else biases
+        for name, bias in (("u", self.r_w_bias), ("v", self.r_r_bias)):
+            require_shape("TransformerXLAttention", name, bias, (c.num_heads, c.head_size))
+        if biases is None:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws the biases u and v of the queries from N(0, init_std^2)."""

@@ -1,12 +1,12 @@
 """From one forward and one backward op to a differentiable function.
 
-A call takes one of four paths, so that each costs no more than it must and all are right:
+A call takes the cheapest of four paths that is correct for it:
 
 =====================  ====================================================================
 compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
 functorch transforms   an `autograd.Function` with `setup_context` and a vmap rule
 gradients needed       an `autograd.Function` whose forward receives ctx: the cheaper form
-nothing of these       the raw op, or the one without private outputs
+none of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
 Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
@@ -100,19 +100,21 @@ class DifferentiableOp(Op):
         fakes: rules for outputs that are not like the first argument, and those of `backward_op`
             where that is not given.
         private: outputs, at the end, that calls do not return: statistics for the backward.
-        backward: from what its parameters are named after to gradients by the names of their
-            arguments; `*arguments` are all those of `backward_op`. The gradient of an unused output
-            is None; gradients that nobody needs may be left out. None: what `backward_op` finds.
+        backward: from the values that its parameters name to gradients by the names of their
+            arguments; `*arguments` are all arguments of `backward_op`. The gradient of an unused
+            output is None; gradients that nobody needs may be left out. None: the gradients from
+            `backward_op`.
         backward_op: `<name>_backward`, where neither is given.
         unsaved: function of named arguments: what the backward of this call does not read, although
-            that of other calls does.
+            the backward of other calls does.
         formula: see Op; its outputs are those of calls.
         higher_derivatives: whether second and forward-mode derivatives go through the formula.
         restored: rules for arguments of `formula` that are not saved.
         differentiable_backward: `backward` calls differentiable functions only, so that second
             derivatives need no formula.
-        refuse: called by name (`<argument>_grad`) where a gradient passes through vmap: functions,
-            which refuse tensors that need a gradient and get none, cannot see that there.
+        refuse: called by name (`<argument>_grad`) where a gradient passes through vmap. Functions
+            refuse tensors that need a gradient they cannot get, but do not see that need inside
+            vmap.
         fold: see Op.
     """
 
@@ -299,7 +301,7 @@ class _EagerOp(torch.autograd.Function):
         return None, None, *found[:single], *chain.from_iterable(lists)
 
 
-# What Function.apply does but for unwrapping dead functorch tensors, which took 1 us of a call.
+# Function.apply without unwrapping dead functorch tensors, which took 1 us of a call.
 _apply_eager = super(torch.autograd.Function, _EagerOp).apply
 
 
@@ -378,7 +380,7 @@ def is_transformed(*args: Any) -> bool:
 
 
 def may_need_gradient(t: Tensor) -> bool:
-    """Whether a gradient of `t` may be asked for; a batch of vmap does not tell."""
+    """Whether a gradient of `t` may be asked for; for a batch of vmap that is unknown."""
     return t.requires_grad or peek_interpreter_stack() is not None
 
 

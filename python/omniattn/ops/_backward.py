@@ -1,4 +1,4 @@
-"""The backward of an op, declared by names: what is saved for it, what it reads, what it finds."""
+"""The backward of an op, declared by names: what it saves, reads and computes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ _implementations = torch.library.Library("omniattn", "IMPL")
 def private_op(name: str) -> Callable[..., Any]:
     """An op without autograd formula that only this package calls, as the cheapest callable.
 
-    It goes to the dispatcher without what an OpOverload does in Python and about
-    `__torch_function__` (1.7 of 4.5 us for small norms), and there past the autograd key, whose
-    fallback looks at every argument (0.2 us).
+    It skips what an OpOverload does in Python and for `__torch_function__` (1.7 of 4.5 us for small
+    norms), and the autograd key of the dispatcher, whose fallback looks at every argument (0.2 us).
     """
     _implementations.impl(name, torch.library.fallthrough_kernel, "Autograd")
     handle = torch._C._dispatch_find_schema_or_throw(f"omniattn::{name}", "")
@@ -55,7 +54,7 @@ class BackwardOp:
         register_vmap(name, fold)
 
     def of(self, **names: str) -> BackwardOp:
-        """The same as the backward of an op that has other names for these."""
+        """The same op, as the backward of an op with other names."""
         other = copy(self)
         other.takes = tuple(names.get(n, n) for n in self.takes)
         other.gives = tuple(names.get(n, n) for n in self.gives)

@@ -72,16 +72,22 @@ def _check_torch() -> None:
         )
 
 
-#: The public function of an op whose name is another one, or how it follows from the arguments.
-_PUBLIC: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
-    "activate": "mlp",
-    "add_norm": lambda given: "layer_norm" if given.get("center") else "rms_norm",
-    "attention_select": "select_attention",
-    "gated_norm": lambda given: "group_norm" if given.get("z") is None else "rms_norm_gated",
-    "moe": "moe_experts",
-    "norm": lambda given: "layer_norm" if given.get("center") else "rms_norm",
-    "norm_rope": "qk_norm_rotary",
-    "rope": "apply_rotary",
+#: The public functions of an op whose name is another one.
+_PUBLIC: dict[str, tuple[str, ...]] = {
+    "activate": ("mlp",),
+    "add_norm": ("rms_norm", "layer_norm"),
+    "attention_select": ("select_attention",),
+    "gated_norm": ("group_norm", "rms_norm_gated"),
+    "moe": ("moe_experts",),
+    "norm": ("rms_norm", "layer_norm"),
+    "norm_rope": ("qk_norm_rotary",),
+    "rope": ("apply_rotary",),
+}
+#: Of two, whether a call is of the second one.
+_IS_SECOND: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "add_norm": lambda given: bool(given.get("center")),
+    "gated_norm": lambda given: given.get("z") is not None,
+    "norm": lambda given: bool(given.get("center")),
 }
 
 
@@ -92,10 +98,17 @@ def public_name(name: str, args: Sequence[Any]) -> str:
     """
     stem = name.removesuffix("_").removesuffix("_raw").removesuffix("_only")
     op = stem.removesuffix("_backward")
-    public = _PUBLIC.get(op, op)
-    if not isinstance(public, str):
-        public = public(dict(zip((a.name for a in _arguments(name)), args, strict=False)))
-    return public + stem.removeprefix(op)
+    public = _PUBLIC.get(op, (op,))
+    given = dict(zip((a.name for a in _arguments(name)), args, strict=False))
+    second = op in _IS_SECOND and _IS_SECOND[op](given)
+    return public[int(second)] + stem.removeprefix(op)
+
+
+def _public_functions(device: str) -> list[str]:
+    """The public functions of the ops that have a kernel for this device."""
+    helpers = ("_", "_only", "_backward")
+    ops = (name for name in ops_of(device) if not name.endswith(helpers))
+    return sorted({function for op in ops for function in _PUBLIC.get(op, (op,))})
 
 
 def _arguments(name: str) -> Sequence[Any]:
@@ -135,8 +148,8 @@ def compose(name: str, function: Callable[..., Any]) -> None:
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function the fake kernel of an op.
 
-    It also runs where any tensor is on the meta device. Were others not, the results would
-    be memory that nobody writes: such calls are refused, but for a seed, which lies on the CPU.
+    It also runs if any tensor is on the meta device. If other tensors were not, the results would
+    be uninitialised memory; such calls are refused, except that a seed may be on the CPU.
     """
     arguments = _arguments(name)
     first = arguments[0].name
@@ -176,7 +189,7 @@ def _explain(name: str) -> Callable[..., NoReturn]:
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"{public_name(name, args)}: no native kernel for device='cuda' "
-            f"({cuda_unavailable or 'there is one for ' + ', '.join(ops_of('cuda'))}); "
+            f"({cuda_unavailable or 'there is one for ' + ', '.join(_public_functions('cuda'))}); "
             'backend="reference" runs the eager definition'
         )
 

@@ -1,7 +1,7 @@
 """Names of an op's arguments, outputs and gradients, by which declarations refer to them.
 
-Beside an argument `x` and an output `y` there are `grad_y`, the gradient of y that a backward gets,
-`x_grad`, whether it is to find that of x, and `dx`, what it finds.
+For an argument `x` and an output `y`, `grad_y` is the gradient of y that a backward gets, `x_grad`
+tells whether it must compute the gradient of x, and `dx` is that gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["Rules", "Schema", "call_by_name", "gradients_like", "like", "outputs_like", "picker"]
 
-#: From a name to a function, which is called with what its parameters are named after.
+#: Functions by name; each is called with the values that its parameters name.
 Rules = Mapping[str, Callable[..., Any]]
 
 
@@ -24,6 +24,7 @@ class Schema:
     """The names in the schema of an op; where an only output has none, it is `y`."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         schema = getattr(torch.ops.omniattn, name).default._schema
         kinds = {a.name: str(a.type) for a in schema.arguments}
         self.arguments = tuple(kinds)
@@ -77,6 +78,11 @@ def gradients_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
     They are empty where the argument is None or `<argument>_grad` is False.
     """
     stems = [name.removeprefix("d") for name in schema.outputs]
+    for name, stem in zip(schema.outputs, stems, strict=True):
+        if name not in rules and stem not in schema.arguments:
+            raise TypeError(
+                f"{schema.name}: {name} needs a rule, since no argument is named {stem}"
+            )
 
     def gradient(name: str, stem: str, values: Mapping[str, Any]) -> Any:
         model = values.get(stem)

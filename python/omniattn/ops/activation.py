@@ -10,7 +10,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
 
-__all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "glu"]
+__all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "CLAMPED", "encode", "glu"]
 
 #: Name of an activation -> its number in csrc/kernels/activation/activation.h.
 ACTIVATIONS = {
@@ -24,6 +24,9 @@ ACTIVATIONS = {
     "relu_squared": 7,
 }
 
+#: The gated activation that takes alpha and limit (gpt-oss).
+CLAMPED = "clamped_swiglu"
+
 ACTIVATION_NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
 for _name in ("activate_backward_", "glu_backward_"):
@@ -35,10 +38,23 @@ def _result(gate: Tensor, up: Tensor | None) -> Tensor:
     return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
-#: (gate, up, act) -> y
+def encode(activation: str, alpha: float, limit: float) -> tuple[int, list[float]]:
+    """The arguments act and clamp of an op."""
+    if activation == CLAMPED:
+        return ACTIVATIONS["silu"], [alpha, limit]
+    return ACTIVATIONS[activation], []
+
+
+def _formula(gate: Tensor, up: Tensor | None, act: int, clamp: list[float]) -> Tensor:
+    if clamp:
+        return reference.clamped_swiglu(gate, up, alpha=clamp[0], limit=clamp[1])
+    return reference.gated_activation(gate, up, ACTIVATION_NAMES[act])
+
+
+#: (gate, up, act, clamp) -> y; clamp: alpha and limit of CLAMPED, or nothing
 glu = DifferentiableOp(
     "glu",
     fakes={"y": _result},
-    formula=lambda gate, up, act: reference.gated_activation(gate, up, ACTIVATION_NAMES[act]),
+    formula=_formula,
     fold=Fold(("gate", "up")),
 )

@@ -71,7 +71,7 @@ def _backward(
 
 
 def _scatter(grad: Tensor, t: Tensor, pages: Tensor) -> Tensor:
-    """The sums over the places where the pages t (pages, P, H, D) were gathered."""
+    """The sums over the rows to which the pages t (pages, P, H, D) were gathered."""
     sums = torch.zeros(t.shape, dtype=compute_dtype(t), device=t.device)
     grad = grad.unflatten(1, (-1, t.shape[1])).flatten(0, 1).to(sums.dtype)
     return sums.index_add(0, pages.flatten(), grad).to(t.dtype)
@@ -88,7 +88,7 @@ def _formula(
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """The op in plain torch, from its own arguments."""
-    layout, options = decode(aux, mask, score, params)
+    layout, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
     options |= {"dropout_p": params[1], "seed": seed, "return_lse": True}
     if layout is None:
         out, lse = reference.attention(q, k, v, **options)
@@ -141,7 +141,7 @@ def _weights_formula(
     sums: bool,
 ) -> Tensor:
     """attention_weights in plain torch, from its own arguments."""
-    _, options = decode(aux, mask, score, params)
+    _, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
     return reference.attention_weights(q, k, lse, column_sums=sums, **options)
 
 
@@ -160,7 +160,7 @@ def _weights_backward(
     params: Sequence[float],
     sums: bool,
 ) -> dict[str, Any]:
-    """Through the eager definition: weights are looked at, not trained through."""
+    """Through the eager definition: weights are for inspection, not for training."""
     tensors = [q, k, lse, *aux]
     needed = [i for i, need in enumerate((q_grad, k_grad, lse_grad, *aux_grad)) if need]
 

@@ -11,26 +11,13 @@ from omniattn.ops._vmap import Fold
 __all__ = ["causal_conv1d"]
 
 
-def _channels_last(t: Tensor) -> Tensor:
+def _channels_last(t: Tensor | None) -> Tensor | None:
     """A weight or states: of their shape, with the channels next to each other in memory."""
-    return t.new_empty(t.mT.shape).mT
+    return None if t is None else t.new_empty(t.mT.shape).mT
 
 
 def _final_state(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1] - 1, x.shape[2])).mT
-
-
-def _formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, silu: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    return reference.causal_conv1d(
-        x,
-        weight,
-        bias,
-        activation="silu" if silu else None,
-        initial_state=initial_state,
-        return_final_state=True,
-    )
 
 
 #: (x, weight, bias, initial_state, silu) -> (y, final_state)
@@ -39,10 +26,15 @@ causal_conv1d = DifferentiableOp(
     fakes={
         "final_state": _final_state,
         "dweight": lambda weight: _channels_last(weight),
-        "dinitial_state": lambda initial_state: (
-            None if initial_state is None else _channels_last(initial_state)
-        ),
+        "dinitial_state": lambda initial_state: _channels_last(initial_state),
     },
-    formula=_formula,
+    formula=lambda x, weight, bias, state, silu: reference.causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation="silu" if silu else None,
+        initial_state=state,
+        return_final_state=True,
+    ),
     fold=Fold(("x", "initial_state")),
 )

@@ -16,7 +16,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
 from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
-from omniattn.ops.activation import ACTIVATION_NAMES
+from omniattn.ops.activation import ACTIVATION_NAMES, CLAMPED
 
 __all__ = ["glu_mlp"]
 
@@ -65,6 +65,7 @@ def _formula(
     seed: Tensor | None,
     dropout_p: float,
     act: int,
+    clamp: list[float],
     recompute: bool,
     native: bool,
 ) -> Tensor:
@@ -77,11 +78,13 @@ def _formula(
     if up_weight is None:
         return reference.mlp(x, gate_weight, down_weight, up_bias=gate_bias, **options)
     options |= {"gate_bias": gate_bias, "up_bias": up_bias}
+    if clamp:
+        options |= {"activation": CLAMPED, "alpha": clamp[0], "limit": clamp[1]}
     return reference.glu_mlp(x, gate_weight, up_weight, down_weight, **options)
 
 
 #: (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, seed, dropout_p, act,
-#: recompute, native) -> y
+#: clamp, recompute, native) -> y
 glu_mlp = DifferentiableOp(
     "glu_mlp",
     fakes={

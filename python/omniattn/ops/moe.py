@@ -10,13 +10,11 @@ from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._names import like
 from omniattn.ops.activation import ACTIVATIONS as _ACT
+from omniattn.ops.activation import CLAMPED as CLAMPED
 
 __all__ = ["ACTIVATIONS", "CLAMPED", "moe"]
 
 _NO_GATE, _HALVES, _INTERLEAVED = 0, 1, 2
-
-#: The activation that takes alpha and limit (gpt-oss).
-CLAMPED = "clamped_swiglu"
 
 #: Name -> (number of the activation, whether there is a gate).
 ACTIVATIONS = {

@@ -49,11 +49,11 @@ def _add_norm_backward(
 
 
 def _nothing(h: Tensor, grad_y: Tensor | None) -> Tensor:
-    """x for h = x + h: what derives from h reaches x and residual through it."""
+    """The zero x for which h = x + h, so that derivatives with respect to h reach x and
+    residual."""
     return (h - h).to(h.dtype if grad_y is None else grad_y.dtype)
 
 
-#: (x, weight, bias, center, eps, offset, cast_first) -> y
 norm = DifferentiableOp(
     "norm",
     fakes={"stats": _stats},
@@ -63,7 +63,6 @@ norm = DifferentiableOp(
     fold=Fold(("x",)),
 )
 
-#: (x, residual, weight, bias, center, eps, offset, cast_first) -> (y, h)
 add_norm = DifferentiableOp(
     "add_norm",
     fakes={"h": lambda residual: like(residual), "stats": _stats},

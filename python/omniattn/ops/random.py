@@ -19,7 +19,7 @@ uniform_like = Op(
 
 
 def _backward(grad_y: Tensor, seed: Tensor, p: float) -> dict[str, Tensor]:
-    """The gradients of what was kept, by the same draws."""
+    """The gradients of the kept elements, by the same draws."""
     return {"x": dropout(grad_y, seed, p)}
 
 

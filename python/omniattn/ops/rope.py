@@ -31,7 +31,7 @@ def refuse_table_gradients(op: str, cos_grad: bool, sin_grad: bool) -> None:
 
 
 def is_shared(cos: Tensor, positions: Tensor | None) -> bool:
-    """Whether all sequences of a batch turn by the same angles."""
+    """Whether all sequences of a batch are rotated by the same angles."""
     return cos.dim() == 2 and (positions is None or positions.dim() == 1)
 
 
@@ -47,7 +47,7 @@ def _backward(
     interleaved: bool,
     inverse: bool,
 ) -> dict[str, Tensor]:
-    """The gradients turn by the negative angle."""
+    """The gradients are rotated by the negative angle."""
     given = {"q": grad_q_out if q_grad else None, "k": grad_k_out if k_grad else None}
     found = {name: grad for name, grad in given.items() if grad is not None}
     if not found:

@@ -1,12 +1,13 @@
 """The definition of every op in plain torch: test oracle, text to read, and explicit fallback.
 
-Same signatures as `omniattn.functional` without `backend`; differentiable; half inputs compute in
-fp32 and are rounded once, fp32 and fp64 compute in their own dtype.
+Same signatures as `omniattn.functional` without `backend`; differentiable; half inputs are computed
+in fp32 and rounded once, fp32 and fp64 in their own dtype.
 """
 
 from omniattn.reference.activation import (
     activate,
     bilinear,
+    clamped_swiglu,
     gated_activation,
     geglu,
     glu,
@@ -25,7 +26,13 @@ from omniattn.reference.attention import (
 from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
-from omniattn.reference.loss import cross_entropy, linear_cross_entropy
+from omniattn.reference.loss import (
+    cross_entropy,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_prob,
+)
 from omniattn.reference.moe import moe_experts
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.reference.positions import (
@@ -80,6 +87,7 @@ __all__ = [
     "axial_frequencies",
     "bilinear",
     "causal_conv1d",
+    "clamped_swiglu",
     "cross_entropy",
     "dropout",
     "gated_activation",
@@ -90,9 +98,12 @@ __all__ = [
     "group_norm",
     "interpolate_grid",
     "interpolate_positions",
+    "jsd",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_jsd",
+    "linear_log_prob",
     "masked_positions",
     "merge_attention",
     "mlp",

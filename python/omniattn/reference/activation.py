@@ -35,6 +35,20 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: st
     return (ACTIVATIONS[activation](widen(gate)) * widen(up)).to(gate.dtype)
 
 
+def clamped_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> torch.Tensor:
+    """g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within [-limit, limit] (gpt-oss)."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    g, u = widen(gate).clamp(max=limit), widen(up).clamp(-limit, limit)
+    return (g * torch.sigmoid(alpha * g) * (u + 1)).to(gate.dtype)
+
+
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) * up."""
     return gated_activation(gate, up, "silu")

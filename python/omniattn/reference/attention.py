@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from omniattn.reference import philox
-from omniattn.reference.options import (
+from omniattn.encoding.masks import EncodedMask, cut
+from omniattn.encoding.options import (
     NORMALISERS,
     TRANSFORMS,
     AttentionOptions,
-    MaskLike,
     Options,
     WeightOptions,
     pack,
     spelled_out,
     transform_of,
 )
+from omniattn.reference import philox
 from omniattn.reference.precision import widen
+from omniattn.reference.score_mod import PlacedMod, apply_score_mod
 from omniattn.reference.vmap import require_not_mapped
 
 
@@ -61,9 +62,9 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (Nq,Hq,D), k (Nk,Hkv,D), v (Nk,Hkv,Dv) -> O (Nq,Hq,Dv) [, lse (Hq,Nq)].
 
-    Sequence n, a problem of its own, has the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q and
-    cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N, Hq,
-    max_seqlen_q, max_seqlen_k). Rows of no sequence give O = 0, lse = -inf.
+    Each sequence n is a separate problem with the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q
+    and cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N,
+    Hq, max_seqlen_q, max_seqlen_k). Rows outside of all sequences give O = 0, lse = -inf.
     """
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
@@ -72,16 +73,16 @@ def attention_varlen(
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
-        mine = _of_sequence(record, n, q1 - q0, k1 - k0)
+        mine = _of_sequence(record, n, q1 - q0, k1 - k0, cached=False)
         out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
         outs.append(out[0])
         lses.append(lse[0])
-    before, behind = ends_q[0], q.shape[0] - ends_q[-1]
+    before, after = ends_q[0], q.shape[0] - ends_q[-1]
     pad = torch.nn.functional.pad
     out = torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], v.shape[2])
-    out = pad(out, (0, 0, 0, 0, before, behind))
+    out = pad(out, (0, 0, 0, 0, before, after))
     lse = torch.cat(lses, 1) if lses else widen(q.new_zeros(q.shape[1], 0))
-    lse = pad(lse, (before, behind), value=-math.inf if record.normaliser == "softmax" else 0.0)
+    lse = pad(lse, (before, after), value=-math.inf if record.normaliser == "softmax" else 0.0)
     return (out, lse) if return_lse else out
 
 
@@ -107,7 +108,7 @@ def attention_cached(
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist()):
         one = slice(n, n + 1)
-        mine = _of_sequence(record, n, q.shape[1], tk)
+        mine = _of_sequence(record, n, q.shape[1], tk, cached=True)
         out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
         outs.append(out)
         lses.append(lse)
@@ -123,13 +124,13 @@ def _seeded(options: Options) -> Options:
     return options if options.seed is not None else options._replace(seed=philox.new_seed())
 
 
-def _of_sequence(options: Options, n: int, tq: int, tk: int) -> Options:
+def _of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) -> Options:
     """The options of sequence n of a packed or cached batch, which has its own lengths."""
     mask, bias, slopes = options.mask, options.bias, options.alibi_slopes
     relative = options.relative
     if isinstance(mask, Tensor):
         mask = cut(mask, n, tq, tk)
-    elif mask is not None:
+    elif isinstance(mask, EncodedMask):
         mask = mask.of_sequence(n, tq, tk)
     if bias is not None:
         bias = cut(bias, n, tq, tk)
@@ -137,15 +138,12 @@ def _of_sequence(options: Options, n: int, tq: int, tk: int) -> Options:
         slopes = slopes[n : n + 1]
     if relative is not None:
         relative = relative.of_sequence(n)
-    return options._replace(mask=mask, bias=bias, alibi_slopes=slopes, relative=relative)
-
-
-def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
-    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
-    t = t[(None,) * (4 - t.dim())]
-    t = t[n : n + 1] if t.shape[0] > 1 else t
-    t = t[:, :, :rows] if t.shape[2] > 1 else t
-    return t[..., :columns] if t.shape[3] > 1 else t
+    score_mod = options.score_mod
+    if score_mod is not None:
+        score_mod = PlacedMod(score_mod, n, tk - tq if cached else 0)
+    return options._replace(
+        mask=mask, bias=bias, alibi_slopes=slopes, relative=relative, score_mod=score_mod
+    )
 
 
 def _attention(
@@ -192,11 +190,13 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
         s = s + slopes[..., None, None] * -_distance(tq, tk, q.device).abs().to(s.dtype)
     if options.relative is not None:
         s = s + options.relative.term(tq, tk, s.dtype)
+    if options.score_mod is not None:
+        s = apply_score_mod(options.score_mod, s)
     return s.masked_fill(~_visible(options, tq, tk, q.device, heads), -math.inf)
 
 
 def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
-    """k - i of all pairs, i = q + Tk - Tq the place of query q among the keys."""
+    """k - i of all pairs, i = q + Tk - Tq the position of query q among the keys."""
     i = torch.arange(tq, device=device)[:, None] + tk - tq
     return torch.arange(tk, device=device) - i
 
@@ -212,7 +212,7 @@ def _visible(options: Options, tq: int, tk: int, device: torch.device, heads: in
         allowed = allowed & (distance <= (0 if options.causal else right))
     if isinstance(options.mask, Tensor):
         allowed = allowed & options.mask
-    elif options.mask is not None:
+    elif isinstance(options.mask, EncodedMask):
         allowed = allowed & options.mask.visible(tq, tk, device, heads)
     return allowed
 
@@ -253,7 +253,7 @@ def select_attention(
     scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | MaskLike | None = None,
+    mask: Tensor | EncodedMask | None = None,
 ) -> Tensor:
     """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
 

@@ -17,7 +17,7 @@ def causal_conv1d(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y[t] = act(bias + sum_k weight[k] x[t + k - (K - 1)]), x (B, T, D), weight (D, K), bias (D,).
 
-    The K - 1 inputs in front of x are initial_state (B, D, K - 1), or zeros; the final state is the
+    The K - 1 inputs before x are initial_state (B, D, K - 1), or zeros; the final state is the
     last K - 1 of these and of x.
     """
     taps, steps = weight.shape[1], x.shape[1]

@@ -2,7 +2,7 @@
 
 import torch
 
-from omniattn.reference.activation import activate, gated_activation
+from omniattn.reference.activation import activate, clamped_swiglu, gated_activation
 from omniattn.reference.gemm import linear
 from omniattn.reference.random import dropout
 
@@ -34,11 +34,19 @@ def glu_mlp(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     dropout_p: float = 0.0,
     seed: torch.Tensor | None = None,
     recompute: bool = False,
 ) -> torch.Tensor:
-    """y = dropout(act(x W_gate^T) * x W_up^T) W_down^T, with biases; x (..., d), W_up (F, d)."""
+    """y = dropout(act(x W_gate^T) * x W_up^T) W_down^T, with biases; x (..., d), W_up (F, d).
+
+    `activation="clamped_swiglu"` has alpha and limit and is a function of both projections.
+    """
     gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
-    hidden = gated_activation(gate, up, activation)
+    if activation == "clamped_swiglu":
+        hidden = clamped_swiglu(gate, up, alpha=alpha, limit=limit)
+    else:
+        hidden = gated_activation(gate, up, activation)
     return linear(dropout(hidden, dropout_p, seed=seed), down_weight, down_bias)

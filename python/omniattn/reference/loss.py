@@ -1,54 +1,80 @@
-"""Cross entropy over the vocabulary; the loss is fp32 (fp64 for fp64 logits)."""
+"""Losses over the vocabulary; they are fp32 (fp64 for fp64 logits)."""
+
+from __future__ import annotations
+
+import math
 
 import torch
+from torch import Tensor
 
 from omniattn.reference.gemm import linear
 from omniattn.reference.precision import widen
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    temperature: float = 1.0,
     reduction: str = "mean",
-) -> torch.Tensor:
-    """(1 - e) (lse - logit_y) + e mean_v(lse - logit_v) + z_loss lse^2, e = label_smoothing;
-    logits are softcap tanh(logits / softcap) where softcap > 0.
+) -> Tensor:
+    """-(1 - e) w_y ln p_y - e/V sum_v w_v ln p_v + z_loss w_y lse^2, e = label_smoothing,
+    w = class_weight (1 without) and p the softmax of x / temperature, where x is
+    softcap tanh(logits / softcap) for a softcap > 0, else the logits.
 
-    logits (..., V), target (...). Rows whose target is `ignore_index` give 0. "mean" divides by the
-    number of the other rows and gives 0 if there are none (torch gives NaN).
+    logits (..., V), target (...), class_weight (V,). Rows whose target is `ignore_index` give 0.
+    "mean" divides by the sum of w_y of the other rows and gives 0 where that is 0 (torch gives
+    NaN).
     """
     logits = widen(logits)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
     kept = target != ignore_index
-    lse = logits.logsumexp(-1)
-    hit = logits.gather(-1, target.masked_fill(~kept, 0).unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * hit + z_loss * lse.square()
+    log_p, index = logits.log_softmax(-1), target.masked_fill(~kept, 0)
+    weights = torch.ones_like(index, dtype=log_p.dtype)
+    if class_weight is not None:
+        class_weight = class_weight.to(log_p.dtype)
+        weights = class_weight[index]
+    hit = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    loss = -(1 - label_smoothing) * weights * hit
+    if z_loss > 0:
+        loss = loss + z_loss * weights * logits.logsumexp(-1).square()
     if label_smoothing > 0:
-        loss = loss - label_smoothing * logits.mean(-1)
+        all_classes = log_p if class_weight is None else log_p * class_weight
+        loss = loss - label_smoothing * all_classes.mean(-1)
     loss = loss.masked_fill(~kept, 0)
+    return _reduced(loss, weights.masked_fill(~kept, 0), reduction)
+
+
+def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / kept.sum().clamp(min=1)
+    if reduction == "sum":
+        return loss.sum()
+    total = weights.sum()
+    return loss.sum() / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    temperature: float = 1.0,
     reduction: str = "mean",
-) -> torch.Tensor:
+) -> Tensor:
     """cross_entropy(x W^T + b, target) with logits that are never rounded to a half dtype.
 
     x (..., K), weight (V, K), bias (V,), target (...).
@@ -56,9 +82,101 @@ def linear_cross_entropy(
     return cross_entropy(
         linear(widen(x), weight, bias),
         target,
+        class_weight=class_weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
+        temperature=temperature,
+        reduction=reduction,
+    )
+
+
+def linear_log_prob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """ln p_y of each token: minus its linear_cross_entropy."""
+    return -linear_cross_entropy(
+        x,
+        weight,
+        target,
+        bias=bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        temperature=temperature,
+        reduction="none",
+    )
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    log_probs: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q, Q and P the softmaxes
+    of student / temperature and teacher / temperature; KL(P || Q) at beta = 0, KL(Q || P) at 1.
+
+    student and teacher (..., V), logits or with `log_probs` ln Q and ln P; target (...). Rows
+    whose target is `ignore_index` give 0. "mean" divides by the number of the other rows.
+    """
+    x, y = widen(student), widen(teacher)
+    if not log_probs:
+        x, y = ((t / temperature).log_softmax(-1) for t in (x, y))
+    if beta == 0:
+        loss = _kl(y, x)
+    elif beta == 1:
+        loss = _kl(x, y)
+    else:
+        mixture = torch.logaddexp(y + math.log(beta), x + math.log(1 - beta))
+        loss = beta * _kl(y, mixture) + (1 - beta) * _kl(x, mixture)
+    if target is None:
+        return _reduced(loss, torch.ones_like(loss), reduction)
+    kept = target != ignore_index
+    return _reduced(loss.masked_fill(~kept, 0), kept.to(loss.dtype), reduction)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """sum_v P (ln P - ln Q) from ln P and ln Q; classes of P = 0 add 0."""
+    return (p.exp() * (p - q).masked_fill(p.exp() == 0, 0)).sum(-1)
+
+
+def linear_jsd(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """jsd of x W^T + b and the teacher's, with logits that are never rounded to a half dtype.
+
+    x (..., K), weight (V, K), bias (V,); teacher_x (..., K'), teacher_weight (V, K'); target (...).
+    """
+    return jsd(
+        linear(widen(x), weight, bias),
+        linear(widen(teacher_x), teacher_weight, teacher_bias),
+        target,
+        beta=beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
         reduction=reduction,
     )

@@ -1,4 +1,5 @@
-"""Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): from routed tokens to their sums."""
+"""Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): from routed tokens to their
+outputs."""
 
 import math
 from collections.abc import Callable
@@ -6,15 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from omniattn.reference.activation import clamped_swiglu
 from omniattn.reference.precision import widen
 from omniattn.reference.vmap import require_not_mapped
-
-
-def _clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gpt-oss: both halves are clamped, and 1 is added to up."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
 
 _GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
@@ -38,7 +33,7 @@ def _hidden(
         return _PLAIN[activation](pre)
     gate, up = (pre[..., ::2], pre[..., 1::2]) if interleaved else pre.chunk(2, -1)
     if activation == "clamped_swiglu":
-        return _clamped(gate, up, alpha, limit)
+        return clamped_swiglu(gate, up, alpha=alpha, limit=limit)
     return _GATED[activation](gate) * up
 
 
@@ -62,7 +57,7 @@ def moe_experts(
 
     x (..., d), index and weights (..., k), up (E, 2F, d) with the gate first or, `interleaved`, in
     the even rows; (E, F, d) where the activation has no gate; down (E, d, F). With `weigh_inputs`
-    the weights multiply x and not what the experts make of it.
+    the weights multiply x and not the outputs of the experts.
     """
     require_not_mapped("moe_experts", "index", index)
     outside = index[(index < -1) | (index >= up.shape[0])]

@@ -30,8 +30,8 @@ def norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = (h - mean) (offset + weight) / sqrt(mean((h - mean)^2) + eps) + bias.
 
-    x (..., N), weight and bias (N,). The mean is 0 but with `center`; with `cast_first` what is
-    normalised is rounded to the dtype before the weight multiplies it.
+    x (..., N), weight and bias (N,). Without `center` the mean is 0; with `cast_first` the
+    normalised value is rounded to the dtype before the weight multiplies it.
     """
     h = _add(x, residual)
     hw = widen(h)
@@ -57,7 +57,7 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = h (offset + weight) / sqrt(mean(h^2) + eps), x (..., N), weight (N,).
 
-    The "llama" casting rounds what is normalised to the dtype before the weight multiplies it.
+    The "llama" casting rounds the normalised value to the dtype before the weight multiplies it.
     """
     return norm(x, residual, weight, None, False, eps, offset, casting == "llama")
 
@@ -88,8 +88,8 @@ def gated_norm(
 ) -> torch.Tensor:
     """Each of `num_groups` parts (heads) of x (..., N) normalised alone, then weight and bias (N,).
 
-    act(gate) multiplies "before" or "after" that, where there is a gate. With `cast_first` what is
-    normalised, and what the gate then multiplies, is rounded to the dtype.
+    act(gate) multiplies "before" or "after" that, where there is a gate. With `cast_first` the
+    normalised value, and the value that the gate multiplies, is rounded to the dtype.
     """
     y = widen(x)
     factor = None if gate is None else ACTIVATIONS[activation](widen(gate))
@@ -139,7 +139,7 @@ def rms_norm_gated(
     casting: str = "fp32",
 ) -> torch.Tensor:
     """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; over each of `num_groups` parts
-    of x, gate (..., N). The "llama" casting rounds what is normalised, and what the gate then
-    multiplies, to the dtype."""
+    of x, gate (..., N). The "llama" casting rounds the normalised value, and the value that the
+    gate multiplies, to the dtype."""
     place, cast_first = "after" if norm_before_gate else "before", casting == "llama"
     return gated_norm(x, gate, weight, None, num_groups, place, activation, False, eps, cast_first)

@@ -72,7 +72,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def masked_positions(mask: Tensor) -> Tensor:
-    """(B, T): position among the tokens where `mask` is True; 0 in front of the first."""
+    """(B, T): position among the tokens where `mask` is True; 0 before the first."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 

@@ -1,4 +1,4 @@
-"""Dtype rule of all references: half inputs compute in fp32 and are rounded once, at the end."""
+"""Dtype rule of all references: half inputs are computed in fp32 and rounded once, at the end."""
 
 import torch
 

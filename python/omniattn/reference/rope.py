@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) and its frequency tables.
 
-Pair i of a head turns by the angle p * theta_i at position p, theta_i = base^(-2i / Dr).
+Pair i of a head is rotated by the angle p * theta_i at position p, theta_i = base^(-2i / Dr).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from omniattn.reference.norm import norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
 
-#: Keys, which may be left out: what comes back is of the same type.
+#: Keys, which may be None: the result has the same type.
 OptionalTensor = TypeVar("OptionalTensor", torch.Tensor, None, torch.Tensor | None)
 
 
@@ -44,7 +44,7 @@ def axial_frequencies(
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Which coordinate (0 t, 1 h, 2 w) turns pair i: consecutive sections, or every third."""
+    """Which coordinate (0 t, 1 h, 2 w) rotates pair i: consecutive sections, or every third."""
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     return tuple(
@@ -64,8 +64,8 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin (..., Dr / 2) of positions (...,): angles in fp64, results rounded.
 
-    With `axes` (Dr / 2,), positions (A, ...) have a coordinate for each axis and pair i turns by
-    coordinate axes[i].
+    With `axes` (Dr / 2,), positions (A, ...) have a coordinate for each axis and pair i is rotated
+    by coordinate axes[i].
     """
     if axes is None:
         angle = positions[..., None].double() * theta
@@ -145,7 +145,16 @@ def norm_rotary(
     inputs = (x, weight)
     if not cast_first:
         inputs = (widen(x), None if weight is None else widen(weight))
-    normed: Any = norm(inputs[0], None, inputs[1], None, False, eps, offset, cast_first)
+    normed: Any = norm(
+        inputs[0],
+        None,
+        inputs[1],
+        None,
+        center=False,
+        eps=eps,
+        offset=offset,
+        cast_first=cast_first,
+    )
     y, _ = apply_rotary(
         normed,
         None,

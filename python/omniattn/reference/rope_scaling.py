@@ -1,7 +1,7 @@
 """Scalings of rotary frequencies, for contexts longer than a model was trained on.
 
-Each turns theta (n,) fp64, theta_i = base^(-i / n), into the frequencies of the longer context. L
-is the trained length (`original_max_positions`), `factor` how much longer the context gets.
+Each maps theta (n,) fp64, theta_i = base^(-i / n), to the frequencies of the longer context. L is
+the trained length (`original_max_positions`), `factor` how much longer the context gets.
 """
 
 from __future__ import annotations
@@ -248,12 +248,12 @@ _NOT_SCALING = {
 
 
 def scaling_from_hf(
-    parameters: Mapping[str, Any] | None, *, max_positions: int
+    parameters: Mapping[str, Any] | None, *, max_positions: int | None = None
 ) -> RopeScaling | None:
     """The scaling of a Hugging Face config's `rope_parameters`; None for the default type or none.
 
     `max_positions` is its max_position_embeddings: L of the dynamic type, and where L is left out;
-    max_positions / L is the factor where that is left out.
+    max_positions / L is the factor where that is left out. Without it, L and factor must be there.
     """
     if parameters is None:  # `rope_scaling` of older configs
         return None
@@ -271,7 +271,7 @@ def scaling_from_hf(
     if unknown := sorted(set(parameters) - known):
         raise ValueError(f"scaling_from_hf: rope_type={kind!r} has no parameters {unknown}")
     values = {n: parameters[hf] for n, hf in names.items() if parameters.get(hf) is not None}
-    if "original_max_positions" in names:
+    if max_positions is not None and "original_max_positions" in names:
         trained = values.setdefault("original_max_positions", max_positions)
         if kind == "dynamic":
             values["original_max_positions"] = max_positions

@@ -4,12 +4,17 @@ import torch
 
 
 def top_k(
-    scores: torch.Tensor, k: int, *, mask: torch.Tensor | None = None
+    scores: torch.Tensor,
+    k: int,
+    *,
+    mask: torch.Tensor | None = None,
+    sorted_by_index: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values, index (..., k): larger first, at equal scores the smaller index.
 
     NaN lies below -inf; elements with mask False are never chosen: where fewer than k are left the
-    index is -1 and the value -inf.
+    index is -1 and the value -inf. `sorted_by_index`: the same in the order of their indices, -1
+    last.
     """
     if mask is None:
         mask = torch.ones_like(scores, dtype=torch.bool)
@@ -19,4 +24,7 @@ def top_k(
     order = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :k]
     missing = kind.gather(-1, order) == 2
     values = scores.gather(-1, order).masked_fill(missing, -torch.inf)
+    if sorted_by_index:
+        place = order.masked_fill(missing, scores.shape[-1]).argsort(-1)
+        values, order, missing = (t.gather(-1, place) for t in (values, order, missing))
     return values, order.masked_fill(missing, -1)

@@ -1,4 +1,4 @@
-"""What a definition that reads the values of a tensor has to know of torch.vmap."""
+"""Checks for torch.vmap in definitions that read the values of a tensor."""
 
 import torch
 from torch._C import _functorch

@@ -114,7 +114,7 @@ def _fresh(args: tuple[Any, ...], requires_grad: bool) -> tuple[Any, ...]:
 
 
 def strided(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """Any layout is right, and what lies between the elements (NaN here) is never read."""
+    """Any layout is correct, and memory between the elements (NaN here) is never read."""
     for layout in LAYOUTS:
         assert_within_budget(spec, case, dtype, layout=layout)
 
@@ -207,7 +207,7 @@ def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def _loss(spec: OpSpec, call: Call) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A number whose gradient has something of all outputs, as a function of some tensors."""
+    """A scalar that depends on all outputs, as a function of some tensors."""
     grads = output_gradients(call.run(spec.function))
 
     def loss(tensors: dict[str, Tensor]) -> Tensor:

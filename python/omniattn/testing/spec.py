@@ -15,7 +15,17 @@ from omniattn import functional, reference
 from omniattn.testing.environment import current_device
 from omniattn.testing.memory import Layout, relayout
 
-__all__ = ["Benchmark", "Call", "Case", "Function", "OpSpec", "Pass", "Random", "outputs_of"]
+__all__ = [
+    "Benchmark",
+    "Call",
+    "Case",
+    "Function",
+    "OpSpec",
+    "Pass",
+    "Random",
+    "Variant",
+    "outputs_of",
+]
 
 Pass: TypeAlias = Literal["forward", "backward", "forward+backward"]
 Function: TypeAlias = Callable[..., Any]
@@ -142,12 +152,14 @@ class OpSpec:
         flops: floating-point operations of (case, pass), as counted in the literature.
         cuda: "native" where the results of a GPU run are in benchmarks/results, "emulated" where
             the CUDA kernels are verified under emulation and await that.
-        eager: the op with each step in the dtype of its inputs, where the kernels too round values
-            between their steps to it: then budgets are by its error. By default the reference,
-            which rounds once, is what budgets are by.
+        eager: the op with each step in the dtype of its inputs, if the kernels also round to it
+            between steps; budgets then follow from its error. By default they follow from the error
+            of the reference, which rounds once.
         gradient_factor: how much more than eager the gradients may err.
         gradient_factors: the same for single arguments.
         second_order: whether second derivatives exist; without, they must raise.
+        special: labels of the cases that show what is special about the op: properties too slow for
+            every case are tested on the second one and on these.
         chooses: the function may take torch's kernel; checks hold it to the native one.
     """
 
@@ -165,6 +177,7 @@ class OpSpec:
     gradient_factor: float = 3.0
     gradient_factors: Mapping[str, float] = field(default_factory=dict)
     second_order: bool = False
+    special: tuple[str, ...] = ()
     chooses: bool = False
 
     @property
@@ -221,3 +234,12 @@ class OpSpec:
 
 def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A published form; names are public in functional, its masks or scores, modules, reference."""
+
+    form: str
+    names: tuple[str, ...]
+    paper: str

@@ -27,8 +27,8 @@ def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]
         return forward
     leaves = call.requiring_grad()
     if pass_ == "backward":
-        # A compiled graph that may reuse the memory of what it saved runs backwards only once: none
-        # such may be left from earlier calls either.
+        # A compiled graph that may reuse the memory of its saved tensors runs backward only once,
+        # so none may be left from earlier calls.
         torch._dynamo.reset()
         with torch._functorch.config.patch(donated_buffer=False):
             outputs = leaves.run(function)

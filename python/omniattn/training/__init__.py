@@ -1,5 +1,6 @@
 """Training of the models: tasks with their data, recipes, the trainer."""
 
+from omniattn.training.optimizer import WarmupCosine, parameter_groups, warmup_cosine
 from omniattn.training.recipes import Recipe, recipe_of
 from omniattn.training.tasks import (
     Batch,
@@ -14,7 +15,6 @@ from omniattn.training.trainer import (
     TrainConfig,
     Trainer,
     learning_rate,
-    parameter_groups,
     saved_config,
 )
 
@@ -29,8 +29,10 @@ __all__ = [
     "TextTask",
     "TrainConfig",
     "Trainer",
+    "WarmupCosine",
     "learning_rate",
     "parameter_groups",
     "recipe_of",
     "saved_config",
+    "warmup_cosine",
 ]

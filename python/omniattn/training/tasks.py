@@ -1,4 +1,4 @@
-"""What models are trained on: batches of a data set, and what is said of the results.
+"""What models are trained on: batches of a data set, and metrics of the results.
 
 A batch is the tuple of arguments that makes `model(*batch)` the mean loss; the targets come last.
 """
@@ -66,7 +66,7 @@ class Task(ABC):
         """About `size` fixed examples of the held-out split."""
 
     def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
-        """What else than the loss is measured on a batch, by name."""
+        """Metrics of a batch other than the loss, by name."""
         return {}
 
     def sample(self, model: Model, seed: int) -> str | None:

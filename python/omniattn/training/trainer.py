@@ -4,7 +4,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from omniattn.models.checkpoint import (
 )
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
-from omniattn.modules import LearnedPositional, T5RelativeBias, WindowAttention
+from omniattn.training.optimizer import parameter_groups, warmup_cosine
 from omniattn.training.tasks import Batch, Task
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What determines a training run, but for the content of its data.
+    """What determines a training run, except the content of its data.
 
     Args:
         model: a name in PRESETS.
@@ -60,34 +59,9 @@ class TrainConfig:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear from 0 to lr during the warm-up, then half a cosine down to min_lr, which stays."""
-    c = config
-    if step < c.warmup:
-        return c.lr * step / c.warmup
-    end = c.steps if c.decay_steps is None else c.decay_steps
-    done = min(1.0, (step - c.warmup) / max(1, end - c.warmup))
-    return c.min_lr + 0.5 * (c.lr - c.min_lr) * (1 + math.cos(math.pi * done))
-
-
-def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Matrices whose rows are looked up."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | LearnedPositional | T5RelativeBias):
-            yield module.weight
-        elif isinstance(module, WindowAttention):
-            yield module.relative_position_bias_table
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay on matrices; none on vectors (norms, biases) and tables (embeddings)."""
-    tables = {id(table) for table in _tables(model)}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in tables]
-    others = [p for p in parameters if p.dim() < 2 or id(p) in tables]
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    """:func:`warmup_cosine` of a run."""
+    end = config.steps if config.decay_steps is None else config.decay_steps
+    return warmup_cosine(step, lr=config.lr, min_lr=config.min_lr, warmup=config.warmup, steps=end)
 
 
 class Trainer:
@@ -98,7 +72,7 @@ class Trainer:
 
     Args:
         config: of the run.
-        task: that of the model, on its data.
+        task: the task of the model, with its data.
         device: of model and batches.
         backend: of all ops, e.g. "reference".
     """
@@ -217,6 +191,8 @@ class Trainer:
             )
         self.model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n})
         parameters = dict(self.model.named_parameters())
+        # Their names when every mixer was an attention.
+        parameters |= {n.replace("mixer.", "self_attn."): p for n, p in parameters.items()}
         routers = {}
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")

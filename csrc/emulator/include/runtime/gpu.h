@@ -1,5 +1,5 @@
-// The CUDA names that kernels use, under g++: with this folder first in the include path, it takes
-// the place of csrc/runtime/gpu.h.
+// The CUDA names that kernels use, for g++: with this folder first in the include path, this header
+// replaces csrc/runtime/gpu.h.
 #pragma once
 
 #include <math.h>  // with the float overloads in the global namespace
@@ -26,7 +26,7 @@
 #define blockDim (::omniattn::emulator::block().size)
 #define gridDim (::omniattn::emulator::block().grid)
 
-// Defaults to the position of the caller.
+// Defaults to the source position of the caller.
 #define OMNIATTN_HERE \
   const ::omniattn::emulator::Location& where = ::omniattn::emulator::Location::current()
 
@@ -43,7 +43,8 @@ inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(x)) + 1; }
 inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
 
-// One OS thread runs all: a plain addition is atomic. Kept from the race checker on purpose.
+// One OS thread runs everything, so a plain addition is atomic. Hidden from the race checker on
+// purpose.
 template <class T>
 __attribute__((no_sanitize("thread"))) inline T atomicAdd(T* address, T value) {
   const T old = *address;
@@ -151,7 +152,7 @@ inline int __all_sync(uint32_t mask, int predicate, OMNIATTN_HERE) {
   return __ballot_sync(mask, predicate, where) == mask;
 }
 
-// A shared array of the block; each declaration (and template instantiation) is an array.
+// A shared array of the block; each declaration and template instantiation is a separate array.
 #define GPU_SHARED(T, name, n)                                                       \
   T(&name)                                                                           \
   [n] = *[]() -> T(*)[n] {                                                           \
@@ -183,8 +184,8 @@ T* dynamic_shared() {
   return a != nullptr ? reinterpret_cast<T*>(a->data) : nullptr;
 }
 
-// The fragments of the PTX manual: lane 4g + t holds, of the 16 x K matrix A, rows g and g + 8, and
-// of C (16 x 8), columns 2t and 2t + 1.
+// The fragments of the PTX manual: lane 4g + t holds rows g and g + 8 of A (16 x K), and columns 2t
+// and 2t + 1 of the same rows of C (16 x 8).
 struct MmaOperands {
   float* d;
   const uint32_t *a, *b;
@@ -243,7 +244,7 @@ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   MmaOperands slot{d, a, b};
   emulator::collective(~0u, "mma.tf32", &slot, mma_8, where);
 }
-inline uint32_t to_tf32(float x) {  // round half away from zero
+inline uint32_t to_tf32(float x) {  // rounds half away from zero
   return (std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u;
 }
 
@@ -252,7 +253,7 @@ struct MatrixRow {
   const uint16_t* p;
 };
 
-// Lane l gives the address of row l % 8 of matrix l / 8 and receives two neighbours of each.
+// Lane l gives the address of row l % 8 of matrix l / 8 and receives two adjacent elements of each.
 template <bool kTransposed>
 inline void load_matrices(const emulator::Slots& slots) {
   const auto element = [&](int matrix, int row, int col) -> uint32_t {

@@ -23,12 +23,11 @@ from omniattn.functional.routing.losses import (
     router_z_loss,
     update_router_bias,
 )
+from omniattn.functional.routing.noise import noisy_top_k, router_jitter
 from omniattn.functional.routing.routers import (
     ROUTER_GRADS,
     expert_choice,
     llama4_top_k,
-    noisy_top_k,
-    router_jitter,
     sigmoid_top_k,
     softmax_top_k,
     top_k_softmax,

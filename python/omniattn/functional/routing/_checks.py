@@ -1,4 +1,4 @@
-"""Checks of what the routing functions share beyond `functional._checks`."""
+"""Checks that the routing functions share, in addition to `functional._checks`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from omniattn.functional._checks import (
 )
 
 
-def require_float_beside(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
+def require_float_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
     """`t` must be floating point, of any dtype, on the device of `x`."""
     require_float(op, name, t)
     require_device(op, name, t, x, x_name)
 
 
-def require_integers_beside(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
+def require_integers_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
     """`t` must be integers on the device of `x`."""
     require_integers(op, name, t)
     require_device(op, name, t, x, x_name)

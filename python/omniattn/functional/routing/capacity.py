@@ -17,7 +17,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.random import uniform_like
-from omniattn.functional.routing._checks import require_integers_beside
+from omniattn.functional.routing._checks import require_integers_on
 from omniattn.functional.routing.routing import Routing, require_routing
 
 
@@ -58,7 +58,7 @@ def expert_capacity(
 def drop_over_capacity(
     routing: Routing, capacity: int | Tensor, *, priority: Tensor | None = None
 ) -> tuple[Routing, Tensor]:
-    """Drops assignments beyond the capacity of their expert; other weights stay as they are.
+    """Drops assignments beyond the capacity of their expert; other weights do not change.
 
     Args:
         routing: of (..., n, k); each leading element (a sequence) has its own capacity.
@@ -69,7 +69,8 @@ def drop_over_capacity(
             probability), at equal ones the earlier.
 
     Returns:
-        The routing with index -1 and weight 0 for what was dropped; and how many were, () int64.
+        The routing with index -1 and weight 0 for dropped assignments, and the number of these, ()
+        int64.
 
     Raises:
         TypeError: a capacity that is not integers.
@@ -97,7 +98,7 @@ def drop_over_capacity(
     groups = math.prod(leading)
     limit = capacity
     if isinstance(capacity, Tensor):
-        require_integers_beside(op, "capacity", capacity, routing.experts, "routing.experts")
+        require_integers_on(op, "capacity", capacity, routing.experts, "routing.experts")
         require_shape(op, "capacity", capacity, tuple(leading))
         limit = capacity.reshape(groups, 1)
     else:

@@ -11,7 +11,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
 )
-from omniattn.functional.routing._checks import require_float_beside, require_integers_beside
+from omniattn.functional.routing._checks import require_float_on, require_integers_on
 from omniattn.functional.routing.routing import Routing, expert_counts, require_routing
 
 
@@ -59,7 +59,7 @@ def default_vector_gradient(
     require_number(op, "scale", scale)
     scores = routing.scores
     require_device(op, "routing.scores", scores, y, "y")
-    require_float_beside(op, "vectors", vectors, y, "y")
+    require_float_on(op, "vectors", vectors, y, "y")
     require_shape(op, "vectors", vectors, (scores.shape[-1], y.shape[-1]))
     experts = scores.shape[-1]
     there = routing.experts >= 0
@@ -105,8 +105,8 @@ def update_default_vectors(
     op = "update_default_vectors"
     require_number(op, "decay", decay, 0, 1)
     require_float(op, "vectors", vectors)
-    require_float_beside(op, "outputs", outputs, vectors, "vectors")
-    require_integers_beside(op, "index", index, vectors, "vectors")
+    require_float_on(op, "outputs", outputs, vectors, "vectors")
+    require_integers_on(op, "index", index, vectors, "vectors")
     if vectors.dim() != 2:
         raise ValueError(
             f"{op}: vectors must have shape (E, d), got vectors.shape={tuple(vectors.shape)}"

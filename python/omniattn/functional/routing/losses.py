@@ -1,4 +1,4 @@
-"""What evens out the load of the experts and keeps their logits small."""
+"""Losses and updates that balance the load of the experts, and a loss that keeps logits small."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
 )
-from omniattn.functional.routing._checks import require_integers_beside, require_mask
+from omniattn.functional.routing._checks import require_integers_on, require_mask
 from omniattn.functional.routing.routers import check_groups
 from omniattn.functional.routing.routing import Routing, count_rows, require_routing, widen
 
@@ -82,7 +82,7 @@ def load_balance_loss(
     """
     op = "load_balance_loss"
     require_float(op, "scores", scores)
-    require_integers_beside(op, "index", index, scores, "scores")
+    require_integers_on(op, "index", index, scores, "scores")
     if kind not in BALANCE_LOSSES:
         raise ValueError(
             f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={kind!r}"
@@ -220,7 +220,7 @@ def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None
     """
     op = "update_router_bias"
     require_float(op, "bias", bias)
-    require_integers_beside(op, "counts", counts, bias, "bias")
+    require_integers_on(op, "counts", counts, bias, "bias")
     require_shape(op, "counts", counts, bias.shape)
     require_number(op, "rate", rate)
     counts = counts.double()

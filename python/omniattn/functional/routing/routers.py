@@ -1,4 +1,4 @@
-"""Routers: what turns logits (..., E) into a :class:`Routing`."""
+"""Routers: functions from logits (..., E) to a :class:`Routing`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from omniattn.functional._checks import (
     require_choice,
     require_float,
     require_int,
-    require_like,
     require_number,
-    require_seed,
     require_shape,
 )
-from omniattn.functional.random import normal_like, uniform_like
 from omniattn.functional.routing._checks import (
-    require_float_beside,
-    require_integers_beside,
+    require_float_on,
+    require_integers_on,
     require_mask,
 )
 from omniattn.functional.routing.routing import (
     Routing,
-    expert_counts,
     widen,
 )
 from omniattn.functional.topk import top_k
@@ -77,7 +73,7 @@ def softmax_top_k(
         (tensor([[0, 1]]), tensor([[0.6439, 0.2369]]))
     """
     op = "softmax_top_k"
-    g = _compute(op, logits, k)
+    g = checked_logits(op, logits, k)
     require_number(op, "scale", scale)
     require_bool(op, "renormalize", renormalize)
     require_choice(op, "router_grad", router_grad, ROUTER_GRADS)
@@ -116,7 +112,7 @@ def top_k_softmax(logits: Tensor, k: int) -> Routing:
         >>> top_k_softmax(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), 2).weights
         tensor([[0.7311, 0.2689]])
     """
-    g = _compute("top_k_softmax", logits, k)
+    g = checked_logits("top_k_softmax", logits, k)
     chosen, index = top_k(g, k)
     return Routing(index, chosen.softmax(-1), g.softmax(-1))
 
@@ -144,7 +140,7 @@ def llama4_top_k(logits: Tensor, k: int = 1) -> Routing:
         >>> index, weights
         (tensor([[0]]), tensor([[0.8808]]))
     """
-    g = _compute("llama4_top_k", logits, k)
+    g = checked_logits("llama4_top_k", logits, k)
     chosen, index = top_k(g, k)
     return Routing(index, chosen.sigmoid(), g.softmax(-1))
 
@@ -188,12 +184,12 @@ def sigmoid_top_k(
         tensor([[1, 2]])
     """
     op = "sigmoid_top_k"
-    s = _compute(op, logits, k).sigmoid()
+    s = checked_logits(op, logits, k).sigmoid()
     require_number(op, "scale", scale)
     require_bool(op, "renormalize", renormalize)
     steered = s.detach()
     if bias is not None:
-        require_float_beside(op, "bias", bias, logits, "logits")
+        require_float_on(op, "bias", bias, logits, "logits")
         require_shape(op, "bias", bias, s.shape[-1:])
         steered = steered + bias.detach()
     allowed = _best_groups(op, steered, groups, top_groups, k, members=2)
@@ -202,74 +198,6 @@ def sigmoid_top_k(
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return Routing(index, scale * weights, s)
-
-
-def noisy_top_k(
-    logits: Tensor,
-    noise_logits: Tensor,
-    k: int,
-    *,
-    seed: Tensor | None = None,
-    noise_eps: float = 0.0,
-    token_mask: Tensor | None = None,
-) -> tuple[Routing, Tensor]:
-    """Noisy top-k gating.
-
-    ``h = logits + eps (softplus(noise_logits) + noise_eps)``, ``eps ~ N(0, 1)``;
-    ``w = softmax(top-k of h)``
-
-    Args:
-        logits: (..., E), floating point.
-        noise_logits: of the same shape and dtype.
-        k: in [1, E].
-        seed: [seed, offset] (2,) int64 of the Philox noise; None, outside of training, for none.
-        noise_eps: 0 (paper) or 1e-2 (tensor2tensor).
-        token_mask: (...) bool, False for tokens (padding) that the load does not count, or None.
-
-    Returns:
-        The routing, its scores the softmax of h; and load (E,), the expected number of tokens of
-        each expert: the sum of the probabilities that an expert stays among the k when its noise
-        alone is drawn again. Without noise, or for k = E, the number of tokens it has.
-
-    Raises:
-        TypeError, ValueError: see :func:`softmax_top_k`; noise_logits of another shape, dtype or
-            device, a noise_eps that is negative or not finite, a token_mask that does not fit.
-
-    Reference:
-        Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
-
-    Example:
-        >>> noisy_top_k(torch.tensor([[2.0, 1.0, 0.0]]), torch.zeros(1, 3), 1)[1]
-        tensor([1., 0., 0.])
-    """
-    op = "noisy_top_k"
-    clean = _compute(op, logits, k)
-    require_like(op, "noise_logits", noise_logits, logits, "logits")
-    require_shape(op, "noise_logits", noise_logits, logits.shape)
-    require_number(op, "noise_eps", noise_eps, 0)
-    if token_mask is not None:
-        require_mask(op, token_mask, logits, "logits")
-    experts = clean.shape[-1]
-
-    def masked(values: Tensor, hidden: float) -> Tensor:
-        return values if token_mask is None else values.masked_fill(~token_mask[..., None], hidden)
-
-    if seed is None:
-        routing = top_k_softmax(clean, k)
-        return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
-    deviation = torch.nn.functional.softplus(noise_logits.to(clean.dtype)) + noise_eps
-    noise = normal_like(clean, seed=require_seed(op, seed, clean)).to(clean.dtype)
-    h = clean + noise * deviation
-    routing = top_k_softmax(h, k)
-    if k == experts:
-        return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
-    # The k-th largest of the others: the (k + 1)-th of all for the chosen, else the k-th of all.
-    best = top_k(h, k + 1)[0]
-    inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
-    threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
-    # A noise that has died out would give 0 / 0, and its gradient 0 * inf.
-    stays = torch.special.ndtr((clean - threshold) / deviation.clamp(min=1e-10))
-    return routing, masked(stays, 0.0).reshape(-1, experts).sum(0)
 
 
 def expert_choice(
@@ -322,7 +250,7 @@ def expert_choice(
         allowed = token_mask[..., None, :].expand(p.mT.shape)
     tokens = top_k(p.detach().mT.contiguous(), most, mask=allowed)[1]
     if isinstance(capacity, Tensor):
-        require_integers_beside(op, "capacity", capacity, logits, "logits")
+        require_integers_on(op, "capacity", capacity, logits, "logits")
         require_shape(op, "capacity", capacity, logits.shape[:-2])
         rank = torch.arange(n, device=p.device)
         tokens = tokens.masked_fill(rank >= capacity[..., None, None], -1)
@@ -331,34 +259,6 @@ def expert_choice(
     chosen = chosen.scatter(-1, tokens.masked_fill(tokens < 0, n), True)[..., :n].mT
     every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
     return Routing(every.masked_fill(~chosen, -1), p.masked_fill(~chosen, 0.0), p)
-
-
-def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
-    """The router's copy of the tokens, each element times U(1 - eps, 1 + eps); training only.
-
-    Args:
-        x: any shape, floating point.
-        eps: in [0, 1); Switch uses 1e-2.
-        seed: [seed, offset] (2,) int64 of the Philox noise.
-
-    Returns:
-        Of x's shape and dtype.
-
-    Raises:
-        ValueError: an eps out of range.
-
-    Reference:
-        Fedus, Zoph and Shazeer, Switch Transformers, 2021, arXiv:2101.03961.
-
-    Example:
-        >>> bool((router_jitter(torch.ones(99), 0.1, torch.tensor([1, 0])) - 1).abs().max() <= 0.1)
-        True
-    """
-    op = "router_jitter"
-    require_float(op, "x", x)
-    require_number(op, "eps", eps, 0, below=1)
-    noise = uniform_like(x, seed=require_seed(op, seed, x))
-    return (widen(x) * (1 + eps * (2 * noise - 1))).to(x.dtype)
 
 
 def check_groups(op: str, experts: int, groups: int, top_groups: int, k: int = 0) -> None:
@@ -376,7 +276,8 @@ def check_groups(op: str, experts: int, groups: int, top_groups: int, k: int = 0
         )
 
 
-def _compute(op: str, logits: Tensor, k: int) -> Tensor:
+def checked_logits(op: str, logits: Tensor, k: int) -> Tensor:
+    """In fp32 (fp64 for fp64)."""
     require_float(op, "logits", logits)
     require_int(op, "k", k)
     if logits.dim() == 0 or not 1 <= k <= logits.shape[-1]:

@@ -14,8 +14,8 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional.routing._checks import (
-    require_float_beside,
-    require_integers_beside,
+    require_float_on,
+    require_integers_on,
 )
 
 
@@ -38,8 +38,8 @@ def require_routing(op: str, routing: Routing) -> None:
         raise TypeError(f"{op}: routing must be a Routing, got routing={routing!r}")
     experts, weights, scores = routing
     require_float(op, "routing.scores", scores)
-    require_float_beside(op, "routing.weights", weights, scores, "routing.scores")
-    require_integers_beside(op, "routing.experts", experts, scores, "routing.scores")
+    require_float_on(op, "routing.weights", weights, scores, "routing.scores")
+    require_integers_on(op, "routing.experts", experts, scores, "routing.scores")
     require_shape(op, "routing.weights", weights, experts.shape)
     if 0 in (experts.dim(), scores.dim()) or experts.shape[:-1] != scores.shape[:-1]:
         raise ValueError(

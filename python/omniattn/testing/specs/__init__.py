@@ -1,1 +1,1 @@
-"""The rows of the OpSpec registry, a file for each family."""
+"""OpSpecs and published variants, a file for each family of ops."""

@@ -24,6 +24,12 @@ TANH = tuple(
     rows(f"tanh{label}", 33, 100, tensors, approximate="tanh")
     for label, tensors in (("pair", ()), ("packed", ("packed",)))
 )
+LIMIT = tuple(
+    rows(f"limit{label}", 33, 100, tensors, alpha=0.9, limit=0.7)
+    for label, tensors in (("pair", ()), ("packed", ("packed",)))
+)
+FURTHER = {"geglu": TANH, "clamped_swiglu": LIMIT}
+SPECIAL = {"geglu": ("tanhpacked",), "clamped_swiglu": ("limitpacked",)}
 BENCHMARKS = (Benchmark(rows("pair", 2048, 1024), (F32, BF16), TRAINING),)
 
 SPECS = tuple(
@@ -31,13 +37,16 @@ SPECS = tuple(
         name=name,
         family="activation",
         cuda="emulated",
-        paper="Shazeer 2020, arXiv 2002.05202",
+        paper="OpenAI 2025, arXiv 2508.10925"
+        if name == "clamped_swiglu"
+        else "Shazeer 2020, arXiv 2002.05202",
         inputs=_glu_inputs,
         differentiable=("gate", "up"),
         flops=element_flops(6),
         second_order=True,
-        cases=CASES + TANH if name == "geglu" else CASES,
-        benchmarks=BENCHMARKS,
+        special=SPECIAL.get(name, ()),
+        cases=CASES + FURTHER.get(name, ()),
+        benchmarks=() if name == "clamped_swiglu" else BENCHMARKS,
     )
-    for name in ("swiglu", "geglu", "reglu", "glu", "bilinear")
+    for name in ("swiglu", "geglu", "reglu", "glu", "bilinear", "clamped_swiglu")
 )

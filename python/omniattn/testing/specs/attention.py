@@ -11,15 +11,18 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional import masks
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
+from omniattn.testing.specs._score_mods import alibi, gate, softcap, t5, tiles
 
-# The backward of flash attention takes rowsum(dO * O) from O as it was rounded to the dtype.
+# The backward of flash attention takes rowsum(dO * O) from O after rounding to the dtype.
 GRADIENT_FACTOR = 4.0
 GRADIENT_FACTORS = {
-    # That error is a row's, and a slope's gradient adds it up times the distances of all keys.
+    # The whole row has that error, and the gradient of a slope sums it times the distances of all
+    # keys.
     "alibi_slopes": 20.0,
-    # On tensor cores O also has the error of P as it was rounded to the dtype before it met V.
+    # On tensor cores O also has the error of P, which is rounded to the dtype before the product
+    # with V.
     "sinks": 8.0,
 }
 
@@ -155,6 +158,11 @@ ATTENTION = OpSpec(
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
+    special=(
+        *("offtile", "emptyrows", "window", "DnotDv", "decode", "mask", "bias", "dropout"),
+        *("predicate", "alibi", "sinks", "headscale", "sigmoid", "relu2"),
+        *("ends", "endsdecode", "endsoneach", "endsinks"),
+    ),
     cases=(
         qkv("tiny", 1, 3, 4, 2, 1, 3, 2, ("bias",), causal=True, return_lse=True),
         qkv("plain", 2, 64, 64, 2, 2, 64),
@@ -189,6 +197,9 @@ ATTENTION = OpSpec(
         qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
         qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
         qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+        qkv("modgate", 2, 100, 130, 4, 2, 16, score_mod=gate, return_lse=True),
+        qkv("modtiles", 2, 70, 130, 4, 2, 16, None, ("bias", "mask"), score_mod=tiles),
+        qkv("moddecode", 2, 2, 300, 4, 2, 16, score_mod=t5),
         qkv("ends", 2, 60, 70, 4, 2, 16, None, ("ends",), causal=True, return_lse=True),
         qkv("endsdecode", 2, 3, 300, 6, 2, 16, None, ("ends",), return_lse=True),
         qkv("endswide", 1, 65, 70, 2, 2, 136, None, ("ends", "mask")),
@@ -221,6 +232,23 @@ ATTENTION = OpSpec(
         ),
         Benchmark(qkv("bias", 2, 512, 512, 8, 8, 64, None, ("bias",)), (F32,), TRAINING, "compute"),
         Benchmark(qkv("decode", 1, 1, 4096, 32, 8, 128), (BF16, F32), FORWARD),
+        # A function of scores, next to the option that means the same.
+        *(
+            Benchmark(
+                qkv(name, 1, 1024, 1024, 8, 8, 64, None, tensors, **options),
+                (F32,),
+                BOTH,
+                "compute",
+            )
+            for name, tensors, options in (
+                ("softcap", (), {"softcap": 20.0}),
+                ("modsoftcap", (), {"score_mod": softcap}),
+                ("alibi", ("alibi",), {}),
+                ("modalibi", (), {"score_mod": alibi}),
+                ("modt5", (), {"score_mod": t5}),
+                ("modgate", (), {"score_mod": gate}),
+            )
+        ),
     ),
 )
 
@@ -234,6 +262,7 @@ SCALED_DOT_PRODUCT_ATTENTION = OpSpec(
     flops=attention_flops,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
+    special=("gqa", "bool"),
     cases=(
         qkv("tiny", 1, 3, 4, 2, 2, 3, 2, ("bias",)),
         qkv("plain", 2, 65, 100, 2, 2, 32),
@@ -305,6 +334,7 @@ SELECT_ATTENTION = OpSpec(
     flops=lambda case, pass_: attention_flops(case, pass_) / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
+    special=("mask",),
     cases=(
         # One key each, for which straight-through gradients are the true ones.
         qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),
@@ -321,3 +351,50 @@ SELECT_ATTENTION = OpSpec(
 )
 
 SPECS = (ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, ATTENTION_WEIGHTS, SELECT_ATTENTION)
+
+VARIANTS = (
+    Variant(
+        "multi-head, multi-query and grouped-query attention, self and cross",
+        ("attention", "Attention", "MultiheadAttention"),
+        "Vaswani et al. 2017, arXiv 1706.03762",
+    ),
+    Variant(
+        "causal, prefix-LM and chunked masks",
+        ("Causal", "PrefixLM", "Chunked"),
+        "Raffel et al. 2019, arXiv 1910.10683",
+    ),
+    Variant(
+        "sliding windows, neighbourhoods",
+        ("SlidingWindow", "sliding_window", "Neighbourhood"),
+        "Hassani et al. 2022, arXiv 2204.07143",
+    ),
+    Variant(
+        "dilated, strided, fixed and every k-th key",
+        ("Dilated", "Strided", "Fixed", "EveryKth"),
+        "Child et al. 2019, arXiv 1904.10509",
+    ),
+    Variant("any mask, in blocks", ("from_predicate", "Blocks"), "this package"),
+    Variant("split keys, merged by lse", ("merge_attention",), "Dao et al. 2022, arXiv 2205.14135"),
+    Variant(
+        "softcap, sinks, scale per head",
+        ("attention", "Attention"),
+        "OpenAI 2025, arXiv 2508.10925",
+    ),
+    Variant(
+        "sigmoid and squared ReLU attention",
+        ("attention", "Attention"),
+        "Ramapuram et al. 2024, arXiv 2409.04431",
+    ),
+    Variant("selection of one key", ("select_attention",), "this package"),
+    Variant(
+        "T5 relative bias", ("T5Bias", "T5RelativeBias"), "Raffel et al. 2019, arXiv 1910.10683"
+    ),
+    Variant(
+        "Swin: windows, shifted windows, patch merging",
+        ("WindowBias", "WindowAttention", "SwinBlock", "PatchMerging"),
+        "Liu et al. 2021, arXiv 2103.14030",
+    ),
+    Variant(
+        "ALiBi", ("alibi_slopes", "alibi_bias", "ALiBi"), "Press et al. 2021, arXiv 2108.12409"
+    ),
+)

@@ -44,6 +44,7 @@ CAUSAL_CONV1D = OpSpec(
     differentiable=("x", "weight", "bias", "initial_state"),
     flops=_flops,
     second_order=True,
+    special=("state", "many", "short", "pointwise"),
     cases=(
         _conv("tiny", 2, 3, 3, 3),
         _conv("mamba", 2, 65, 100, 4, ("bias",), final=False),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, EACH, F32, SWEEPS, TRAINING
 
 
@@ -64,6 +64,8 @@ CASES = (
     ),
 )
 
+CLAMPED = {"activation": "clamped_swiglu"}
+
 GLU_MLP = OpSpec(
     name="glu_mlp",
     family="ffn",
@@ -86,7 +88,12 @@ GLU_MLP = OpSpec(
     ),
     second_order=True,
     chooses=True,
-    cases=CASES,
+    special=("recompute", "dropout", "clamped"),
+    cases=(
+        *CASES,
+        _ffn("clamped", 17, 33, 40, None, ("biases",), **CLAMPED, alpha=2.0, limit=0.7),
+        _ffn("clampedrecompute", 5, 33, 40, None, (), **CLAMPED, recompute=True),
+    ),
 )
 
 MLP = OpSpec(
@@ -100,7 +107,26 @@ MLP = OpSpec(
     benchmarks=(Benchmark(_ffn("gelu", 2048, 512, 2048), (F32,), TRAINING, "compute"),),
     second_order=True,
     chooses=True,
+    special=("recompute",),
     cases=CASES,
 )
 
 SPECS = (GLU_MLP, MLP)
+
+VARIANTS = (
+    Variant(
+        "feed-forward: ReLU, GELU, SiLU, squared ReLU",
+        ("mlp", "MLP"),
+        "Vaswani et al. 2017, arXiv 1706.03762",
+    ),
+    Variant(
+        "GLU family as one op",
+        ("glu_mlp", "swiglu", "geglu", "reglu", "glu", "bilinear", "GatedMLP"),
+        "Shazeer 2020, arXiv 2002.05202",
+    ),
+    Variant(
+        "clamped GLU of gpt-oss",
+        ("clamped_swiglu", "glu_mlp", "GatedMLP", "moe_experts"),
+        "OpenAI 2025, arXiv 2508.10925",
+    ),
+)

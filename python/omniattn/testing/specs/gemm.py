@@ -32,6 +32,7 @@ LINEAR = OpSpec(
     flops=gemm_flops,
     second_order=True,
     chooses=True,
+    special=("offtile",),
     cases=(
         _gemm("tiny", 2, 3, 4, ("bias",)),
         _gemm("plain", 64, 64, 64),

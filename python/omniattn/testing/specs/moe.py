@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.reference.moe import experts_in_dtype
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
 
@@ -67,6 +67,7 @@ MOE_EXPERTS = OpSpec(
     # (CUDA) in y, 2.3 and 1.9 in gradients.
     eager=experts_in_dtype,
     second_order=True,
+    special=("gptoss", "recompute"),
     cases=(
         _experts("tiny", 3, 2, 2, 3, 2, ("biases",)),
         _experts("mixtral", 100, 4, 2, 40, 72),
@@ -101,3 +102,38 @@ MOE_EXPERTS = OpSpec(
 )
 
 SPECS = (MOE_EXPERTS,)
+
+VARIANTS = (
+    Variant(
+        "mixture of experts, dropless or with capacity, on one or several processes",
+        ("moe_experts", "drop_over_capacity", "MoE", "ExpertParallel"),
+        "Shazeer et al. 2017, arXiv 1701.06538",
+    ),
+    Variant(
+        "routers: softmax and top-k in either order, Switch, group-limited",
+        ("softmax_top_k", "top_k_softmax"),
+        "Fedus et al. 2021, arXiv 2101.03961",
+    ),
+    Variant(
+        "router: sigmoid, balanced by a bias",
+        ("sigmoid_top_k", "update_router_bias"),
+        "DeepSeek-AI 2024, arXiv 2412.19437",
+    ),
+    Variant("router: sigmoid on the inputs", ("llama4_top_k",), "Meta AI 2025, Llama 4"),
+    Variant(
+        "router: noisy top-k",
+        ("noisy_top_k", "expert_importance", "cv_squared"),
+        "Shazeer et al. 2017, arXiv 1701.06538",
+    ),
+    Variant("router: expert choice", ("expert_choice",), "Zhou et al. 2022, arXiv 2202.09368"),
+    Variant(
+        "router gradients: exact, straight-through, dense, default vectors",
+        ("softmax_top_k", "default_vector_gradient", "update_default_vectors"),
+        "Panda et al. 2025, arXiv 2504.12463",
+    ),
+    Variant(
+        "balance and z-losses of routers",
+        ("load_balance_loss", "router_z_loss"),
+        "Zoph et al. 2022, arXiv 2202.08906",
+    ),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, F32, TRAINING, element_flops, rows
 
 
@@ -38,6 +38,7 @@ RMS_NORM = OpSpec(
     differentiable=("x", "weight", "residual"),
     flops=element_flops(4),
     second_order=True,
+    special=("bareresidual", "llama", "stream"),
     cases=(
         rows("tiny", 3, 5, ("weight", "residual"), offset=1.0),
         *(rows("plain", m, n, ("weight",)) for m, n in SIZES + EMPTIES),
@@ -66,6 +67,7 @@ LAYER_NORM = OpSpec(
     differentiable=("x", "weight", "bias", "residual"),
     flops=element_flops(6),
     second_order=True,
+    special=("residual",),
     cases=(
         rows("tiny", 3, 5, ("weight", "bias", "residual")),
         *(rows("plain", m, n, ("weight", "bias")) for m, n in SIZES[1:] + EMPTIES),
@@ -89,6 +91,7 @@ GROUP_NORM = OpSpec(
     differentiable=("x", "weight", "bias"),
     flops=element_flops(6),
     second_order=True,
+    special=("rms",),
     cases=(
         rows("tiny", 3, 6, ("weight", "bias"), num_groups=2),
         *(
@@ -122,6 +125,7 @@ RMS_NORM_GATED = OpSpec(
     differentiable=("x", "gate", "weight"),
     flops=element_flops(10),
     second_order=True,
+    special=("beforegroups", "sigmoid", "mamba2", "qwen3next"),
     cases=(
         rows("tiny", 3, 6, ("gate", "weight"), num_groups=2, norm_before_gate=False),
         *(rows("after", m, n, ("gate", "weight")) for m, n in [*SIZES[1:-1], (3, 1), *EMPTIES]),
@@ -146,3 +150,14 @@ RMS_NORM_GATED = OpSpec(
     ),
 )
 SPECS = (RMS_NORM, LAYER_NORM, GROUP_NORM, RMS_NORM_GATED)
+
+VARIANTS = (
+    Variant("LayerNorm", ("layer_norm", "LayerNorm"), "Ba et al. 2016, arXiv 1607.06450"),
+    Variant("RMSNorm", ("rms_norm", "RMSNorm"), "Zhang and Sennrich 2019, arXiv 1910.07467"),
+    Variant(
+        "gated RMSNorm, before or after the gate",
+        ("rms_norm_gated", "RMSNormGated"),
+        "Dao and Gu 2024, arXiv 2405.21060",
+    ),
+    Variant("norm per head", ("group_norm", "GroupNorm"), "Wu and He 2018, arXiv 1803.08494"),
+)

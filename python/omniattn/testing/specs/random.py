@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Random, Variant
 from omniattn.testing.specs._cases import BF16, EACH, F32, FORWARD, element_flops, rows
 
 PAPER = "Salmon et al. 2011, SC 2011"
@@ -26,6 +26,7 @@ DROPOUT = OpSpec(
     differentiable=("x",),
     flops=element_flops(1),
     second_order=True,
+    special=("rare",),
     cases=(
         rows("tiny", 2, 3, p=0.3),
         *(rows("half", m, n) for m, n in [(1, 1), (5, 63), (4, 64), (7, 65), (33, 1000), (0, 4)]),
@@ -52,3 +53,11 @@ UNIFORM_LIKE = OpSpec(
 )
 
 SPECS = (DROPOUT, UNIFORM_LIKE)
+
+VARIANTS = (
+    Variant(
+        "dropout, the same bits on every device",
+        ("dropout", "Dropout"),
+        "Srivastava et al. 2014, JMLR 15",
+    ),
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, F32, FORWARD, TRAINING
 
 
@@ -67,6 +67,7 @@ APPLY_ROTARY = OpSpec(
     differentiable=("q", "k"),
     flops=_rotary_flops,
     second_order=True,
+    special=("interleaved", "partial", "start", "inplace"),
     cases=(
         _heads("tiny", 1, 2, 2, 1, 6, 4),
         _heads("half", 2, 63, 4, 2, 64),
@@ -80,6 +81,7 @@ APPLY_ROTARY = OpSpec(
         _heads("inverse", 2, 9, 2, 1, 48, 32, rotary_start=16, interleaved=True, inverse=True),
         _heads("offset", 2, 1, 2, 1, 32, None, ("long tables",), positions=77),
         _heads("inplace", 2, 33, 4, 2, 48, 32, inplace=True),
+        _heads("inplacepositions", 2, 9, 2, 1, 32, None, ("positions",), inplace=True),
         _heads("decode", 2, 1, 8, 2, 128),
         _heads("empty", 2, 0, 4, 2, 64),
     ),
@@ -105,6 +107,7 @@ QK_NORM_ROTARY = OpSpec(
     differentiable=("q", "k", "q_weight", "k_weight"),
     flops=_rotary_flops,
     second_order=True,
+    special=("partialpairs", "partial"),
     cases=(
         _heads("tiny", 1, 2, 2, 1, 6, 4, WEIGHTS),
         _heads("half", 2, 63, 4, 2, 64, None, WEIGHTS),
@@ -124,3 +127,45 @@ QK_NORM_ROTARY = OpSpec(
 
 
 SPECS = (APPLY_ROTARY, QK_NORM_ROTARY)
+
+VARIANTS = (
+    Variant(
+        "RoPE: half-split, interleaved, partial",
+        ("apply_rotary", "RotaryEmbedding"),
+        "Su et al. 2021, arXiv 2104.09864",
+    ),
+    Variant(
+        "RoPE, linear scaling",
+        ("rope_frequencies", "LinearScaling"),
+        "Chen et al. 2023, arXiv 2306.15595",
+    ),
+    Variant(
+        "RoPE, NTK and dynamic NTK",
+        ("rope_frequencies", "NTKScaling", "DynamicNTKScaling"),
+        "Peng et al. 2023, arXiv 2309.00071",
+    ),
+    Variant(
+        "RoPE, YaRN", ("rope_frequencies", "YarnScaling"), "Peng et al. 2023, arXiv 2309.00071"
+    ),
+    Variant(
+        "RoPE, Llama 3 scaling",
+        ("rope_frequencies", "Llama3Scaling"),
+        "Llama Team 2024, arXiv 2407.21783",
+    ),
+    Variant(
+        "RoPE, LongRoPE",
+        ("rope_frequencies", "LongRopeScaling"),
+        "Ding et al. 2024, arXiv 2402.13753",
+    ),
+    Variant(
+        "M-RoPE, sections and interleaved",
+        ("rotary_tables", "mrope_axes", "RotaryEmbedding"),
+        "Wang et al. 2024, arXiv 2409.12191",
+    ),
+    Variant(
+        "2-D RoPE",
+        ("axial_frequencies", "grid_positions", "RotaryEmbedding"),
+        "Fang et al. 2023, arXiv 2303.11331",
+    ),
+    Variant("QK-norm fused with RoPE", ("qk_norm_rotary",), "Henry et al. 2020, arXiv 2010.04245"),
+)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from omniattn.functional import masks
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, EACH, F32, FORWARD
+from omniattn.testing.specs._score_mods import gate, tiles
 from omniattn.testing.specs.attention import (
     GRADIENT_FACTOR,
     GRADIENT_FACTORS,
@@ -84,6 +85,7 @@ ATTENTION_VARLEN = OpSpec(
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
     cases=(
+        _packed("mod", 3, 60, 60, 4, 2, 16, score_mod=gate),
         _packed("tiny", 3, 3, 3, 2, 1, 3, ("bias",), causal=True, return_lse=True),
         _packed("self", 5, 130, 130, 4, 2, 32, causal=True, return_lse=True),
         _packed("cross", 5, 70, 200, 4, 2, 32, return_lse=True),
@@ -140,12 +142,14 @@ ATTENTION_CACHED = OpSpec(
     gradient_factor=GRADIENT_FACTOR,
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
+    special=("pages",),
     cases=(
         qkv("tiny", 2, 2, 4, 2, 1, 3, causal=True, return_lse=True),
         qkv("decode", 4, 1, 700, 4, 2, 32, causal=True, return_lse=True),
         qkv("chunk", 3, 60, 200, 4, 2, 32, causal=True),
         qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
         qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
+        qkv("mod", 3, 6, 100, 4, 2, 16, score_mod=tiles, causal=True),
         qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
         qkv("ends", 3, 2, 100, 4, 2, 16, None, ("ends",), return_lse=True),
         _paged("pages", 3, 1, 5, 16, 4, 2, 32, causal=True, return_lse=True),
@@ -161,3 +165,16 @@ ATTENTION_CACHED = OpSpec(
 
 
 SPECS = (ATTENTION_VARLEN, ATTENTION_CACHED)
+
+VARIANTS = (
+    Variant(
+        "packed and padded sequences",
+        ("attention_varlen", "Documents", "KeyPadding", "KeyLengths"),
+        "Dao 2023, arXiv 2307.08691",
+    ),
+    Variant(
+        "caches: contiguous, rolling, paged, of a source",
+        ("attention_cached", "KVCache", "RollingCache", "PagedCache", "CrossCache"),
+        "Kwon et al. 2023, arXiv 2309.06180",
+    ),
+)

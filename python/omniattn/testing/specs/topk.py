@@ -35,6 +35,7 @@ TOP_K = OpSpec(
     differentiable=("scores",),
     flops=element_flops(1),
     second_order=True,
+    special=("mask",),
     cases=(
         _scores("tiny", 2, 5, 3),
         _scores("experts", 33, 64, 6),
@@ -42,6 +43,7 @@ TOP_K = OpSpec(
         *(_scores("edge", 3, n, 4) for n in (63, 65, 1024, 1025)),
         _scores("ties", 20, 100, 40, ("ties",)),
         _scores("mask", 20, 65, 20, ("ties", "mask")),
+        _scores("by-index", 20, 65, 20, ("ties", "mask"), sorted_by_index=True),
         _scores("long", 3, 3000, 9),
         _scores("all", 5, 17, 17),
         _scores("none", 5, 17, 0),

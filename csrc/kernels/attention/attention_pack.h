@@ -1,0 +1,93 @@
+// Rows of q, k and v as operands of products, and results as rows.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "runtime/assert.h"
+#include "runtime/gemm_tile.h"
+#include "runtime/vec.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+template <class T>
+OMNIATTN_INLINE const T* row_of(const HeadView& x, int64_t b, int64_t t, int64_t h) {
+  return static_cast<const T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
+}
+template <class T>
+OMNIATTN_INLINE T* row_of(const MutableHeadView& x, int64_t b, int64_t t, int64_t h) {
+  return static_cast<T*>(x.data) + b * x.stride_b + t * x.stride_t + h * x.stride_h;
+}
+
+// Hands out consecutive parts of a buffer; `left` elements are unused.
+template <class A>
+struct Arena {
+  A* next;
+  int64_t left;
+  OMNIATTN_INLINE A* take(int64_t elements) {
+    OMNIATTN_ASSERT(0 <= elements && elements <= left);
+    A* const part = next;
+    next += elements;
+    left -= elements;
+    return part;
+  }
+};
+
+// to[r][c] = factor * from[r][c] for c < cols, then 0, in rows of padded_row(cols).
+template <class T, class M>
+void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
+               M* to) {
+  using V = Vec<compute_t<T>>;
+  const int64_t width = padded_row(cols);
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += width) {
+    int64_t c = 0;
+    for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
+    for (; c < width; c += V::kWidth) store(to + c, load_n(from + c, cols - c) * V(factor));
+  }
+}
+
+template <class A>
+OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = A{};
+}
+
+// Rows that products read as B, with row stride padded_row(cols); bf16 operands in pairs of rows.
+template <class T, class M>
+void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, M* to) {
+  if constexpr (Operand<M>::kStep == 1) {
+    pack_rows<T>(from, stride, rows, cols, compute_t<T>(1), to);
+  } else {
+    pack_rows(from, stride, rows, cols, to, padded_row(cols), padded_row(cols));
+  }
+}
+
+// Whether T is multiplied as it is stored. Scaled queries would be rounded once more; logits and dS
+// are scaled instead.
+template <class T>
+constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
+
+// Elements of one packed column.
+template <class M>
+OMNIATTN_INLINE int64_t packed_depth(int64_t d) {
+  return k_steps<M>(d) * Operand<M>::kStep;
+}
+
+// Key rows (count, d) as column panels, zero up to column `capacity`.
+template <class T, class M>
+void pack_keys_as_columns(const T* from, int64_t stride, int64_t d, int64_t count, int64_t capacity,
+                          M* to) {
+  pack_bt(from, stride, d, count, to);
+  const int64_t packed = round_up(count, kPanelCols<M>), depth = packed_depth<M>(d);
+  fill_zero(to + packed * depth, (capacity - packed) * depth);
+}
+
+// to[c] = factor * from[c], narrowed to T.
+template <class T>
+OMNIATTN_INLINE void store_row(const compute_t<T>* from, compute_t<T> factor, int64_t cols, T* to) {
+  using V = Vec<compute_t<T>>;
+  int64_t c = 0;
+  for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
+  if (c < cols) store_n(to + c, load(from + c) * V(factor), cols - c);
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA

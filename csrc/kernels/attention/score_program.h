@@ -1,0 +1,42 @@
+// Runs the program of a score_mod (semantics/score_program.h) over rows of keys.
+#pragma once
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+#include "semantics/score_program.h"
+#include "semantics/seqlen.h"
+
+namespace omniattn {
+
+constexpr int64_t kProgramRow = 128;  // keys of a register
+
+// Where the gradient of a table is added up.
+struct ProgramGradient {
+  void* data;  // in the compute type; null: not wanted
+  ProgramPlaces places;
+};
+
+// One query of one head against keys [key, key + kProgramRow).
+struct ProgramRow {
+  const ScoreProgram* program;
+  void* registers;                   // kProgramRow elements each, of the compute type
+  int64_t b, h, q, key;              // in the whole
+  int64_t keys;                      // that there are from `key` on
+  Range columns;                     // to compute, relative to `key`
+  const uint64_t* visible;           // words of 64 keys; null: all
+  const ProgramGradient* gradients;  // of the tables; null where there is no step that gives any
+};
+
+// Runs steps; x: the row that goes into register `in` first, and receives the result.
+using RunProgram = void (*)(const ProgramRow& row, const ProgramRun& run, int32_t in, void* x);
+
+struct ScoreProgramKernels {
+  RunProgram run_float, run_double;
+  // out[i] = the sum of parts[n * elements + i], in order, for i in [begin, end).
+  void (*sum_parts)(DType dtype, const void* parts, int64_t count, int64_t elements, void* out,
+                    int64_t begin, int64_t end);
+};
+
+OMNIATTN_KERNEL_TABLE(ScoreProgramKernels, score_program_kernels)
+
+}  // namespace omniattn

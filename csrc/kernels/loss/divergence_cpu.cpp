@@ -1,0 +1,146 @@
+#include "kernels/loss/divergence.h"
+
+#include "kernels/loss/softmax_row.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// What a class adds to the loss, a_v, and Q_v.
+template <class V>
+struct Terms {
+  V loss, a, q;
+};
+
+template <Divergence kKind, class C>
+OMNIATTN_INLINE Terms<Vec<C>> terms(Vec<C> x, Vec<C> y, Vec<C> beta) {
+  using V = Vec<C>;
+  const V zero = C(0);
+  if constexpr (kKind == Divergence::teacher_to_student) {
+    const V p = exp(y);
+    return {select(p == zero, zero, p * (y - x)), -p, exp(x)};
+  } else if constexpr (kKind == Divergence::student_to_teacher) {
+    const V q = exp(x), loss = select(q == zero, zero, q * (x - y));
+    return {loss, loss, q};
+  } else {
+    // From the larger of the two and their ratio, so that no logarithm is of 0.
+    const V most = max(x, y), larger = exp(most), rest = C(1) - beta;
+    const V gap = select(most == V(-__builtin_inff()), zero, min(x, y) - most);
+    const V ratio = exp(gap), smaller = larger * ratio;
+    const auto student_leads = x >= y;
+    const V q = select(student_leads, larger, smaller), p = select(student_leads, smaller, larger);
+    const V mixed = select(student_leads, fma(beta, ratio, rest), fma(rest, ratio, beta));
+    const V ln_m = most + log(mixed);
+    const V a = select(q == zero, zero, rest * q * (x - ln_m));
+    return {a + select(p == zero, zero, beta * p * (y - ln_m)), a, q};
+  }
+}
+
+// Log-probabilities of a row, from logits or from themselves.
+template <class C>
+struct LogProbs {
+  Logits<C, false> logits;
+  Vec<C> most, log_sum;
+
+  OMNIATTN_INLINE Vec<C> operator()(Vec<C> logit) const { return (logits(logit) - most) - log_sum; }
+};
+
+template <class T>
+const T* row_of(const void* rows, int64_t stride, int64_t row) {
+  return static_cast<const T*>(rows) + row * stride;
+}
+
+bool is_ignored(const LossRows& rows, int64_t row) {
+  return rows.target != nullptr && rows.target[row] == rows.ignore_index;
+}
+
+template <class T, Divergence kKind>
+void forward(const DivergenceParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const Logits<C, false> logits(p.temperature, 0);
+  const Vec<C> beta = static_cast<C>(p.beta);
+  const auto statistics_of = [&](const T* row) -> RowStatistics<C> {
+    if (p.log_probs) return {0, 0};
+    return statistics(row, p.cols, logits, [](int64_t, int64_t) {});
+  };
+  for (int64_t row = begin; row < end; ++row) {
+    C& loss = static_cast<C*>(p.rows.loss)[row];
+    auto& kept = static_cast<DivergenceRow<C>*>(p.statistics)[row];
+    loss = 0;
+    kept = {};
+    if (is_ignored(p.rows, row)) continue;
+    const T* const student = row_of<T>(p.student, p.student_stride, row);
+    const T* const teacher = row_of<T>(p.teacher, p.teacher_stride, row);
+    const RowStatistics<C> s = statistics_of(student), t = statistics_of(teacher);
+    const LogProbs<C> x{logits, s.most, s.log_sum}, y{logits, t.most, t.log_sum};
+    RowSum<C> losses, shares;
+    for_row_by_four<T>(p.cols, [&](int64_t i, auto part, int k) {
+      const auto found =
+          terms<kKind, C>(x(part.load(student + i)), y(part.load(teacher + i)), beta);
+      losses.add(k, part.zero_beyond(found.loss));
+      shares.add(k, part.zero_beyond(found.a));
+    });
+    loss = losses.total();
+    kept = {s.most, s.log_sum, t.most, t.log_sum, shares.total()};
+    if (p.log_probs) kept.share = kKind == Divergence::student_to_teacher ? C(-1) : C(0);
+  }
+}
+
+template <class T, Divergence kKind>
+void backward(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const DivergenceParams& f = p.forward;
+  const Logits<C, false> logits(f.temperature, 0);
+  const Vec<C> beta = static_cast<C>(f.beta);
+  for (int64_t row = begin; row < end; ++row) {
+    T* const out = static_cast<T*>(p.dstudent) + row * f.cols;
+    if (is_ignored(f.rows, row)) {
+      for_row<T>(f.cols, [&](int64_t i, auto part) { part.store(out + i, Vec<C>(C(0))); });
+      continue;
+    }
+    const T* const student = row_of<T>(f.student, f.student_stride, row);
+    const T* const teacher = row_of<T>(f.teacher, f.teacher_stride, row);
+    const auto& kept = static_cast<const DivergenceRow<C>*>(f.statistics)[row];
+    const LogProbs<C> x{logits, kept.student_max, kept.student_log_sum};
+    const LogProbs<C> y{logits, kept.teacher_max, kept.teacher_log_sum};
+    const Vec<C> weight = static_cast<const C*>(p.row_weight)[row] * logits.scale();
+    const Vec<C> share = kept.share;
+    write_row(out, f.cols, p.stream, [&](int64_t i, auto part) {
+      const auto found =
+          terms<kKind, C>(x(part.load(student + i)), y(part.load(teacher + i)), beta);
+      return weight * fma(-share, found.q, found.a);
+    });
+  }
+  if (p.stream) stream_fence();
+}
+
+// f<T, kind>() for the dtype and beta of a call.
+template <class F>
+void dispatch_kind(DType dtype, double beta, const F& f) {
+  dispatch(dtype, [&]<class T>(T) {
+    switch (divergence_of(beta)) {
+      case Divergence::teacher_to_student:
+        return f.template operator()<T, Divergence::teacher_to_student>();
+      case Divergence::student_to_teacher:
+        return f.template operator()<T, Divergence::student_to_teacher>();
+      case Divergence::mixed:
+        return f.template operator()<T, Divergence::mixed>();
+    }
+  });
+}
+
+void forward_any(const DivergenceParams& p, int64_t begin, int64_t end) {
+  dispatch_kind(p.rows.dtype, p.beta,
+                [&]<class T, Divergence kKind>() { forward<T, kKind>(p, begin, end); });
+}
+void backward_any(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
+  dispatch_kind(p.forward.rows.dtype, p.forward.beta,
+                [&]<class T, Divergence kKind>() { backward<T, kKind>(p, begin, end); });
+}
+
+}  // namespace
+
+extern const DivergenceKernels divergence_kernels_table;
+const DivergenceKernels divergence_kernels_table{.forward = forward_any, .backward = backward_any};
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,233 @@
+"""The options that all forms of attention share, and the score rules that they become.
+
+Each option is written once: type checkers and editors read the TypedDicts, calls become an
+`Options`, which has the defaults, and `spelled_out` shows both in help(). `functional.attention`
+says what each option means. The definitions of transforms, normalisers and tables here are those of
+`reference`; csrc/semantics/score_rules.h has the same for kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from omniattn.encoding.masks import EncodedMask
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ScoreKind(IntEnum):
+    """Kinds of rules; numbers as in csrc/semantics/score_rules.h. Tables are (B | 1, rows, Hq)."""
+
+    BIAS = 0  # added, broadcastable to (B, Hq, Tq, Tk)
+    SOFTCAP = 1  # cap * tanh(. / cap)
+    SINKS = 2  # (Hq,), one logit per head whose value is 0
+    HEAD_SCALE = 3  # (Hq,), factor of scale * q k^T
+    SIGMOID = 4  # weights sigmoid(logit) instead of softmax
+    RELU2 = 5  # weights relu(logit)^2 instead of softmax
+    ALIBI = 6  # - table[0] * |k - i|, i = q + Tk - Tq
+    BUCKETS = 7  # table[T5 bucket of k - i]; a: both directions, b: max distance
+    DISTANCES = 8  # table[k - i + a], the index clamped to the table
+    WINDOW = 9  # table[place of q - place of k] in a window of a rows and b columns
+    PROGRAM = 10  # of a score_mod, the last rule, see score_program.py
+
+
+Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
+
+#: g of the option c that replaces scores s by c g(s / c); 0 is off
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
+#: weights that are functions of one logit each
+NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda s: torch.relu(s).square(),
+}
+#: Kinds whose tensor is a table.
+TABLES = (ScoreKind.ALIBI, ScoreKind.BUCKETS, ScoreKind.DISTANCES, ScoreKind.WINDOW)
+
+#: kind, parameter tensor, other parameters
+ScoreRule = tuple[int, Tensor | None, tuple[float, ...]]
+
+
+class EncodedTerm:
+    """A term of the logits that a table holds."""
+
+    def rule(self) -> ScoreRule:
+        raise NotImplementedError
+
+    def term(self, tq: int, tk: int, dtype: torch.dtype) -> Tensor:
+        """(B | 1, Hq, Tq, Tk), computed in `dtype`."""
+        kind, table, (a, b) = self.rule()
+        assert table is not None
+        return table_bias(kind, table.to(dtype), int(a), int(b), tq, tk)
+
+    def of_sequence(self, n: int) -> EncodedTerm:
+        """The term of sequence n of a packed or cached batch."""
+        kind, table, parameters = self.rule()
+        if table is None or len(table) == 1:
+            return self
+        return Table(kind, table[n : n + 1], parameters)
+
+
+@dataclass(frozen=True)
+class Table(EncodedTerm):
+    """A rule as a term; table (B | 1, rows, Hq)."""
+
+    kind: int
+    table: Tensor | None
+    parameters: tuple[float, ...]
+
+    def rule(self) -> ScoreRule:
+        return self.kind, self.table, self.parameters
+
+
+def t5_bucket(distance: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
+    """T5's bucket of key position - query position (Raffel et al. 2020, arXiv:1910.10683)."""
+    if bidirectional:
+        buckets //= 2
+        side = (distance > 0) * buckets
+        far = distance.abs()
+    else:
+        side = torch.zeros_like(distance)
+        far = (-distance).clamp(min=0)
+    exact = buckets // 2
+    share = torch.log(far.clamp(min=1) / exact) / math.log(max_distance / exact)
+    large = (exact + (share * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
+    return side + torch.where(far < exact, far, large)
+
+
+def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Tensor:
+    """The term (B | 1, Hq, Tq, Tk) that a table rule adds to the logits."""
+    k = torch.arange(tk, device=table.device)
+    i = torch.arange(tq, device=table.device)[:, None] + tk - tq
+    if kind == ScoreKind.ALIBI:
+        return table.transpose(1, 2)[..., None] * -(k - i).abs().to(table.dtype)
+    if kind == ScoreKind.BUCKETS:
+        row = t5_bucket(k - i, bool(a), table.shape[1], b)
+    elif kind == ScoreKind.DISTANCES:
+        row = (k - i + a).clamp(0, table.shape[1] - 1)
+    else:
+        assert kind == ScoreKind.WINDOW, kind
+        row = (i // b - k // b + a - 1) * (2 * b - 1) + i % b - k % b + b - 1
+    return table[:, row].permute(0, 3, 1, 2)
+
+
+#: f(b, h, q, k) of 0-d tensors, True = attend
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+#: f(score, b, h, q, k) of 0-d tensors, as torch's flex_attention takes it
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class PairMod:
+    """A score_mod that is defined for all pairs at once."""
+
+    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
+        """The new (B, Hq, Tq, Tk), of batch entries and queries from these numbers on."""
+        raise NotImplementedError
+
+
+class WeightOptions(TypedDict, total=False):
+    """What decides the weights of keys."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    mask: Tensor | EncodedMask | MaskMod | None
+    bias: Tensor | None
+    scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    relative: EncodedTerm | None
+    sinks: Tensor | None
+    head_scale: Tensor | None
+    normaliser: Normaliser
+    score_mod: ScoreMod | PairMod | None
+
+
+class AttentionOptions(WeightOptions, total=False):
+    """All of them."""
+
+    dropout_p: float
+    seed: Tensor | None
+
+
+class Options(NamedTuple):
+    """The options of a call."""
+
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    mask: Tensor | EncodedMask | MaskMod | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    relative: EncodedTerm | None = None
+    sinks: Tensor | None = None
+    head_scale: Tensor | None = None
+    normaliser: Normaliser = "softmax"
+    score_mod: ScoreMod | PairMod | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+
+def transform_of(options: Options) -> tuple[str, float] | None:
+    """The option that transforms the scores, and its c."""
+    found: tuple[str, float] | None = None
+    for name in TRANSFORMS:
+        c: float = getattr(options, name)
+        if c > 0 and found is not None:
+            given = f"{found[0]}={found[1]}, {name}={c}"
+            raise ValueError(f"attention: the scores may have one transform, got {given}")
+        if c > 0:
+            found = name, c
+    return found
+
+
+def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
+    """The options of a call of `op`, which takes those of `names`."""
+    if not options.keys() <= names.__annotations__.keys():
+        unknown = next(name for name in options if name not in names.__annotations__)
+        raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}")
+    return _with_mask_mod(Options(**options))
+
+
+def _with_mask_mod(options: Options) -> Options:
+    """A mask that is a function as part of score_mod."""
+    mask, score_mod = options.mask, options.score_mod
+    if mask is None or isinstance(mask, (Tensor, EncodedMask)) or not callable(mask):
+        return options
+
+    def masked(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if score_mod is not None:
+            assert not isinstance(score_mod, PairMod)
+            score = score_mod(score, b, h, q, k)
+        return torch.where(mask(b, h, q, k), score, -math.inf)
+
+    return options._replace(mask=None, score_mod=masked)
+
+
+def spelled_out(names: type) -> Callable[[F], F]:
+    """For a function with `**options: Unpack[names]`: help() shows each with its default."""
+
+    def show(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        options = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=Options._field_defaults[name],
+                annotation=hint.__forward_arg__,
+            )
+            for name, hint in names.__annotations__.items()
+        ]
+        shown = signature.replace(parameters=[*own, *options])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return show

@@ -1,0 +1,379 @@
+"""A score_mod as a program, in plain torch; csrc/semantics/score_program.h is the same for kernels.
+
+Steps are (op, to, a, b, c) over registers that hold a value for each key of a row. A program reads
+the score, constants and tables; what depends on b, h and one of q, k and k - q alone is a table
+that torch has computed before (`evaluate`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from omniattn.encoding.masks import MaskKind
+from omniattn.encoding.options import PairMod
+
+
+class ProgramOp(IntEnum):
+    """Numbers as in csrc/semantics/score_program.h."""
+
+    NEG = 0
+    ABS = 1
+    SIGN = 2
+    ADD = 3
+    SUB = 4
+    MUL = 5
+    DIV = 6
+    MIN = 7
+    MAX = 8
+    EXP = 10
+    LOG = 11
+    SQRT = 12
+    TANH = 13
+    SIGMOID = 14
+    FLOOR = 15
+    ROUND = 16
+    TRUNC = 20
+    SIN = 21
+    COS = 22
+    ERF = 23
+    LOG1P = 24
+    EXPM1 = 25
+    POW = 26
+    LESS = 30
+    LESS_EQUAL = 31
+    EQUAL = 32
+    INT_ADD = 40
+    INT_SUB = 41
+    INT_MUL = 42
+    INT_MIN = 43
+    INT_MAX = 44
+    INT_AND = 45
+    INT_OR = 46
+    INT_XOR = 47
+    INT_LESS = 48
+    INT_LESS_EQUAL = 49
+    INT_EQUAL = 50
+    INT_FLOOR_DIV = 51
+    INT_MOD = 52
+    WHERE = 60  # a ? b : c
+    TO_FLOAT = 61
+    TO_INT = 62
+    NUMBER = 63  # constant a
+    INTEGER = 64  # constant a
+    READ = 65  # of table a, by position
+    PLACE = 66  # place a, or 0 for -1, plus that of index b in dimension c % 4 of table c / 4
+    GATHER = 67  # of table b at place a
+    GIVE = 68  # adds a to the gradient of table b
+    GIVE_AT = 69  # the same at place b, of table c
+
+
+class TableKind(IntEnum):
+    """How a program reads a table."""
+
+    GRID = 0  # (B | 1, Hq | 1, Q | 1, Tk | 1) by position
+    DISTANCE = 1  # (B | 1, Hq | 1, 1, Q + Tk - 1) by k - q
+    GATHERED = 2  # at a place that the program computes
+
+
+MAX_TABLES, MAX_REGISTERS, MAX_STEPS, MAX_DIMS = 16, 64, 1024, 4
+STEP_INTS, _HEADER_INTS = 5, 9
+
+
+class Domain(NamedTuple):
+    """Positions that a program may be asked for: queries from first_q on, and keys from 0 on."""
+
+    first_q: int
+    queries: int
+    keys: int
+
+    @property
+    def distances(self) -> int:
+        return max(self.queries + self.keys - 1, 0)
+
+    @property
+    def last_q(self) -> int:
+        return self.first_q + self.queries - 1
+
+
+def domain_of(tq: int, tk: int, layout: int | None) -> Domain:
+    """The positions of a call, or of its longest sequences; `layout`: a kind of rule."""
+    if layout in (MaskKind.CACHED, MaskKind.PAGED):
+        return Domain(-tq, tq + tk, tk)
+    return Domain(0, tq, tk)
+
+
+def _floor_div(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
+
+
+def _mod(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b == 0, 0, a.remainder(torch.where(b == 0, 1, b)))
+
+
+#: What ops make of the lanes they read. Truth values are bool here.
+MEANING: dict[str, Callable[..., Tensor]] = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "floor": torch.floor,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "pow": torch.pow,
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "equal": torch.eq,
+    "int_add": torch.add,
+    "int_sub": torch.sub,
+    "int_mul": torch.mul,
+    "int_min": torch.minimum,
+    "int_max": torch.maximum,
+    "int_and": torch.bitwise_and,
+    "int_or": torch.bitwise_or,
+    "int_xor": torch.bitwise_xor,
+    "int_less": torch.lt,
+    "int_less_equal": torch.le,
+    "int_equal": torch.eq,
+    "int_floor_div": _floor_div,
+    "int_mod": _mod,
+}
+
+
+@dataclass(frozen=True)
+class Program(PairMod):
+    """A program with what it reads, as the op takes it."""
+
+    code: tuple[int, ...]  # see csrc/ops/attention_program.cpp
+    constants: tuple[float, ...]
+    tables: tuple[Tensor, ...]
+    domain: Domain
+
+    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
+        """Of all pairs of score (B, Hq, Tq, Tk), whose first query stands at first_q."""
+        code = list(self.code)
+        kinds = code[1 : 1 + code[0]]
+        result, count = code[3 + code[0] : 5 + code[0]]
+        at = 1 + code[0] + _HEADER_INTS
+        registers: dict[int, Tensor] = {0: score}
+        rows = _Rows(self, kinds, first_batch, first_q, score)
+        for n in range(count):
+            op, to, a, b, c = code[at + n * STEP_INTS : at + (n + 1) * STEP_INTS]
+            registers[to] = rows.step(ProgramOp(op), a, b, c, registers)
+        return registers[result].expand(score.shape)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the steps of a program read beside registers."""
+
+    program: Program
+    kinds: Sequence[int]
+    first_batch: int
+    first_q: int
+    score: Tensor
+
+    def step(self, op: ProgramOp, a: int, b: int, c: int, registers: dict[int, Tensor]) -> Tensor:
+        device, dtype = self.score.device, self.score.dtype
+        if op == ProgramOp.NUMBER:
+            return torch.tensor(self.program.constants[a], dtype=dtype, device=device)
+        if op == ProgramOp.INTEGER:
+            return torch.tensor(int(self.program.constants[a]), device=device)
+        if op == ProgramOp.READ:
+            return as_lanes(self.read(a), dtype)
+        if op == ProgramOp.PLACE:
+            before = torch.zeros((), dtype=torch.int64, device=device) if a < 0 else registers[a]
+            shape = self.program.tables[c // MAX_DIMS].shape
+            return place(before, registers[b], shape, c % MAX_DIMS)
+        if op == ProgramOp.GATHER:
+            return as_lanes(gather(self.program.tables[b], registers[a]), dtype)
+        if op == ProgramOp.TO_FLOAT:
+            return registers[a].to(dtype)
+        if op == ProgramOp.TO_INT:
+            return registers[a].to(torch.int64)
+        if op == ProgramOp.WHERE:
+            return torch.where(registers[a] != 0, registers[b], registers[c])
+        meaning = MEANING[op.name.lower()]
+        x = registers[a]
+        if op.name.startswith("INT_") and x.dtype == torch.bool:
+            x = x.to(torch.int64)
+        if op in UNARY:
+            return meaning(x)
+        y = registers[b]
+        if op.name.startswith("INT_") and y.dtype == torch.bool:
+            y = y.to(torch.int64)
+        return meaning(x, y)
+
+    def read(self, n: int) -> Tensor:
+        """Table n of all pairs of the score."""
+        t, (batch, _, tq, tk) = self.program.tables[n], self.score.shape
+        if t.shape[0] > 1:
+            t = t[self.first_batch : self.first_batch + batch]
+        if self.kinds[n] == TableKind.GRID:
+            first = self.first_q - self.program.domain.first_q
+            t = t if t.shape[2] == 1 else t[:, :, first : first + tq]
+            return t if t.shape[3] == 1 else t[..., :tk]
+        if t.shape[3] == 1:
+            return t
+        q = torch.arange(tq, device=t.device)[:, None] + self.first_q
+        k = torch.arange(tk, device=t.device)
+        return t[:, :, 0][..., k - q + self.program.domain.last_q]
+
+
+#: Ops that read one register.
+UNARY = frozenset(
+    ProgramOp[name.upper()]
+    for name in (
+        *("neg", "abs", "sign", "exp", "log", "sqrt", "tanh", "sigmoid", "floor", "round"),
+        *("trunc", "sin", "cos", "erf", "log1p", "expm1", "to_float", "to_int"),
+    )
+)
+
+
+def as_lanes(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Elements of a table as registers hold them."""
+    if t.dtype == torch.bool:
+        return t
+    return t.to(dtype) if t.is_floating_point() else t.to(torch.int64)
+
+
+def place(before: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """`before` plus the place of `index` in dimension `dim`; -1 where it has none."""
+    size, stride = shape[dim], math.prod(shape[dim + 1 :])
+    index = index.to(torch.int64)
+    inside = torch.where(index < 0, index + size, index)
+    has_place = (before >= 0) & (inside >= 0) & (inside < size)
+    return torch.where(has_place, before + inside * stride, -1)
+
+
+def gather(t: Tensor, at: Tensor) -> Tensor:
+    """The elements at these places: NaN, or 0 of integers, where there is none."""
+    outside: Any = math.nan if t.is_floating_point() else 0
+    if t.numel() == 0:
+        return torch.full(at.shape, outside, dtype=t.dtype, device=t.device)
+    # index_select adds up its gradient in order on the CPU, which indexing does not.
+    found = t.reshape(-1).index_select(0, at.clamp(min=0).reshape(-1)).reshape(at.shape)
+    return torch.where(at < 0, torch.full_like(found, outside), found)
+
+
+# ---- what torch computes before -----------------------------------------------------------------
+
+#: op, arguments: ids of earlier nodes, or what the op says
+Node = tuple[Any, ...]
+
+
+def evaluate(
+    nodes: Sequence[Node],
+    wanted: Sequence[tuple[int, str]],
+    tensors: Sequence[Tensor],
+    sizes: tuple[int, int],
+    domain: Domain,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """The tables (B | 1, Hq | 1, Q | 1, Tk | 1), or (B | 1, Hq | 1, 1, Q + Tk - 1), of nodes.
+
+    `wanted`: nodes, and on what each depends beside b and h: "1" (nothing), "q", "k" or "d", k - q.
+    `sizes`: (B, Hq).
+    """
+    batch, heads = sizes
+    positions = {
+        "q": torch.arange(domain.queries, device=device) + domain.first_q,
+        "k": torch.arange(domain.keys, device=device),
+        "d": torch.arange(domain.distances, device=device) - domain.last_q,
+    }
+    tables = []
+    for root, axis in wanted:
+        values: dict[int, Tensor] = {}
+        for n in _needed(nodes, root):
+            op, *args = nodes[n]
+            if op == "affine":
+                of_q, of_k, offset = args
+                factor = of_q if axis == "q" else of_k
+                if of_q == of_k == 0:
+                    values[n] = torch.full((1, 1, 1), offset, device=device)
+                else:
+                    values[n] = (positions[axis] * factor + offset)[None, None]
+            elif op == "input":
+                entries = batch if args[0] == "b" else heads
+                index = torch.arange(entries, device=device)
+                values[n] = index[:, None, None] if args[0] == "b" else index[None, :, None]
+            elif op in ("number", "integer"):
+                kind = dtype if op == "number" else torch.int64
+                values[n] = torch.full((1, 1, 1), args[0], dtype=kind, device=device)
+            else:
+                values[n] = _value(op, args, values, tensors, dtype)
+        length = {"1": 1, "q": domain.queries, "k": domain.keys, "d": domain.distances}[axis]
+        found = values[root]
+        found = found.expand(*found.shape[:2], length)
+        if found.dtype == torch.int64 and dtype == torch.float32:
+            found = found.to(torch.int32)  # the integers of a program that computes in float32
+        tables.append(found[..., None] if axis == "q" else found[:, :, None])
+    return tables
+
+
+def _needed(nodes: Sequence[Node], root: int) -> list[int]:
+    """The node and all that it depends on, in order."""
+    found, left = {root}, [root]
+    while left:
+        for n in arguments_of(nodes[left.pop()]):
+            if n not in found:
+                found.add(n)
+                left.append(n)
+    return sorted(found)
+
+
+def arguments_of(node: Node) -> tuple[int, ...]:
+    """The nodes that a node reads."""
+    op, *args = node
+    if op in ("input", "affine", "number", "integer"):
+        return ()
+    return tuple(args[1:]) if op == "tensor" else tuple(args)
+
+
+def _value(
+    op: str,
+    args: Sequence[Any],
+    values: dict[int, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    if op == "tensor":
+        t = tensors[args[0]]
+        at = torch.zeros((1, 1, 1), dtype=torch.int64, device=t.device)
+        for dim, n in enumerate(args[1:]):
+            at = place(at, values[n], t.shape, dim)
+        return as_lanes(gather(t, at), dtype)
+    x = [values[n] for n in args]
+    if op == "detach":
+        return x[0].detach()
+    if op == "to_float":
+        return x[0].to(dtype)
+    if op == "to_int":
+        return x[0].to(torch.int64)
+    if op == "where":
+        return torch.where(x[0] != 0, x[1], x[2])
+    if op.startswith("int_"):
+        x = [t.to(torch.int64) for t in x]
+    return MEANING[op](*x)

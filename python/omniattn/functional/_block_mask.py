@@ -1,0 +1,161 @@
+"""Masks in blocks of 64 x 64, of which hidden ones cost nothing, and those made of a predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from omniattn.encoding.masks import BLOCK, MaskKind, Rule
+from omniattn.functional._checks import require_int, require_integers, require_pair, shown
+from omniattn.functional._mask import Mask, require_bool_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True)
+class Blocks(Mask):
+    """A pattern in blocks of 64 x 64, as `from_predicate` makes it; hidden blocks cost nothing.
+
+    Args:
+        codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
+            partial, by bits[n].
+        bits: int64 (N, 64): bit k of word q of block n.
+        size: (Tq, Tk) that it was made for, None for any in these blocks.
+    """
+
+    codes: Tensor
+    bits: Tensor
+    size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        require_integers("Blocks", "codes", self.codes)
+        require_integers("Blocks", "bits", self.bits)
+        if self.size is not None:
+            require_pair("Blocks", "size", self.size, 0)
+
+    def rules(self) -> list[Rule]:
+        tq, tk = (0, 0) if self.size is None else self.size
+        return [(MaskKind.BLOCKS, tq, tk, (self.codes, self.bits))]
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Tensor) -> Blocks:
+        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks."""
+        require_bool_mask("Blocks", "block_mask", block_mask)
+        return cls(block_mask.to(torch.int32), _no_bits(block_mask.device))
+
+
+def from_predicate(
+    predicate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    tq: int,
+    tk: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
+) -> Blocks:
+    """Any mask: `predicate(b, h, q, k)` as bool, True = attend, for a fixed (tq, tk).
+
+    The predicate is called once per 64 queries with int64 index tensors that broadcast to (batch,
+    heads, 64, tk); those of flex_attention work unchanged. The result runs fused in both passes,
+    takes 1 bit per pair in partial blocks and nothing elsewhere, and can be reused for any number
+    of calls. batch or heads of 1 broadcast.
+
+    Raises:
+        TypeError: the predicate does not return a bool tensor.
+        ValueError: it returns one of another shape.
+    """
+    for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
+        require_int("from_predicate", name, n, 0)
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    k = torch.arange(tk, device=device)
+
+    def seen(first: int, last: int) -> Tensor:
+        q = torch.arange(first, last, device=device)
+        found = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        return _checked(found, (batch, heads, len(q), tk))
+
+    return blocks_of_rows(seen, tq, tk, device)
+
+
+def from_block_mask(block_mask: BlockMask) -> Blocks:
+    """The mask of flex_attention's BlockMask: the blocks that it lists, and its mask_mod in those
+    that it does not call full."""
+    if not hasattr(block_mask, "mask_mod"):
+        raise TypeError(
+            f"from_block_mask: block_mask must be a BlockMask, got block_mask={shown(block_mask)}"
+        )
+    tq, tk = block_mask.seq_lengths
+    rows, columns = block_mask.BLOCK_SIZE
+    listed = block_mask.to_dense().bool()
+    full = torch.zeros_like(listed)
+    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if counts is not None and indices is not None:
+        is_listed = torch.arange(indices.shape[-1], device=counts.device) < counts[..., None]
+        marks = torch.zeros_like(full, dtype=torch.int64)
+        full = marks.scatter_add(-1, indices.long(), is_listed.long()) > 0
+    batch, heads = listed.shape[:2]
+    device = listed.device
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    k = torch.arange(tk, device=device)
+
+    def seen(first: int, last: int) -> Tensor:
+        q = torch.arange(first, last, device=device)
+        found = block_mask.mask_mod(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        found = _checked(found, (batch, heads, len(q), tk))
+        places = (slice(None), slice(None), q[:, None] // rows, k // columns)
+        return listed[places] & (found | full[places])
+
+    return blocks_of_rows(seen, tq, tk, device)
+
+
+def blocks_of_rows(
+    seen: Callable[[int, int], Tensor], tq: int, tk: int, device: torch.device | str
+) -> Blocks:
+    """The blocks of a mask; seen(first, last): these rows, broadcastable to (B, Hq, rows, Tk)."""
+    codes, bits, partials = [], [], 0
+    for first in range(0, tq, BLOCK):
+        rows = seen(first, min(first + BLOCK, tq))
+        rows = rows[(None,) * (4 - rows.dim())]
+        row, partial = _encoded(rows.expand(*rows.shape[:2], -1, tk), partials)
+        codes.append(row)
+        bits.append(partial)
+        partials += len(partial)
+    if not codes:
+        return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), _no_bits(device))
+    return Blocks(torch.stack(codes, 2), torch.cat(bits), (tq, tk))
+
+
+def _checked(seen: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """What a predicate has returned, in full."""
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        raise TypeError(f"from_predicate: predicate must return a bool tensor, got {shown(seen)}")
+    try:
+        return seen.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            "from_predicate: predicate must return a tensor broadcastable to (batch, heads, "
+            f"queries, keys)={shape}, got shape={tuple(seen.shape)}"
+        ) from None
+
+
+def _encoded(seen: Tensor, partials: int) -> tuple[Tensor, Tensor]:
+    """Codes of a row of blocks (B, Hq, up to 64, Tk), and the bits of its partial ones, of which
+    there have been `partials` before it."""
+    pad = (0, -seen.shape[3] % BLOCK, 0, BLOCK - seen.shape[2])
+    blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).transpose(2, 3)
+    whole = torch.nn.functional.pad(seen, pad, value=True)
+    full = whole.unflatten(-1, (-1, BLOCK)).transpose(2, 3).all(-1).all(-1)
+    partial = blocks.any(-1).any(-1) & ~full
+    bits = (blocks[partial].to(torch.int64) << torch.arange(BLOCK, device=seen.device)).sum(-1)
+    codes = full.to(torch.int32)
+    codes[partial] = torch.arange(2 + partials, 2 + partials + len(bits), device=seen.device).int()
+    return codes, bits
+
+
+def _no_bits(device: torch.device | str) -> Tensor:
+    return torch.zeros(0, BLOCK, dtype=torch.int64, device=device)

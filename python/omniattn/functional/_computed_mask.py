@@ -1,0 +1,99 @@
+"""Masks that are not the AND of rules: they become blocks for the size of each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from omniattn.encoding.masks import EncodedMask, MaskKind, Rule
+from omniattn.functional._block_mask import Blocks, blocks_of_rows
+from omniattn.functional._checks import shown
+from omniattn.functional._mask import Mask, common_device
+
+
+class Computed(Mask):
+    """A mask that is kept as blocks for each size that it was asked for."""
+
+    known: dict[tuple[object, ...], Blocks]
+
+    def rules(self) -> list[Rule]:
+        raise ValueError(
+            "masks made by | and ~ are for batches of one length, not for packed or cached "
+            "sequences, whose positions differ"
+        )
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
+        self.rules()
+        raise AssertionError
+
+    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
+        if torch.compiler.is_compiling():  # the number of partial blocks is a value
+            return [(MaskKind.TENSOR, 0, 0, (self.pairs(tq, tk, device, heads),))]
+        size = (tq, tk, device, heads)
+        if size not in self.known:
+            self.known[size] = blocks_of_rows(
+                lambda first, last: self.pairs(tq, tk, device, heads, (first, last)), tq, tk, device
+            )
+        return self.known[size].rules()
+
+    def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+        return self.pairs(tq, tk, device, heads)
+
+
+@dataclass(frozen=True)
+class AnyOf(Computed):
+    """Pairs allowed by one of `masks` or more; `a | b` makes one."""
+
+    masks: tuple[Mask, ...]
+    known: dict[tuple[object, ...], Blocks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not self.masks or not all(isinstance(mask, Mask) for mask in self.masks):
+            raise TypeError(f"AnyOf: masks must be masks, at least one, got {shown(self.masks)}")
+
+    def pairs(
+        self,
+        tq: int,
+        tk: int,
+        device: torch.device,
+        heads: int,
+        queries: tuple[int, int] | None = None,
+    ) -> Tensor:
+        first, *rest = (mask.pairs(tq, tk, device, heads, queries) for mask in self.masks)
+        for seen in rest:
+            first = first | seen
+        return first
+
+    def _device(self) -> torch.device:
+        return common_device(self.masks)
+
+
+@dataclass(frozen=True)
+class Not(Computed):
+    """Pairs that `mask` does not allow; `~mask` makes one."""
+
+    mask: Mask
+    known: dict[tuple[object, ...], Blocks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"Not: mask must be a mask, got {shown(self.mask)}")
+
+    def pairs(
+        self,
+        tq: int,
+        tk: int,
+        device: torch.device,
+        heads: int,
+        queries: tuple[int, int] | None = None,
+    ) -> Tensor:
+        return ~self.mask.pairs(tq, tk, device, heads, queries)
+
+    def _device(self) -> torch.device:
+        return self.mask._device()

@@ -1,0 +1,55 @@
+"""Patches the model of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from transformers import PreTrainedModel, TrainerCallback
+from typing_extensions import Unpack
+
+from omniattn.hf.patch import is_patched, patch
+
+__all__ = ["OmniattnCallback", "PatchOptions"]
+
+
+class PatchOptions(TypedDict, total=False):
+    """The options of :func:`patch`."""
+
+    attention: bool
+    linear: bool
+    norm: bool
+    mlp: bool
+    rope: bool
+    loss: bool
+    linear_cross_entropy: bool
+    experts: bool
+
+
+class OmniattnCallback(TrainerCallback):
+    """``Trainer(..., callbacks=[OmniattnCallback()])`` trains a model that :func:`patch` patched.
+
+    The model is patched when the Trainer is made, before it is wrapped for several devices, mixed
+    precision or torch.compile. One that `model_init` makes later is patched when training begins;
+    in mixed precision it then makes logits, as accelerate has replaced its forward by then. A model
+    that is patched already stays as it is.
+
+    Args:
+        options: of :func:`patch`, all True by default.
+    """
+
+    def __init__(self, **options: Unpack[PatchOptions]) -> None:
+        self.options = options
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **_: Any
+    ) -> None:
+        self._patch(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **_: Any
+    ) -> None:
+        self._patch(model)
+
+    def _patch(self, model: PreTrainedModel | None) -> None:
+        if model is not None and not is_patched(model):
+            patch(model, **self.options)

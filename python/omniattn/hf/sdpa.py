@@ -1,0 +1,44 @@
+"""Attention layers that call torch's scaled_dot_product_attention themselves, such as Falcon's and
+SAM's, with this package's in its place."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from omniattn import functional
+from omniattn.hf.probe import Finding
+
+__all__ = ["find_sdpa", "sdpa_forward"]
+
+_SDPA = nn.functional.scaled_dot_product_attention
+_SETTING = "_attn_implementation"
+
+
+class _Ours(TorchFunctionMode):
+    """Calls this package's function for torch's; all others as they are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        called = functional.scaled_dot_product_attention if func is _SDPA else func
+        return called(*args, **(kwargs or {}))
+
+
+def sdpa_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The layer's own forward, with our attention."""
+    with _Ours():
+        return self.omniattn_original.forward(self, *args, **kwargs)
+
+
+def find_sdpa(module: nn.Module) -> Finding:
+    """:func:`sdpa_forward` for a layer whose own forward calls torch's function."""
+    forward = getattr(type(module), "forward", None)
+    if "Attention" not in type(module).__name__ or not isinstance(forward, FunctionType):
+        return None
+    config = getattr(module, "config", None)
+    calls = _SDPA.__name__ in forward.__code__.co_names
+    return sdpa_forward if calls and getattr(config, _SETTING, "sdpa") == "sdpa" else None

@@ -1,0 +1,59 @@
+"""score_mod by its own definition: f(score, b, h, q, k) of every pair, vmapped as in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from omniattn.encoding.options import PairMod, ScoreMod
+
+
+class _TensorIndices(TorchFunctionMode):
+    """t[i] with a 0-d tensor i would read its value, which vmap does not have."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            t, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, Tensor) and i.dtype != torch.bool for i in indices):
+                found = [i if isinstance(i, Tensor) else torch.tensor(i) for i in indices]
+                return torch.ops.aten.index(t, found)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class PlacedMod(PairMod):
+    """The score_mod of one sequence: its number, and the position of its first query."""
+
+    score_mod: ScoreMod | PairMod
+    first_batch: int
+    first_q: int
+
+    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
+        place = (first_batch + self.first_batch, first_q + self.first_q)
+        return apply_score_mod(self.score_mod, score, *place)
+
+
+def apply_score_mod(
+    score_mod: ScoreMod | PairMod, score: Tensor, first_batch: int = 0, first_q: int = 0
+) -> Tensor:
+    """score_mod of all pairs of (B, Hq, Tq, Tk)."""
+    if score.numel() == 0:
+        return score
+    if isinstance(score_mod, PairMod):
+        return score_mod.of_pairs(score, first_batch, first_q)
+    over: ScoreMod = score_mod
+    for dim in range(4, 0, -1):
+        dims = tuple(0 if n in (0, dim) else None for n in range(5))
+        over = torch.vmap(over, in_dims=dims)
+    positions = [torch.arange(n, device=score.device) for n in score.shape]
+    positions[0], positions[2] = positions[0] + first_batch, positions[2] + first_q
+    with _TensorIndices():
+        return over(score, *positions).to(score.dtype)

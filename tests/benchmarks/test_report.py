@@ -1,0 +1,42 @@
+"""The record of the benchmarks, its page and its figure."""
+
+import json
+import re
+import sys
+
+import pytest
+import report
+
+
+def check(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    with pytest.raises(SystemExit) as result:
+        report.main()
+    return result.value.code
+
+
+def test_page_and_figures_show_the_records(monkeypatch):
+    assert check(monkeypatch) == 0
+
+
+def test_figure_of_another_record_is_stale(tmp_path, monkeypatch):
+    record = report.read("cpu")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    report.PAGE.write_text("<!-- records: begin -->\n<!-- records: end -->\n")
+    for change in (1, 2):
+        record["rows"][1]["ratio"] *= change
+        (tmp_path / "cpu.json").write_text(json.dumps(record))
+        report.publish()
+        assert "cpu.png" in check(monkeypatch)
+        report.plot("cpu")
+        assert check(monkeypatch) == 0
+
+
+@pytest.mark.parametrize("kind", report.KINDS)
+def test_page_says_what_the_baselines_of_a_kind_are(kind):
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", report.PAGE.read_text(), re.MULTILINE)
+    on_page = {name for name, of in rows if of == kind}
+    timed = {row["provider"] for row in report.read("cpu")["rows"]}
+    assert set(report.KINDS[kind]) & timed <= on_page <= set(report.KINDS[kind])

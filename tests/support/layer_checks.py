@@ -1,0 +1,36 @@
+"""What tests of layers compare: gradients, and the outputs of calls that go on from a state."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def assert_same_gradients(
+    actual: Tensor,
+    expected: Tensor,
+    inputs: Sequence[Tensor],
+    expected_inputs: Sequence[Tensor] | None = None,
+    **tolerance: float,
+) -> None:
+    """Of `inputs`, and of `expected_inputs` where these are others, for one random gradient."""
+    grad = torch.randn_like(actual)
+    for a, e in zip(
+        torch.autograd.grad(actual, inputs, grad),
+        torch.autograd.grad(expected, inputs if expected_inputs is None else expected_inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, **tolerance)
+
+
+@torch.no_grad()
+def in_steps(
+    layer: nn.Module, x: Tensor, rope: Callable[[Tensor], object]
+) -> tuple[Tensor, object]:
+    """The output for x (B, 11, dim) in calls of several tokens and of one, and the last state."""
+    state = layer.new_state(*x.shape[:2])
+    parts = [
+        layer(x[:, a:b], rope=rope(torch.arange(a, b)), state=state)
+        for a, b in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11))
+    ]
+    return torch.cat(parts, 1), state
