@@ -189,7 +189,7 @@ bool run_warp(Warp& warp, const std::array<int, kWarpSize>& turns) {
   return progress;
 }
 
-// Describes what a block has wrongly left behind after all its threads finished; "" if nothing.
+// Describes what a block left unfinished when all its threads had ended; "" if nothing.
 std::string leftovers() {
   for (const Barrier& b : scheduler.barriers) {
     if (b.arrived == 0) continue;

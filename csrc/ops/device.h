@@ -19,7 +19,7 @@
 
 namespace omniattn::ops {
 
-// Whether kernels are those of CUDA: on a GPU, or emulated for tensors on the CPU.
+// Whether this library runs the CUDA kernels: on a GPU, or emulated for tensors on the CPU.
 #if defined(OMNIATTN_CUDA) || defined(OMNIATTN_EMULATED)
 inline constexpr bool kOnCuda = true;
 #else

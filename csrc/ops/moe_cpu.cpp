@@ -132,7 +132,7 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .b_transposed = false,
                         .accumulate = false});
   }
-  // Sizes but for k, and with them items and workspace, are the same for all.
+  // All sizes except k are the same for all, and so are items and workspace.
   const int64_t items = kernels.items(products[0]) * wave.experts;
   const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
                             kernels.workspace_bytes(products[0]));

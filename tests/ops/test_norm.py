@@ -174,7 +174,7 @@ CASTINGS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASTINGS)
 def test_half_inputs_are_rounded_where_transformers_rounds_them(name, dtype, isa):
-    """Bit for bit, but for sums in another order that meet a tie; other castings differ often."""
+    """Bit for bit, except where sums in another order meet a tie; other castings differ often."""
     module, _, kind = name.partition(".")
     models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     gated = kind.endswith("Gated")

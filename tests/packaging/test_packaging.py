@@ -142,7 +142,7 @@ def test_wheel_is_for_every_python(wheel):
 
 @pytest.mark.slow
 def test_wheel_of_the_sdist(wheel, tmp_path, monkeypatch):
-    """Holds the files of the wheel of this tree, but for the CUDA library, which takes minutes."""
+    """Holds the files of the wheel of this tree without the CUDA library, which takes minutes."""
     monkeypatch.chdir(ROOT)
     sdist = tmp_path / backend.build_sdist(str(tmp_path))
     with tarfile.open(sdist) as archive:

@@ -103,7 +103,7 @@ def _pixels(data: str) -> Any:
 
 
 def _same_text(old: str, new: str) -> bool:
-    """Equal but for roundings, which differ between processors: numbers may differ by 5 % or by two
+    """Equal up to roundings, which differ between processors: numbers may differ by 5 % or by two
     of their last digit, and all below 1e-6 count as zero."""
     number = r"\d+(?:\.\d+)?(?:e-?\d+)?"
     words, now = ([part.split() for part in re.split(number, text)] for text in (old, new))

@@ -252,7 +252,7 @@ def causal_lm_forward(original: Any) -> Forward | None:
 
 
 def _heads(model: Any) -> list[Any]:
-    """The heads of a model that can compute its loss, one but for copies that PEFT trains."""
+    """The heads of a model that can compute its loss, one apart from copies that PEFT trains."""
     return [each for each in model.get_output_embeddings().modules() if _is_free(each)]
 
 
