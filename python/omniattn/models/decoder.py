@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
@@ -23,7 +24,7 @@ from omniattn.modules import (
     State,
 )
 from omniattn.modules.layer import LayerConfig
-from omniattn.modules.state import Stateful, takes_cache
+from omniattn.modules.state import Stateful, Storage, takes_cache
 
 
 class Decoder(Model, Stateful):
@@ -159,17 +160,10 @@ class Decoder(Model, Stateful):
             return {}
         return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> list[State]:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
         """The states of all layers before the first token."""
         mixers = (cast(DecoderBlock, layer).mixer for layer in self.layers)
-        return [mixer.new_state(batch, max_length, device=device, dtype=dtype) for mixer in mixers]
+        return [mixer.new_state(batch, max_length, **storage) for mixer in mixers]
 
     @property
     def head_weight(self) -> torch.Tensor:

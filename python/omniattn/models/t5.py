@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.models.hf import Conversion, Counterpart
@@ -23,7 +24,7 @@ from omniattn.modules import (
     State,
     T5RelativeBias,
 )
-from omniattn.modules.state import Stateful, takes_cache
+from omniattn.modules.state import Stateful, Storage, takes_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -258,17 +259,12 @@ class T5(Model, Stateful):
         return states
 
     def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> list[tuple[State, State]]:
         """Empty states of the decoder's layers: for its tokens, and for the encoder's states."""
 
         def new(mixer: Mixer) -> State:
-            state: State = mixer.new_state(batch, max_length, device=device, dtype=dtype)
+            state: State = mixer.new_state(batch, max_length, **storage)
             return state
 
         layers = [cast(DecoderBlock, layer) for layer in self.decoder.layers]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_number
@@ -19,7 +20,7 @@ from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, in_pages
 from omniattn.modules.rolling_cache import RollingCache
-from omniattn.modules.state import State, takes_cache
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class Attention(Mixer):
@@ -249,9 +250,8 @@ class Attention(Mixer):
         batch: int,
         max_length: int,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         rolling: bool = False,
+        **storage: Unpack[Storage],
     ) -> Cache:
         """An empty cache.
 
@@ -271,7 +271,7 @@ class Attention(Mixer):
                     f"got causal={c.causal}, window_size={c.window_size}"
                 )
             max_length, kind = min(max_length, c.window_size[0] + 1), RollingCache
-        like = storage_like(self.k_proj.weight, device, dtype)
+        like = storage_like(self.k_proj.weight, **storage)
         return kind(batch, max_length, c.kv_heads, c.head_size, **like)
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import FLOATS
 from omniattn.functional.masks import BoolMask, Mask
-from omniattn.modules.state import State
+from omniattn.modules.state import State, Storage
 
 
 class Cache(ABC):
@@ -121,8 +121,10 @@ def require_cache(op: str, state: State | None) -> Cache | None:
 
 
 def storage_like(
-    weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None
-) -> dict[str, Any]:
+    weight: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Storage:
     """Device and dtype of a storage, by default those of the weight."""
     return {
         "device": weight.device if device is None else device,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
@@ -17,7 +18,7 @@ from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
-from omniattn.modules.state import State, takes_cache
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class DifferentialAttention(Mixer):
@@ -162,16 +163,9 @@ class DifferentialAttention(Mixer):
             for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
                 nn.init.normal_(vector, std=0.1)
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""
-        like = storage_like(self.k_proj.weight, device, dtype)
+        like = storage_like(self.k_proj.weight, **storage)
         return KVCache(batch, max_length, self.config.kv_heads, 2 * self.config.head_size, **like)
 
     def scalar_lambda(self) -> Tensor | float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
@@ -16,7 +17,7 @@ from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
-from omniattn.modules.state import State, takes_cache
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class GatedAttentionUnit(Mixer):
@@ -117,14 +118,7 @@ class GatedAttentionUnit(Mixer):
         if self.config.relative is not None:
             nn.init.normal_(self.relative_bias, std=0.02)
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""
         c = self.config
         if c.attention == "relu2" and c.norm_n is None:
@@ -132,7 +126,7 @@ class GatedAttentionUnit(Mixer):
                 "GatedAttentionUnit: decoding needs a constant norm_n, got norm_n=None: weights of "
                 "earlier tokens would change with the number of keys"
             )
-        like = storage_like(self.v_proj.weight, device, dtype)
+        like = storage_like(self.v_proj.weight, **storage)
         wide = c.expansion * c.dim
         return KVCache(batch, max_length, 1, c.key_dim, v_head_dim=wide, **like)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
@@ -18,7 +19,7 @@ from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
-from omniattn.modules.state import State, takes_cache
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class MultiHeadLatentAttention(Mixer):
@@ -159,17 +160,10 @@ class MultiHeadLatentAttention(Mixer):
             self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of the latents."""
         c = self.config
-        like = storage_like(self.kv_a_proj_with_mqa.weight, device, dtype)
+        like = storage_like(self.kv_a_proj_with_mqa.weight, **storage)
         if not c.separate_kv_latents:
             return LatentCache(batch, max_length, c.kv_lora_rank, c.qk_rope_dim, **like)
         size = c.kv_lora_rank + c.qk_rope_dim

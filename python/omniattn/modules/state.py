@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -41,17 +42,17 @@ class State(Protocol):
         """Restores the `state_dict` of a state of the same kind and sizes."""
 
 
+class Storage(TypedDict, total=False):
+    """Options of `new_state`."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class Stateful:
     """A mixer, or a model, whose state is the list of the states of its layers."""
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Any:
         """The state of `batch` sequences before their first token.
 
         Args:

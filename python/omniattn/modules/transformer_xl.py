@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from omniattn.functional._checks import require_shape
 from omniattn.functional.masks import Mask
@@ -15,7 +16,7 @@ from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
-from omniattn.modules.state import State
+from omniattn.modules.state import State, Storage
 
 
 class TransformerXLAttention(Mixer):
@@ -125,16 +126,9 @@ class TransformerXLAttention(Mixer):
         angle = distance[:, None] * 10000.0**-exponent
         return torch.cat([angle.sin(), angle.cos()], -1).to(x.dtype)
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of what the layer has read, (B, T, 1, dim), as keys; without values."""
-        like = storage_like(self.qkv_net.weight, device, dtype)
+        like = storage_like(self.qkv_net.weight, **storage)
         return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
 
     def forward(
