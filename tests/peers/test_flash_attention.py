@@ -27,7 +27,9 @@ def fits(**arguments: object) -> bool:
 if PEER.present:
     definitions = PEER.load("flash_attn/layers/rotary.py")
     PEER.names["apply_rotary_emb_torch"] = definitions.apply_rotary_emb_torch
-CASES = PEER.cases("tests/test_flash_attn.py", 6, fits) + PEER.cases("tests/test_rotary.py", 4, fits)
+CASES = PEER.cases("tests/test_flash_attn.py", 6, fits) + PEER.cases(
+    "tests/test_rotary.py", 4, fits
+)
 
 
 @pytest.mark.slow

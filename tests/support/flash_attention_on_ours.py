@@ -91,10 +91,19 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, *args, **optio
 
 
 def apply_rotary_emb(
-    x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None
+    x,
+    cos,
+    sin,
+    interleaved=False,
+    inplace=False,
+    seqlen_offsets=0,
+    cu_seqlens=None,
+    max_seqlen=None,
 ):
     if cu_seqlens is not None:
-        offsets = torch.as_tensor(seqlen_offsets) * torch.ones(len(cu_seqlens) - 1, dtype=torch.long)
+        offsets = torch.as_tensor(seqlen_offsets) * torch.ones(
+            len(cu_seqlens) - 1, dtype=torch.long
+        )
         positions = F.packed_positions(cu_seqlens, x.shape[0])
         positions = positions + offsets.repeat_interleave(cu_seqlens.diff())
         options = {"positions": positions[None], "interleaved": interleaved}
@@ -149,7 +158,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = cache_seqlens + k.shape[1]
     if cache_leftpad is not None:
         options["mask"] = masks.KeyPadding(torch.arange(capacity) >= cache_leftpad[:, None])
-    return F.attention_cached(q, k_cache, v_cache, cache_seqlens, block_table=block_table, **options)
+    return F.attention_cached(
+        q, k_cache, v_cache, cache_seqlens, block_table=block_table, **options
+    )
 
 
 NAMES = {name: value for name, value in globals().items() if "attn_" in name or "rotary_" in name}

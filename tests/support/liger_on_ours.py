@@ -29,7 +29,9 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine=True,
     ):
         super().__init__()
-        self.weight = nn.Parameter(getattr(torch, init_fn)(hidden_size)) if elementwise_affine else None
+        self.weight = (
+            nn.Parameter(getattr(torch, init_fn)(hidden_size)) if elementwise_affine else None
+        )
         self.options = {"eps": eps, "offset": offset if elementwise_affine else 0.0}
         self.options["casting"] = _casting(casting_mode)
 
@@ -140,7 +142,39 @@ def liger_geglu(a, b):
     return F.geglu(a, b, approximate="tanh")
 
 
+def liger_cross_entropy(input, target, weight=None, size_average=None, reduce=None, **options):
+    return modules.LigerCrossEntropyLoss(weight, **options)(input, target)
+
+
+def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, **options):
+    loss = modules.LigerFusedLinearCrossEntropyLoss(ce_weight, **options)
+    return loss(weight, input, target, bias)
+
+
+def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    return modules.LigerJSD(beta, ignore_index)(input, target, shift_labels)
+
+
+def liger_fused_linear_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, **options
+):
+    loss = modules.LigerFusedLinearJSD(**options)
+    return loss(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
+
+
+def liger_relu_squared(x):
+    return F.reglu(x, x)
+
+
+def transformers_version_dispatch(_, before, after, before_args=(), after_args=(), **options):
+    given = options.get("after_kwargs") or {}
+    return after(*after_args, **{k: v for k, v in given.items() if k != "device"})
+
+
 NAMES = {
+    "infer_device": lambda: "cpu",
+    "infer_comm_backend": lambda: "gloo",
+    "transformers_version_dispatch": transformers_version_dispatch,
     **{n: v for n, v in vars(modules).items() if n.startswith("Liger")},
     **{n: v for n, v in globals().items() if n.lower().startswith("liger")},
     "LigerSwiGLUMLP": _GLU,

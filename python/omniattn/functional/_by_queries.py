@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,7 @@ from omniattn.ops import attention as ops
 #: A bias of so many elements for each batch entry and head is made at once.
 _ELEMENTS = 512 * 512
 #: The fewest queries of a part: the products are slower with less.
-_LEAST = 128
+_LEAST = 256
 
 #: bias_of(first, last, keys) is the bias (B, Hq, last - first, keys) of queries first .. last - 1
 #: and the first `keys` keys.
@@ -45,8 +46,8 @@ def attention_by_queries(
     tq, tk = q.shape[1], k.shape[1]
     size = tq if tq * tk <= _ELEMENTS else max(_LEAST, _ELEMENTS // tk // 64 * 64)
     if size >= tq:
-        bias = bias_of(0, tq, tk)
-        return attention(q, k, v, bias=bias, backend=backend, **options)
+        options["bias"] = bias_of(0, tq, tk)
+        return attention(q, k, v, backend=backend, **options)
     op = "attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
@@ -72,8 +73,8 @@ def attention_by_queries(
         last = min(first + size, tq)
         keys = min(max(last + tk - tq, 1), tk) if record.causal else tk
         if again:
-            kept = {"use_reentrant": False, "preserve_rng_state": False}
-            outs.append(checkpoint(part, first, last, keys, **kept))
+            rows = functools.partial(part, first, last, keys)
+            outs.append(checkpoint(rows, use_reentrant=False, preserve_rng_state=False))
         else:
             outs.append(part(first, last, keys))
     return torch.cat(outs, 1)
