@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
@@ -115,7 +116,7 @@ class MultiHeadLatentAttention(Mixer):
             """Dimensions of a head that a model rotates."""
             return self.qk_rope_dim
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MultiHeadLatentAttention)
     def __init__(
         self,
         config: Config,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
+from omniattn.modules import _signatures
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -50,7 +51,7 @@ class T5RelativeBias(Layer):
         bidirectional: bool = True
         init_std: float = 0.02
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.T5RelativeBias)
     def __init__(
         self,
         config: Config,
@@ -153,7 +154,7 @@ class DisentangledAttention(Layer):
             """Half the number of position embeddings."""
             return self.buckets or self.max_distance
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.DisentangledAttention)
     def __init__(
         self,
         config: Config,

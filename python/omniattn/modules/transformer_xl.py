@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn.functional._checks import require_shape
 from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
@@ -76,7 +77,7 @@ class TransformerXLAttention(Mixer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.TransformerXLAttention)
     def __init__(
         self,
         config: Config,
