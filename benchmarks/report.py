@@ -112,6 +112,7 @@ TITLES = {
     "moe": "mixture of experts",
     "topk": "top-k",
     "random": "dropout and noise",
+    "system": "layers and compositions",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ import harness
 import report
 import torch
 from baselines import BASELINES
+from system_rows import SYSTEMS
+from systems import System, same_results
 
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.environment import current_device
@@ -114,7 +117,26 @@ def check(
 
 
 #: What --op calls the rows that are of no op, and what the tables do.
-TRAINING = {"training": "training step"}
+OTHERS = {"systems": "system", "training": "training step"}
+
+
+def system_task(system: System) -> Task:
+    """A forward and backward of a layer or composition; what differs from ours is not timed."""
+    steps = system.steps()
+    want = steps["ours"]()
+    providers: dict[str, Callable[[], object]] = {}
+    missing: dict[str, Exception] = {}
+    for name, run in steps.items():
+        try:
+            same_results(name, run(), want)
+            providers[name] = run
+        except Exception as reason:
+            missing[name] = reason.with_traceback(None)
+    trained = any(leaves for _, leaves in system.make().values())
+    pass_ = "forward+backward" if trained else "forward"
+    return Task(
+        OTHERS["systems"], system.case, "f32", pass_, "compute", 0.0, 0.0, providers, missing
+    )
 
 
 def training_task() -> Task:
@@ -150,7 +172,7 @@ def training_task() -> Task:
         return step(hf, loss)
 
     return Task(
-        TRAINING["training"],
+        OTHERS["training"],
         f"{training.model}-B{training.batch}T{training.length}",
         "f32",
         "step",
@@ -207,7 +229,7 @@ def rows_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     benchmarked = [name for name, spec in registry().items() if spec.benchmarks]
-    choices = [*benchmarked, *TRAINING]
+    choices = [*benchmarked, *OTHERS]
     parser.add_argument("--op", nargs="*", choices=choices, default=choices, metavar="OP")
     parser.add_argument("--quick", action="store_true", help="a third of the time per case")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -222,12 +244,15 @@ def main() -> None:
     commit = report.commit()
     record = {
         "machine": report.machine(args.threads, isa),
-        "rows": report.other_rows(args.name, [TRAINING.get(op, op) for op in args.op])
+        "rows": report.other_rows(args.name, [OTHERS.get(op, op) for op in args.op])
         if args.keep
         else [],
     }
-    order = [*benchmarked, *TRAINING.values()]
+    order = [*benchmarked, *OTHERS.values()]
     makers = list(op_tasks([op for op in args.op if op in benchmarked]))
+    if "systems" in args.op:
+        rows = (row for each in SYSTEMS.values() for row in each)
+        makers += [functools.partial(system_task, row) for row in rows]
     if "training" in args.op:
         makers.append(training_task)
     speed = harness.cpu_speed(ceilings, args.threads, isa)

@@ -60,6 +60,14 @@ def sdpa_attention(
     ).transpose(1, 2)
 
 
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """The definition, for options that torch's kernel lacks."""
+    lacking = ("softcap", "sinks", "head_scale", "score_mod", "dropout_p")
+    if "normaliser" not in options and not any(name in options for name in lacking):
+        raise NotImplementedError("torch has a kernel")
+    return reference.attention(q, k, v, **options)
+
+
 def padded_varlen(
     q: Tensor,
     k: Tensor,
@@ -182,6 +190,7 @@ BASELINES = {
         "aten": sdpa_attention,
         "math": held_to(SDPBackend.MATH, sdpa_attention),
         "flex": compiled_flex_attention,
+        "eager": eager_attention,
     },
     "scaled_dot_product_attention": {
         "aten": F.scaled_dot_product_attention,

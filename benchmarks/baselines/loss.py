@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baselines._common import compiled, lacks
+from omniattn import reference
 
 
 def cross_entropy(
@@ -34,6 +35,13 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
     )
+
+
+def eager_cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
+    """The definition, for options that torch lacks."""
+    if not options.keys() & {"z_loss", "softcap", "temperature"}:
+        raise NotImplementedError("torch has an op")
+    return reference.cross_entropy(logits, target, **options)
 
 
 def linear_cross_entropy(
@@ -89,7 +97,11 @@ def linear_jsd(
 
 
 BASELINES = {
-    "cross_entropy": {"aten": cross_entropy, "compiled": compiled(cross_entropy)},
+    "cross_entropy": {
+        "aten": cross_entropy,
+        "compiled": compiled(cross_entropy),
+        "eager": eager_cross_entropy,
+    },
     "linear_cross_entropy": {
         "aten": linear_cross_entropy,
         "chunked": chunked_linear_cross_entropy,

@@ -183,11 +183,9 @@ Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tenso
   void* const data = grad.mutable_data_ptr();
   bool adds = true;  // to zeros
   if (index == call.bias) {
-    const ScoreStrides s =
-        score_strides(op, "bias", grad, {p.batch, p.hq, call.whole_q, call.whole_k});
+    const auto [s, first] = bias_place(op, call, grad);
     // Some element belongs to many pairs or to none, or to one that no tile may visit.
     adds = call.has_layout || p.mask.count > 0 || grad.numel() != p.batch * p.hq * p.tq * p.tk;
-    const int64_t first = p.mask.part.first_q * s.q + p.mask.part.first_k;
     b.grad_bias = static_cast<char*>(data) + first * size_of(accumulator(p.dtype));
     b.grad_bias_stride_b = s.b;
     b.grad_bias_stride_h = s.h;

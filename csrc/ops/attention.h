@@ -64,6 +64,14 @@ struct ScoreStrides {
 ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
                            std::array<int64_t, 4> want);
 
+// The strides of a bias or its gradient, and its element of the first query and key of the call.
+// That of a part has the queries of the whole, or those of the part alone, and so the keys.
+struct BiasPlace {
+  ScoreStrides strides;
+  int64_t first;
+};
+BiasPlace bias_place(const char* op, const Call& call, const Tensor& bias);
+
 // The tensor of aux that a rule names.
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index);
 

@@ -135,8 +135,7 @@ void set_bias(const char* op, Call& call, const Tensor& bias) {
   require(p.dtype != DType::f64 || dtype == DType::f64 || dtype == DType::f32, op,
           "float64 inputs need a float64 or float32 bias");
   const Tensor t = keep_rows(call, bias);
-  const ScoreStrides s = score_strides(op, "bias", t, {p.batch, p.hq, call.whole_q, call.whole_k});
-  const int64_t first = p.mask.part.first_q * s.q + p.mask.part.first_k;
+  const auto [s, first] = bias_place(op, call, t);
   p.bias = {static_cast<const char*>(t.const_data_ptr()) + first * size_of(dtype), dtype, s.b, s.h,
             s.q};
 }
@@ -205,6 +204,16 @@ ScoreStrides score_strides(const char* op, const char* name, const Tensor& t,
   return {stride(0), stride(1), stride(2)};
 }
 
+BiasPlace bias_place(const char* op, const Call& call, const Tensor& bias) {
+  const AttentionProblem& p = call.problem;
+  const bool own_q = bias.dim() == 4 && bias.size(2) == p.tq;
+  const bool own_k = bias.dim() == 4 && bias.size(3) == p.tk;
+  const ScoreStrides s = score_strides(
+      op, "bias", bias, {p.batch, p.hq, own_q ? p.tq : call.whole_q, own_k ? p.tk : call.whole_k});
+  const Part& part = p.mask.part;
+  return {s, (own_q ? 0 : part.first_q * s.q) + (own_k ? 0 : part.first_k)};
+}
+
 const Tensor& side_tensor(const char* op, const Tensors& aux, int64_t index) {
   require(index >= 0 && index < static_cast<int64_t>(aux.size()), op,
           "aux must hold the tensor a rule names, got index ", index, " of ", aux.size());
@@ -221,8 +230,6 @@ void decode_mask(const Arguments& given, Call& call) {
   AttentionProblem& p = call.problem;
   require(mask.size() % kMaskRuleInts == 0, op, "mask must hold ", kMaskRuleInts,
           " integers per rule, got ", mask.size());
-  require(mask.size() <= kMaskRuleInts * kMaxMaskRules, op, "at most ", kMaxMaskRules,
-          " mask rules are supported, got ", mask.size() / kMaskRuleInts);
   size_t at = 0;
   if (!mask.empty() && is_layout(mask[0])) {
     decode_layout(given, call);
@@ -235,6 +242,9 @@ void decode_mask(const Arguments& given, Call& call) {
   }
   call.whole_q = p.tq + p.mask.part.rest_q;
   call.whole_k = p.tk + p.mask.part.rest_k;
+  const size_t rules = mask.size() / kMaskRuleInts - (call.has_layout ? 0 : at / kMaskRuleInts);
+  require(rules <= kMaxMaskRules, op, "at most ", kMaxMaskRules, " mask rules are supported, got ",
+          rules);
   for (; at < mask.size(); at += kMaskRuleInts) {
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
     require(!is_layout(kind), op, "a layout must be the first mask rule, and the only one");

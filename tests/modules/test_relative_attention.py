@@ -10,6 +10,7 @@ from layer_checks import assert_same_gradients
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from omniattn.functional import _by_queries
 from omniattn.modules import (
     Attention,
     DisentangledAttention,
@@ -149,6 +150,66 @@ def test_disentangled_attention_is_that_of_deberta(terms, buckets, share):
     torch.testing.assert_close(clamped(x[:, :12], positions), ours(x[:, :12], positions))
     with pytest.raises(ValueError, match="positions must have shape"):
         ours(x, positions[:-1])
+
+
+def results(layer, inputs, **options):
+    """Output, gradients and second derivatives."""
+    leaves = [*inputs, *layer.parameters()]
+    torch.manual_seed(7)  # of dropout
+    out = layer(*inputs, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    first = torch.autograd.grad((out * weights).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    return out, *first, *second
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"same_length": True},
+        {"buckets": 8},
+        {"p2c_index": "paper", "content_to_position": False},
+    ],
+    ids=str,
+)
+def test_terms_for_some_queries_at_a_time_are_those_for_all(options, dropout_p, monkeypatch):
+    if options.keys() & {"buckets", "p2c_index"}:
+        config = DisentangledAttention.Config(8, 2, 9, dropout_p=dropout_p, **options)
+        inputs = torch.randn(2, 33, 8).double(), torch.randn(2 * config.span, 8).double()
+    else:
+        config = TransformerXLAttention.Config(
+            8, 2, memory_length=11, dropout_p=dropout_p, **options
+        )
+        inputs = torch.randn(2, 33, 8).double(), torch.randn(2, 11, 8).double()
+    layer = config.build(dtype=torch.float64).train()
+    inputs = [t.requires_grad_() for t in inputs]
+    mask = torch.rand(2, 1, 33, 44 if inputs[1].dim() == 3 else 33) < 0.8
+    want = results(layer, inputs, mask=mask)
+    monkeypatch.setattr(_by_queries, "_ELEMENTS", 100)
+    monkeypatch.setattr(_by_queries, "_LEAST", 5)
+    torch.testing.assert_close(results(layer, inputs, mask=mask), want)
+
+
+@pytest.mark.parametrize("run", ["compile", "grad", "export"])
+def test_terms_for_some_queries_at_a_time_are_transformed(run, monkeypatch):
+    monkeypatch.setattr(_by_queries, "_ELEMENTS", 100)
+    monkeypatch.setattr(_by_queries, "_LEAST", 8)
+    layer = TransformerXLAttention(TransformerXLAttention.Config(8, 2)).eval()
+    x = torch.randn(2, 21, 8, requires_grad=True)
+    want = layer(x)
+    (grad,) = torch.autograd.grad(want.square().sum(), x)
+    if run == "export":
+        program = torch.export.export(layer, (x.detach(),)).module()
+        torch.testing.assert_close(program(x.detach()), want)
+    elif run == "grad":
+        got = torch.func.grad(lambda t: layer(t).square().sum())(x.detach())
+        torch.testing.assert_close(got, grad)
+    else:
+        out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x)[0], grad)
 
 
 @pytest.mark.parametrize("p2c_index", ["code", "paper"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniattn import reference
 from omniattn.encoding.masks import MaskKind
 from omniattn.encoding.options import ScoreKind, pack
 from omniattn.functional import masks, merge_attention, scores
@@ -108,6 +109,53 @@ def test_parts_make_the_whole(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(*grads, **close)
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=["f64", "bf16"])
+def test_bias_of_the_part_alone(dtype: torch.dtype) -> None:
+    """It has the rows, the columns or both of the part, and its gradient is that of the whole."""
+    q, k, v = _qkv(dtype)
+    bias = torch.randn(BATCH, HEADS, TQ, TK, dtype=F64).to(dtype).requires_grad_()
+    rows, keys = slice(53, 120), slice(60, 132)
+    options = OPTIONS["causal"]
+    mine = q[:, rows], k[:, keys], v[:, keys]
+    whole = _call(*mine, options | {"bias": bias}, (53, 60))[:2]
+    record = pack("attention", options | {"bias": bias})
+    _, mask, score, params = checked_codes("attention", q, FULL, record)
+    code = [MaskKind.QUERIES, 53, TQ, -1, MaskKind.KEYS, 60, TK, -1, *mask]
+    wanted = torch.autograd.grad(whole[0].sum(), [q, k, v, bias])
+    for part in (bias[:, :, rows], bias[..., keys], bias[:, :, rows, keys]):
+        got = ops.attention(*mine, [part], None, code, score, params)
+        torch.testing.assert_close(got[:2], whole)
+        torch.testing.assert_close(torch.autograd.grad(got[0].sum(), [q, k, v, bias]), wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "tensor", "alibi", "buckets", "bias", "both"])
+def test_second_derivatives_of_parts(name: str) -> None:
+    """They are those of the definition, in which the whole call has zeros around the part."""
+    q, k, v = (t.detach() for t in _qkv(F64))
+    options, parameters = _trained(OPTIONS[name], F64)
+    mine = [q[:, 140:].requires_grad_(), *(t[:, 132:].requires_grad_() for t in (k, v))]
+
+    def second(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        loss = out.square().sum() + lse[lse.isfinite()].square().sum()
+        first = torch.autograd.grad(loss, mine, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*mine, *parameters])
+
+    got = second(*_call(*mine, options, (140, 132))[:2])
+    others = [t.clone() for t in (q, k, v)]
+    want = second(*_rows_of_definition(others, mine, options))
+    torch.testing.assert_close(got, want)
+
+
+def _rows_of_definition(whole: list[Tensor], mine: list[Tensor], options: dict) -> tuple:
+    """The last queries of the reference, to the last keys alone."""
+    q, k, v = (
+        torch.cat((t[:, : t.shape[1] - m.shape[1]], m), 1) for t, m in zip(whole, mine, strict=True)
+    )
+    seen = options.get("mask", torch.ones(1, dtype=torch.bool)) & (torch.arange(TK) >= 132)
+    call = reference.attention(q, k, v, return_lse=True, **(options | {"mask": seen}))
+    return call[0][:, 140:], call[1][:, :, 140:]
+
+
 def test_few_queries() -> None:
     """What decodes."""
     q, k, v = _qkv(F64)
@@ -147,10 +195,3 @@ def test_parts_of_windows_are_refused() -> None:
     window = ([ScoreKind.WINDOW, 0, 2], [1.0, 0.0, 6.0, 6.0])
     with pytest.raises(RuntimeError, match="a call with windows cannot be part"):
         ops.attention(q, k[:, :20], v[:, :20], [table], None, code, *window)
-
-
-def test_second_derivatives_are_refused() -> None:
-    q, k, v = _qkv(F64)
-    out = _call(q[:, 53:], k, v, {"causal": True}, (53, 0))[0]
-    with pytest.raises(NotImplementedError, match="parts have no second"):
-        torch.autograd.grad(out.square().sum(), q, create_graph=True)

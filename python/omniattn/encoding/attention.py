@@ -11,7 +11,7 @@ csrc/ops/attention_rules.cpp decodes them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -66,8 +66,6 @@ def decode(
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
     ]
-    if any(rule[0] in PARTS for rule in rules):
-        raise NotImplementedError("attention: parts have no second or forward-mode derivatives")
     layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
     options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}
     domain = _domain(layout, *sizes)
@@ -80,6 +78,24 @@ def decode(
             return layout, options | {"score_mod": program}
         options |= _option(ScoreKind(kind), aux[i] if i >= 0 else None, params[at : at + 2])
     return layout, options
+
+
+def split_parts(mask: Sequence[int]) -> tuple[dict[int, tuple[int, int]], Sequence[int]]:
+    """(first, whole) of the parts that a call is, by kind, and the codes of all other rules."""
+    parts: dict[int, tuple[int, int]] = {}
+    while mask and mask[0] in PARTS:
+        parts[mask[0]], mask = (mask[1], mask[2]), mask[_MASK_INTS:]
+    return parts, mask
+
+
+def bias_index(score: Sequence[int]) -> int | None:
+    """The place of the bias in aux."""
+    for kind, index, _ in _groups(score, _SCORE_INTS):
+        if kind == ScoreKind.PROGRAM:
+            break  # its code follows
+        if kind == ScoreKind.BIAS:
+            return index
+    return None
 
 
 def _domain(layout: Rule | None, tq: int, tk: int) -> Domain:
@@ -101,8 +117,8 @@ def as_cached(mask: Sequence[int]) -> list[int]:
     return [MaskKind.CACHED, 0, 0, mask[3] + 1, *mask[4:]]
 
 
-def _groups(codes: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [codes[i : i + size] for i in range(0, len(codes), size)]
+def _groups(codes: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (codes[i : i + size] for i in range(0, len(codes), size))
 
 
 def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:

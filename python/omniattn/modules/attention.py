@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_number
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
+from omniattn.modules import _signatures
 from omniattn.modules.cache import Cache, require_cache, storage_like, with_cache
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import CrossCache, KVCache
@@ -174,7 +175,7 @@ class Attention(Mixer):
             """Dimensions of a head that a model rotates."""
             return self.head_size
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.Attention)
     def __init__(
         self,
         config: Config,

@@ -9,6 +9,7 @@ import torch
 
 from omniattn.functional._checks import widen
 from omniattn.functional.scores import RelativeBias
+from omniattn.modules import _signatures
 from omniattn.modules.attention import Attention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
@@ -70,7 +71,7 @@ class DecoderBlock(Layer):
             ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
             Norm.require_config("DecoderBlock", "norm", self.norm)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.DecoderBlock)
     def __init__(
         self,
         config: Config,

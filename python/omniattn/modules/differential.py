@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
@@ -124,7 +125,7 @@ class DifferentialAttention(Mixer):
             """l0."""
             return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.DifferentialAttention)
     def __init__(
         self,
         config: Config,

@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_number
 from omniattn.functional.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 from omniattn.modules.mlp import check_clamp
 
@@ -112,7 +113,7 @@ class Experts(DefaultVectors, Layer):
             check_clamp("Experts", self.clamp)
             require_number("Experts", "default_decay", self.default_decay, 0, 1)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.Experts)
     def __init__(
         self,
         config: Config,

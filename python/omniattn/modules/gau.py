@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import KVCache
@@ -84,7 +85,7 @@ class GatedAttentionUnit(Mixer):
                         f"GatedAttentionUnit: {name} must be one of {known}, got {value!r}"
                     )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.GatedAttentionUnit)
     def __init__(
         self,
         config: Config,

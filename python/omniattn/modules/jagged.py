@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._by_queries import BiasOf, attention_by_queries
 from omniattn.functional._jagged import length_bound, longest, require_ragged, with_boundaries
 
 
@@ -41,6 +42,17 @@ class Sequences:
             max_seqlen_q=length_bound(self.nested),
             max_seqlen_k=length_bound(keys.nested),
         )
+
+    def attention_by_queries(
+        self, q: Tensor, k: Tensor, v: Tensor, bias_of: BiasOf, **options: Any
+    ) -> Tensor:
+        """Attention with bias_of(first, last, keys), for some of the queries at a time; at once for
+        those of a nested tensor, whose padded batch it is the bias of."""
+        if self.nested is None:
+            return attention_by_queries(q, k, v, bias_of, **options)
+        bias = bias_of(0, self.longest, self.longest)
+        out: Tensor = self.attention()(q, k, v, bias=bias, **options)
+        return out
 
     def lengths(self, t: Tensor) -> Tensor:
         """For each token of t (1, total, ...) the length of its sequence (1, total)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from omniattn.functional.norm import CASTINGS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+F = TypeVar("F", bound=Callable[..., None])
 
 #: Ends of the names of sizes.
 _SIZES = (
@@ -195,16 +197,27 @@ class Layer(nn.Module):
             )
 
 
+@overload
+def config_or_fields(
+    kind: type[LayerConfig], *, make: Callable[..., LayerConfig] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
+@overload
+def config_or_fields(
+    kind: type[LayerConfig], like: F, *, make: Callable[..., LayerConfig] | None = None
+) -> Callable[[Callable[..., None]], F]: ...
 def config_or_fields(
     kind: type[LayerConfig],
+    like: Callable[..., None] | None = None,
+    *,
     make: Callable[..., LayerConfig] | None = None,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., None]], Any]:
     """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
 
     `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
     device="cuda")`: what `__init__` takes after the config is then given by name. The signature
-    shows the fields; type checkers take any arguments, and check those of the Config. `make` is
-    what takes the fields, default the config.
+    shows the fields. To type checkers it is that of `like`, for layers of this package one of
+    _signatures.pyi, or else takes any arguments. `make` is what takes the fields, default the
+    config.
     """
     new = kind if make is None else make
     layer = kind.__qualname__.removesuffix(".Config")
@@ -243,6 +256,7 @@ def config_or_fields(
         order = [parameters[0], *before, *fields, *keywords]
         signature = inspect.Signature(sorted(order, key=lambda parameter: parameter.kind))
         init_from_either.__signature__ = signature  # type: ignore[attr-defined]
+        init_from_either.fields_of = new  # type: ignore[attr-defined]
         return init_from_either
 
     return decorate

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -35,7 +36,7 @@ class Linear(Layer):
         init_std: float = 0.02
         backend: str | None = None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.Linear)
     def __init__(
         self,
         config: Config,

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
@@ -116,7 +117,7 @@ class MultiHeadLatentAttention(Mixer):
             """Dimensions of a head that a model rotates."""
             return self.qk_rope_dim
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MultiHeadLatentAttention)
     def __init__(
         self,
         config: Config,

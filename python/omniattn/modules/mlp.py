@@ -9,6 +9,7 @@ import torch
 from omniattn import functional
 from omniattn.functional._checks import require_number
 from omniattn.functional.ffn import ACTIVATIONS
+from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
@@ -69,7 +70,7 @@ class MLP(ChannelMixer):
                     f"{', '.join(self.activations)}, got activation={self.activation!r}"
                 )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MLP)
     def __init__(
         self,
         config: Config,
@@ -142,7 +143,7 @@ class GatedMLP(ChannelMixer):
             super().__post_init__()
             check_clamp("GatedMLP", self.clamp)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.GatedMLP)
     def __init__(
         self,
         config: Config,

@@ -12,6 +12,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_float
 from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
+from omniattn.modules import _signatures
 from omniattn.modules.experts import Experts
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -246,7 +247,7 @@ class MoE(ChannelMixer):
 
     state: RouterState | None
 
-    @config_or_fields(Config, make=Config.of)
+    @config_or_fields(Config, _signatures.MoE, make=Config.of)
     def __init__(
         self,
         config: Config,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
@@ -70,7 +71,7 @@ class MultiTokenPredictor(Layer):
                     f"got concat={self.concat!r}"
                 )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MultiTokenPredictor)
     def __init__(
         self,
         config: Config,

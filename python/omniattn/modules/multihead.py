@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
+from omniattn.modules import _signatures
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -66,7 +67,7 @@ class MultiheadAttention(Layer):
             """Whether the three projections are one parameter."""
             return self.kdim in (None, self.embed_dim) and self.vdim in (None, self.embed_dim)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MultiheadAttention)
     def __init__(
         self,
         config: Config,

@@ -8,6 +8,7 @@ from torch import nn
 from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.norm import GATES
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import Norm
 
@@ -44,7 +45,7 @@ class RMSNorm(Norm):
         casting: str = "fp32"
         backend: str | None = None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.RMSNorm)
     def __init__(
         self,
         config: Config,
@@ -103,7 +104,7 @@ class LayerNorm(Norm):
         bias: bool = True
         backend: str | None = None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.LayerNorm)
     def __init__(
         self,
         config: Config,
@@ -166,7 +167,7 @@ class GroupNorm(Layer):
             super().__post_init__()
             _check_groups("GroupNorm", self.dim, self.num_groups)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.GroupNorm)
     def __init__(
         self,
         config: Config,
@@ -244,7 +245,7 @@ class RMSNormGated(Layer):
             _check_groups("RMSNormGated", self.dim, self.num_groups)
             require_choice("RMSNormGated", "activation", self.activation, GATES)
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.RMSNormGated)
     def __init__(
         self,
         config: Config,

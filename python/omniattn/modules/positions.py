@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -69,7 +70,7 @@ class SinusoidalPositional(Layer):
                 nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
             )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.SinusoidalPositional)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -113,7 +114,7 @@ class SinCosPositional2d(Layer):
             super().__post_init__()
             functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.SinCosPositional2d)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -172,7 +173,7 @@ class LearnedPositional(Layer):
         dim: int
         init_std: float = 0.02
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.LearnedPositional)
     def __init__(
         self,
         config: Config,
@@ -263,7 +264,7 @@ class ALiBi(Layer):
 
     slopes: Tensor
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.ALiBi)
     def __init__(self, config: Config, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
+from omniattn.modules import _signatures
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -48,7 +51,7 @@ class T5RelativeBias(Layer):
         bidirectional: bool = True
         init_std: float = 0.02
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.T5RelativeBias)
     def __init__(
         self,
         config: Config,
@@ -89,8 +92,8 @@ class DisentangledAttention(Layer):
         pos_query_proj.
 
     Notes:
-        The position terms are a (B, H, T, T) tensor, of the longest T where x is nested. The output
-        projection belongs to the block.
+        The position terms are made for some of the queries at a time, and again in the backward;
+        where x is nested, at once for the longest T. The output projection belongs to the block.
 
     Reference:
         He et al., DeBERTa, 2020, arXiv 2006.03654; DeBERTaV3, 2021, arXiv 2111.09543.
@@ -151,7 +154,7 @@ class DisentangledAttention(Layer):
             """Half the number of position embeddings."""
             return self.buckets or self.max_distance
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.DisentangledAttention)
     def __init__(
         self,
         config: Config,
@@ -171,10 +174,9 @@ class DisentangledAttention(Layer):
             self.pos_key_proj, self.pos_query_proj = linear(), linear()
 
     def _rows(self, tokens: int, device: torch.device) -> Tensor:
-        """The embedding's row d (T, T) of query i and key j."""
+        """The embedding's row d (2 T - 1,) of the distances i - j = 1 - T .. T - 1."""
         c = self.config
-        position = torch.arange(tokens, device=device)
-        distance = position[:, None] - position
+        distance = torch.arange(1 - tokens, tokens, device=device)
         if c.clamp_distance:
             distance = distance.clamp(1 - c.max_distance, c.max_distance - 1)
         if c.buckets:
@@ -184,6 +186,38 @@ class DisentangledAttention(Layer):
             far = (far.ceil() + middle) * distance.sign()
             distance = torch.where(distance.abs() <= middle, distance, far.long())
         return (distance + c.span).clamp(0, 2 * c.span - 1)
+
+    def _by_position(
+        self, q: Tensor, k: Tensor, positions: Tensor, scale: float
+    ) -> Callable[[int, int, int], Tensor] | None:
+        """The terms of positions (B, H, last - first, Tk) of queries first .. last - 1, if any."""
+        c = self.config
+        tokens = k.shape[1]
+        row_of = self._rows(tokens, k.device)
+        to_position = to_content = None
+        if c.content_to_position:
+            projection = self.key_proj if c.share_projections else self.pos_key_proj
+            r = projection(positions).unflatten(-1, (c.num_heads, -1))
+            to_position = torch.einsum("bihd,rhd->bhir", q * scale, r)
+        if c.position_to_content:
+            projection = self.query_proj if c.share_projections else self.pos_query_proj
+            r = projection(positions).unflatten(-1, (c.num_heads, -1))
+            to_content = torch.einsum("bjhd,rhd->bhrj", k * scale, r)
+
+        def terms(first: int, last: int, keys: int) -> Tensor:
+            i = torch.arange(first, last, device=k.device)[:, None]
+            distance = i - torch.arange(tokens, device=k.device)
+            found = []
+            if to_position is not None:
+                row = row_of[distance + tokens - 1].expand(*to_position.shape[:2], -1, -1)
+                found.append(to_position[:, :, first:last].gather(-1, row))
+            if to_content is not None:
+                sign = -1 if c.p2c_index == "paper" else 1
+                row = row_of[sign * distance + tokens - 1].expand(*to_content.shape[:2], -1, -1)
+                found.append(to_content.gather(-2, row))
+            return sum(found[1:], found[0])
+
+        return terms if c.content_to_position or c.position_to_content else None
 
     def forward(self, x: Tensor, positions: Tensor, *, mask: Tensor | Mask | None = None) -> Tensor:
         """x (B, T, dim) -> (B, T, dim) of the heads, before the output projection.
@@ -206,27 +240,17 @@ class DisentangledAttention(Layer):
             )
         x, sequences = sequences_of("DisentangledAttention", "x", x)
         q, k = heads(self.query_proj, x), heads(self.key_proj, x)
-        by_place = sequences.padded(q), sequences.padded(k)
-        rows = self._rows(by_place[0].shape[1], x.device)[None, None]
-        terms: list[Tensor] = []
-        if c.content_to_position:
-            projection = self.key_proj if c.share_projections else self.pos_key_proj
-            scores = torch.einsum("bihd,rhd->bhir", by_place[0], heads(projection, positions))
-            terms.append(scores.gather(-1, rows.expand(*scores.shape[:2], -1, -1)))
-        if c.position_to_content:
-            projection = self.query_proj if c.share_projections else self.pos_query_proj
-            scores = torch.einsum("bjhd,rhd->bhrj", by_place[1], heads(projection, positions))
-            rows = rows.mT if c.p2c_index == "paper" else rows
-            terms.append(scores.gather(-2, rows.expand(*scores.shape[:2], -1, -1)))
-        scale = (q.shape[-1] * (1 + len(terms))) ** -0.5
-        out = sequences.attention()(
-            q,
-            k,
-            heads(self.value_proj, x),
-            mask=mask,
-            bias=sum(terms[1:], terms[0]) * scale if terms else None,
-            scale=scale,
-            dropout_p=c.dropout_p if self.training else 0.0,
-            backend=c.backend,
-        )
+        scale = (q.shape[-1] * (1 + c.content_to_position + c.position_to_content)) ** -0.5
+        terms = self._by_position(sequences.padded(q), sequences.padded(k), positions, scale)
+        options: dict[str, Any] = {
+            "mask": mask,
+            "scale": scale,
+            "dropout_p": c.dropout_p if self.training else 0.0,
+            "backend": c.backend,
+        }
+        v = heads(self.value_proj, x)
+        if terms is None:
+            out = sequences.attention()(q, k, v, **options)
+        else:
+            out = sequences.attention_by_queries(q, k, v, terms, **options)
         return sequences.restored(out.flatten(-2))

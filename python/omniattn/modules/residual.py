@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_number, widen
+from omniattn.modules import _signatures
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.mixer import Norm
@@ -113,7 +114,7 @@ class Residual(nn.Module):
                     "got placement='post'"
                 )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.Residual)
     def __init__(
         self,
         layer: nn.Module,

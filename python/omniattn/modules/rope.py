@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional._checks import require_integers, require_number
 from omniattn.functional.rope_tables import RopeScaling, rope_scaling
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -94,7 +95,7 @@ class RotaryEmbedding(Layer):
 
     longest: Tensor
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.RotaryEmbedding)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config

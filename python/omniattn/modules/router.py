@@ -12,6 +12,7 @@ from omniattn import functional
 from omniattn.functional._checks import autocast_dtype, new_seed, require_int, require_number
 from omniattn.functional.routing import ROUTER_GRADS, Routing
 from omniattn.functional.routing.routers import check_groups
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 
 ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
@@ -136,7 +137,7 @@ class Router(Float32Buffers, Layer):
 
     e_score_correction_bias: Tensor | None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.Router)
     def __init__(
         self,
         config: Config,

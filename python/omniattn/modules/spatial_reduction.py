@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
@@ -53,7 +54,7 @@ class SpatialReductionAttention(Layer):
             super().__post_init__()
             self._require_multiple("dim", "num_heads")
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.SpatialReductionAttention)
     def __init__(
         self,
         config: Config,

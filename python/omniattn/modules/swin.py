@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import LayerNorm
@@ -62,7 +63,7 @@ class WindowAttention(Layer):
                     f"got shift={self.shift}, window={self.window}"
                 )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.WindowAttention)
     def __init__(
         self,
         config: Config,
@@ -166,7 +167,7 @@ class SwinBlock(Layer):
         drop_path_p: float = 0.0
         norm_eps: float = 1e-5
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.SwinBlock)
     def __init__(
         self,
         config: Config,
@@ -225,7 +226,7 @@ class PatchMerging(Layer):
         init_std: float = 0.02
         backend: str | None = None
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.PatchMerging)
     def __init__(
         self,
         config: Config,

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from omniattn.functional._checks import require_shape
 from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
@@ -37,7 +38,8 @@ class TransformerXLAttention(Mixer):
         r_r_bias (v), (num_heads, head_dim).
 
     Notes:
-        The distance term is a (B, H, T, M + T) tensor, of the longest T where x is nested.
+        The distance term is made for some of the queries at a time, and again in the backward;
+        where x is nested, at once for the longest T.
 
     Reference:
         Dai et al., Transformer-XL, 2019, arXiv 1901.02860.
@@ -76,7 +78,7 @@ class TransformerXLAttention(Mixer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.TransformerXLAttention)
     def __init__(
         self,
         config: Config,
@@ -164,20 +166,24 @@ class TransformerXLAttention(Mixer):
         before = source.shape[1] - x.shape[1]
         q, k, v = self.qkv_net(source).unflatten(-1, (3, c.num_heads, -1)).unbind(2)
         q = q[:, before:]
-        by_place = sequences.padded(q + self.r_r_bias)
-        sinusoid = self._sinusoid(before + by_place.shape[1], x)
-        r = self.r_net(sinusoid).unflatten(-1, (c.num_heads, -1))
         scale = c.head_size**-0.5
-        by_distance = torch.einsum("bihd,chd->bhic", by_place, r) * scale
+        by_place = sequences.padded(q + self.r_r_bias) * scale
+        # One distance more than there are, for _shift.
+        sinusoid = self._sinusoid(before + by_place.shape[1] + 1, x)
+        r = self.r_net(sinusoid).unflatten(-1, (c.num_heads, -1))
+
+        def by_distance(first: int, last: int, keys: int) -> Tensor:
+            return _shift(torch.einsum("bihd,chd->bhic", by_place[:, first:last], r[-keys - 1 :]))
+
         window = (c.memory_length - 1, 0) if c.same_length else (-1, 0)
-        out = sequences.attention()(
+        out = sequences.attention_by_queries(
             q + self.r_w_bias,
             k,
             v,
+            by_distance,
             causal=True,
             window_size=window,
             mask=mask,
-            bias=_shift(by_distance),
             scale=scale,
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
@@ -186,10 +192,10 @@ class TransformerXLAttention(Mixer):
 
 
 def _shift(x: Tensor) -> Tensor:
-    """x[i, c] of distance K - 1 - c -> y[i, j] of distance i + K - T - j, right for j <= i + K - T.
+    """x[i, c] of distance K - c, K + 1 of them -> y[i, j] of distance i + K - T - j, right for
+    j <= i + K - T.
 
-    One more column makes row i start one place later for each row before it.
+    Row i starts one place later for each row before it.
     """
-    tokens, keys = x.shape[-2:]
-    padded = nn.functional.pad(x, (1, 0)).flatten(-2)[..., tokens:]
-    return padded.unflatten(-1, (tokens, keys))
+    tokens, keys = x.shape[-2], x.shape[-1] - 1
+    return x.flatten(-2)[..., tokens:].unflatten(-1, (tokens, keys))

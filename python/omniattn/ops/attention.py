@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.encoding.attention import as_cached, decode, pages_of
+from omniattn.encoding.attention import as_cached, bias_index, decode, pages_of, split_parts
 from omniattn.encoding.masks import MaskKind
 from omniattn.ops._autograd import DifferentiableOp, Op
 from omniattn.ops._backward import BackwardOp
@@ -88,6 +88,9 @@ def _formula(
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """The op in plain torch, from its own arguments."""
+    parts, rules = split_parts(mask)
+    if parts:
+        return _formula_of_part(q, k, v, aux, seed, parts, rules, score, params)
     layout, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
     options |= {"dropout_p": params[1], "seed": seed, "return_lse": True}
     if layout is None:
@@ -101,6 +104,40 @@ def _formula(
         options["block_table"] = table[0] if table else None
         out, lse = reference.attention_cached(q, k, v, lengths, **options)
     return out, lse
+
+
+def _formula_of_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    seed: Tensor | None,
+    parts: dict[int, tuple[int, int]],
+    mask: Sequence[int],
+    score: Sequence[int],
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """The rows of a part in the whole call, whose other queries and keys are zeros."""
+    tq, tk = q.shape[1], k.shape[1]
+    first_q, whole_q = parts.get(MaskKind.QUERIES, (0, tq))
+    first_k, whole_k = parts.get(MaskKind.KEYS, (0, tk))
+    around_q, around_k = (first_q, whole_q - first_q - tq), (first_k, whole_k - first_k - tk)
+    place = torch.arange(whole_k, device=q.device) - first_k
+    aux = [*aux, ((place >= 0) & (place < tk))[None, None, None]]
+    mask = [*mask, MaskKind.TENSOR, 0, 0, len(aux) - 1]
+    at = bias_index(score)
+    if at is not None:  # of the whole, or of the part alone
+        for dim, own, around in ((2, tq, around_q), (3, tk, around_k)):
+            if aux[at].shape[dim] == own:
+                aux[at] = _between_zeros(aux[at], dim, around)
+    q = _between_zeros(q, 1, around_q)
+    k, v = _between_zeros(k, 1, around_k), _between_zeros(v, 1, around_k)
+    out, lse = _formula(q, k, v, aux, seed, mask, score, params)
+    return out[:, first_q : first_q + tq], lse[:, :, first_q : first_q + tq]
+
+
+def _between_zeros(t: Tensor, dim: int, around: tuple[int, int]) -> Tensor:
+    return torch.nn.functional.pad(t, (*(0, 0) * (t.dim() - 1 - dim), *around))
 
 
 def _out(q: Tensor, v: Tensor) -> Tensor:

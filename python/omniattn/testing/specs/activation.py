@@ -46,7 +46,7 @@ SPECS = tuple(
         second_order=True,
         special=SPECIAL.get(name, ()),
         cases=CASES + FURTHER.get(name, ()),
-        benchmarks=() if name == "clamped_swiglu" else BENCHMARKS,
+        benchmarks=BENCHMARKS,
     )
     for name in ("swiglu", "geglu", "reglu", "glu", "bilinear", "clamped_swiglu")
 )

@@ -13,6 +13,7 @@ from omniattn import reference
 from omniattn.functional import masks
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
+from omniattn.testing.specs._patterns import LONG_OPTIONS, PATTERNS
 from omniattn.testing.specs._score_mods import alibi, gate, softcap, t5, tiles
 
 # The backward of flash attention takes rowsum(dO * O) from O after rounding to the dtype.
@@ -119,25 +120,6 @@ def attention_flops(case: Case, pass_: Pass) -> float:
     forward, backward = 2.0 * (d + dv), 2.0 * (3 * d + 2 * dv)
     per_pair = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
     return pairs * per_pair[pass_]
-
-
-#: Masks of indices, each with its cases; ids of documents are in order, then not.
-PATTERNS: dict[str, masks.Mask] = {
-    "prefix": masks.PrefixLM(torch.tensor([0, 70])),
-    "chunked": masks.Chunked(48),
-    "packed": masks.Documents(torch.arange(160).expand(2, 160) // 70) & masks.Causal(),
-    "documents": masks.Documents(torch.arange(320).view(2, 160) % 3),
-    "dilated": masks.Dilated(3, 20),
-    "strided": masks.Strided(40, 9),
-    "stridedheads": masks.Strided(40, 9, split_heads=True),
-    "fixed": masks.Fixed(50, 3),
-    "everykth": masks.EveryKth(30),
-    "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
-    "dilatedneighbours": masks.Neighbourhood(9, 7),
-    "predicate": masks.from_predicate(
-        lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
-    ),
-}
 
 
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
@@ -248,6 +230,21 @@ ATTENTION = OpSpec(
                 ("modt5", (), {"score_mod": t5}),
                 ("modgate", (), {"score_mod": gate}),
             )
+        ),
+        Benchmark(qkv("multiquery", 1, 1024, 1024, 8, 1, 64), (F32,), TRAINING, "compute"),
+        Benchmark(qkv("grouped", 1, 1024, 1024, 8, 2, 64), (F32,), TRAINING, "compute"),
+        Benchmark(qkv("cross", 1, 1024, 256, 8, 8, 64), (F32,), TRAINING, "compute"),
+        *(
+            Benchmark(
+                qkv(name, 1, 1024, 1024, 8, 8, 64, None, tensors, **options),
+                (F32,),
+                TRAINING,
+                "compute",
+            )
+            for name, tensors, options in LONG_OPTIONS
+        ),
+        Benchmark(
+            qkv("padding", 4, 512, 512, 8, 8, 64, None, ("padding",)), (F32,), TRAINING, "compute"
         ),
     ),
 )

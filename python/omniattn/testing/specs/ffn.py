@@ -85,6 +85,7 @@ GLU_MLP = OpSpec(
     benchmarks=(
         Benchmark(_ffn("swiglu", 2048, 512, 1408), (F32,), EACH, "compute"),
         Benchmark(_ffn("swiglu", 2048, 512, 1408), (BF16,), TRAINING, "compute"),
+        Benchmark(_ffn("geglu", 512, 512, 1408, activation="gelu"), (F32,), TRAINING, "compute"),
     ),
     second_order=True,
     chooses=True,
@@ -104,7 +105,13 @@ MLP = OpSpec(
     inputs=_ffn_inputs(False),
     differentiable=("x", "up_weight", "down_weight", "up_bias", "down_bias"),
     flops=_ffn_flops(1),
-    benchmarks=(Benchmark(_ffn("gelu", 2048, 512, 2048), (F32,), TRAINING, "compute"),),
+    benchmarks=(
+        Benchmark(_ffn("gelu", 2048, 512, 2048), (F32,), TRAINING, "compute"),
+        *(
+            Benchmark(_ffn(name, 512, 512, 2048, activation=how), (F32,), TRAINING, "compute")
+            for name, how in (("relu", "relu"), ("silu", "silu"), ("relu2", "relu_squared"))
+        ),
+    ),
     second_order=True,
     chooses=True,
     special=("recompute",),

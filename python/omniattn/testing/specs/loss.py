@@ -125,6 +125,7 @@ CROSS_ENTROPY = OpSpec(
         Benchmark(
             _loss("weighted", 1024, 32000, ("class_weight",), label_smoothing=0.1), (F32,), TRAINING
         ),
+        Benchmark(_loss("zloss", 1024, 8192, z_loss=1e-4, softcap=30.0), (F32,), TRAINING),
     ),
 )
 

@@ -1,0 +1,155 @@
+"""Rows of the benchmark for published forms that are no op: layers, compositions and functions.
+
+Each form of docs/variants.md has a row or is a case of an op (`system_rows.py`). Next to ours run
+
+- "aten": the same layer in plain torch, with torch's attention kernel where that can;
+- "eager", "hf": the formula in plain torch, as papers and transformers write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from baselines.attention import sdpa_attention
+from torch import Tensor, nn
+
+from omniattn import reference
+from omniattn.encoding.masks import MaskKind, Rules
+
+#: What a provider computes, and what it takes gradients of.
+Provider = tuple[Callable[[], Any], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class System:
+    """Providers of one form that compute the same, ours first."""
+
+    case: str
+    make: Callable[[], dict[str, Provider]]
+
+    def steps(self) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+        """One forward and backward of each, which gives the outputs and gradients."""
+        return {name: step(*provider) for name, provider in self.make().items()}
+
+
+def step(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    def run() -> tuple[Tensor, ...]:
+        found = call()
+        outputs = tuple(found) if isinstance(found, tuple | list) else (found,)
+        ways = [out for out in outputs if out.requires_grad]
+        if not leaves or not ways:
+            return outputs
+        given = [torch.arange(1.0, 1 + out.numel()).cos().view_as(out) for out in ways]
+        grads = torch.autograd.grad(ways, leaves, given, allow_unused=True)
+        return (*outputs, *(g for g in grads if g is not None))
+
+    return run
+
+
+def same_results(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Raises unless outputs and gradients are those of ours, to rounding of fp32."""
+    if len(found) != len(want):
+        raise AssertionError(f"{name} gives {len(found)} results, ours {len(want)}")
+    for got, of_ours in zip(found, want, strict=True):
+        size = float(of_ours.detach().abs().max()) if of_ours.numel() else 0.0
+        torch.testing.assert_close(got, of_ours, rtol=1e-3, atol=1e-4 * size + 1e-6)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Inputs, with a gradient."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return made.requires_grad_()
+
+
+def system(case: str) -> Callable[[Callable[[], dict[str, Provider]]], System]:
+    return lambda make: System(case, make)
+
+
+def functions(leaves: list[Tensor], **providers: Callable[..., Any]) -> dict[str, Provider]:
+    """Functions of the same tensors."""
+    return {name: (functools.partial(f, *leaves), leaves) for name, f in providers.items()}
+
+
+def layer(
+    config: Any, *inputs: Tensor, call: Callable[..., Any] = lambda m, *x: m(*x), **build: Any
+) -> dict[str, Provider]:
+    """A layer of this config, and the same layer in plain torch."""
+    torch.manual_seed(0)
+    ours = config.build(**build)
+    theirs = config.with_backend("reference").build(**build)
+    theirs.load_state_dict(ours.state_dict())
+    leaves = [t for t in inputs if t.requires_grad]
+
+    def plain() -> Any:
+        with torch_attention():
+            return call(theirs, *inputs)
+
+    return {
+        "ours": (lambda: call(ours, *inputs), [*leaves, *ours.parameters()]),
+        "aten": (plain, [*leaves, *theirs.parameters()]),
+    }
+
+
+_definition = reference.attention
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+    """The definition of attention by torch's kernel, where that has all options."""
+    tq, tk, heads = q.shape[1], k.shape[1], q.shape[2]
+    wanted = {name: value for name, value in options.items() if value is not None}
+    mask, relative = wanted.pop("mask", None), wanted.pop("relative", None)
+    if not wanted.get("dropout_p"):
+        wanted.pop("seed", None)
+    if isinstance(mask, Rules):
+        causal = [rule[:3] for rule in mask.found] == [(MaskKind.WINDOW, -1, 0)] and tq == tk
+        wanted["causal"] = causal
+        if mask.found and not causal:
+            wanted["mask"] = mask.visible(tq, tk, q.device, heads)
+    if relative is not None:
+        term = relative.term(tq, tk, q.dtype)
+        wanted["bias"] = wanted["bias"] + term if "bias" in wanted else term
+    if "bias" in wanted and (wanted.pop("causal", False)):
+        wanted["mask"] = torch.ones(tq, tk, dtype=torch.bool).tril()
+    try:
+        out = sdpa_attention(q, k, v, **wanted)
+    except NotImplementedError:
+        return _definition(q, k, v, return_lse=return_lse, **options)
+    return (out, q.new_zeros(len(q), heads, tq)) if return_lse else out
+
+
+@contextlib.contextmanager
+def torch_attention() -> Iterator[None]:
+    """backend="reference" attends by torch's kernel."""
+    reference.attention = _sdpa  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        reference.attention = _definition
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """transformers' rotary embedding of x (B, T, H, D), cos and sin (T, Dr)."""
+    size = cos.shape[-1]
+    rotated, rest = x[..., :size], x[..., size:]
+    first, second = rotated.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return torch.cat((rotated * cos[:, None] + turned * sin[:, None], rest), -1)
+
+
+class Plain(nn.Module):
+    """A function as a block of a layer that takes blocks."""
+
+    def __init__(self, width: int, backend: str | None) -> None:
+        super().__init__()
+        from omniattn.modules import GatedMLP
+
+        self.mlp = GatedMLP(GatedMLP.Config(width, 2 * width, backend=backend))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(x)
+        return out

@@ -1,0 +1,722 @@
+"""Written by tools/signatures.py: what the layers take, in both forms."""
+
+import collections.abc
+import typing
+from typing import overload
+
+import torch
+import torch.nn.modules.module
+import torch.nn.parameter
+
+import omniattn.modules.attention
+import omniattn.modules.decoder_block
+import omniattn.modules.differential
+import omniattn.modules.experts
+import omniattn.modules.gau
+import omniattn.modules.layer
+import omniattn.modules.linear
+import omniattn.modules.mla
+import omniattn.modules.mlp
+import omniattn.modules.moe
+import omniattn.modules.mtp
+import omniattn.modules.multihead
+import omniattn.modules.norm
+import omniattn.modules.positions
+import omniattn.modules.relative_attention
+import omniattn.modules.residual
+import omniattn.modules.rope
+import omniattn.modules.router
+import omniattn.modules.spatial_reduction
+import omniattn.modules.swin
+import omniattn.modules.transformer_xl
+import omniattn.reference.rope_scaling
+
+@overload
+def ALiBi(
+    self: torch.nn.Module,
+    config: omniattn.modules.positions.ALiBi.Config,
+    *,
+    device: torch.device | str | None = ...,
+) -> None: ...
+@overload
+def ALiBi(
+    self: torch.nn.Module,
+    num_heads: int,
+    max_exponent: float = ...,
+    trainable: bool = ...,
+    form: str = ...,
+    *,
+    device: torch.device | str | None = ...,
+) -> None: ...
+@overload
+def Attention(
+    self: torch.nn.Module,
+    config: omniattn.modules.attention.Attention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Attention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    causal: bool = ...,
+    cross: bool = ...,
+    source_dim: int | None = ...,
+    window_size: tuple[int, int] = ...,
+    qk_norm: str | None = ...,
+    qk_norm_eps: float = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
+    sinks: bool = ...,
+    head_scale: bool = ...,
+    gate: str | None = ...,
+    gate_activation: str = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    q_init_std: float | None = ...,
+    backend: str | None = ...,
+    qk_norm_offset: float = ...,
+    normaliser: str = ...,
+    norm_n: int | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DecoderBlock(
+    self: torch.nn.Module,
+    config: omniattn.modules.decoder_block.DecoderBlock.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DecoderBlock(
+    self: torch.nn.Module,
+    mixer: omniattn.modules.layer.LayerConfig,
+    mlp: omniattn.modules.layer.LayerConfig,
+    norm: omniattn.modules.layer.LayerConfig,
+    cross: omniattn.modules.attention.Attention.Config | None = ...,
+    dropout_p: float = ...,
+    residual_in_fp32: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DifferentialAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.differential.DifferentialAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DifferentialAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    depth: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    form: str = ...,
+    gqa_map: str = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    rope_interleaved: bool = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DisentangledAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.relative_attention.DisentangledAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DisentangledAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    max_distance: int = ...,
+    buckets: int = ...,
+    content_to_position: bool = ...,
+    position_to_content: bool = ...,
+    share_projections: bool = ...,
+    clamp_distance: bool = ...,
+    p2c_index: str = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Experts(
+    self: torch.nn.Module,
+    config: omniattn.modules.experts.Experts.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Experts(
+    self: torch.nn.Module,
+    dim: int,
+    hidden_dim: int,
+    experts: int,
+    activation: str = ...,
+    bias: bool = ...,
+    clamp: tuple[float, float] = ...,
+    weigh_inputs: bool = ...,
+    default_vectors: bool = ...,
+    default_decay: float = ...,
+    route_scale: float = ...,
+    recompute: bool = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedAttentionUnit(
+    self: torch.nn.Module,
+    config: omniattn.modules.gau.GatedAttentionUnit.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedAttentionUnit(
+    self: torch.nn.Module,
+    dim: int,
+    expansion: int = ...,
+    key_dim: int = ...,
+    attention: str = ...,
+    norm_n: int | None = ...,
+    relative: str | None = ...,
+    max_length: int = ...,
+    bias_inside_n: bool = ...,
+    causal: bool = ...,
+    rope_interleaved: bool = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedMLP(
+    self: torch.nn.Module,
+    config: omniattn.modules.mlp.GatedMLP.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedMLP(
+    self: torch.nn.Module,
+    dim: int,
+    hidden_dim: int,
+    activation: str = ...,
+    bias: bool = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+    recompute: bool = ...,
+    clamp: tuple[float, float] = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GroupNorm(
+    self: torch.nn.Module,
+    config: omniattn.modules.norm.GroupNorm.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GroupNorm(
+    self: torch.nn.Module,
+    dim: int,
+    num_groups: int,
+    eps: float = ...,
+    center: bool = ...,
+    affine: bool = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LayerNorm(
+    self: torch.nn.Module,
+    config: omniattn.modules.norm.LayerNorm.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LayerNorm(
+    self: torch.nn.Module,
+    dim: int,
+    eps: float = ...,
+    bias: bool = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LearnedPositional(
+    self: torch.nn.Module,
+    config: omniattn.modules.positions.LearnedPositional.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LearnedPositional(
+    self: torch.nn.Module,
+    max_positions: int,
+    dim: int,
+    init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Linear(
+    self: torch.nn.Module,
+    config: omniattn.modules.linear.Linear.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Linear(
+    self: torch.nn.Module,
+    in_features: int,
+    out_features: int,
+    bias: bool = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MLP(
+    self: torch.nn.Module,
+    config: omniattn.modules.mlp.MLP.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MLP(
+    self: torch.nn.Module,
+    dim: int,
+    hidden_dim: int,
+    activation: str = ...,
+    bias: bool = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+    recompute: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MoE(
+    self: torch.nn.Module,
+    config: omniattn.modules.moe.MoE.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MoE(
+    self: torch.nn.Module,
+    dim: int,
+    hidden_dim: int,
+    experts: int,
+    top_k: int,
+    *,
+    shared_hidden_dim: int = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    options: typing.Any,
+) -> None: ...
+@overload
+def MultiHeadLatentAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.mla.MultiHeadLatentAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiHeadLatentAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    q_lora_rank: int | None,
+    kv_lora_rank: int,
+    qk_nope_dim: int,
+    qk_rope_dim: int,
+    v_dim: int,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    rope_interleaved: bool = ...,
+    mscale: float = ...,
+    latent_norm: bool = ...,
+    q_rope_from: str = ...,
+    separate_kv_latents: bool = ...,
+    absorb_max: int = ...,
+    norm_eps: float = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiTokenPredictor(
+    self: torch.nn.Module,
+    config: omniattn.modules.mtp.MultiTokenPredictor.Config,
+    block: collections.abc.Callable[[], torch.nn.modules.module.Module],
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiTokenPredictor(
+    self: torch.nn.Module,
+    dim: int,
+    depths: int = ...,
+    eps: float = ...,
+    concat: str = ...,
+    post_norm: bool = ...,
+    parallel: bool = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    block: collections.abc.Callable[[], torch.nn.modules.module.Module],
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiheadAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.multihead.MultiheadAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiheadAttention(
+    self: torch.nn.Module,
+    embed_dim: int,
+    num_heads: int,
+    dropout: float = ...,
+    bias: bool = ...,
+    add_bias_kv: bool = ...,
+    add_zero_attn: bool = ...,
+    kdim: int | None = ...,
+    vdim: int | None = ...,
+    batch_first: bool = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def PatchMerging(
+    self: torch.nn.Module,
+    config: omniattn.modules.swin.PatchMerging.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def PatchMerging(
+    self: torch.nn.Module,
+    dim: int,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RMSNorm(
+    self: torch.nn.Module,
+    config: omniattn.modules.norm.RMSNorm.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RMSNorm(
+    self: torch.nn.Module,
+    dim: int,
+    eps: float = ...,
+    offset: float = ...,
+    casting: str = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RMSNormGated(
+    self: torch.nn.Module,
+    config: omniattn.modules.norm.RMSNormGated.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RMSNormGated(
+    self: torch.nn.Module,
+    dim: int,
+    eps: float = ...,
+    norm_before_gate: bool = ...,
+    activation: str = ...,
+    num_groups: int = ...,
+    casting: str = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Residual(
+    self: torch.nn.Module,
+    layer: torch.nn.modules.module.Module,
+    config: omniattn.modules.residual.Residual.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Residual(
+    self: torch.nn.Module,
+    layer: torch.nn.modules.module.Module,
+    norm: omniattn.modules.layer.LayerConfig,
+    placement: str = ...,
+    dropout_p: float = ...,
+    drop_path_p: float = ...,
+    residual_in_fp32: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RotaryEmbedding(
+    self: torch.nn.Module, config: omniattn.modules.rope.RotaryEmbedding.Config
+) -> None: ...
+@overload
+def RotaryEmbedding(
+    self: torch.nn.Module,
+    rotary_dim: int,
+    base: float = ...,
+    scaling: omniattn.reference.rope_scaling.RopeScaling | None = ...,
+    sticky: bool = ...,
+    sections: tuple[int, ...] | None = ...,
+    sections_interleaved: bool = ...,
+    num_axes: int = ...,
+) -> None: ...
+@overload
+def Router(
+    self: torch.nn.Module,
+    config: omniattn.modules.router.Router.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Router(
+    self: torch.nn.Module,
+    dim: int,
+    experts: int,
+    top_k: int,
+    router: str = ...,
+    router_bias: bool = ...,
+    renormalize: bool = ...,
+    route_scale: float = ...,
+    groups: int = ...,
+    top_groups: int = ...,
+    router_grad: str = ...,
+    jitter: float = ...,
+    noise_eps: float = ...,
+    capacity_factor: float | None = ...,
+    capacity: int | None = ...,
+    capacity_per_sequence: bool = ...,
+    capacity_by_score: bool = ...,
+    capacity_at_eval: bool = ...,
+    bias_rate: float = ...,
+    init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SinCosPositional2d(
+    self: torch.nn.Module, config: omniattn.modules.positions.SinCosPositional2d.Config
+) -> None: ...
+@overload
+def SinCosPositional2d(
+    self: torch.nn.Module, dim: int, prefix: int = ..., order: str = ..., base: float = ...
+) -> None: ...
+@overload
+def SinusoidalPositional(
+    self: torch.nn.Module, config: omniattn.modules.positions.SinusoidalPositional.Config
+) -> None: ...
+@overload
+def SinusoidalPositional(
+    self: torch.nn.Module,
+    dim: int,
+    layout: str = ...,
+    freqs: str = ...,
+    base: float = ...,
+    scale_input: bool = ...,
+) -> None: ...
+@overload
+def SpatialReductionAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.spatial_reduction.SpatialReductionAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SpatialReductionAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    sr_ratio: int = ...,
+    bias: bool = ...,
+    norm_eps: float = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SwinBlock(
+    self: torch.nn.Module,
+    config: omniattn.modules.swin.SwinBlock.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SwinBlock(
+    self: torch.nn.Module,
+    attention: omniattn.modules.swin.WindowAttention.Config,
+    mlp_ratio: float = ...,
+    drop_path_p: float = ...,
+    norm_eps: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def T5RelativeBias(
+    self: torch.nn.Module,
+    config: omniattn.modules.relative_attention.T5RelativeBias.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def T5RelativeBias(
+    self: torch.nn.Module,
+    num_heads: int,
+    num_buckets: int = ...,
+    max_distance: int = ...,
+    bidirectional: bool = ...,
+    init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def TransformerXLAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.transformer_xl.TransformerXLAttention.Config,
+    *,
+    biases: tuple[torch.nn.parameter.Parameter, torch.nn.parameter.Parameter] | None = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def TransformerXLAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    head_dim: int | None = ...,
+    memory_length: int = ...,
+    same_length: bool = ...,
+    clamp_length: int = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    biases: tuple[torch.nn.parameter.Parameter, torch.nn.parameter.Parameter] | None = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def WindowAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.swin.WindowAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def WindowAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    window: int = ...,
+    shift: int = ...,
+    bias: bool = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...

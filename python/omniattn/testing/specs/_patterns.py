@@ -1,0 +1,50 @@
+"""Masks of indices, and options of attention that the benchmark times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from omniattn.functional import masks
+
+#: Masks of indices, each with its cases; ids of documents are in order, then not.
+PATTERNS: dict[str, masks.Mask] = {
+    "prefix": masks.PrefixLM(torch.tensor([0, 70])),
+    "chunked": masks.Chunked(48),
+    "packed": masks.Documents(torch.arange(160).expand(2, 160) // 70) & masks.Causal(),
+    "documents": masks.Documents(torch.arange(320).view(2, 160) % 3),
+    "dilated": masks.Dilated(3, 20),
+    "strided": masks.Strided(40, 9),
+    "stridedheads": masks.Strided(40, 9, split_heads=True),
+    "fixed": masks.Fixed(50, 3),
+    "everykth": masks.EveryKth(30),
+    "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
+    "dilatedneighbours": masks.Neighbourhood(9, 7),
+    "predicate": masks.from_predicate(
+        lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
+    ),
+}
+
+#: Those of the benchmark, for 1024 queries and keys.
+LONG_PATTERNS: dict[str, masks.Mask] = {
+    "prefix": masks.PrefixLM(torch.tensor([256])),
+    "chunked": masks.Chunked(256),
+    "neighbours": masks.Neighbourhood(127),
+    "dilated": masks.Dilated(4, 63),
+    "strided": masks.Strided(64, 64),
+    "fixed": masks.Fixed(64, 8),
+    "everykth": masks.EveryKth(32),
+    "predicate": masks.from_predicate(
+        lambda b, h, q, k: (k <= q) & ((q - k < 128) | (k % 64 < 8)), 1024, 1024
+    ),
+}
+
+LONG_OPTIONS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("sinks", ("sinks",), {}),
+    ("headscale", ("head scale",), {}),
+    ("sigmoid", (), {"normaliser": "sigmoid"}),
+    ("relu2", (), {"normaliser": "relu2", "scale": 0.01}),
+    ("dropout", ("seed",), {"dropout_p": 0.1}),
+    *((name, (), {"mask": mask}) for name, mask in LONG_PATTERNS.items()),
+)

@@ -1,0 +1,39 @@
+"""flash-attention's own tests of its functions, on ours."""
+
+import flash_attention_on_ours
+import peers
+import pytest
+
+PEER = peers.Peer(
+    "flash-attention",
+    ("flash_attn", "triton"),
+    flash_attention_on_ours.NAMES,
+    {"flash_attn.bert_padding": "flash_attn/bert_padding.py"},
+)
+LONGEST, WIDEST = 260, 128
+
+
+def fits(**arguments: object) -> bool:
+    """What the CPU's eager references compute in seconds, without dropout, whose bits differ."""
+    lengths = [n for key, n in arguments.items() if key.startswith("seqlen") and type(n) is int]
+    return (
+        max(lengths, default=0) <= LONGEST
+        and arguments.get("d", 0) <= WIDEST
+        and not arguments.get("dropout_p")
+        and not arguments.get("compiled")
+    )
+
+
+if PEER.present:
+    definitions = PEER.load("flash_attn/layers/rotary.py")
+    PEER.names["apply_rotary_emb_torch"] = definitions.apply_rotary_emb_torch
+CASES = PEER.cases("tests/test_flash_attn.py", 6, fits) + PEER.cases(
+    "tests/test_rotary.py", 4, fits
+)
+
+
+@pytest.mark.slow
+@peers.require(PEER)
+@pytest.mark.parametrize(("function", "arguments"), CASES)
+def test_flash_attention_s_own(function, arguments):
+    PEER.run(function, arguments)

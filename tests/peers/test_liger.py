@@ -1,0 +1,51 @@
+"""Liger-Kernel's own tests of its layers and losses, on ours."""
+
+import math
+
+import liger_on_ours
+import peers
+import pytest
+
+PEER = peers.Peer(
+    "Liger-Kernel",
+    ("liger_kernel", "test", "triton"),
+    liger_on_ours.NAMES,
+    {
+        "test.utils": "test/utils.py",
+        "test.transformers.test_cross_entropy": "test/transformers/test_cross_entropy.py",
+    },
+)
+LAYERS = (
+    *("rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "qwen2vl_mrope", "swiglu", "geglu"),
+    *("mlp", "relu_squared", "cross_entropy", "fused_linear_cross_entropy", "kl_div", "jsd"),
+    "fused_linear_jsd",
+)
+LOSSES = ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "jsd")
+
+
+def fits(**arguments: object) -> bool:
+    """What the CPU's eager forms compute in a second."""
+    sizes = [arguments.get(name, 1) for name in ("B", "T", "V")]
+    widths = [arguments.get(name, 1) for name in ("hidden_size", "H")]
+    return math.prod(sizes) <= 1 << 26 and max(widths) <= 4096
+
+
+FILES = [
+    *(f"test/transformers/test_{name}.py" for name in LAYERS),
+    *(f"test/chunked_loss/test_{name}_loss.py" for name in LOSSES),
+]
+# Several processes and GPU kernels have no counterpart; models go through omniattn.hf.
+OTHERS = ("dtensor", "blackwell", "gemma4")
+CASES = [
+    case
+    for path in FILES
+    for case in PEER.cases(path, 3, fits)
+    if not any(name in case.id for name in OTHERS)
+]
+
+
+@pytest.mark.slow
+@peers.require(PEER)
+@pytest.mark.parametrize(("function", "arguments"), CASES)
+def test_liger_s_own(function, arguments):
+    PEER.run(function, arguments)
