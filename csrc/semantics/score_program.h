@@ -152,8 +152,7 @@ OMNIATTN_FN ProgramPlaces program_places(ProgramTableKind kind, const ProgramDom
   return {-domain.first_q * stride(2), stride(0), stride(1), stride(2), stride(3)};
 }
 
-// ---- what the ops compute, of a lane ------------------------------------------------------------
-
+// What the ops compute, of a lane.
 namespace program_ops {
 
 template <class A>

@@ -152,8 +152,6 @@ class _Compiler:
             tuple(self.tables),
         )
 
-    # ---- what torch computes before
-
     def _axis(self, n: int) -> str:
         """What a node depends on beside b and h."""
         if n not in self.axes:

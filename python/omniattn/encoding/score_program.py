@@ -277,8 +277,6 @@ def gather(t: Tensor, at: Tensor) -> Tensor:
     return torch.where(at < 0, torch.full_like(found, outside), found)
 
 
-# ---- what torch computes before -----------------------------------------------------------------
-
 #: op, arguments: ids of earlier nodes, or what the op says
 Node = tuple[Any, ...]
 

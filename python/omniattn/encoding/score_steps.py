@@ -51,8 +51,6 @@ def closure(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
     return found
 
 
-# ---- adjoint ------------------------------------------------------------------------------------
-
 #: A value that is added to the gradient of a table: op, value, place or -1, table.
 Give = tuple[str, int, int, int]
 
@@ -152,8 +150,6 @@ def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
         return add("mul", number(2 / math.sqrt(math.pi)), bell)
     return None  # floor, round, trunc, sign, detach and what makes integers
 
-
-# ---- registers ----------------------------------------------------------------------------------
 
 Step = tuple[int, int, int, int, int]
 

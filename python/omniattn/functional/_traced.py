@@ -50,9 +50,6 @@ def trace_function(
     return trace, lift(trace, found)
 
 
-# ---- functions -----------------------------------------------------------------------------------
-
-
 def _float(trace: Trace, x: Any) -> Value:
     if isinstance(x, Real):
         return trace.add("f", "number", float(x))
