@@ -23,7 +23,7 @@ namespace omniattn {
 
 constexpr int64_t kMaxProgramTables = 16;
 constexpr int64_t kMaxProgramRegisters = 64;
-constexpr int64_t kMaxProgramSteps = 1024;
+constexpr int64_t kMaxProgramSteps = 32768;
 constexpr int64_t kMaxProgramDims = 4;
 constexpr int64_t kProgramStepInts = 5;  // op, to, a, b, c
 

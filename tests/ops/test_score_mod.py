@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import omniattn.functional as F
@@ -64,6 +65,7 @@ MODS: dict[str, Callable[[dict[str, Tensor]], Mod]] = {
         )
     ),
     "clamped": lambda t: lambda s, b, h, q, k: s.clamp(-1, 1) + torch.relu(s) * t["gate"],
+    "longer": lambda t: lambda s, b, h, q, k: s + t["of_k"][q] * t["of_q"][b, h] + t["emb"][h, 1],
     "temperature": lambda t: lambda s, b, h, q, k: s / (1 + t["of_k"][k].exp() * t["slopes"][h]),
     "masked": lambda t: lambda s, b, h, q, k: s.masked_fill(q % 2 == k % 2, -1.5),
     "sums of truth values": lambda t: (
@@ -243,7 +245,12 @@ def test_queries_of_a_cache_stand_after_what_it_holds(queries: int, paged: bool)
     lengths = torch.tensor([200, 41, 1])
     q = torch.randn(3, queries, HQ, D, dtype=torch.float64)
     k, v = (torch.randn(3, 256, HKV, D, dtype=torch.float64) for _ in range(2))
-    options: dict[str, Any] = {"score_mod": _positions, "causal": True}
+    of_key = torch.randn(256, dtype=torch.float64)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return _positions(s, b, h, q, k) * of_key[k]
+
+    options: dict[str, Any] = {"score_mod": mod, "causal": True}
     whole = k, v
     if paged:
         options["block_table"] = torch.arange(3 * 8).view(3, 8)
@@ -255,7 +262,7 @@ def test_queries_of_a_cache_stand_after_what_it_holds(queries: int, paged: bool)
     alone = F.attention(
         q[:1],
         *(t[:1, :200] for t in whole),
-        score_mod=lambda s, b, h, i, k: _positions(s, b, h, i + 200 - queries, k),
+        score_mod=lambda s, b, h, i, k: mod(s, b, h, i + 200 - queries, k),
         causal=True,
     )
     _assert_same([both[0][:1]], [alone])
@@ -465,6 +472,116 @@ def test_a_block_mask_is_a_mask() -> None:
         _assert_same([F.attention(q, k, v, mask=mask)], [wanted.transpose(1, 2)])
     with pytest.raises(TypeError, match="BlockMask"):
         masks.from_block_mask(seg)  # type: ignore[arg-type]
+
+
+def _chain(s: Tensor, *_: Tensor) -> Tensor:
+    for n in range(1000):
+        s = torch.tanh(s) * (1 + n / 500)
+    return s
+
+
+def _sum_of_many(s: Tensor, *_: Tensor) -> Tensor:
+    terms = [torch.sin(s * (n / 50)) for n in range(1, 101)]
+    found = terms[0]
+    for term in terms[1:]:
+        found = term + found * 0.9
+    return found
+
+
+def _used_twice(s: Tensor, *_: Tensor) -> Tensor:
+    terms = [torch.sin(s * (n / 50)) for n in range(1, 71)]
+    for term in terms + terms:
+        s = torch.tanh(s + term)
+    return s
+
+
+@pytest.mark.parametrize("mod", [_chain, _sum_of_many])
+def test_long_programs(mod: Mod) -> None:
+    """More values than registers are kept by computing some of them again."""
+    q, k, v = _qkv(tq=3, tk=5)
+    both = [f(q, k, v, score_mod=mod) for f in (F.attention, reference.attention)]
+    _assert_same(*([o, *_gradients(o, [q, k, v])] for o in both))
+
+
+def test_programs_that_are_too_wide() -> None:
+    q, k, v = _qkv(tq=3, tk=5)
+    with pytest.raises(ValueError, match="may keep 64 values at once, got 8"):
+        F.attention(q, k, v, score_mod=_used_twice)
+
+
+def test_what_a_function_reads_may_change() -> None:
+    """Nothing that a call made is taken for another."""
+    q, k, v = (t.detach() for t in _qkv(tq=9, tk=9))
+    read: dict[str, Any] = {"number": 0.5, "tensor": torch.randn(HQ).double(), "causal": True}
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = (q - k).abs().to(s.dtype)
+        s = s * read["number"] + read["tensor"][h] * torch.sqrt(distance + read["number"])
+        return torch.where(q >= k, s, -torch.inf) if read["causal"] else s
+
+    def check() -> None:
+        wanted = reference.attention(q, k, v, score_mod=mod)
+        _assert_same([F.attention(q, k, v, score_mod=mod)], [wanted])
+
+    check()
+    read["number"] = 2
+    check()
+    read["tensor"].mul_(-2)
+    check()
+    read["tensor"] = torch.randn(HQ + 1, dtype=torch.float64).requires_grad_()
+    check()
+    read["causal"] = False
+    check()
+    q = q[:, :5]
+    check()
+
+
+def test_what_calls_keep_fits_every_mode() -> None:
+    """Tables of positions that were made in one mode serve the others."""
+    q, k, v = (t.detach() for t in _qkv(tq=6, tk=6))
+
+    def call(q: Tensor) -> Any:
+        return F.attention(q, k, v, score_mod=MODS["gate"]({"gate": torch.tensor(0.7)}))
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert call(fake.from_tensor(q)).shape == q.shape
+    with torch.inference_mode():
+        wanted = call(q)
+    transformed = torch.func.grad(lambda q: call(q).sum())(q)
+    leaf = q.clone().requires_grad_()
+    _assert_same([call(leaf)], [wanted])
+    _assert_same(torch.autograd.grad(call(leaf).sum(), leaf), [transformed])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_hidden_pairs_give_nothing_to_gradients(bad: float) -> None:
+    """Whatever tensors hold where the mask hides."""
+    tensors = _tensors()
+    q, k, v = _qkv(tq=TK, tk=TK)
+    mask = torch.rand(TK, TK) < 0.5
+    mask[:, 7] = False
+    mask[:, 0] = True
+    mask[3] = True
+    mask[3, 7] = False
+    square = torch.randn(TK, TK, dtype=torch.float64)
+    of_k = torch.randn(TK, dtype=torch.float64)
+    codes = torch.randint(0, 3, (TK, TK)).where(mask, 3)
+    table = torch.tensor([0.3, -0.5, 1.0, bad], dtype=torch.float64)
+
+    def run(square: Tensor, of_k: Tensor, table: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (square, of_k, table)]
+        a, b, c = leaves
+
+        def mod(s: Tensor, _: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            found = torch.tanh(s * a[q, k]) + torch.exp(b[k]) * s
+            return found + s * c[codes[q, k]] * tensors["slopes"][h]
+
+        out = F.attention(q, k, v, mask=mask, score_mod=mod)
+        return [out, *_gradients(out, [q, k, v, tensors["slopes"], *leaves])]
+
+    wanted = run(square, of_k, table.nan_to_num(posinf=0.0))
+    of_k[7] = bad
+    _assert_same(run(square.where(mask, bad), of_k, table)[:-2], wanted[:-2])
 
 
 def test_not_a_function() -> None:

@@ -155,6 +155,8 @@ def trace_of(args: Any) -> Trace | None:
 
 def is_real(x: Any) -> bool:
     """Whether it is a number with a fraction, of Python or numpy."""
+    if type(x) in (int, float):  # without asking abstract classes, which takes longer
+        return type(x) is float
     return isinstance(x, Real) and not isinstance(x, Integral)
 
 
