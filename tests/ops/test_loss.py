@@ -161,14 +161,17 @@ def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
         torch.testing.assert_close(a, e)
 
 
-def test_log_probs_of_targets_are_those_of_log_softmax():
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_log_probs_of_targets_are_those_of_log_softmax(backend):
+    """With logits that are kept for the backward, and with those that are computed again."""
     x, weight, bias = random_tensors((2, 9, 4), (11, 4), (11,))
     target = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     target[0, :4] = -100
     logits = 3 * torch.tanh(torch.nn.functional.linear(x, weight, bias) / 3) / 0.7
     picked = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     expected = picked.masked_fill(target == -100, 0)
-    actual = linear_log_prob(x, weight, target, bias=bias, softcap=3.0, temperature=0.7)
+    options = {"bias": bias, "softcap": 3.0, "temperature": 0.7, "backend": backend}
+    actual = linear_log_prob(x, weight, target, **options)
     torch.testing.assert_close(actual, expected)
     grads = [
         torch.autograd.grad((loss * loss.detach()).sum(), (x, weight, bias))

@@ -12,7 +12,9 @@ from omniattn.functional._loss import (
     check_target,
     wanted_gradients,
 )
+from omniattn.functional.gemm import linear
 from omniattn.ops import loss as ops
+from omniattn.reference.precision import compute_dtype
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
@@ -177,7 +179,8 @@ def linear_log_prob(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
 
     Note:
-        The backward computes the logits again: four matrix products in all, and the memory of
+        Up to 64 MiB of logits of float32 or float64 tensors are kept for the backward, which
+        computes others again: four matrix products in all, and the memory of
         :func:`linear_cross_entropy`.
 
     Reference:
@@ -193,7 +196,21 @@ def linear_log_prob(
     target = check_target(op, target, x)
     options = (ignore_index, 0.0, 0.0, softcap, temperature)
     number = check_options(op, *options, "none")
+    if backend is None and _keeps_logits(x, weight, bias):
+        run = implementation(op, backend, x, ops.cross_entropy)
+        kept: Tensor = run(linear(x, weight, bias), target, None, *options, number)
+        return -kept
     run = implementation(op, backend, x, ops.linear_cross_entropy)
     wanted = (False, False, False)
     loss: Tensor = run(x, weight, bias, target, None, *options, number, *wanted)
     return -loss
+
+
+def _keeps_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a backward is expected and all logits, which are not rounded, are one chunk."""
+    chunk = (1 << 26) // x.element_size()
+    return (
+        x.dtype == compute_dtype(x)
+        and any(wanted_gradients("sum", x, weight, bias))
+        and x.shape[:-1].numel() * weight.shape[0] <= chunk
+    )
