@@ -10,6 +10,7 @@ from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import CrossCache, KVCache, LatentCache
 from omniattn.modules.liger_losses import (
+    CrossEntropyOutput,
     LigerCrossEntropyLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearJSD,
@@ -60,6 +61,7 @@ __all__ = [
     "Cache",
     "ChannelMixer",
     "CrossCache",
+    "CrossEntropyOutput",
     "DecoderBlock",
     "DifferentialAttention",
     "DisentangledAttention",

@@ -6,6 +6,7 @@ nothing is compiled, and chunks are of a size of our own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from omniattn import functional
 
 __all__ = [
+    "CrossEntropyOutput",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
@@ -22,6 +24,9 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
 ]
+
+#: fp32 logits at a time, 64 MiB.
+_BLOCK_LOGITS = 1 << 24
 
 
 def _unsupported(module: nn.Module, **options: bool) -> None:
@@ -37,8 +42,23 @@ def detached(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach()
 
 
+@dataclass(frozen=True)
+class CrossEntropyOutput:
+    """A loss, and what was asked for with it, which gets no gradient."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None  # its part of the loss
+    #: Share of the kept tokens whose most probable class is the target; without reduction 0. or 1.
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None  # int64, the most probable classes; -1 of ignored tokens
+
+
+#: The first of the largest logits of each token, and their logsumexp.
+_Statistics = tuple[Tensor, Tensor]
+
+
 class _CrossEntropy(nn.Module):
-    """The options that both cross entropies have."""
+    """What both cross entropies have."""
 
     def __init__(
         self,
@@ -48,6 +68,9 @@ class _CrossEntropy(nn.Module):
         label_smoothing: float,
         reduction: str,
         softcap: float | None,
+        return_z_loss: bool,
+        return_token_accuracy: bool,
+        return_predicted_tokens: bool,
     ) -> None:
         super().__init__()
         if class_weight is not None and lse_square_scale != 0:
@@ -64,10 +87,44 @@ class _CrossEntropy(nn.Module):
             "softcap": softcap or 0.0,
             "reduction": reduction,
         }
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
 
     def extra_repr(self) -> str:
         """The options, for print(module)."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+    @torch.no_grad()
+    def _with_statistics(
+        self, loss: Tensor, target: Tensor, *of_logits: Tensor | None
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss, with what is returned beside it for logits, or for x, weight and bias."""
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        reduction, kept = self.options["reduction"], target != self.options["ignore_index"]
+        count = kept.sum().clamp(min=1)
+        with torch.autocast(target.device.type, enabled=False):
+            index, lse = self._statistics(*of_logits)
+        index = index.masked_fill(~kept, -1)
+        z_loss = (self.options["z_loss"] * lse.square()).masked_fill(~kept, 0)
+        hits = ((index == target) & kept).float()
+        if reduction != "none":
+            z_loss = z_loss.sum() / (count if reduction == "mean" else 1)
+            hits = hits.sum() / count
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            hits if self.return_token_accuracy else None,
+            index if self.return_predicted_tokens else None,
+        )
+
+    def _statistics(self, *of_logits: Tensor | None) -> _Statistics:
+        raise NotImplementedError
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        softcap = self.options["softcap"]
+        return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
 
 
 class LigerCrossEntropyLoss(_CrossEntropy):
@@ -77,7 +134,8 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         weight: (V,) class weights, or None.
         lse_square_scale: weight of the z-loss, 0 with class weights.
         ignore_index, label_smoothing, reduction, softcap: see the function.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: must be False.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: give a `CrossEntropyOutput`;
+            each reads the logits once more.
 
     Shape:
         _input (N, V), target (N,) -> () or (N,).
@@ -100,20 +158,25 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        )
-        _unsupported(
-            self,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
+            *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
         )
 
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """_input (N, V), target (N,) -> () or (N,)."""
-        return functional.cross_entropy(
+        loss = functional.cross_entropy(
             _input, target, class_weight=self.class_weight, **self.options
         )
+        return self._with_statistics(loss, target, _input)
+
+    def _statistics(self, *of_logits: Tensor | None) -> _Statistics:
+        (logits,) = of_logits
+        assert logits is not None
+        top, index = logits.max(-1)
+        nearest = functional.cross_entropy(
+            logits, index, softcap=self.options["softcap"], ignore_index=-1, reduction="none"
+        )
+        return index, nearest + self._capped(top.to(nearest.dtype))
 
 
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
@@ -124,8 +187,9 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         lse_square_scale: weight of the z-loss, 0 with class weights.
         ignore_index, label_smoothing, reduction, softcap: see the function.
         accum_dtype: changes nothing.
-        return_z_loss, use_token_scaling, return_token_accuracy, return_predicted_tokens: must be
-            False.
+        use_token_scaling: must be False.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: give a `CrossEntropyOutput`,
+            for one more product, of a block of classes at a time.
 
     Shape:
         lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,).
@@ -152,23 +216,36 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+            *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
         )
-        _unsupported(
-            self,
-            return_z_loss=return_z_loss,
-            use_token_scaling=use_token_scaling,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
+        _unsupported(self, use_token_scaling=use_token_scaling)
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | CrossEntropyOutput:
         """lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,)."""
-        return functional.linear_cross_entropy(
+        loss = functional.linear_cross_entropy(
             _input, lin_weight, target, bias=bias, class_weight=self.class_weight, **self.options
         )
+        return self._with_statistics(loss, target, _input, lin_weight, bias)
+
+    def _statistics(self, *of_logits: Tensor | None) -> _Statistics:
+        x, weight, bias = of_logits
+        assert x is not None and weight is not None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = x.to(wide)
+        best = rows.new_full(x.shape[:-1], -torch.inf)
+        index, lse = torch.zeros_like(best, dtype=torch.int64), best
+        size = max(1, _BLOCK_LOGITS // max(1, best.numel()))
+        for first in range(0, len(weight), size):
+            part = slice(first, first + size)
+            logits = rows @ weight[part].to(wide).mT
+            logits = self._capped(logits if bias is None else logits + bias[part])
+            top, at = logits.max(-1)
+            index = torch.where(top > best, at + first, index)
+            best, lse = torch.maximum(best, top), torch.logaddexp(lse, logits.logsumexp(-1))
+        return index, lse
 
 
 class LigerJSD(nn.Module):
