@@ -9,7 +9,7 @@ import torch.nn.functional as nnf
 from omniattn import functional, modules
 from omniattn.functional.policy import GRPO_LOSSES
 from omniattn.functional.preference import DPO_LOSSES
-from omniattn.modules import liger_losses
+from omniattn.modules import liger_cross_entropy
 
 B, T, K, V = 2, 5, 4, 11
 
@@ -308,7 +308,7 @@ def test_cross_entropies_take_their_options():
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_cross_entropies_return_with_the_loss(monkeypatch, reduction, softcap, dtype):
-    monkeypatch.setattr(liger_losses, "_BLOCK_LOGITS", 4 * TARGET.numel())
+    monkeypatch.setattr(liger_cross_entropy, "_BLOCK_LOGITS", 4 * TARGET.numel())
     weight, x, bias = (t.to(dtype).requires_grad_() for t in (WEIGHT, X.flatten(0, 1), BIAS))
     target = TARGET.flatten()
     kept = target != -100

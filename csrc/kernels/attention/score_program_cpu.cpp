@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "kernels/attention/attention_row.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/vec.h"
@@ -225,10 +226,11 @@ void Interpreter<A>::gather(const ProgramStep& s) const {
 // Sets hidden keys and what are none to 0.
 template <class A>
 void Interpreter<A>::hide(A* x) const {
-  for (int64_t i = real().end; i < row_.columns.end; ++i) x[i] = A(0);
-  if (row_.visible == nullptr) return;
-  for (int64_t i = row_.columns.begin; i < row_.columns.end; ++i) {
-    if ((row_.visible[i / 64] >> i % 64 & 1) == 0) x[i] = A(0);
+  for (int64_t i = row_.columns.begin; i < row_.columns.end; i += V::kWidth) {
+    const uint64_t* const words = row_.visible;
+    const Mask<A> seen = lanes_of<A>(words == nullptr ? ~uint64_t{0} : words[i / 64] >> i % 64);
+    const V kept = select(seen, load(x + i), zero<A>());
+    store(x + i, select(lanes_below<A>(row_.keys - i), kept, zero<A>()));
   }
 }
 
