@@ -29,17 +29,22 @@ _cached = lru_cache(maxsize=256)(compile_program)
 @lru_cache(maxsize=16)
 def _kept(made: Compiled, extents: Extents) -> dict[int, Tensor]:
     with torch.inference_mode(False):
-        return evaluate(made.nodes, made.untied, (), extents, made.by_position, {})
+        values = evaluate(made.nodes, made.untied, (), extents, made.by_position, {})
+    return {n: values[n] for n in made.untied}
 
 
 def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
-    """What depends on no tensor, kept between calls if small and if it is not part of a trace."""
+    """What depends on no tensor, kept between calls if it is small.
+
+    Not if it is part of a trace, nor on CUDA, where it could be in the memory of a graph.
+    """
     domain = extents.domain
     if (
-        torch.compiler.is_compiling()
+        extents.device.type != "cpu"
+        or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or extents.batch * extents.heads * (domain.queries + domain.keys) > 1 << 17
+        or extents.batch * extents.heads * (domain.queries + domain.keys) > 1 << 16
     ):
         return {}
     return _kept(made, extents)
