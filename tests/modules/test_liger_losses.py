@@ -305,6 +305,29 @@ def test_cross_entropies_take_their_options():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_times_the_probabilities_of_their_targets(reduction, weighted):
+    weight, x, bias = leaves()
+    kept, class_weight = TARGET != -100, torch.arange(1.0, V + 1) if weighted else None
+    options = {"reduction": reduction, "use_token_scaling": True}
+    arguments = (weight, x.flatten(0, 1), TARGET.flatten(), bias)
+    actual = modules.LigerFusedLinearCrossEntropyLoss(class_weight, **options)(*arguments)
+    tokens = log_probs(x, weight, bias)[0]
+    factors = kept.float() if class_weight is None else class_weight[TARGET.clamp(min=0)] * kept
+    expected = -(tokens * tokens.detach().exp() * factors).flatten()
+    if reduction != "none":
+        expected = expected.sum() / (factors.sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), (weight, x, bias)) for t in (actual, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    options |= {"lse_square_scale": 0.1, "return_z_loss": True}
+    found = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
+    options["lse_square_scale"] = 0.0
+    without = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
+    torch.testing.assert_close(found.loss - without.loss, found.z_loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_cross_entropies_return_with_the_loss(monkeypatch, reduction, softcap, dtype):
@@ -358,11 +381,6 @@ def test_kl_divergences_of_log_probabilities(reduction, log_target):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: modules.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True),
-            NotImplementedError,
-            "LigerFusedLinearCrossEntropyLoss: use_token_scaling has no counterpart",
-        ),
         (
             lambda: modules.LigerFusedLinearCrossEntropyLoss(torch.ones(2), lse_square_scale=1e-4),
             NotImplementedError,

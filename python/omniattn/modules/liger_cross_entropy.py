@@ -74,9 +74,16 @@ class _CrossEntropy(nn.Module):
 
     @torch.no_grad()
     def _with_statistics(
-        self, loss: Tensor, target: Tensor, *of_logits: Tensor | None
+        self,
+        loss: Tensor,
+        target: Tensor,
+        *of_logits: Tensor | None,
+        factor: Tensor | float = 1.0,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, with what is returned beside it for logits, or for x, weight and bias."""
+        """The loss, with what was asked for of logits, or of x, weight and bias.
+
+        `factor`: that of the loss of each token.
+        """
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         reduction, kept = self.options["reduction"], target != self.options["ignore_index"]
@@ -84,7 +91,7 @@ class _CrossEntropy(nn.Module):
         with torch.autocast(target.device.type, enabled=False):
             index, lse = self._statistics(*of_logits)
         index = index.masked_fill(~kept, -1)
-        z_loss = (self.options["z_loss"] * lse.square()).masked_fill(~kept, 0)
+        z_loss = (self.options["z_loss"] * lse.square() * factor).masked_fill(~kept, 0)
         hits = ((index == target) & kept).float()
         if reduction != "none":
             z_loss = z_loss.sum() / (count if reduction == "mean" else 1)
@@ -164,7 +171,8 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         lse_square_scale: weight of the z-loss, 0 with class weights.
         ignore_index, label_smoothing, reduction, softcap: see the function.
         accum_dtype: changes nothing.
-        use_token_scaling: must be False.
+        use_token_scaling: multiplies the loss of each token by the probability of its target, which
+            gets no gradient, for one more product.
         return_z_loss, return_token_accuracy, return_predicted_tokens: give a `CrossEntropyOutput`,
             for one more product, of a block of classes at a time.
 
@@ -196,20 +204,41 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
             *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
             *(return_z_loss, return_token_accuracy, return_predicted_tokens),
         )
-        if use_token_scaling:
-            raise NotImplementedError(
-                "LigerFusedLinearCrossEntropyLoss: use_token_scaling has no counterpart here, got "
-                "use_token_scaling=True"
-            )
+        self.use_token_scaling = use_token_scaling
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
         """lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,)."""
-        loss = functional.linear_cross_entropy(
-            _input, lin_weight, target, bias=bias, class_weight=self.class_weight, **self.options
-        )
-        return self._with_statistics(loss, target, _input, lin_weight, bias)
+        options = self.options | {"bias": bias, "class_weight": self.class_weight}
+        of_logits = (_input, lin_weight, bias)
+        if not self.use_token_scaling:
+            loss = functional.linear_cross_entropy(_input, lin_weight, target, **options)
+            return self._with_statistics(loss, target, *of_logits)
+        options |= {"reduction": "none"}
+        losses = functional.linear_cross_entropy(_input, lin_weight, target, **options)
+        factor = self._probability(_input, lin_weight, target, bias)
+        loss = self._reduced(losses * factor, target)
+        return self._with_statistics(loss, target, *of_logits, factor=factor)
+
+    @torch.no_grad()
+    def _probability(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        options = {name: self.options[name] for name in ("ignore_index", "softcap")}
+        return functional.linear_log_prob(x, weight, target, bias=bias, **options).exp()
+
+    def _reduced(self, losses: Tensor, target: Tensor) -> Tensor:
+        reduction, kept = self.options["reduction"], target != self.options["ignore_index"]
+        if reduction == "none":
+            return losses
+        if reduction == "sum":
+            return losses.sum()
+        weights = kept.to(losses.dtype)
+        if self.class_weight is not None:
+            weights = weights * self.class_weight[target.where(kept, 0)]
+        total = weights.sum()
+        return losses.sum() / total.where(total > 0, 1)
 
     def _statistics(self, *of_logits: Tensor | None) -> _Statistics:
         x, weight, bias = of_logits
