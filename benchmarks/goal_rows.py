@@ -12,6 +12,7 @@ from omniattn.functional import masks, scores
 from omniattn.modules import DifferentialAttention, KVCache, RollingCache
 from omniattn.testing import prepare
 from omniattn.testing.spec import Call, Function, Pass
+from omniattn.testing.specs import _score_mods
 
 F32, BF16 = torch.float32, torch.bfloat16
 PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
@@ -191,6 +192,30 @@ def score_rows() -> Iterator[Row]:
             if name == "full bias":
                 masked = provider(pass_, inputs | extra, sdpa)
                 yield replace(row, yardstick=masked, against="masked SDPA", goal=1 / 3)
+
+
+def score_mod_rows() -> Iterator[Row]:
+    """Functions of scores against the option that says the same, or against no function."""
+    length, heads, dim = 1024, 8, 64
+    qkv = self_attention(1, length, heads, dim)
+    (table,) = tensors((32, heads))
+    same: dict[str, tuple[Function, dict[str, object]]] = {
+        "softcap": (_score_mods.softcap, {"softcap": 20.0}),
+        "ALiBi": (_score_mods.alibi, {"alibi_slopes": torch.exp2(-1.0 - torch.arange(heads))}),
+        "T5": (_score_mods.t5, {"relative": scores.T5Bias(table)}),
+        "gate": (_score_mods.gate, {}),
+    }
+    for pass_ in PASSES:
+        for name, (score_mod, option) in same.items():
+            yield Row(
+                f"score_mod {name} N{length} D{dim}",
+                pass_,
+                provider(pass_, qkv, functional.attention, score_mod=score_mod),
+                provider(pass_, qkv, functional.attention, **option),
+                "the option" if option else "no function",
+                1.5,
+                flops=2.0 * heads * length**2 * dim * PRODUCTS[pass_],
+            )
 
 
 def normaliser_rows() -> Iterator[Row]:

@@ -34,6 +34,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "window": goal_rows.window_rows,
     "varlen": goal_rows.varlen_rows,
     "scores": goal_rows.score_rows,
+    "score_mod": goal_rows.score_mod_rows,
     "normalisers": goal_rows.normaliser_rows,
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,

@@ -98,8 +98,6 @@ bool has_work(const AttentionProblem& p) {
   return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
 }
 
-// ---- forward ------------------------------------------------------------------------------------
-
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, OptTensors aux,
                                   const OptTensor& seed, OptInts mask, OptInts score,
                                   const Floats& params, Tensor* lse_tail) {
@@ -146,8 +144,6 @@ std::tuple<Tensor, Tensor> attention_only(const Tensor& q, const Tensor& k, cons
                                           OptInts score, Floats params) {
   return attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, nullptr);
 }
-
-// ---- backward -----------------------------------------------------------------------------------
 
 // What the forward left and the gradients of its results, checked and in memory as kernels read it.
 struct Results {
@@ -249,8 +245,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   }
   return {grad_q, grad_k, grad_v, grads};
 }
-
-// ---- weights, select ----------------------------------------------------------------------------
 
 // Of q and k alone, of one problem.
 Call check_keys(const char* op, const Tensor& q, const Tensor& k, OptTensors aux, OptInts mask,

@@ -55,7 +55,7 @@ Call check(const Arguments& given);
 // The domain of the program of a call.
 ProgramDomain program_domain(const Call& call);
 
-// ---- for attention_rules.cpp -------------------------------------------------------------------
+// For attention_rules.cpp.
 
 // Strides of a tensor seen as (B, Hq, Tq, Tk) or the like, 0 where it is broadcast.
 struct ScoreStrides {
@@ -81,14 +81,14 @@ void decode_score(const Arguments& given, Call& call);
 // The program at the end of the score's rules: `at` is the place of its rule.
 void decode_program(const Arguments& given, size_t at, Call& call);
 
-// ---- attention_program.cpp ----------------------------------------------------------------------
+// In attention_program.cpp.
 
 bool has_program_table(const Call& call, int64_t index);
 // `grad`: zeros of the sizes of aux[index], in the compute type.
 void set_program_gradient(const Call& call, int64_t index, const Tensor& grad,
                           ProgramGradients& to);
 
-// ---- attention_cpu.cpp, attention_cuda.cpp ------------------------------------------------------
+// In attention_cpu.cpp and attention_cuda.cpp.
 
 // Takes [seed, offset] of dropout, from a tensor on the CPU by read_seed.
 void decode_seed(Call& call, const Tensor& seed);

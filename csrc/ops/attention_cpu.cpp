@@ -114,8 +114,6 @@ std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
   return problems;
 }
 
-// ---- terms and their gradients ------------------------------------------------------------------
-
 // Points `relative` into the memory it returns.
 Tensor expand_table(AttentionProblem& p) {
   if (p.table.kind == ScoreKind::none) return buffer(0, p.dtype);
@@ -161,8 +159,6 @@ void gather_gradients(const AttentionBackwardParams& x,
     gather(b.part_head_scale, b.grad_head_scale);
   }
 }
-
-// ---- forward ------------------------------------------------------------------------------------
 
 using Forward = AttentionForwardParams;
 using ForwardProblems = std::span<Forward>;
@@ -217,8 +213,6 @@ const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwa
         {"blocks", [](const Forward&, const Load&) { return true; }, run_blocks},
     });
 
-// ---- backward -----------------------------------------------------------------------------------
-
 using Backward = AttentionBackwardParams;
 using BackwardProblems = std::span<Backward>;
 
@@ -271,8 +265,6 @@ Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
   }
   return memory;
 }
-
-// ---- programs -----------------------------------------------------------------------------------
 
 void set_interpreter(AttentionProblem& p) {
   if (p.program == nullptr) return;

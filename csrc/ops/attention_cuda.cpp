@@ -99,8 +99,6 @@ Tensors gather_pages(const char* op, AttentionProblem& p) {
   return memory;
 }
 
-// ---- paths --------------------------------------------------------------------------------------
-
 bool takes_any(const AttentionForwardParams&) { return true; }
 bool takes_any(const AttentionBackwardParams&) { return true; }
 

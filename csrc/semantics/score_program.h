@@ -23,7 +23,7 @@ namespace omniattn {
 
 constexpr int64_t kMaxProgramTables = 16;
 constexpr int64_t kMaxProgramRegisters = 64;
-constexpr int64_t kMaxProgramSteps = 1024;
+constexpr int64_t kMaxProgramSteps = 32768;
 constexpr int64_t kMaxProgramDims = 4;
 constexpr int64_t kProgramStepInts = 5;  // op, to, a, b, c
 
@@ -152,8 +152,7 @@ OMNIATTN_FN ProgramPlaces program_places(ProgramTableKind kind, const ProgramDom
   return {-domain.first_q * stride(2), stride(0), stride(1), stride(2), stride(3)};
 }
 
-// ---- what the ops compute, of a lane ------------------------------------------------------------
-
+// What the ops compute, of a lane.
 namespace program_ops {
 
 template <class A>

@@ -9,6 +9,7 @@ import torch.nn.functional as nnf
 from omniattn import functional, modules
 from omniattn.functional.policy import GRPO_LOSSES
 from omniattn.functional.preference import DPO_LOSSES
+from omniattn.modules import liger_cross_entropy
 
 B, T, K, V = 2, 5, 4, 11
 
@@ -303,6 +304,66 @@ def test_cross_entropies_take_their_options():
     torch.testing.assert_close(module(WEIGHT, logits, target, BIAS), expected)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_times_the_probabilities_of_their_targets(reduction, weighted):
+    weight, x, bias = leaves()
+    kept, class_weight = TARGET != -100, torch.arange(1.0, V + 1) if weighted else None
+    options = {"reduction": reduction, "use_token_scaling": True}
+    arguments = (weight, x.flatten(0, 1), TARGET.flatten(), bias)
+    actual = modules.LigerFusedLinearCrossEntropyLoss(class_weight, **options)(*arguments)
+    tokens = log_probs(x, weight, bias)[0]
+    factors = kept.float() if class_weight is None else class_weight[TARGET.clamp(min=0)] * kept
+    expected = -(tokens * tokens.detach().exp() * factors).flatten()
+    if reduction != "none":
+        expected = expected.sum() / (factors.sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), (weight, x, bias)) for t in (actual, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    options |= {"lse_square_scale": 0.1, "return_z_loss": True}
+    found = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
+    options["lse_square_scale"] = 0.0
+    without = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
+    torch.testing.assert_close(found.loss - without.loss, found.z_loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_cross_entropies_return_with_the_loss(monkeypatch, reduction, softcap, dtype):
+    monkeypatch.setattr(liger_cross_entropy, "_BLOCK_LOGITS", 4 * TARGET.numel())
+    weight, x, bias = (t.to(dtype).requires_grad_() for t in (WEIGHT, X.flatten(0, 1), BIAS))
+    target = TARGET.flatten()
+    kept = target != -100
+    options = {"reduction": reduction, "softcap": softcap, "lse_square_scale": 0.1}
+    asked = dict.fromkeys(
+        ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
+    )
+    logits = nnf.linear(x.double(), weight.double(), bias.double())
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    predicted = logits.argmax(-1).where(kept, -1)
+    hits, z_loss = (predicted == target).float(), 0.1 * capped.logsumexp(-1).square() * kept
+    if reduction != "none":
+        hits = hits.sum() / kept.sum()
+        z_loss = z_loss.sum() / (kept.sum() if reduction == "mean" else 1)
+    narrow = logits.to(dtype)
+    for name, arguments in (
+        ("LigerCrossEntropyLoss", (narrow, target)),
+        ("LigerFusedLinearCrossEntropyLoss", (weight, x, target, bias)),
+    ):
+        found = getattr(modules, name)(**options, **asked)(*arguments)
+        plain = getattr(modules, name)(**options)(*arguments)
+        torch.testing.assert_close(found.loss, plain)
+        assert found.loss.requires_grad and not found.z_loss.requires_grad
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-2
+        torch.testing.assert_close(found.z_loss.double(), z_loss, rtol=tolerance, atol=tolerance)
+        if dtype == torch.float64 or arguments[0] is not narrow:
+            torch.testing.assert_close(found.token_accuracy, hits)
+            assert torch.equal(found.predicted_tokens, predicted)
+    only = modules.LigerCrossEntropyLoss(return_predicted_tokens=True)(narrow, target)
+    assert only.z_loss is None and only.token_accuracy is None
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
 @pytest.mark.parametrize("log_target", [False, True])
 def test_kl_divergences_of_log_probabilities(reduction, log_target):
@@ -320,11 +381,6 @@ def test_kl_divergences_of_log_probabilities(reduction, log_target):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: modules.LigerCrossEntropyLoss(return_z_loss=True),
-            NotImplementedError,
-            "LigerCrossEntropyLoss: return_z_loss has no counterpart",
-        ),
         (
             lambda: modules.LigerFusedLinearCrossEntropyLoss(torch.ones(2), lse_square_scale=1e-4),
             NotImplementedError,

@@ -33,6 +33,53 @@ def test_cross_entropy_is_torchs(reduction, label_smoothing, weighted):
     torch.testing.assert_close(actual, run(torch.nn.functional.cross_entropy, weight=weight))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_cross_entropy_of_probabilities_is_torchs(reduction, label_smoothing, weighted, backend):
+    logits, target = random_tensors((2, 9, 70), (2, 9, 70))
+    target = 3 * target.detach().softmax(-1)  # sums that are not 1 count too
+    weight = torch.rand(70, generator=torch.Generator().manual_seed(1)) if weighted else None
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+
+    def run(function, *tensors, **kwargs):
+        leaves = [t.detach().clone().requires_grad_() for t in (logits, target)]
+        loss = function(*leaves, **options, **kwargs)
+        return loss, *torch.autograd.grad(loss.square().sum(), leaves)
+
+    def torchs(logits, target, **kwargs):
+        logits, target = (t.flatten(0, 1) for t in (logits, target))
+        loss = torch.nn.functional.cross_entropy(logits, target, weight=weight, **kwargs)
+        return loss.view(2, 9) if reduction == "none" else loss
+
+    actual = run(cross_entropy, class_weight=weight, backend=backend)
+    torch.testing.assert_close(actual, run(torchs), rtol=1e-4, atol=1e-4)
+
+
+def test_options_of_cross_entropy_of_probabilities():
+    """They mean the same as with the class that has all probability."""
+    logits, target = logits_and_target(dtype=torch.float64)
+    class_weight = torch.arange(7.0) / 3
+    options = {"z_loss": 0.1, "softcap": 2.0, "temperature": 0.7, "class_weight": class_weight}
+    one_hot = torch.nn.functional.one_hot(target, 7).double()
+
+    def run(target):
+        leaf = logits.clone().requires_grad_()
+        loss = cross_entropy(leaf, target, reduction="none", **options)
+        return loss, *torch.autograd.grad(loss.sum(), leaf)
+
+    torch.testing.assert_close(run(one_hot), run(target))
+    uniform = cross_entropy(torch.full((2, 7), 1e30), torch.full((2, 7), 1 / 7))
+    torch.testing.assert_close(uniform, torch.tensor(7.0).log())
+    masked = logits.masked_fill(one_hot == 0, -torch.inf)
+    assert cross_entropy(masked, one_hot) == 0
+    with pytest.raises(ValueError, match="ignore_index is for targets that are classes"):
+        cross_entropy(logits, one_hot, ignore_index=3)
+    with pytest.raises(ValueError, match="target"):
+        cross_entropy(logits, one_hot[:, :3])
+
+
 @pytest.mark.parametrize("value", [-1e9, 1e30, -3e38])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_large_equal_logits_are_uniform(value, label_smoothing):
@@ -161,14 +208,17 @@ def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
         torch.testing.assert_close(a, e)
 
 
-def test_log_probs_of_targets_are_those_of_log_softmax():
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_log_probs_of_targets_are_those_of_log_softmax(backend):
+    """With logits that are kept for the backward, and with those that are computed again."""
     x, weight, bias = random_tensors((2, 9, 4), (11, 4), (11,))
     target = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     target[0, :4] = -100
     logits = 3 * torch.tanh(torch.nn.functional.linear(x, weight, bias) / 3) / 0.7
     picked = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     expected = picked.masked_fill(target == -100, 0)
-    actual = linear_log_prob(x, weight, target, bias=bias, softcap=3.0, temperature=0.7)
+    options = {"bias": bias, "softcap": 3.0, "temperature": 0.7, "backend": backend}
+    actual = linear_log_prob(x, weight, target, **options)
     torch.testing.assert_close(actual, expected)
     grads = [
         torch.autograd.grad((loss * loss.detach()).sum(), (x, weight, bias))

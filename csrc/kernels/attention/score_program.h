@@ -24,7 +24,7 @@ struct ProgramRow {
   int64_t keys;                      // that there are from `key` on
   Range columns;                     // to compute, relative to `key`
   const uint64_t* visible;           // words of 64 keys; null: all
-  const ProgramGradient* gradients;  // of the tables; null where there is no step that gives any
+  const ProgramGradient* gradients;  // of the tables; null: none is wanted
 };
 
 // Runs steps; x: the row that goes into register `in` first, and receives the result.

@@ -56,9 +56,16 @@ Status launch_divergence_backward(const DivergenceBackwardParams& p, Stream stre
 // Which formula a beta has: at 0 and 1 that of the others is 0 * inf.
 enum class Divergence { teacher_to_student, student_to_teacher, mixed };
 
-inline Divergence divergence_of(double beta) {
-  if (beta == 0) return Divergence::teacher_to_student;
-  return beta == 1 ? Divergence::student_to_teacher : Divergence::mixed;
+// Calls f.operator()<kind>().
+template <class F>
+[[gnu::always_inline]] inline void dispatch_divergence(double beta, const F& f) {
+  if (beta == 0) {
+    f.template operator()<Divergence::teacher_to_student>();
+  } else if (beta == 1) {
+    f.template operator()<Divergence::student_to_teacher>();
+  } else {
+    f.template operator()<Divergence::mixed>();
+  }
 }
 
 }  // namespace omniattn

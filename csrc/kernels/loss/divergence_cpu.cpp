@@ -73,15 +73,20 @@ void forward(const DivergenceParams& p, int64_t begin, int64_t end) {
     const T* const teacher = row_of<T>(p.teacher, p.teacher_stride, row);
     const RowStatistics<C> s = statistics_of(student), t = statistics_of(teacher);
     const LogProbs<C> x{logits, s.most, s.log_sum}, y{logits, t.most, t.log_sum};
-    RowSum<C> losses, shares;
-    for_row_by_four<T>(p.cols, [&](int64_t i, auto part, int k) {
-      const auto found =
-          terms<kKind, C>(x(part.load(student + i)), y(part.load(teacher + i)), beta);
-      losses.add(k, part.zero_beyond(found.loss));
-      shares.add(k, part.zero_beyond(found.a));
-    });
-    loss = losses.total();
-    kept = {s.most, s.log_sum, t.most, t.log_sum, shares.total()};
+    C share = 0;
+    for (int64_t first = 0; first < p.cols; first += kBlock) {  // longer sums lose digits
+      const int64_t count = p.cols - first < kBlock ? p.cols - first : kBlock;
+      RowSum<C> losses, shares;
+      for_row_by_four<T>(count, [&](int64_t i, auto part, int k) {
+        const auto found = terms<kKind, C>(x(part.load(student + first + i)),
+                                           y(part.load(teacher + first + i)), beta);
+        losses.add(k, part.zero_beyond(found.loss));
+        shares.add(k, part.zero_beyond(found.a));
+      });
+      loss += losses.total();
+      share += shares.total();
+    }
+    kept = {s.most, s.log_sum, t.most, t.log_sum, share};
     if (p.log_probs) kept.share = kKind == Divergence::student_to_teacher ? C(-1) : C(0);
   }
 }
@@ -114,28 +119,16 @@ void backward(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
   if (p.stream) stream_fence();
 }
 
-// f<T, kind>() for the dtype and beta of a call.
-template <class F>
-void dispatch_kind(DType dtype, double beta, const F& f) {
-  dispatch(dtype, [&]<class T>(T) {
-    switch (divergence_of(beta)) {
-      case Divergence::teacher_to_student:
-        return f.template operator()<T, Divergence::teacher_to_student>();
-      case Divergence::student_to_teacher:
-        return f.template operator()<T, Divergence::student_to_teacher>();
-      case Divergence::mixed:
-        return f.template operator()<T, Divergence::mixed>();
-    }
+void forward_any(const DivergenceParams& p, int64_t begin, int64_t end) {
+  dispatch(p.rows.dtype, [&]<class T>(T) {
+    dispatch_divergence(p.beta, [&]<Divergence kKind>() { forward<T, kKind>(p, begin, end); });
   });
 }
-
-void forward_any(const DivergenceParams& p, int64_t begin, int64_t end) {
-  dispatch_kind(p.rows.dtype, p.beta,
-                [&]<class T, Divergence kKind>() { forward<T, kKind>(p, begin, end); });
-}
 void backward_any(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
-  dispatch_kind(p.forward.rows.dtype, p.forward.beta,
-                [&]<class T, Divergence kKind>() { backward<T, kKind>(p, begin, end); });
+  dispatch(p.forward.rows.dtype, [&]<class T>(T) {
+    dispatch_divergence(p.forward.beta,
+                        [&]<Divergence kKind>() { backward<T, kKind>(p, begin, end); });
+  });
 }
 
 }  // namespace

@@ -162,26 +162,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kKind>)
   }
 }
 
-// f(constant of the kind) for the formula of a beta.
-template <class F>
-void with_kind(double beta, const F& f) {
-  switch (divergence_of(beta)) {
-    case Divergence::teacher_to_student:
-      return f.template operator()<Divergence::teacher_to_student>();
-    case Divergence::student_to_teacher:
-      return f.template operator()<Divergence::student_to_teacher>();
-    case Divergence::mixed:
-      return f.template operator()<Divergence::mixed>();
-  }
-}
-
 }  // namespace
 
 Status launch_divergence(const DivergenceParams& p, Stream stream) {
   if (p.rows.count == 0) return nullptr;
   dispatch(p.rows.dtype, [&]<class T>(T) {
     const dim3 block = loss_block(p.cols, gpu::kVectorWidth<T>);
-    with_kind(p.beta, [&]<Divergence kKind>() {
+    dispatch_divergence(p.beta, [&]<Divergence kKind>() {
       GPU_LAUNCH((divergence_kernel<T, kKind>), gpu::row_grid(p.rows.count, block), block, 0,
                  stream, p);
     });
@@ -191,19 +178,12 @@ Status launch_divergence(const DivergenceParams& p, Stream stream) {
 
 Status launch_divergence_backward(const DivergenceBackwardParams& p, Stream stream) {
   if (p.forward.rows.count == 0 || p.forward.cols == 0) return nullptr;
-  const auto launch = [&]<class T, class U>(T, U) {
+  dispatch_gradient(p.forward.rows.dtype, p.grad_dtype, [&]<class T, class U>(T, U) {
     const dim3 block = loss_block(p.forward.cols, gpu::kVectorWidth<U>);
-    with_kind(p.forward.beta, [&]<Divergence kKind>() {
+    dispatch_divergence(p.forward.beta, [&]<Divergence kKind>() {
       GPU_LAUNCH((divergence_backward_kernel<T, U, kKind>),
                  gpu::row_grid(p.forward.rows.count, block), block, 0, stream, p);
     });
-  };
-  dispatch(p.grad_dtype, [&]<class U>(U) {
-    if (p.grad_dtype == p.forward.rows.dtype) {
-      launch(U{}, U{});
-    } else if constexpr (sizeof(U) == 2) {
-      launch(float{}, U{});
-    }
   });
   return gpu::launch_status();
 }

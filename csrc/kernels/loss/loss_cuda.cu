@@ -193,19 +193,12 @@ Status launch_cross_entropy(const CrossEntropyParams& p, Stream stream) {
 
 Status launch_cross_entropy_backward(const CrossEntropyBackwardParams& p, Stream stream) {
   if (p.forward.rows.count == 0 || p.forward.cols == 0) return nullptr;
-  const auto launch = [&]<class T, class U>(T, U) {
+  dispatch_gradient(p.forward.rows.dtype, p.grad_dtype, [&]<class T, class U>(T, U) {
     const dim3 block = loss_block(p.forward.cols, gpu::kVectorWidth<U>);
     with_options(p.forward, [&]<class Plain>(Plain) {
       GPU_LAUNCH((cross_entropy_backward_kernel<T, U, Plain::value>),
                  gpu::row_grid(p.forward.rows.count, block), block, 0, stream, p);
     });
-  };
-  dispatch(p.grad_dtype, [&]<class U>(U) {
-    if (p.grad_dtype == p.forward.rows.dtype) {
-      launch(U{}, U{});
-    } else if constexpr (sizeof(U) == 2) {
-      launch(float{}, U{});
-    }
   });
   return gpu::launch_status();
 }

@@ -75,5 +75,18 @@ struct OnlineSoftmax {
   }
 };
 
+// Calls f(T{}, U{}) with the types of logits and of their gradient: equal, or U has 16 bits and T
+// is float.
+template <class F>
+void dispatch_gradient(DType dtype, DType grad_dtype, const F& f) {
+  dispatch(grad_dtype, [&]<class U>(U gradient) {
+    if (dtype == grad_dtype) return f(gradient, gradient);
+    if constexpr (sizeof(U) == 2) {
+      if (dtype == DType::f32) return f(float{}, gradient);
+    }
+    OMNIATTN_FAIL("gradients of logits have their dtype, or 16 bits where they are float32");
+  });
+}
+
 }  // namespace
 }  // namespace omniattn

@@ -1,5 +1,6 @@
 """linear_cross_entropy and linear_jsd where no library has a kernel: products of torch (cuBLAS)
-around the kernels of cross_entropy and jsd, a chunk of tokens at a time."""
+around the kernels of cross_entropy and jsd, a chunk of tokens at a time; cross_entropy of
+probabilities."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ __all__ = [
     "linear_cross_entropy_backward",
     "linear_jsd",
     "linear_jsd_backward",
+    "soft_cross_entropy",
 ]
 
 _forward_op = private_op("cross_entropy_raw")
@@ -249,6 +251,42 @@ def linear_jsd_backward(
     rows = _divergences(teacher_x, teacher_weight, teacher_bias, target, *options)
     _, *grads = _run_chunks(x, weight, bias, rows, grad.flatten(), wanted)
     return tuple(g.to(x.dtype) for g in grads)
+
+
+def soft_cross_entropy(
+    cross_entropy: Callable[..., Tensor],
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    temperature: float,
+    reduction: int,
+) -> Tensor:
+    """With probabilities p as targets: sum_v w_v ((1 - e) p_v + e / V) (lse - x_v) of a row.
+
+    lse is the largest logit and the cross entropy of its class, so that large equal logits lose no
+    digits.
+    """
+    x = logits.to(compute_dtype(logits))
+    if softcap > 0:
+        x = softcap * torch.tanh(x / softcap)
+    x, p = x / temperature, target.to(x.dtype)
+    q = (1 - label_smoothing) * p + label_smoothing / max(1, x.shape[-1])
+    if class_weight is not None:
+        p, q = class_weight * p, class_weight * q
+    top, index = x.max(-1, keepdim=True)
+    options = (-1, 0.0, 0.0, 0.0, 1.0, REDUCTIONS["none"])
+    nearest = cross_entropy(x, index.squeeze(-1), None, *options)
+    gap = top - x
+    gap = gap.masked_fill(gap.isinf() & (q == 0), 0)  # what is impossible and was not wanted
+    loss = nearest * q.sum(-1) + (q * gap).sum(-1)
+    if z_loss > 0:
+        loss = loss + z_loss * p.sum(-1) * (nearest + top.squeeze(-1)).square()
+    if reduction == REDUCTIONS["none"]:
+        return loss
+    return loss.sum() / (max(1, loss.numel()) if reduction == REDUCTIONS["mean"] else 1)
 
 
 def _register(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:

@@ -13,25 +13,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omniattn.encoding.score_program import (
     MAX_DIMS,
+    MAX_REGISTERS,
     MAX_STEPS,
     MAX_TABLES,
     Node,
     TableKind,
     arguments_of,
 )
-from omniattn.encoding.score_steps import Allocator, Graph, adjoint_of, closure, reads_of
+from omniattn.encoding.score_steps import (
+    Constants,
+    Entry,
+    Graph,
+    Runs,
+    adjoint_of,
+    allocate,
+    backward_order,
+    closure,
+)
 
 _LINEAR = {"int_add", "int_sub", "int_mul"}
 _COMPARISONS = {"int_less", "int_less_equal", "int_equal"}
+#: Axes of what torch computes before the kernels run.
+_ONE_AXIS = ("1", "q", "k", "d")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program without its tables."""
+    """A program without its tables; the compiler's cache makes one of each."""
 
     nodes: tuple[Node, ...]  # for `evaluate`
     code: tuple[int, ...]
@@ -39,6 +51,16 @@ class Compiled:
     #: One for each table: ("node", id, axis) to be evaluated, ("grid", node) a tensor that is read
     #: by position, or ("tensor", index) as it is.
     tables: tuple[tuple[int | str, ...], ...]
+    by_position: tuple[int, ...]  # nodes that read a tensor at bare positions, inside it
+    untied: tuple[int, ...]  # nodes that tables need and that depend on no tensor
+
+
+class _Fact(NamedTuple):
+    """About a node of the trace."""
+
+    axis: str  # what it depends on, b and h apart: "1" nothing, "q", "k", "d", "2" or "s", score
+    trained: bool  # whether it depends on a tensor that `wants`
+    width: int  # registers that are enough to compute it
 
 
 class _Trace(Graph):
@@ -115,8 +137,7 @@ class _Compiler:
         self.graph = graph
         self.wants = wants
         self.by_position = by_position
-        self.axes: dict[int, str] = {}  # "1", "q", "k", "d", "2" or "s", where the score is
-        self.trained: dict[int, bool] = {}  # whether a node depends on a tensor that `wants`
+        self.facts: list[_Fact] = []  # of the nodes of the graph
         self.tables: list[tuple[int | str, ...]] = []
         self.kinds: list[TableKind] = []
         self.lowered: dict[int, int] = {}  # nodes as nodes of steps
@@ -125,88 +146,133 @@ class _Compiler:
 
     def compile(self, output: int) -> Compiled:
         result = self._lower(output)
-        forward = sorted(closure(self.steps.nodes, [result]))
-        constants: list[float] = []
-        one = Allocator(self.steps.nodes, constants, first_free=1)
-        value = one.run(forward, result, keep=())
-        two = Allocator(self.steps.nodes, constants, first_free=2)
-        gradient, gives = adjoint_of(self.steps, result, self.from_table)
-        rest = closure(self.steps.nodes, [gradient, *(n for give in gives for n in give[1:3])])
-        later = sorted(n for n in rest if n not in set(forward))
-        kept = {a for n in later for a in reads_of(self.steps.nodes[n])}
-        kept |= {gradient, *(n for give in gives for n in give[1:3])}
-        again = two.run(forward, result, keep=kept)
-        adjoint = two.run(later, gradient, keep=(), gives=gives)
-        for runs in ((value,), (again, adjoint)):
-            if sum(len(steps) for steps, _ in runs) > MAX_STEPS:
-                raise ValueError(f"score_mod: a program may have {MAX_STEPS} steps")
-        header = [one.registers, value[1], len(value[0]), two.registers]
-        header += [again[1], len(again[0]), adjoint[1], len(adjoint[0])]
-        code = [len(self.kinds), *self.kinds, len(constants), *header]
-        for steps, _ in (value, again, adjoint):
+        nodes, constants = self.steps.nodes, Constants()
+        order = sorted(closure(nodes, [result]))
+        value = allocate(nodes, [*order, ("result", result)], constants, 1)
+        both = self._backward(order, result, constants)
+        counts = [len(steps) for steps in (value.steps[0], *both.steps[:2])]
+        if max(counts[0], counts[1] + counts[2]) > MAX_STEPS:
+            raise ValueError(
+                f"score_mod: a program may have {MAX_STEPS} steps, got {counts[0]} for the value "
+                f"and {counts[1] + counts[2]} for its gradient"
+            )
+        header = [value.registers, value.results[0], counts[0], both.registers]
+        header += [both.results[0], counts[1], both.results[1], counts[2]]
+        code = [len(self.kinds), *self.kinds, len(constants.values), *header]
+        for steps in (value.steps[0], *both.steps[:2]):
             code += [n for step in steps for n in step]
         return Compiled(
             tuple(self.graph.nodes),
             tuple(int(n) for n in code),
-            tuple(constants),
+            tuple(constants.values),
             tuple(self.tables),
+            tuple(sorted(self.by_position)),
+            self._untied(),
         )
 
-    # ---- what torch computes before
+    def _untied(self) -> tuple[int, ...]:
+        nodes, tied = self.graph.nodes, set[int]()
+        for n, node in enumerate(nodes):
+            if node[0] == "tensor" or any(a in tied for a in arguments_of(node)):
+                tied.add(n)
+        found, left = set[int](), [int(what[1]) for what in self.tables if what[0] == "node"]
+        while left:
+            n = left.pop()
+            if n not in tied:
+                found.add(n)
+            elif n not in self.by_position:
+                left += arguments_of(nodes[n])
+        return tuple(sorted(found))
 
-    def _axis(self, n: int) -> str:
-        """What a node depends on beside b and h."""
-        if n not in self.axes:
-            op, *args = self.graph.nodes[n]
-            if op == "input":
-                found = "s" if args[0] == "score" else "1"
-            elif op == "affine":
-                of_q, of_k = args[:2]
-                names = {(False, False): "1", (True, False): "q", (False, True): "k"}
-                found = names.get((of_q != 0, of_k != 0), "d" if of_q == -of_k else "2")
-            else:
-                axes = {self._axis(a) for a in arguments_of(self.graph.nodes[n])} - {"1"}
-                found = "1" if not axes else axes.pop() if len(axes) == 1 else "2"
-                if "s" in axes:
-                    found = "s"
-            self.axes[n] = found
-        return self.axes[n]
+    def _backward(self, order: Sequence[int], result: int, constants: Constants) -> Runs:
+        """The value and then its gradient: values are kept between them if there is room."""
+        nodes = self.steps.nodes
+        adjoint = adjoint_of(self.steps, result, self.from_table)
+        roots = [adjoint.gradient, *(n for give in adjoint.gives for n in give[1:3])]
+        wanted = closure(nodes, roots) - set(order)
+        of_node: dict[int, list[Entry]] = {
+            n: [*(m for m in made if m in wanted), *gives]
+            for n, (made, gives) in adjoint.of_node.items()
+        }
+        of_node[result].insert(0, ("result", result))
+        if adjoint.gradient not in {m for made, _ in adjoint.of_node.values() for m in made}:
+            of_node[order[0]].append(adjoint.gradient)
+        at_once = len(order)
+        while True:
+            entries = backward_order(order, of_node, at_once)
+            runs = allocate(nodes, [*entries, ("result", adjoint.gradient)], constants, 2)
+            if runs.registers <= MAX_REGISTERS:
+                return runs
+            if at_once <= 1:
+                raise ValueError(
+                    f"score_mod: a program may keep {MAX_REGISTERS} values at once, got "
+                    f"{runs.registers}"
+                )
+            at_once //= 2
 
-    def _is_trained(self, n: int) -> bool:
-        if n not in self.trained:
-            op, *args = self.graph.nodes[n]
-            own = op == "tensor" and self.wants[args[0]]
-            arguments = () if op == "detach" else arguments_of(self.graph.nodes[n])
-            self.trained[n] = own or any(self._is_trained(a) for a in arguments)
-        return self.trained[n]
+    def _fact(self, n: int) -> _Fact:
+        while len(self.facts) <= n:  # arguments come before what reads them
+            self.facts.append(self._find(len(self.facts)))
+        return self.facts[n]
 
-    def _lower(self, n: int) -> int:
-        if n not in self.lowered:
-            self.lowered[n] = self._step(n)
-        return self.lowered[n]
+    def _find(self, n: int) -> _Fact:
+        op, *args = self.graph.nodes[n]
+        if op == "input":
+            return _Fact("s" if args[0] == "score" else "1", False, 1)
+        if op == "affine":
+            of_q, of_k = args[:2]
+            names = {(False, False): "1", (True, False): "q", (False, True): "k"}
+            axis = names.get((of_q != 0, of_k != 0), "d" if of_q == -of_k else "2")
+            return _Fact(axis, False, 1)
+        facts = [self.facts[a] for a in arguments_of(self.graph.nodes[n])]
+        axes = {fact.axis for fact in facts} - {"1"}
+        axis = "s" if "s" in axes else "1" if not axes else axes.pop() if len(axes) == 1 else "2"
+        trained = op != "detach" and any(fact.trained for fact in facts)
+        widths = sorted((fact.width for fact in facts), reverse=True)
+        width = 1 if axis in _ONE_AXIS else max((w + i for i, w in enumerate(widths)), default=1)
+        return _Fact(axis, trained or (op == "tensor" and self.wants[args[0]]), width)
+
+    def _lower(self, output: int) -> int:
+        """`output` and what it needs as nodes of steps; of the arguments of a step the one that
+        needs the most registers comes first (Sethi and Ullman, 1970, doi:10.1145/321607.321620).
+        """
+        left = [output]
+        while left:
+            n = left[-1]
+            missing = [a for a in self._arguments(n) if a not in self.lowered]
+            if missing:
+                left += sorted(missing, key=lambda a: self._fact(a).width)
+                continue
+            left.pop()
+            if n not in self.lowered:
+                self.lowered[n] = self._step(n)
+        return self.lowered[output]
+
+    def _arguments(self, n: int) -> tuple[int, ...]:
+        """What is lowered before a node: nothing of what torch computes before."""
+        if self._fact(n).axis in _ONE_AXIS or n in self.by_position:
+            return ()
+        return arguments_of(self.graph.nodes[n])
 
     def _step(self, n: int) -> int:
         op, *args = self.graph.nodes[n]
-        axis = self._axis(n)
+        axis = self._fact(n).axis
         if op == "input" and args[0] == "score":
             return self.steps.add("score")
         if op in ("number", "integer"):
             return self.steps.add(op, args[0])
-        if axis in ("1", "q", "k", "d"):
+        if axis in _ONE_AXIS:
             kind = TableKind.DISTANCE if axis == "d" else TableKind.GRID
             return self._read(n, kind, ("node", n, axis))
         if op == "affine":
             of_q, of_k, offset = args
-            rows = self._lower(self.graph.add("affine", of_q, 0, 0))
-            columns = self._lower(self.graph.add("affine", 0, of_k, offset))
-            return self.steps.add("int_add", rows, columns)
+            parts = ("affine", of_q, 0, 0), ("affine", 0, of_k, offset)
+            return self.steps.add("int_add", *(self._step(self.graph.add(*part)) for part in parts))
         if op == "tensor":
             if n in self.by_position:
                 return self._read(n, TableKind.GRID, ("grid", n))
-            return self._gather(n, args[0], args[1:])
-        if op == "detach":
-            return self.steps.add("detach", self._lower(args[0]))
-        return self.steps.add(op, *(self._lower(a) for a in args))
+            return self._gather(args[0], args[1:])
+        return self.steps.add(op, *(self.lowered[a] for a in args))
 
     def _new_table(self, kind: TableKind, what: tuple[int | str, ...]) -> int:
         if what not in self.tables:
@@ -219,11 +285,11 @@ class _Compiler:
     def _read(self, n: int, kind: TableKind, what: tuple[int | str, ...]) -> int:
         table = self._new_table(kind, what)
         step = self.steps.add("read", table)
-        if self._is_trained(n):
+        if self._fact(n).trained:
             self.from_table[step] = table
         return step
 
-    def _gather(self, n: int, tensor: int, index: Sequence[int]) -> int:
+    def _gather(self, tensor: int, index: Sequence[int]) -> int:
         if len(index) > MAX_DIMS:
             raise ValueError(
                 f"score_mod: a tensor that is read at a function of both q and k may have "
@@ -232,7 +298,7 @@ class _Compiler:
         table = self._new_table(TableKind.GATHERED, ("tensor", tensor))
         at = -1
         for dim, i in enumerate(index):
-            at = self.steps.add("place", at, self._lower(i), MAX_DIMS * table + dim)
+            at = self.steps.add("place", at, self.lowered[i], MAX_DIMS * table + dim)
         step = self.steps.add("gather", at, table)
         if self.wants[tensor]:
             self.from_table[step] = table

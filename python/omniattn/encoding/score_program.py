@@ -82,7 +82,7 @@ class TableKind(IntEnum):
     GATHERED = 2  # at a place that the program computes
 
 
-MAX_TABLES, MAX_REGISTERS, MAX_STEPS, MAX_DIMS = 16, 64, 1024, 4
+MAX_TABLES, MAX_REGISTERS, MAX_STEPS, MAX_DIMS = 16, 64, 32768, 4
 STEP_INTS, _HEADER_INTS = 5, 9
 
 
@@ -277,71 +277,8 @@ def gather(t: Tensor, at: Tensor) -> Tensor:
     return torch.where(at < 0, torch.full_like(found, outside), found)
 
 
-# ---- what torch computes before -----------------------------------------------------------------
-
 #: op, arguments: ids of earlier nodes, or what the op says
 Node = tuple[Any, ...]
-
-
-def evaluate(
-    nodes: Sequence[Node],
-    wanted: Sequence[tuple[int, str]],
-    tensors: Sequence[Tensor],
-    sizes: tuple[int, int],
-    domain: Domain,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    """The tables (B | 1, Hq | 1, Q | 1, Tk | 1), or (B | 1, Hq | 1, 1, Q + Tk - 1), of nodes.
-
-    `wanted`: nodes, and on what each depends beside b and h: "1" (nothing), "q", "k" or "d", k - q.
-    `sizes`: (B, Hq).
-    """
-    batch, heads = sizes
-    positions = {
-        "q": torch.arange(domain.queries, device=device) + domain.first_q,
-        "k": torch.arange(domain.keys, device=device),
-        "d": torch.arange(domain.distances, device=device) - domain.last_q,
-    }
-    tables = []
-    for root, axis in wanted:
-        values: dict[int, Tensor] = {}
-        for n in _needed(nodes, root):
-            op, *args = nodes[n]
-            if op == "affine":
-                of_q, of_k, offset = args
-                factor = of_q if axis == "q" else of_k
-                if of_q == of_k == 0:
-                    values[n] = torch.full((1, 1, 1), offset, device=device)
-                else:
-                    values[n] = (positions[axis] * factor + offset)[None, None]
-            elif op == "input":
-                entries = batch if args[0] == "b" else heads
-                index = torch.arange(entries, device=device)
-                values[n] = index[:, None, None] if args[0] == "b" else index[None, :, None]
-            elif op in ("number", "integer"):
-                kind = dtype if op == "number" else torch.int64
-                values[n] = torch.full((1, 1, 1), args[0], dtype=kind, device=device)
-            else:
-                values[n] = _value(op, args, values, tensors, dtype)
-        length = {"1": 1, "q": domain.queries, "k": domain.keys, "d": domain.distances}[axis]
-        found = values[root]
-        found = found.expand(*found.shape[:2], length)
-        if found.dtype == torch.int64 and dtype == torch.float32:
-            found = found.to(torch.int32)  # the integers of a program that computes in float32
-        tables.append(found[..., None] if axis == "q" else found[:, :, None])
-    return tables
-
-
-def _needed(nodes: Sequence[Node], root: int) -> list[int]:
-    """The node and all that it depends on, in order."""
-    found, left = {root}, [root]
-    while left:
-        for n in arguments_of(nodes[left.pop()]):
-            if n not in found:
-                found.add(n)
-                left.append(n)
-    return sorted(found)
 
 
 def arguments_of(node: Node) -> tuple[int, ...]:
@@ -350,30 +287,3 @@ def arguments_of(node: Node) -> tuple[int, ...]:
     if op in ("input", "affine", "number", "integer"):
         return ()
     return tuple(args[1:]) if op == "tensor" else tuple(args)
-
-
-def _value(
-    op: str,
-    args: Sequence[Any],
-    values: dict[int, Tensor],
-    tensors: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
-    if op == "tensor":
-        t = tensors[args[0]]
-        at = torch.zeros((1, 1, 1), dtype=torch.int64, device=t.device)
-        for dim, n in enumerate(args[1:]):
-            at = place(at, values[n], t.shape, dim)
-        return as_lanes(gather(t, at), dtype)
-    x = [values[n] for n in args]
-    if op == "detach":
-        return x[0].detach()
-    if op == "to_float":
-        return x[0].to(dtype)
-    if op == "to_int":
-        return x[0].to(torch.int64)
-    if op == "where":
-        return torch.where(x[0] != 0, x[1], x[2])
-    if op.startswith("int_"):
-        x = [t.to(torch.int64) for t in x]
-    return MEANING[op](*x)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omniattn.encoding.score_program import MAX_REGISTERS, Node, ProgramOp
+from omniattn.encoding.score_program import Node, ProgramOp
 
 
 @dataclass
@@ -51,41 +51,57 @@ def closure(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
     return found
 
 
-# ---- adjoint ------------------------------------------------------------------------------------
-
 #: A value that is added to the gradient of a table: op, value, place or -1, table.
 Give = tuple[str, int, int, int]
 
 
-def adjoint_of(steps: Graph, result: int, tables: dict[int, int]) -> tuple[int, list[Give]]:
-    """The gradient of the score, and what tables get, by that of `result`."""
+@dataclass
+class Adjoint:
+    """What follows a program: the gradient of the score, and what tables get."""
+
+    gradient: int
+    gives: list[Give]
+    #: For each node of the program, the nodes and the gives that its gradient is turned into.
+    of_node: dict[int, tuple[range, list[Give]]]
+
+
+def adjoint_of(steps: Graph, result: int, tables: dict[int, int]) -> Adjoint:
+    """By the gradient of `result`."""
     matters: set[int] = set()
     for n in range(result + 1):
         node = steps.nodes[n]
         own = node[0] == "score" or n in tables
         if own or (node[0] != "detach" and any(a in matters for a in reads_of(node))):
             matters.add(n)
+    first = len(steps.nodes)
     gradients = {result: steps.add("gradient")}
-    gives: list[Give] = []
+    of_node: dict[int, tuple[range, list[Give]]] = {}
     for n in range(result, -1, -1):
-        if n not in gradients or n not in matters:
-            continue
-        g = gradients[n]
-        if n in tables:
-            op, *args = steps.nodes[n]
-            if op == "read":
-                gives.append(("give", g, -1, tables[n]))
-            else:
-                gives.append(("give_at", g, args[0], tables[n]))
-            continue
-        for argument, part in _parts(steps, n, g):
-            if argument not in matters:
-                continue
-            known = gradients.get(argument)
-            gradients[argument] = part if known is None else steps.add("add", known, part)
+        gives: list[Give] = []
+        if n in gradients and n in matters:
+            gives = _turn(steps, n, gradients, matters, tables)
+        of_node[n] = range(first, len(steps.nodes)), gives
+        first = len(steps.nodes)
     score = steps.known.get(("score",))
     found = None if score is None else gradients.get(score)
-    return (steps.number(0.0) if found is None else found), gives
+    gradient = steps.number(0.0) if found is None else found
+    return Adjoint(gradient, [give for _, gives in of_node.values() for give in gives], of_node)
+
+
+def _turn(
+    steps: Graph, n: int, gradients: dict[int, int], matters: set[int], tables: dict[int, int]
+) -> list[Give]:
+    """Turns the gradient of node n into those of its arguments, or gives it to a table."""
+    g, (op, *args) = gradients[n], steps.nodes[n]
+    if n in tables:
+        if op == "read":
+            return [("give", g, -1, tables[n])]
+        return [("give_at", g, args[0], tables[n])]
+    for argument, part in _parts(steps, n, g):
+        if argument in matters:
+            known = gradients.get(argument)
+            gradients[argument] = part if known is None else steps.add("add", known, part)
+    return []
 
 
 def _parts(s: Graph, y: int, g: int) -> list[tuple[int, int]]:
@@ -153,98 +169,121 @@ def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
     return None  # floor, round, trunc, sign, detach and what makes integers
 
 
-# ---- registers ----------------------------------------------------------------------------------
-
 Step = tuple[int, int, int, int, int]
+#: A node to be computed, maybe once more; what a table gets; or ("result", node) of a run.
+Entry = int | Give | tuple[str, int]
 
 
-class Allocator:
-    """Gives registers to nodes; those before `first_free` belong to the score and its gradient."""
+def backward_order(
+    order: Sequence[int], of_node: dict[int, list[Entry]], at_once: int
+) -> list[Entry]:
+    """The nodes in `order`, then what belongs to each, from the last to the first.
 
-    def __init__(self, nodes: list[Node], constants: list[float], first_free: int) -> None:
-        self.nodes = nodes
-        self.constants = constants
-        self.first_free = self.registers = first_free
-        self.free: list[int] = []
-        self.place: dict[int, int] = {}
+    No more than `at_once` nodes wait for what belongs to them: the first half of the others is
+    computed again when the second half is done, and so on, so that a chain of n nodes keeps
+    `at_once` + log2(n) values (Griewank, 1992, doi:10.1080/10556789208805505).
+    """
+    if len(order) <= max(at_once, 1):
+        return [*order, *(entry for n in reversed(order) for entry in of_node.get(n, ()))]
+    half = len(order) // 2
+    before, after = order[:half], order[half:]
+    return [
+        *before,
+        *backward_order(after, of_node, at_once),
+        *backward_order(before, of_node, at_once),
+    ]
 
-    def run(
-        self,
-        order: Sequence[int],
-        result: int,
-        keep: Sequence[int] | set[int],
-        gives: Sequence[Give] = (),
-    ) -> tuple[list[Step], int]:
-        """The steps of nodes in order, then of `gives`; the register of `result` after them.
 
-        What is in `keep` stays in its register for the next run.
-        """
-        order = [n for n in order if n not in self.place]
-        # The step after which a value is not needed, and half a step later for `gives`.
-        last: dict[int, float] = {}
-        for i, n in enumerate(order):
-            last |= dict.fromkeys((n, *reads_of(self.nodes[n])), i)
-        last |= dict.fromkeys((result, *keep), len(order))
-        pending: dict[int, list[Give]] = {}
-        for give in gives:
-            ready = max((order.index(n) for n in give[1:3] if n in order), default=-1)
-            pending.setdefault(ready, []).append(give)
-            for n in give[1:3]:
-                last[n] = max(last.get(n, -1), ready + 0.5)
-        steps = [self._give(give) for give in pending.get(-1, ())]
-        for i, n in enumerate(order):
-            steps += self._step(n, last, i)
-            steps += [self._give(give) for give in pending.get(i, ())]
-            for m in [m for m in self.place if i <= last.get(m, -1) < i + 1]:
-                self._release(m)
-        return steps, self.place[result]
+def _read_by(nodes: Sequence[Node], entry: Entry) -> tuple[int, ...]:
+    if isinstance(entry, int):
+        return reads_of(nodes[entry])
+    return tuple(n for n in entry[1:3] if isinstance(n, int) and n >= 0)
 
-    def _step(self, n: int, last: dict[int, float], i: int) -> list[Step]:
-        op, *args = self.nodes[n]
+
+@dataclass
+class Constants:
+    """Numbers without repetition: 0.0 is not -0.0, and NaN is NaN."""
+
+    values: list[float] = field(default_factory=list)
+    known: dict[str, int] = field(default_factory=dict)
+
+    def index(self, x: float) -> int:
+        if repr(x) not in self.known:
+            self.known[repr(x)] = len(self.values)
+            self.values.append(x)
+        return self.known[repr(x)]
+
+
+@dataclass
+class Runs:
+    """Steps up to each result, the registers of the results, and how many there are in all."""
+
+    steps: list[list[Step]]
+    results: list[int]
+    registers: int
+
+
+def allocate(
+    nodes: Sequence[Node], entries: Sequence[Entry], constants: Constants, first_free: int
+) -> Runs:
+    """Gives registers to values for as long as they are needed, and leaves out what nothing needs.
+
+    Registers before `first_free` belong to the score and its gradient.
+    """
+    needed: set[int] = set()
+    kept: list[tuple[Entry, set[int]]] = []  # with the values that are read for the last time
+    for entry in reversed(entries):
+        if isinstance(entry, int):
+            if entry not in needed:
+                continue
+            needed.remove(entry)
+        read = set(_read_by(nodes, entry))
+        kept.append((entry, read - needed))
+        needed |= read
+    runs = Runs([[]], [], first_free)
+    free: list[int] = []
+    place = {-1: -1}
+    for entry, ends in reversed(kept):
+        at = [place[n] for n in _read_by(nodes, entry)]
+        free += [place[n] for n in ends if place[n] >= first_free]
+        if not isinstance(entry, int):
+            if entry[0] == "result":
+                runs.results.append(at[0])
+                runs.steps.append([])
+            else:
+                runs.steps[-1].append(_give_step(entry, at))
+            continue
+        op = nodes[entry][0]
         if op in ("score", "gradient"):
-            self.place[n] = 0 if op == "score" else 1
-            return []
-        read = reads_of(self.nodes[n])
-        at = [self.place[a] for a in read]
-        for a in set(read):
-            if last[a] == i:
-                self._release(a)
-        to = self.place[n] = self.free.pop() if self.free else self._new()
-        if op in ("number", "integer"):
-            operands = [self._constant(float(args[0]))]
-        elif op == "read":
-            operands = [args[0]]
-        elif op == "place":
-            operands = [-1 if args[0] < 0 else at[0], at[-1], args[2]]
-        elif op == "gather":
-            operands = [at[0], args[1]]
-        elif op == "detach":
-            op, operands = "max", [at[0], at[0]]
-        else:
-            operands = at
-        a, b, c = (*operands, -1, -1, -1)[:3]
-        return [(ProgramOp[op.upper()], to, a, b, c)]
+            place[entry] = 0 if op == "score" else 1
+            continue
+        if not free:
+            free.append(runs.registers)
+            runs.registers += 1
+        place[entry] = free.pop()
+        runs.steps[-1].append(_step(nodes[entry], place[entry], at, constants))
+    return runs
 
-    def _give(self, give: Give) -> Step:
-        op, value, at, table = give
-        if op == "give":
-            return (ProgramOp.GIVE, -1, self.place[value], table, -1)
-        return (ProgramOp.GIVE_AT, -1, self.place[value], self.place[at], table)
 
-    def _constant(self, x: float) -> int:
-        known = [repr(c) for c in self.constants]  # 0.0 is not -0.0, and NaN is NaN
-        if repr(x) not in known:
-            self.constants.append(x)
-            known.append(repr(x))
-        return known.index(repr(x))
+def _step(node: Node, to: int, at: Sequence[int], constants: Constants) -> Step:
+    op, *args = node
+    operands = list(at)
+    if op in ("number", "integer"):
+        operands = [constants.index(float(args[0]))]
+    elif op == "read":
+        operands = [args[0]]
+    elif op == "place":
+        operands = [-1 if args[0] < 0 else at[0], at[-1], args[2]]
+    elif op == "gather":
+        operands = [at[0], args[1]]
+    elif op == "detach":
+        op, operands = "max", [at[0], at[0]]
+    a, b, c = (*operands, -1, -1, -1)[:3]
+    return (ProgramOp[op.upper()], to, a, b, c)
 
-    def _release(self, n: int) -> None:
-        register = self.place.pop(n)
-        if register >= self.first_free:
-            self.free.append(register)
 
-    def _new(self) -> int:
-        if self.registers == MAX_REGISTERS:
-            raise ValueError(f"score_mod: a program may keep {MAX_REGISTERS} values at once")
-        self.registers += 1
-        return self.registers - 1
+def _give_step(give: Any, at: Sequence[int]) -> Step:
+    op, _, place, table = give
+    if place < 0:
+        return (ProgramOp[op.upper()], -1, at[0], table, -1)
+    return (ProgramOp[op.upper()], -1, at[0], at[1], table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,20 +14,26 @@ from omniattn.functional._checks import shown
 from omniattn.functional._mask import Mask, common_device
 
 
+def _needs_one_length() -> NoReturn:
+    raise ValueError(
+        "masks made by | and ~ are for batches of one length, not for packed or cached sequences, "
+        "whose positions differ"
+    )
+
+
+@dataclass(frozen=True)
 class Computed(Mask):
     """A mask that is kept as blocks for each size that it was asked for."""
 
-    known: dict[tuple[object, ...], Blocks]
+    known: dict[tuple[object, ...], Blocks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def rules(self) -> list[Rule]:
-        raise ValueError(
-            "masks made by | and ~ are for batches of one length, not for packed or cached "
-            "sequences, whose positions differ"
-        )
+        _needs_one_length()
 
     def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
-        self.rules()
-        raise AssertionError
+        _needs_one_length()
 
     def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
         if torch.compiler.is_compiling():  # the number of partial blocks is a value
@@ -47,9 +54,6 @@ class AnyOf(Computed):
     """Pairs allowed by one of `masks` or more; `a | b` makes one."""
 
     masks: tuple[Mask, ...]
-    known: dict[tuple[object, ...], Blocks] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if not self.masks or not all(isinstance(mask, Mask) for mask in self.masks):
@@ -77,9 +81,6 @@ class Not(Computed):
     """Pairs that `mask` does not allow; `~mask` makes one."""
 
     mask: Mask
-    known: dict[tuple[object, ...], Blocks] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):

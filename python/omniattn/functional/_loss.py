@@ -70,6 +70,16 @@ def check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
     return target.long()
 
 
+def check_probabilities(op: str, target: Tensor, x: Tensor, ignore_index: int) -> None:
+    require_device(op, "target", target, x)
+    require_shape(op, "target", target, x.shape)
+    if ignore_index != -100:
+        raise ValueError(
+            f"{op}: ignore_index is for targets that are classes, got ignore_index={ignore_index} "
+            "and probabilities"
+        )
+
+
 def check_options(
     op: str,
     ignore_index: int,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from omniattn.encoding.masks import Rule
 from omniattn.encoding.score_compiler import Compiled, compile_program
-from omniattn.encoding.score_program import Domain, Node, Program, domain_of, evaluate
+from omniattn.encoding.score_program import Node, Program, domain_of
+from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate
 from omniattn.functional._checks import require_device
 from omniattn.functional._traced import trace_function
 from omniattn.ops._autograd import may_need_gradient
@@ -20,7 +21,33 @@ from omniattn.reference.precision import compute_dtype
 _ARGUMENTS = ("score", "b", "h", "q", "k")
 
 
+#: A program by what its function did in this call. Nothing that is known before the function runs
+#: could be the key: it may read globals, attributes and numbers that change between two calls.
 _cached = lru_cache(maxsize=256)(compile_program)
+
+
+@lru_cache(maxsize=16)
+def _kept(made: Compiled, extents: Extents) -> dict[int, Tensor]:
+    with torch.inference_mode(False):
+        values = evaluate(made.nodes, made.untied, (), extents, made.by_position, {})
+    return {n: values[n] for n in made.untied}
+
+
+def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
+    """What depends on no tensor, kept between calls if it is small.
+
+    Not if it is part of a trace, nor on CUDA, where it could be in the memory of a graph.
+    """
+    domain = extents.domain
+    if (
+        extents.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or extents.batch * extents.heads * (domain.queries + domain.keys) > 1 << 16
+    ):
+        return {}
+    return _kept(made, extents)
 
 
 @torch.compiler.assume_constant_result
@@ -54,13 +81,15 @@ def encode_score_mod(
         require_device(op, "a tensor of score_mod", t, q)
         tensors.append(_readable(op, t, dtype))
     nodes = tuple(trace.nodes)
+    extents = Extents(full[0], full[1], domain, dtype, q.device)
     by_position = tuple(
-        n for n, node in enumerate(nodes) if _positions(nodes, node, tensors, full, domain)
+        n
+        for n, node in enumerate(nodes)
+        if node[0] == "tensor" and _is_by_position(nodes, node, tensors, extents)
     )
     wants = tuple(t.is_floating_point() and may_need_gradient(t) for t in trace.tensors)
     made = _compiled(nodes, found.node, wants, by_position)
-    tables = tuple(_tables(made, tensors, full, domain, q))
-    return Program(made.code, made.constants, tables, domain)
+    return Program(made.code, made.constants, _tables(made, tensors, extents), domain)
 
 
 def _readable(op: str, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,62 +118,31 @@ def _unwrapped(t: Tensor) -> Tensor:
     return t
 
 
-def _positions(
-    nodes: Sequence[Node],
-    node: Node,
-    tensors: Sequence[Tensor],
-    full: Sequence[int],
-    domain: Domain,
-) -> tuple[str, ...]:
-    """What indexes the dimensions of a tensor that is read at bare q and k, inside it."""
-    op, *args = node
-    if op != "tensor":
-        return ()
-    names = tuple(nodes[n][1] if nodes[n][0] == "input" else "" for n in args[1:])
-    if not {"q", "k"} <= set(names) or len(set(names)) < len(names) or "" in names:
-        return ()
-    if domain.first_q != 0:
-        return ()
-    extents = dict(zip(("b", "h", "q", "k"), full, strict=True))
-    shape = tensors[args[0]].shape
-    return names if all(n >= extents[x] for n, x in zip(shape, names, strict=True)) else ()
+def _is_by_position(
+    nodes: Sequence[Node], node: Node, tensors: Sequence[Tensor], extents: Extents
+) -> bool:
+    """Whether a tensor is read at bare positions that all lie in it, each of them once."""
+    names = [bare(nodes[n]) for n in node[2:]]
+    if not names or "" in names or len(set(names)) < len(names):
+        return False
+    if "q" in names and extents.domain.first_q != 0:
+        return False
+    shape = tensors[node[1]].shape
+    return all(n >= extents.of(name) for n, name in zip(shape, names, strict=True))
 
 
-def _tables(
-    made: Compiled, tensors: Sequence[Tensor], full: Sequence[int], domain: Domain, q: Tensor
-) -> list[Tensor]:
-    wanted = [(int(what[1]), str(what[2])) for what in made.tables if what[0] == "node"]
-    sizes = (full[0], full[1])
-    values = evaluate(made.nodes, wanted, tensors, sizes, domain, compute_dtype(q), q.device)
-    evaluated = iter(values)
+def _tables(made: Compiled, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tensor, ...]:
+    roots = [int(what[1]) for what in made.tables if what[0] == "node"]
+    known = _untied(made, extents) if roots else {}
+    values = evaluate(made.nodes, roots, tensors, extents, made.by_position, known)
     tables = []
-    for what in made.tables:
-        if what[0] == "node":
-            tables.append(next(evaluated))
-        elif what[0] == "tensor":
-            tables.append(tensors[int(what[1])])
+    for kind, n, *axis in made.tables:
+        if kind == "node":
+            tables.append(as_table(values[int(n)], str(axis[0]), extents.dtype))
+        elif kind == "tensor":
+            tables.append(tensors[int(n)])
         else:
-            tables.append(_grid(made.nodes, made.nodes[int(what[1])], tensors, full))
-    return tables
-
-
-def _grid(
-    nodes: Sequence[Node], node: Node, tensors: Sequence[Tensor], full: Sequence[int]
-) -> Tensor:
-    """A tensor read by position, as (B | 1, Hq | 1, Tq, Tk)."""
-    _, tensor, *index = node
-    t = tensors[tensor]
-    axes = [_axis(nodes[n]) for n in index]
-    for dim, axis in enumerate(axes):
-        t = t.narrow(dim, 0, full[axis])
-    t = t.permute(sorted(range(len(axes)), key=lambda dim: axes[dim]))
-    for axis in range(4):
-        if axis not in axes:
-            t = t.unsqueeze(axis)
-    return t
-
-
-def _axis(node: Node) -> int:
-    if node[0] == "affine":
-        return 2 if node[1] else 3
-    return 0 if node[1] == "b" else 1
+            _, tensor, *index = made.nodes[int(n)]
+            names = [bare(made.nodes[m]) for m in index]
+            tables.append(at_positions(tensors[tensor], names, extents))
+    return tuple(tables)

@@ -50,19 +50,34 @@ class Trace:
         )
 
 
-class Value:
-    """A 0-d tensor of a trace; kind: "f" float, "i" integer or "b" truth value."""
+class Traced:
+    """What torch's functions are told to hand over to a trace."""
 
-    def __init__(self, trace: Trace, node: int, kind: str) -> None:
-        self.trace = trace
-        self.node = node
-        self.kind = kind
+    trace: Trace
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         return call(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.untraced(name)
+
+    def untraced(self, name: str) -> Any:
+        """Reports that there is no attribute of this name."""
+        return self.trace.fail(f"cannot trace {name}")
+
+
+class Value(Traced):
+    """A 0-d tensor of a trace; kind: "f" float, "i" integer or "b" truth value."""
+
+    def __init__(self, trace: Trace, node: int, kind: str) -> None:
+        self.trace = trace
+        self.node = node
+        self.kind = kind
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,16 +96,10 @@ class Value:
         return float(self.trace.fail("cannot make a Python number of a value"))
 
     __int__ = __index__ = item = __float__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.trace.fail(f"cannot trace {name}")
-
     __hash__ = object.__hash__
 
 
-class Rows:
+class Rows(Traced):
     """A captured tensor of which some leading dimensions are indexed."""
 
     def __init__(self, trace: Trace, t: Tensor, index: tuple[Any, ...]) -> None:
@@ -98,15 +107,7 @@ class Rows:
         self.t = t
         self.index = index
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return call(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+    def untraced(self, name: str) -> Any:
         return lift(self.trace, self)
 
     def __getitem__(self, index: Any) -> Any:
@@ -143,7 +144,7 @@ def call_named(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 def trace_of(args: Any) -> Trace | None:
     for a in args:
-        if isinstance(a, (Value, Rows)):
+        if isinstance(a, Traced):
             return a.trace
         if isinstance(a, (tuple, list)):
             found = trace_of(a)
@@ -154,6 +155,8 @@ def trace_of(args: Any) -> Trace | None:
 
 def is_real(x: Any) -> bool:
     """Whether it is a number with a fraction, of Python or numpy."""
+    if type(x) in (int, float):  # without asking abstract classes, which takes longer
+        return type(x) is float
     return isinstance(x, Real) and not isinstance(x, Integral)
 
 

@@ -17,7 +17,6 @@ from omniattn.functional._trace import (
     Value,
     call,
     call_named,
-    indexes,
     is_real,
     lift,
     trace_of,
@@ -34,7 +33,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if indexes(func) and trace_of(args) is not None:
+        if trace_of(args) is not None:  # no call of torch in between
             return call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -50,13 +49,11 @@ def trace_function(
     return trace, lift(trace, found)
 
 
-# ---- functions -----------------------------------------------------------------------------------
-
-
 def _float(trace: Trace, x: Any) -> Value:
-    if isinstance(x, Real):
-        return trace.add("f", "number", float(x))
-    x = lift(trace, x)
+    if not isinstance(x, Value):
+        if isinstance(x, (int, float, Real)):
+            return trace.add("f", "number", float(x))
+        x = lift(trace, x)
     return x if x.kind == "f" else trace.add("f", "to_float", x.node)
 
 

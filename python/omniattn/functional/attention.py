@@ -107,14 +107,17 @@ def attention(
         normaliser: how logits become weights: "softmax", or each logit by itself with "sigmoid"
             (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk).
         score_mod: f(score, b, h, q, k) of 0-d tensors as torch's flex_attention takes it: the new
-            score. It sees what all options above make of the score, then masks hide. It is called
-            once, with values that record what it does to them, and the kernels run that over the
+            score. It sees what all options above make of the score, then masks hide. Each call runs
+            it once, with values that record what it does to them, and the kernels run that over the
             rows of a tile: no (Tq, Tk) tensor is made. It may use arithmetic, comparisons, & | ^ ~,
             where, most pointwise functions, and captured tensors indexed by integers made of b, h,
             q and k, which get gradients. q and k are row numbers; in packed batches those of the
             sequence, in caches q is the position among the keys. Floats are of the compute type,
             integers have 32 bits (64 for float64), in which captured ones must fit and beyond which
-            arithmetic wraps around; what lies outside a tensor is NaN, or 0 of integers.
+            arithmetic wraps around; what lies outside a tensor is NaN, or 0 of integers. Hidden
+            pairs add nothing to any gradient, whatever tensors hold there. But torch computes and
+            differentiates before what depends on one of q, k and k - q alone: if only hidden pairs
+            read t[k] = 0, the gradient of log(t[k]) there is 0 / 0, NaN, as in torch.
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
             1 / (1 - dropout_p).
         seed: int64 (2,), [seed, offset] of the dropout mask, which is a function of

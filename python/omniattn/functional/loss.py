@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from omniattn.compositions.loss import soft_cross_entropy
 from omniattn.functional._checks import autocast_linear, implementation, require_float
 from omniattn.functional._loss import (
     check_class_weight,
     check_linear,
     check_options,
+    check_probabilities,
     check_target,
     wanted_gradients,
 )
+from omniattn.functional.gemm import linear
 from omniattn.ops import loss as ops
+from omniattn.reference.precision import compute_dtype
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
@@ -34,20 +38,24 @@ def cross_entropy(
 
     ``(1 - e) w_y (lse - x_y) + e/V sum_v w_v (lse - x_v) + z_loss w_y lse^2`` with
     e = label_smoothing, w = class_weight or 1, x = logits / temperature and
-    ``lse = logsumexp_v(x_v)``.
+    ``lse = logsumexp_v(x_v)``. With probabilities p as targets
+    ``sum_v w_v ((1 - e) p_v + e/V) (lse - x_v) + z_loss (sum_v w_v p_v) lse^2``.
 
     Args:
         logits: (..., V), float64, float32, bfloat16 or float16, any strides.
-        target: (...), int64 or int32: classes in [0, V), or `ignore_index`.
+        target: (...), int64 or int32: classes in [0, V), or `ignore_index`. Or (..., V) of any
+            floating dtype: probabilities, which may get a gradient.
         class_weight: (V,) of any floating dtype, how much a class counts, or None for 1. It gets no
             gradient.
-        ignore_index: rows with this target give 0 and are not counted by the mean.
+        ignore_index: rows with this target give 0 and are not counted by the mean; -100 with
+            probabilities.
         label_smoothing: e in [0, 1].
         z_loss: weight of lse^2, at least 0.
         softcap: c > 0 replaces the logits by ``c tanh(logit / c)`` (Gemma 2); 0 is off.
         temperature: what the logits are divided by, after the cap; above 0.
         reduction: "mean", which divides the sum by the w_y of the kept targets, without class
-            weights by their number (0 if there are none, where torch gives NaN), "sum" or "none".
+            weights and with probabilities by their number (0 if there are none, where torch gives
+            NaN), "sum" or "none".
         backend: None for the native kernel of the tensors' device, "cpu" or "cuda" to insist on
             it, "reference" for the eager definition.
 
@@ -64,7 +72,8 @@ def cross_entropy(
     Note:
         The forward reads the logits once and keeps two numbers per row; the backward reads them
         once more and writes the gradient, rounded once. Loss and gradient of large equal logits
-        are right too: lse is kept as the maximum and what is above it.
+        are right too: lse is kept as the maximum and what is above it. With probabilities torch
+        adds up the rows around the kernel, with some (..., V) tensors in fp32.
 
     Reference:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
@@ -77,11 +86,14 @@ def cross_entropy(
     require_float(op, "logits", logits)
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
-    target = check_target(op, target, logits)
     class_weight = check_class_weight(op, class_weight, logits, logits.shape[-1])
     options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
     number = check_options(op, *options, reduction)
     run = implementation(op, backend, logits, ops.cross_entropy)
+    if isinstance(target, Tensor) and target.is_floating_point() and target.dim() == logits.dim():
+        check_probabilities(op, target, logits, ignore_index)
+        return soft_cross_entropy(run, logits, target, class_weight, *options[1:], number)
+    target = check_target(op, target, logits)
     loss: Tensor = run(logits, target, class_weight, *options, number)
     return loss
 
@@ -177,7 +189,8 @@ def linear_log_prob(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
 
     Note:
-        The backward computes the logits again: four matrix products in all, and the memory of
+        Up to 64 MiB of logits of float32 or float64 tensors are kept for the backward, which
+        computes others again: four matrix products in all, and the memory of
         :func:`linear_cross_entropy`.
 
     Reference:
@@ -193,7 +206,21 @@ def linear_log_prob(
     target = check_target(op, target, x)
     options = (ignore_index, 0.0, 0.0, softcap, temperature)
     number = check_options(op, *options, "none")
+    if backend is None and _keeps_logits(x, weight, bias):
+        run = implementation(op, backend, x, ops.cross_entropy)
+        kept: Tensor = run(linear(x, weight, bias), target, None, *options, number)
+        return -kept
     run = implementation(op, backend, x, ops.linear_cross_entropy)
     wanted = (False, False, False)
     loss: Tensor = run(x, weight, bias, target, None, *options, number, *wanted)
     return -loss
+
+
+def _keeps_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a backward is expected and all logits, which are not rounded, are one chunk."""
+    chunk = (1 << 26) // x.element_size()
+    return (
+        x.dtype == compute_dtype(x)
+        and any(wanted_gradients("sum", x, weight, bias))
+        and x.shape[:-1].numel() * weight.shape[0] <= chunk
+    )

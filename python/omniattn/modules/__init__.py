@@ -9,9 +9,12 @@ from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.kv_cache import CrossCache, KVCache, LatentCache
-from omniattn.modules.liger_losses import (
+from omniattn.modules.liger_cross_entropy import (
+    CrossEntropyOutput,
     LigerCrossEntropyLoss,
     LigerFusedLinearCrossEntropyLoss,
+)
+from omniattn.modules.liger_losses import (
     LigerFusedLinearJSD,
     LigerFusedLinearJSDLoss,
     LigerJSD,
@@ -60,6 +63,7 @@ __all__ = [
     "Cache",
     "ChannelMixer",
     "CrossCache",
+    "CrossEntropyOutput",
     "DecoderBlock",
     "DifferentialAttention",
     "DisentangledAttention",

@@ -6,8 +6,6 @@ nothing is compiled, and chunks are of a size of our own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
@@ -15,8 +13,6 @@ from torch import Tensor, nn
 from omniattn import functional
 
 __all__ = [
-    "LigerCrossEntropyLoss",
-    "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerFusedLinearJSDLoss",
     "LigerJSD",
@@ -24,151 +20,9 @@ __all__ = [
 ]
 
 
-def _unsupported(module: nn.Module, **options: bool) -> None:
-    for name, value in options.items():
-        if value:
-            raise NotImplementedError(
-                f"{type(module).__name__}: {name} has no counterpart here, got {name}={value!r}"
-            )
-
-
 def detached(t: Tensor | None) -> Tensor | None:
     """Tensors of teachers and references, which get no gradient."""
     return None if t is None else t.detach()
-
-
-class _CrossEntropy(nn.Module):
-    """The options that both cross entropies have."""
-
-    def __init__(
-        self,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        lse_square_scale: float,
-        label_smoothing: float,
-        reduction: str,
-        softcap: float | None,
-    ) -> None:
-        super().__init__()
-        if class_weight is not None and lse_square_scale != 0:
-            raise NotImplementedError(
-                f"{type(self).__name__}: lse_square_scale must be 0 with class weights (z_loss of "
-                "functional.cross_entropy multiplies it by the weight of the target, Liger does "
-                f"not), got lse_square_scale={lse_square_scale!r}"
-            )
-        self.class_weight = class_weight
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": lse_square_scale,
-            "softcap": softcap or 0.0,
-            "reduction": reduction,
-        }
-
-    def extra_repr(self) -> str:
-        """The options, for print(module)."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-
-
-class LigerCrossEntropyLoss(_CrossEntropy):
-    """:func:`omniattn.functional.cross_entropy` under Liger's names.
-
-    Args:
-        weight: (V,) class weights, or None.
-        lse_square_scale: weight of the z-loss, 0 with class weights.
-        ignore_index, label_smoothing, reduction, softcap: see the function.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: must be False.
-
-    Shape:
-        _input (N, V), target (N,) -> () or (N,).
-
-    Example:
-        >>> LigerCrossEntropyLoss()(torch.zeros(1, 2), torch.tensor([1]))
-        tensor(0.6931)
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
-        super().__init__(
-            weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        )
-        _unsupported(
-            self,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
-
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
-        """_input (N, V), target (N,) -> () or (N,)."""
-        return functional.cross_entropy(
-            _input, target, class_weight=self.class_weight, **self.options
-        )
-
-
-class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
-    """:func:`omniattn.functional.linear_cross_entropy` under Liger's names.
-
-    Args:
-        ce_weight: (V,) class weights, or None.
-        lse_square_scale: weight of the z-loss, 0 with class weights.
-        ignore_index, label_smoothing, reduction, softcap: see the function.
-        accum_dtype: changes nothing.
-        return_z_loss, use_token_scaling, return_token_accuracy, return_predicted_tokens: must be
-            False.
-
-    Shape:
-        lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,).
-
-    Example:
-        >>> LigerFusedLinearCrossEntropyLoss()(
-        ...     torch.zeros(4, 2), torch.ones(1, 2), torch.tensor([1])
-        ... )
-        tensor(1.3863)
-    """
-
-    def __init__(
-        self,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
-        super().__init__(
-            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        )
-        _unsupported(
-            self,
-            return_z_loss=return_z_loss,
-            use_token_scaling=use_token_scaling,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,)."""
-        return functional.linear_cross_entropy(
-            _input, lin_weight, target, bias=bias, class_weight=self.class_weight, **self.options
-        )
 
 
 class LigerJSD(nn.Module):
