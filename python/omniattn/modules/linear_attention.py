@@ -94,14 +94,15 @@ class LinearAttention(Mixer):
         self.v_proj, self.o_proj = linear(c.dim, wide), linear(wide, c.dim)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros in fp32 (fp64 for fp64): `s` (B, H, K', D), `z` (B, H, K'), K' features."""
+        """Zeros `s` in fp32 (fp64 for fp64), as in functional.linear_attention."""
         c = self.config
         if not c.causal:
             raise ValueError("LinearAttention: a state must have causal=True, got causal=False")
         like = zeros_of_states(self.o_proj.weight, storage)
         size = c.head_dim or c.dim // c.num_heads
-        z = like.new_zeros(batch, c.num_heads, feature_size(c.feature_map, size))
-        return RecurrentState(s=z[..., None].repeat(1, 1, 1, size), z=z)
+        divided = c.feature_map != "identity" if c.normalize is None else c.normalize
+        shape = (batch, c.num_heads, feature_size(c.feature_map, size), size + divided)
+        return RecurrentState(s=like.new_zeros(shape))
 
     def forward(
         self,
@@ -125,18 +126,18 @@ class LinearAttention(Mixer):
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
-        options: dict[str, Any] = {
-            "feature_map": c.feature_map,
-            "normalize": c.normalize,
-            "causal": c.causal,
-            "backend": c.backend,
-        }
-        if state is None:
-            o = functional.linear_attention(q, k, v, **options)
-        else:
-            options |= {"initial_state": (state["s"], state["z"]), "return_final_state": True}
-            o, (s, z) = functional.linear_attention(q, k, v, **options)
-            state.advance(x.shape[1], s=s, z=z)
+        o, s = functional.linear_attention(
+            q,
+            k,
+            v,
+            feature_map=c.feature_map,
+            causal=c.causal,
+            normalize=c.normalize,
+            initial_state=None if state is None else state["s"],
+            backend=c.backend,
+        )
+        if state is not None:
+            state.advance(x.shape[1], s=s)
         y: Tensor = self.o_proj(o.flatten(-2))
         return y
 

@@ -129,7 +129,7 @@ class RecurrentMixer(Mixer):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         """q, k (B, T, H, K), v (B, T, Hv, V) of x (B, T, dim) -> o like v, and the final state.
 
-        The options are initial_state, return_final_state and backend of a function.
+        The options are initial_state and backend of a function.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -170,9 +170,7 @@ class RecurrentMixer(Mixer):
         if rope is not None:
             q, k = self.rotated(q, k, rope)
         before = None if state is None else state["s"]
-        o, after["s"] = self.recur(
-            q, k, v, x, initial_state=before, return_final_state=True, backend=c.backend
-        )
+        o, after["s"] = self.recur(q, k, v, x, initial_state=before, backend=c.backend)
         if state is not None:
             state.advance(x.shape[1], **after)
         gates = () if c.gate is None else (self.g_proj(x).unflatten(-1, (c.v_heads, c.v_size)),)
