@@ -18,7 +18,7 @@ SWAPPED = {
     "qwen3_next": 1,
     "kimi_linear": 1,
     "olmo_hybrid": 1,
-    "lfm2": 1,
+    "lfm2_moe": 1,
     "mamba": 2,
     "jamba": 1,
 }
@@ -85,11 +85,15 @@ def test_other_functions_are_left(caplog):
     from omniattn.hf.recurrent import recurrent_forward
 
     layer, rule = module.Qwen3NextGatedDeltaNet, module.torch_chunk_gated_delta_rule
+
+    def doubled(query, key, value, g, beta, **options):
+        return rule(2 * query, key, 2 * value, g, beta, **options)
+
+    def further(query, key, value, g, beta, forget=1.0, **options):
+        return rule(query, key, value, g, beta, **options)
+
     try:
-        for other, reason in (
-            (lambda *args, **options: (rule(*args, **options)[0] * 2, None), "something else"),
-            (lambda q, k, v, g, beta, further=1: None, "takes further"),
-        ):
+        for other, reason in ((doubled, "something else"), (further, "takes forget")):
             module.torch_chunk_gated_delta_rule = other
             recurrent_forward.cache_clear()
             found = recurrent_forward(layer)

@@ -284,10 +284,11 @@ def test_kimi_delta_attention_of_transformers():
         gate.A_log.normal_(), gate.dt_bias.normal_()
     own = dict(theirs.named_parameters())
     weights = {name: own[name] for name in own if name.startswith(("q_", "k_", "v_", "b_", "o_"))}
-    weights |= {
-        "g_proj.0.weight": theirs.g_a_proj.weight,
-        "g_proj.1.weight": theirs.g_b_proj.weight,
-    }
+    for part, layers in {
+        "g_proj": (theirs.g_a_proj, theirs.g_b_proj),
+        "f_proj": (gate.f_a_proj, gate.f_b_proj),
+    }.items():
+        weights |= {f"{part}.{n}.weight": layer.weight for n, layer in enumerate(layers)}
     weights |= {
         f"{name}_conv1d.weight": w
         for name, w in zip("qkv", theirs.conv1d.weight.chunk(3), strict=True)

@@ -1,5 +1,7 @@
 """Recurrences: pairwise formulas, states, packed sequences, strong decays, errors, other code."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as nnf
@@ -100,7 +102,7 @@ def test_a_state_continues(backend, splits):
     ):
         o, final = rule(q, k, v, *gates, backend=backend)
         state, parts = None, []
-        for a, b in zip(splits, splits[1:], strict=False):
+        for a, b in itertools.pairwise(splits):
             some = (t[:, a:b] for t in (q, k, v, *gates))
             part, state = rule(*some, initial_state=state, backend=backend)
             parts.append(part)
@@ -232,7 +234,7 @@ def call(**changed):
             ValueError,
             r"initial_state must have shape \(2, 2, 8",
         ),
-        ({"l2norm": 1}, TypeError, r"l2norm must be a bool"),
+        ({"l2norm": 1}, TypeError, r"l2norm must be True or False"),
         ({"scale": float("nan")}, ValueError, r"scale must be .*, got scale=nan"),
         (
             {"cu_seqlens": torch.tensor([0, 4])},
@@ -251,5 +253,7 @@ def test_errors(changed, error, message):
 @pytest.mark.parametrize("bounds", [[0, 3], [1, 4], [0, 3, 2, 4], [0, 5], [-1, 4]])
 def test_sequences_fill_the_steps(bounds):
     q, k, v = (t[:1] for t in qkv(4))
-    with pytest.raises((ValueError, RuntimeError), match="cu_seqlens must .*grow.* 4"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"cu_seqlens must (go from 0 to T=4|not decrease), got"
+    ):
         F.retention(q, k, v, cu_seqlens=torch.tensor(bounds))

@@ -45,7 +45,6 @@ def _takes(x: Tensor, activation: str | None = None) -> bool:
 
 
 def _convolution(original: Forward) -> Forward:
-    @functools.wraps(original)
     def causal_conv1d_fn(
         hidden_states: Tensor,
         weight: Tensor,
@@ -65,7 +64,6 @@ def _convolution(original: Forward) -> Forward:
 
 
 def _convolution_step(original: Forward) -> Forward:
-    @functools.wraps(original)
     def causal_conv1d_update(
         hidden_states: Tensor,
         conv_state: Tensor,
@@ -94,8 +92,7 @@ def _convolution_step(original: Forward) -> Forward:
 
 def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward], Forward]:
     def make(original: Forward) -> Forward:
-        @functools.wraps(original)
-        def delta_rule(
+            def delta_rule(
             query: Tensor,
             key: Tensor,
             value: Tensor,

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
-from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig
@@ -191,7 +191,7 @@ class RecurrentMixer(Mixer):
             before = None if state is None else state[key].to(y.dtype)
             y, after[key] = self._conv(name)(y, before)
         elif self.activates:
-            y = functional.silu(y, backend=c.backend)
+            y = nnf.silu(y)
         heads = c.v_heads if name == "v" else c.num_heads
         return y.unflatten(-1, (heads, -1))
 
