@@ -87,7 +87,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """elu(x) + 1, divided."""
     lacks(feature_map=feature_map != "elu1", causal=not causal, options=bool(options))
-    ones, dtype = torch.ones_like(v[..., :1]), v.dtype
+    ones, dtype = v.new_ones(*v.shape[:3], 1), v.dtype
     q, k = F.elu(q) + 1, F.elu(k) + 1
     o, state = gated(
         q,

@@ -105,15 +105,14 @@ def linear_attention(
     require_bool(op, "normalize", divide)
     require_number(op, "eps", eps, 0)
     k, v = require_heads(op, q, k, v)
+    # Features of half inputs stay in fp32, as do sums until they are divided.
+    dtype, q, k, v = v.dtype, widen(q), widen(k), widen(v)
     if scale is not None:
         require_number(op, "scale", scale, 0)
         q, k = q * scale**0.5, k * scale**0.5
-    dtype = v.dtype
-    if divide:  # half results would be rounded before the division, too
-        q, k, v = widen(q), widen(k), widen(v)
-    features = [phi(widen(t)).to(v.dtype) for t in (q, k)]
+    features = phi(q), phi(k)
     if divide:
-        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+        v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     if causal:
         o, state = run(op, *features, v, None, None, 1.0, initial_state, cu_seqlens, backend)
     else:

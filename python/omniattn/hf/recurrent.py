@@ -30,7 +30,8 @@ def recurrent_forward(kind: Any) -> Finding:
             continue
         made = _MAKERS[name](original)
         known = set(inspect.signature(made).parameters)
-        further = set(inspect.signature(original).parameters) - known
+        theirs = inspect.signature(original).parameters.values()
+        further = {p.name for p in theirs if p.kind is not p.VAR_KEYWORD} - known
         if further:
             return Left(f"its {name} takes {', '.join(sorted(further))}")
         if not _same(name, original, made):
@@ -92,7 +93,7 @@ def _convolution_step(original: Forward) -> Forward:
 
 def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward], Forward]:
     def make(original: Forward) -> Forward:
-            def delta_rule(
+        def delta_rule(
             query: Tensor,
             key: Tensor,
             value: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.vmap import require_not_mapped
 
 
 def recurrence(
@@ -54,13 +55,17 @@ def recurrence(
     if cu_seqlens is None:
         outputs, final = run(initial_state.to(wide), slice(None), range(v.shape[1]))
     else:
+        require_not_mapped("recurrence", "cu_seqlens", cu_seqlens)
         outputs, ends, bounds = [], [], cu_seqlens.tolist()
         for n in range(len(bounds) - 1):
             steps = range(bounds[n], bounds[n + 1])
             part, end = run(initial_state[n : n + 1].to(wide), slice(0, 1), steps)
             outputs, ends = outputs + part, [*ends, end]
         final = torch.cat(ends) if ends else initial_state.to(wide)
-    o = torch.stack(outputs, 1) if outputs else v.to(wide) * 0
+    if outputs:
+        o = torch.stack(outputs, 1)
+    else:  # empty, but with (empty) gradients of all inputs
+        o = v + sum(t.sum() for t in (q, k, g, beta) if t is not None)
     return o.to(v.dtype), final
 
 
@@ -105,7 +110,7 @@ def linear_attention(
     q, k = (phi(widen(t) * root) for t in (q, k))
     values = widen(v)
     if normalize:
-        values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
+        values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
     o, state = recurrence(q, k, values, None, None, initial_state, cu_seqlens, 1.0)
     if not causal:
         o = _read(q, state, cu_seqlens)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn import reference
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
@@ -84,6 +85,18 @@ def _flops(products: int) -> Callable[[Case, Pass], float]:
     return flops
 
 
+def _eager(name: str) -> Callable[..., Any]:
+    """The definition with q and k divided by their lengths in their own dtype, as it is here."""
+    rule = getattr(reference, name)
+
+    def run(q: Tensor, k: Tensor, *args: Any, l2norm: bool = False, **options: Any) -> Any:
+        if l2norm:
+            q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        return rule(q, k, *args, **options)
+
+    return run
+
+
 def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any) -> OpSpec:
     decays = ("g",) if "head" in kind or "channel" in kind else ()
     betas = ("beta",) if "delta" in kind else ()
@@ -96,6 +109,7 @@ def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any
         inputs=_inputs(_gates(kind)),
         differentiable=("q", "k", "v", *decays, *betas, "initial_state"),
         flops=_flops(3 if "delta" in kind else 2),
+        eager=_eager(name) if betas else None,
         second_order=True,
         special=("packed", "grouped"),
         cases=cases,
