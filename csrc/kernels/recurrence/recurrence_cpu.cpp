@@ -2,6 +2,7 @@
 // other.
 #include "kernels/recurrence/recurrence.h"
 
+#include "kernels/recurrence/recurrence_chunk.h"
 #include "kernels/recurrence/recurrence_rows.h"
 #include "kernels/recurrence/recurrence_steps.h"
 #include "runtime/denormals.h"
@@ -32,25 +33,65 @@ OMNIATTN_INLINE void dispatch_rule(const Recurrence& p, const F& f) {
                                  : with_decay.template operator()<StateUpdate::plain>();
 }
 
+// Where the states of a head are in a forward call: at the starts of runs in slots if the call
+// wants them, the last one in final_state.
 template <class T>
-void forward_head(const RecurrenceParams& p, const Head<T>& head, Run<compute_t<T>>& run) {
+struct ForwardStates {
   using C = compute_t<T>;
-  C* const states = static_cast<C*>(p.states);
-  C* const last = head.of_item(static_cast<C*>(p.final_state));
-  const int64_t steps = head.s.steps;
-  const auto state_at = [&](int64_t t) {
-    return states == nullptr || t >= steps ? last : head.in_slot(states, t / kStateSteps);
-  };
-  const C* const initial = static_cast<const C*>(p.problem.initial_state);
-  copy_or_clear(state_at(0), initial == nullptr ? nullptr : head.of_item(initial),
-                head.state_elements());
-  for (int64_t t = 0; t < steps; t += kStateSteps) {
-    run.read(head, t, smaller(kStateSteps, steps - t));
+  const RecurrenceParams& p;
+  const Head<T>& head;
+
+  const C* initial() const {
+    const C* const all = static_cast<const C*>(p.problem.initial_state);
+    return all == nullptr ? nullptr : head.of_item(all);
+  }
+  C* last() const { return head.of_item(static_cast<C*>(p.final_state)); }
+  C* at(int64_t t) const {
+    C* const states = static_cast<C*>(p.states);
+    return states == nullptr || t >= head.s.steps ? last() : head.in_slot(states, t / kStateSteps);
+  }
+};
+
+template <class T>
+void forward_head_by_steps(const RecurrenceParams& p, const Head<T>& head, void* memory) {
+  using C = compute_t<T>;
+  Parts parts(memory);
+  Run<C> run(p.problem, parts);
+  const ForwardStates<T> states{p, head};
+  copy_or_clear(states.at(0), states.initial(), head.state_elements());
+  for (int64_t t = 0; t < head.s.steps; t += kStateSteps) {
+    run.read(head, t, smaller(kStateSteps, head.s.steps - t));
     dispatch_rule(p.problem, [&]<StateDecay kDecay, StateUpdate kUpdate>() {
-      forward_steps<kDecay, kUpdate>(head, run, t, state_at(t), state_at(t + kStateSteps),
+      forward_steps<kDecay, kUpdate>(head, run, t, states.at(t), states.at(t + kStateSteps),
                                      static_cast<T*>(p.o));
     });
   }
+}
+
+template <StateUpdate kUpdate, class T>
+void forward_head_by_chunks(const RecurrenceParams& p, const Head<T>& head, void* memory) {
+  using C = compute_t<T>;
+  Parts parts(memory);
+  Chunk<C, kUpdate> x(p.problem, parts);
+  const ForwardStates<T> states{p, head};
+  const int64_t keys = x.keys, values = x.values;
+  if (states.initial() != nullptr) {
+    copy_state(states.initial(), values, x.state, x.ldv, keys, values);
+  } else {
+    copy_or_clear(x.state, static_cast<const C*>(nullptr), keys * x.ldv);
+  }
+  for (int64_t t = 0; t < head.s.steps; t += kChunk) {
+    if (p.states != nullptr && t % kStateSteps == 0) {
+      copy_state(static_cast<const C*>(x.state), x.ldv, states.at(t), values, keys, values);
+    }
+    forward_chunk(x, head, t, smaller(kChunk, head.s.steps - t), static_cast<T*>(p.o));
+  }
+  copy_state(static_cast<const C*>(x.state), x.ldv, states.last(), values, keys, values);
+}
+
+// Whether a sequence is long enough for chunks, and has a form in chunks.
+bool takes_chunks(const Recurrence& p, int64_t steps) {
+  return steps >= kBlock && p.decay != StateDecay::channel;
 }
 
 // Rows of the gradients of a run, as the call wants them.
@@ -106,9 +147,12 @@ void backward_head(const RecurrenceBackwardParams& p, const Head<T>& head, Run<c
 }
 
 int64_t forward_bytes(const Recurrence& p) {
-  Parts parts;
-  dispatch_compute(p.dtype, [&]<class C>(C) { Run<C>(p, parts); });
-  return parts.bytes();
+  Parts steps, chunks;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    Run<C>(p, steps);
+    if (takes_chunks(p, p.steps)) Chunk<C, StateUpdate::delta>(p, chunks);
+  });
+  return larger(steps.bytes(), chunks.bytes());
 }
 int64_t backward_bytes(const Recurrence& p) {
   Parts parts;
@@ -123,9 +167,16 @@ int64_t backward_bytes(const Recurrence& p) {
 void forward(const RecurrenceParams& p, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals guard;
   dispatch(p.problem.dtype, [&]<class T>(T) {
-    Parts parts(memory);
-    Run<compute_t<T>> run(p.problem, parts);
-    for (int64_t i = begin; i < end; ++i) forward_head(p, Head<T>(p.problem, i), run);
+    for (int64_t i = begin; i < end; ++i) {
+      const Head<T> head(p.problem, i);
+      if (!takes_chunks(p.problem, head.s.steps)) {
+        forward_head_by_steps(p, head, memory);
+      } else if (p.problem.update == StateUpdate::delta) {
+        forward_head_by_chunks<StateUpdate::delta>(p, head, memory);
+      } else {
+        forward_head_by_chunks<StateUpdate::plain>(p, head, memory);
+      }
+    }
   });
 }
 void backward(const RecurrenceBackwardParams& p, void* memory, int64_t begin, int64_t end) {
