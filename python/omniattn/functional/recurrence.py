@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from omniattn.functional._checks import (
     require_bool,
     require_choice,
     require_number,
+    shown,
     use_reference,
 )
 from omniattn.functional._recurrence import (
@@ -21,7 +23,7 @@ from omniattn.functional._recurrence import (
     widened,
 )
 from omniattn.reference.precision import compute_dtype, widen
-from omniattn.reference.recurrence import FEATURE_MAPS
+from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 
 __all__ = [
     "delta_rule",
@@ -377,10 +379,13 @@ def _totals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple
     if cu_seqlens is None:
         states = torch.einsum("bthk,bthv->bhkv", k, v)
         return torch.einsum("bthk,bhkv->bthv", q, states), states
-    sizes = cu_seqlens.diff().tolist()
-    parts = zip(*(t.split(sizes, 1) for t in (q, k, v)), strict=True)
-    results = [_totals(*part, None) for part in parts]
-    return (
-        torch.cat([o for o, _ in results], 1) if results else v,
-        torch.cat([s for _, s in results]) if results else v.new_zeros(0, *v.shape[2:]),
-    )
+    bounds = cu_seqlens.tolist()
+    if (bounds[0], bounds[-1]) != (0, q.shape[1]) or bounds != sorted(bounds):
+        raise ValueError(
+            f"linear_attention: cu_seqlens must grow from 0 to T={q.shape[1]}, got {shown(bounds)}"
+        )
+    if len(bounds) == 1:
+        return v, v.new_zeros(0, v.shape[2], q.shape[-1], v.shape[-1])
+    rows = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    results = [_totals(q[:, row], k[:, row], v[:, row], None) for row in rows]
+    return torch.cat([o for o, _ in results], 1), torch.cat([s for _, s in results])

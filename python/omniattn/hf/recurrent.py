@@ -106,19 +106,16 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
             """As in `functional`; chunk_size changes nothing."""
-            options = {"initial_state": initial_state}
             if not _takes(query):
-                options |= {"output_final_state": output_final_state, **kwargs}
-                return original(
-                    query,
-                    key,
-                    value,
-                    g=g,
-                    beta=beta,
-                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                    **options,
+                kwargs["initial_state"] = initial_state
+                kwargs["output_final_state"] = output_final_state
+                kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+                theirs: tuple[Tensor, Tensor | None] = original(
+                    query, key, value, g=g, beta=beta, **kwargs
                 )
-            o, state = ours(query, key, value, g, beta, l2norm=use_qk_l2norm_in_kernel, **options)
+                return theirs
+            norm = use_qk_l2norm_in_kernel
+            o, state = ours(query, key, value, g, beta, l2norm=norm, initial_state=initial_state)
             return o, state if output_final_state else None
 
         return delta_rule
@@ -148,6 +145,7 @@ def _same(name: str, original: Forward, ours: Forward) -> bool:
 
     if name.startswith("causal_conv1d"):
         x, weight, state = draw(1, 6, 5), draw(6, 4), draw(1, 6, 4)
+        calls: list[tuple[Tensor, ...]]
         if name == "causal_conv1d_fn":
             calls = [(f(x, weight, activation="silu"),) for f in (original, ours)]
         else:

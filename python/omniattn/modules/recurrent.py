@@ -110,7 +110,7 @@ class RecurrentMixer(Mixer):
     ) -> None:
         super().__init__()
         self.config = c = config
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = c.num_heads * c.k_size, c.v_heads * c.v_size
         for name, width in (("q", keys), ("k", keys), ("v", values)):
             self.add_module(f"{name}_proj", linear(c, c.dim, width, **factory))

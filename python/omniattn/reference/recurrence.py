@@ -56,7 +56,8 @@ def recurrence(
         outputs, final = run(initial_state.to(wide), slice(None), range(v.shape[1]))
     else:
         require_not_mapped("recurrence", "cu_seqlens", cu_seqlens)
-        outputs, ends, bounds = [], [], cu_seqlens.tolist()
+        bounds: list[int] = cu_seqlens.tolist()
+        outputs, ends = [], list[Tensor]()
         for n in range(len(bounds) - 1):
             steps = range(bounds[n], bounds[n + 1])
             part, end = run(initial_state[n : n + 1].to(wide), slice(0, 1), steps)
