@@ -103,7 +103,10 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o = num / den of num_t = sum_s (phi(q_t) . phi(k_s)) v_s and den_t, the same without v, over
-    s <= t or over all s; den is at least eps in size. The state is sum phi(k) [v, 1]^T, or without 1."""
+    s <= t or over all s; den is at least eps in size.
+
+    The state is sum phi(k) [v, 1]^T, or without the 1 where nothing is divided.
+    """
     phi = feature_map if callable(feature_map) else FEATURE_MAPS[feature_map]
     if normalize is None:
         normalize = isinstance(feature_map, str) and feature_map != "identity"
