@@ -37,6 +37,14 @@ from omniattn.functional.preference import (
     simpo_loss,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
+from omniattn.functional.recurrence import (
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    kimi_delta_attention,
+    linear_attention,
+    retention,
+)
 from omniattn.functional.rope import apply_rotary, qk_norm_rotary
 from omniattn.functional.rope_tables import (
     axial_frequencies,
@@ -105,6 +113,7 @@ __all__ = [
     "cross_entropy",
     "cv_squared",
     "default_vector_gradient",
+    "delta_rule",
     "dpo_loss",
     "drop_over_capacity",
     "drop_second_at_random",
@@ -113,6 +122,8 @@ __all__ = [
     "expert_choice",
     "expert_counts",
     "expert_importance",
+    "gated_delta_rule",
+    "gated_linear_attention",
     "geglu",
     "glu",
     "glu_mlp",
@@ -122,9 +133,11 @@ __all__ = [
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
+    "kimi_delta_attention",
     "kto_loss",
     "layer_norm",
     "linear",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
@@ -141,6 +154,7 @@ __all__ = [
     "packed_positions",
     "qk_norm_rotary",
     "reglu",
+    "retention",
     "rms_norm",
     "rms_norm_gated",
     "rope_frequencies",

@@ -14,6 +14,7 @@ from torch import nn
 
 from omniattn.hf import layers
 from omniattn.hf.probe import Finding, Left, same, twin
+from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.rotary import rotary_forward
 from omniattn.hf.sdpa import find_sdpa
 
@@ -102,6 +103,11 @@ def _rotary(module: nn.Module) -> Finding:
     return rotary_forward(kind)
 
 
+def _recurrent(module: nn.Module) -> Finding:
+    kind: Any = type(module)
+    return recurrent_forward(kind)
+
+
 def _holds_plain_weight(module: Any) -> bool:
     """Whether forward will see an ordinary weight: no DTensor, except those of fully_shard, which
     gathers them, and no quantised subclass of torchao."""
@@ -116,4 +122,5 @@ FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
     "norm": _norm,
     "mlp": _mlp,
     "rope": _rotary,
+    "recurrent": _recurrent,
 }

@@ -34,6 +34,7 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     rope: bool = True,
+    recurrent: bool = True,
     loss: bool = True,
     linear_cross_entropy: bool = True,
     experts: bool = True,
@@ -66,6 +67,8 @@ def patch(
             hooks that are added to it later.
         rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
             with the heads before or after the tokens, as unsqueeze_dim says.
+        recurrent: the short convolutions, and the delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid
+            and Kimi Linear; layers are counted.
         loss: the loss of causal language models.
         linear_cross_entropy: compute this loss in training from the hidden states. Logits are then
             never made, and None in the output. The model's forward takes `skip_logits`, as with
@@ -93,7 +96,14 @@ def patch(
         raise ValueError("omniattn.hf.patch: model must not be patched already")
     if any(p.is_meta for p in inner.parameters()):
         raise ValueError("omniattn.hf.patch: weights must be loaded, got some on the meta device")
-    wanted = {"attention": attention, "linear": linear, "norm": norm, "mlp": mlp, "rope": rope}
+    wanted = {
+        "attention": attention,
+        "linear": linear,
+        "norm": norm,
+        "mlp": mlp,
+        "rope": rope,
+        "recurrent": recurrent,
+    }
     finders = {name: find for name, find in FINDERS.items() if wanted[name]}
     count: Counter[str] = Counter()
     left: list[tuple[str, nn.Module, Left]] = []

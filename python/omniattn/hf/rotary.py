@@ -15,6 +15,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.hf.probe import Finding, Forward, Left
+from omniattn.hf.rescope import rescoped
 
 __all__ = ["rotary_forward"]
 
@@ -39,16 +40,7 @@ def rotary_forward(kind: Any) -> Finding:
     rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours, layout)), None)
     if rotary is None:
         return Left(f"its {name} computes something else")
-    # A copy of the function that finds another name; without __name__, by which torch.compile
-    # would look globals up in the module.
-    scope = {**forward.__globals__, name: rotary}
-    scope.pop("__name__")
-    patched = FunctionType(
-        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    patched.__kwdefaults__ = forward.__kwdefaults__
-    patched.__module__ = forward.__module__
-    return patched
+    return rescoped(forward, {name: rotary})
 
 
 _ROTARY = ("q", "k", "cos", "sin")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omniattn.hf import layers, loss
 from omniattn.hf.probe import Forward
+from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
 from omniattn.hf.rotary import rotary_forward
 
@@ -19,7 +20,7 @@ __all__ = ["original_of", "subclass"]
 _log = logging.getLogger("omniattn")
 
 #: What makes forwards of classes, which cannot be pickled; all others are functions of a file.
-_MAKERS = (rotary_forward, loss.causal_lm_forward)
+_MAKERS = (rotary_forward, recurrent_forward, loss.causal_lm_forward)
 _LINEARS = (layers.linear, loss.head)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
@@ -48,7 +48,8 @@ class BlocksConfig(Decoder.Config):
                     )
 
     def block(self, layer: int) -> DecoderBlock.Config:
-        return self.blocks[layer % len(self.blocks)].with_backend(self.backend)
+        block = self.blocks[layer % len(self.blocks)].with_backend(self.backend)
+        return replace(block, residual_in_fp32=self.residual_in_fp32 or block.residual_in_fp32)
 
     @property
     def norm(self) -> LayerConfig:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from omniattn.models.bert import BertConfig
+from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
@@ -14,7 +15,33 @@ from omniattn.models.llama import LlamaConfig
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
+from omniattn.modules import (
+    DecoderBlock,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    GatedMLP,
+    KimiDeltaAttention,
+    LinearAttention,
+    MultiScaleRetention,
+    RMSNorm,
+    RotaryEmbedding,
+)
+from omniattn.modules.layer import LayerConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
+
+
+def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -> BlocksConfig:
+    """A decoder of the size of "llama" with another mixer."""
+    base = LlamaConfig()
+    mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
+    return BlocksConfig(
+        dim=base.dim,
+        num_layers=base.num_layers,
+        blocks=(DecoderBlock.Config(mixer, mlp, norm),),
+        rope=rope,
+    )
+
 
 #: What `omniattn train` offers.
 TRAINED: dict[str, ModelConfig] = {
@@ -32,6 +59,12 @@ TRAINED: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(),
     "mla": MLAConfig(),
     "differential": DifferentialConfig(),
+    "linear": _recurrent(LinearAttention.Config(192, 3)),
+    "gla": _recurrent(GatedLinearAttention.Config(192, 3)),
+    "retnet": _recurrent(MultiScaleRetention.Config(192, 3), RotaryEmbedding.Config(64)),
+    "deltanet": _recurrent(DeltaNet.Config(192, 3)),
+    "gated-deltanet": _recurrent(GatedDeltaNet.Config(192, 3)),
+    "kda": _recurrent(KimiDeltaAttention.Config(192, 3)),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.

@@ -3,6 +3,7 @@
 from omniattn.modules.attention import Attention
 from omniattn.modules.cache import Cache
 from omniattn.modules.decoder_block import DecoderBlock
+from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.expert_parallel import ExpertParallel
@@ -28,6 +29,11 @@ from omniattn.modules.liger_preference import (
 )
 from omniattn.modules.liger_unpaired import LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from omniattn.modules.linear import Linear
+from omniattn.modules.linear_attention import (
+    GatedLinearAttention,
+    LinearAttention,
+    MultiScaleRetention,
+)
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import MLP, GatedMLP
@@ -51,6 +57,7 @@ from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.router import Router
 from omniattn.modules.router_state import RouterState
+from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
@@ -65,6 +72,7 @@ __all__ = [
     "CrossCache",
     "CrossEntropyOutput",
     "DecoderBlock",
+    "DeltaNet",
     "DifferentialAttention",
     "DisentangledAttention",
     "DropPath",
@@ -72,9 +80,12 @@ __all__ = [
     "ExpertParallel",
     "Experts",
     "GatedAttentionUnit",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
     "GatedMLP",
     "GroupNorm",
     "KVCache",
+    "KimiDeltaAttention",
     "LatentCache",
     "LayerNorm",
     "LearnedPositional",
@@ -91,9 +102,11 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
     "Linear",
+    "LinearAttention",
     "Mixer",
     "MoE",
     "MultiHeadLatentAttention",
+    "MultiScaleRetention",
     "MultiTokenPredictor",
     "MultiheadAttention",
     "Norm",
@@ -109,6 +122,7 @@ __all__ = [
     "RotaryEmbedding",
     "Router",
     "RouterState",
+    "ShortConvolution",
     "SinCosPositional2d",
     "SinusoidalPositional",
     "SpatialReductionAttention",

@@ -31,7 +31,7 @@ _SIZES = (
 #: Sizes of parts that a layer or model may lack.
 _OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "dense_layers", "mtp_depths")
 #: Numbers that may be negative; no other one may.
-_SIGNED = ("offset", "scale", "clamp_length")
+_SIGNED = ("offset", "scale", "clamp_length", "lower_bound")
 #: Numbers that must not be 0.
 _POSITIVE = ("base", "mscale", "max_exponent", "mlp_ratio")
 _LARGEST = sys.float_info.max

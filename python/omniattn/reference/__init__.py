@@ -47,6 +47,15 @@ from omniattn.reference.positions import (
     sinusoidal,
 )
 from omniattn.reference.random import dropout, uniform_like
+from omniattn.reference.recurrence import (
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    kimi_delta_attention,
+    linear_attention,
+    recurrence,
+    retention,
+)
 from omniattn.reference.rope import (
     apply_rotary,
     axial_frequencies,
@@ -89,8 +98,11 @@ __all__ = [
     "causal_conv1d",
     "clamped_swiglu",
     "cross_entropy",
+    "delta_rule",
     "dropout",
     "gated_activation",
+    "gated_delta_rule",
+    "gated_linear_attention",
     "geglu",
     "glu",
     "glu_mlp",
@@ -99,8 +111,10 @@ __all__ = [
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
+    "kimi_delta_attention",
     "layer_norm",
     "linear",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
@@ -111,7 +125,9 @@ __all__ = [
     "mrope_axes",
     "packed_positions",
     "qk_norm_rotary",
+    "recurrence",
     "reglu",
+    "retention",
     "rms_norm",
     "rms_norm_gated",
     "rope_frequencies",

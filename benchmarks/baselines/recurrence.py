@@ -1,0 +1,160 @@
+"""Recurrences in chunks, as models without a kernel run them: products within a chunk, and a loop
+over the chunks that carries the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from baselines._common import Function, compiled, lacks
+
+CHUNK = 64
+#: With a decay for each channel the weights of a chunk have CHUNK^2 K elements.
+SMALL_CHUNK = 16
+
+
+def _chunks(t: Tensor, size: int) -> Tensor:
+    """(B, T, H, ...) padded to whole chunks: (chunks, B, H, size, ...)."""
+    pad = -t.shape[1] % size
+    t = F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)).unflatten(1, (-1, size))
+    return t.movedim(1, 0).movedim(3, 2)
+
+
+def gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with a decay for each head or channel, or none."""
+    lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != v.shape[2], empty=v.numel() == 0)
+    (b, steps, h, d), dtype = q.shape, v.dtype
+    size = SMALL_CHUNK if g is not None and g.ndim == 4 else CHUNK
+    q, k, v = (_chunks(t.float() if dtype != torch.float64 else t, size) for t in (q, k, v))
+    q = q * (d**-0.5 if scale is None else scale)
+    state = q.new_zeros(b, h, d, v.shape[-1]) if initial_state is None else initial_state.to(q)
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    if g is None:
+        weight = (q @ k.mT) * seen
+        read, kept, end = q, k, None
+    else:
+        total = _chunks(g.to(q), size).cumsum(3)
+        if g.ndim == 4:
+            gap = total[..., :, None, :] - total[..., None, :, :]
+            decay = gap.masked_fill(~seen[..., None], -torch.inf).exp()
+            weight = torch.einsum("nbhid,nbhjd,nbhijd->nbhij", q, k, decay)
+        else:
+            total = total[..., None]
+            decay = (total - total.mT).masked_fill(~seen, -torch.inf).exp()
+            weight = (q @ k.mT) * decay
+        last = total[..., -1:, :]
+        read, kept, end = q * total.exp(), k * (last - total).exp(), last.mT.exp()
+    inside, added, out = weight @ v, kept.mT @ v, []
+    for n in range(len(q)):
+        out.append(inside[n] + read[n] @ state)
+        state = (state if end is None else state * end[n]) + added[n]
+    if not out:
+        return v.new_zeros(b, 0, h, v.shape[-1]).to(dtype), state
+    o = torch.stack(out, 1).movedim(2, 3).flatten(1, 2)[:, :steps]
+    return o.to(dtype), state
+
+
+def retention(
+    q: Tensor, k: Tensor, v: Tensor, *, gamma: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    if gamma is None:
+        gamma = 1 - torch.exp2(-5 - torch.arange(v.shape[2], device=v.device).double())
+    return gated(q, k, v, gamma.log().expand(v.shape[:3]), **options)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str = "elu1",
+    causal: bool = True,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """elu(x) + 1, divided."""
+    lacks(feature_map=feature_map != "elu1", causal=not causal, options=bool(options))
+    ones, dtype = v.new_ones(*v.shape[:3], 1), v.dtype
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    o, state = gated(
+        q,
+        k,
+        torch.cat((v, ones), -1),
+        scale=1.0,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return (o[..., :-1] / o[..., -1:]).to(dtype), state
+
+
+def _transformers(model: str, name: str) -> Function:
+    """The chunk form of a model of transformers."""
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        l2norm: bool = False,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from importlib import import_module
+
+        lacks(
+            scale=scale is not None,
+            cu_seqlens=cu_seqlens is not None,
+            grouped=q.shape[2] != v.shape[2],
+            empty=v.numel() == 0,
+            float64=v.dtype == torch.float64,
+        )
+        module = import_module(f"transformers.models.{model}.modeling_{model}")
+        o, state = getattr(module, name)(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta.to(q),
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=l2norm,
+        )
+        return o, state
+
+    return run
+
+
+GATED_DELTA_RULE = _transformers("qwen3_next", "torch_chunk_gated_delta_rule")
+KIMI_DELTA_ATTENTION = _transformers("kimi_linear", "chunk_kimi_delta_attention")
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return GATED_DELTA_RULE(q, k, v, torch.zeros_like(beta), beta, **options)
+
+
+BASELINES = {
+    "linear_attention": {"aten": linear_attention, "compiled": compiled(linear_attention)},
+    "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
+    "retention": {"aten": retention, "compiled": compiled(retention)},
+    "delta_rule": {"hf": delta_rule},
+    "gated_delta_rule": {"hf": GATED_DELTA_RULE},
+    "kimi_delta_attention": {"hf": KIMI_DELTA_ATTENTION},
+}

@@ -1,0 +1,131 @@
+"""Checks and calls that the functions of recurrences share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import (
+    FLOATS,
+    cast_like,
+    implementation,
+    require_bool,
+    require_device,
+    require_float,
+    require_integers,
+    require_number,
+    require_shape,
+    require_tensor,
+)
+from omniattn.functional.norm import rms_norm
+from omniattn.ops import recurrence as ops
+from omniattn.reference.precision import compute_dtype
+
+_L2_EPS = 1e-6
+
+
+def require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v, after checks of the three."""
+    require_float(op, "q", q)
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must have shape (B, T, H, K), got q.shape={tuple(q.shape)}")
+    k, v = cast_like(op, "k", k, q, "q"), cast_like(op, "v", v, q, "q")
+    require_shape(op, "k", k, tuple(q.shape))
+    heads = q.shape[2]
+    if (
+        v.ndim != 4
+        or v.shape[:2] != q.shape[:2]
+        or v.shape[2] % max(1, heads)
+        or (heads == 0 and v.shape[2] > 0)
+    ):
+        raise ValueError(
+            f"{op}: v must have shape (B, T, Hv, V) with B and T of q and Hv a multiple of its "
+            f"heads, got v.shape={tuple(v.shape)}, q.shape={tuple(q.shape)}"
+        )
+    return k, v
+
+
+def widened(
+    op: str, name: str, t: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]
+) -> Tensor:
+    """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
+    require_tensor(op, name, t)
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+    if tuple(t.shape) not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
+        )
+    require_device(op, name, t, v, "v")
+    return t.to(compute_dtype(v))
+
+
+def delta(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None,
+    l2norm: bool,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """A delta rule; g is checked."""
+    beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
+    require_bool(op, "l2norm", l2norm)
+    if l2norm and q.shape[-1] > 0:
+        q, k = unit_rows(q, backend), unit_rows(k, backend)
+    return run(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, backend)
+
+
+def unit_rows(x: Tensor, backend: str | None) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6): an RMS norm with the weight K^-0.5, which an offset has exactly."""
+    size = x.shape[-1]
+    zeros = x.new_zeros(size)
+    return rms_norm(x, zeros, eps=_L2_EPS / size, offset=size**-0.5, backend=backend)
+
+
+def run(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of checked q, k, v, g and beta, and its final state."""
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        require_boundaries(op, cu_seqlens, q)
+        sequences, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int32)
+    if initial_state is not None:
+        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
+        initial_state = widened(op, "initial_state", initial_state, v, (shape,))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
+    else:
+        require_number(op, "scale", scale)
+    call = implementation(op, backend, q, ops.recurrence)
+    o, state = call(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    return o, state
+
+
+def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
+    """(N + 1,) integers; that they grow from 0 to T is checked where they are read."""
+    require_integers(op, "cu_seqlens", cu_seqlens)
+    require_device(op, "cu_seqlens", cu_seqlens, q, "q")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape (N + 1,), got cu_seqlens.shape="
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got q.shape={tuple(q.shape)}")

@@ -1,0 +1,391 @@
+"""Linear attention, retention and delta rules: recurrences of a matrix state for each head."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import (
+    require_bool,
+    require_choice,
+    require_number,
+    shown,
+    use_reference,
+)
+from omniattn.functional._recurrence import (
+    delta,
+    require_boundaries,
+    require_heads,
+    run,
+    widened,
+)
+from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
+
+__all__ = [
+    "delta_rule",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "kimi_delta_attention",
+    "linear_attention",
+    "retention",
+]
+
+#: Feature maps whose products are positive, so that dividing by their sum is a mean.
+_POSITIVE = ("elu1", "relu", "squared_relu", "exp", "softmax", "taylor")
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+    causal: bool = True,
+    normalize: bool | None = None,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
+
+    ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
+    if not causal; without the denominator if not `normalize`. In O(T) time and memory, from the
+    state ``S_t = S_{t-1} + phi(k_t) [v_t, 1]^T``, whose last column is for the denominator.
+
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
+        k: (B, T, H, K), of q's dtype.
+        v: (B, T, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
+            h // (Hv / H) of q and k.
+        feature_map: phi: "elu1" (elu(x) + 1), "relu", "squared_relu", "exp", "softmax" (over the
+            features), "taylor" (whose kernel is 1 + u + u^2 / 2 of u = q . k / sqrt(K)),
+            "identity"; or a function (..., K) -> (..., K').
+        causal: whether tokens see earlier ones and themselves only.
+        normalize: whether to divide; default: yes, but not for "identity" or a function.
+        scale: q and k are multiplied by its square root before phi; default 1.
+        eps: the least size of the denominator; smaller ones keep their sign.
+        initial_state: (N, Hv, K', V + 1), or V where nothing is divided; computed in float32
+            (float64 for float64); only if causal. N is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state after the last token.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided.
+
+    Reference:
+        Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
+
+    Example:
+        >>> one = torch.ones(1, 2, 1, 1)
+        >>> o, state = linear_attention(one, one, torch.tensor([1.0, 4.0]).view(1, 2, 1, 1))
+        >>> o.flatten(), state.flatten()
+        (tensor([1.0000, 2.5000]), tensor([10.,  4.]))
+    """
+    op = "linear_attention"
+    require_bool(op, "causal", causal)
+    if isinstance(feature_map, str) or not callable(feature_map):
+        require_choice(op, "feature_map", feature_map, FEATURE_MAPS)
+        phi, positive = FEATURE_MAPS[feature_map], feature_map in _POSITIVE
+    else:
+        phi, positive = feature_map, False
+    divide = positive if normalize is None else normalize
+    require_bool(op, "normalize", divide)
+    require_number(op, "eps", eps, 0)
+    k, v = require_heads(op, q, k, v)
+    # Features of half inputs stay in fp32, as do sums until they are divided.
+    dtype, q, k, v = v.dtype, widen(q), widen(k), widen(v)
+    if scale is not None:
+        require_number(op, "scale", scale, 0)
+        q, k = q * scale**0.5, k * scale**0.5
+    features = phi(q), phi(k)
+    if divide:
+        v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
+    if causal:
+        o, state = run(op, *features, v, None, None, 1.0, initial_state, cu_seqlens, backend)
+    else:
+        if initial_state is not None:
+            raise ValueError(
+                f"{op}: initial_state must be None where causal=False, got a state of shape "
+                f"{tuple(initial_state.shape)}"
+            )
+        if cu_seqlens is not None:
+            require_boundaries(op, cu_seqlens, q)
+        use_reference(op, backend, q)
+        o, state = _totals(*features, v, cu_seqlens)
+    if divide:
+        o, den = o[..., :-1], o[..., -1:]
+        tiny = den.abs() < eps
+        o = o / torch.where(tiny, torch.where(den < 0, -eps, eps), den)
+    return o.to(dtype), state
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention whose state decays.
+
+    ``S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
+
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
+        k: (B, T, H, K), of q's dtype.
+        v: (B, T, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
+            h // (Hv / H) of q and k.
+        g: logarithms of the decays, <= 0: (B, T, Hv, K), or (B, T, Hv) for one of all channels.
+        scale: default K^-0.5.
+        initial_state: (N, Hv, K, V), computed in float32 (float64 for float64); None for zeros. N
+            is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        States, decays and sums in fp32 (fp64 for fp64). Gradients flow to all tensors, from o and
+        from the final state; they do not depend on the number of threads. Second and forward-mode
+        derivatives go through the eager definition.
+
+    Reference:
+        Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
+
+    Example:
+        >>> one = torch.ones(1, 3, 1, 1)
+        >>> o, state = gated_linear_attention(one, one, one, torch.full_like(one, -math.log(2)))
+        >>> o.flatten()
+        tensor([1.0000, 1.5000, 1.7500])
+    """
+    op = "gated_linear_attention"
+    k, v = require_heads(op, q, k, v)
+    g = widened(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
+    return run(op, q, k, v, g, None, scale, initial_state, cu_seqlens, backend)
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention whose heads forget at constant rates.
+
+    ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        gamma: (Hv,) in (0, 1], default ``1 - 2^(-5 - h)``.
+        scale: default K^-0.5.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Reference:
+        Sun et al., Retentive Network, 2023, arXiv:2307.08621.
+
+    Example:
+        >>> one = torch.ones(1, 3, 1, 1)
+        >>> retention(one, one, one, gamma=torch.tensor([0.5]))[0].flatten()
+        tensor([1.0000, 1.5000, 1.7500])
+    """
+    op = "retention"
+    k, v = require_heads(op, q, k, v)
+    heads, wide = v.shape[2], compute_dtype(v)
+    if gamma is None:
+        gamma = 1 - torch.exp2(-5 - torch.arange(heads, dtype=wide, device=v.device))
+    g = widened(op, "gamma", gamma, v, ((heads,),)).log().expand(*v.shape[:2], heads)
+    return run(op, q, k, v, g, None, scale, initial_state, cu_seqlens, backend)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention that replaces the value stored under a key.
+
+    ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = scale * S_t^T q_t``.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        beta: (B, T, Hv), in (0, 1), or (0, 2) for states that can change their sign.
+        scale: default K^-0.5.
+        l2norm: whether q and k are first divided by ``sqrt(sum x^2 + 1e-6)``. Keys longer than
+            sqrt(2 / beta) make the state grow without bound.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Reference:
+        Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, arXiv:2406.06484.
+
+    Example:
+        >>> one, v = torch.ones(1, 2, 1, 1), torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+        >>> delta_rule(one, one, v, torch.full((1, 2, 1), 0.5))[0].flatten()
+        tensor([2., 5.])
+    """
+    op = "delta_rule"
+    k, v = require_heads(op, q, k, v)
+    return delta(op, q, k, v, None, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule on a state that decays by a factor for each head.
+
+    ``S_t = a_t S_{t-1} + beta_t k_t (v_t - a_t S_{t-1}^T k_t)^T`` with ``a_t = exp(g_t)``,
+    ``o_t = scale * S_t^T q_t``.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        g: (B, T, Hv), logarithms of the decays, <= 0.
+        beta, scale, l2norm: as in `delta_rule`.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Reference:
+        Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv:2412.06464.
+
+    Example:
+        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
+        >>> gated_delta_rule(one, one, one, half.log(), half)[0].flatten()
+        tensor([0.5000, 0.6250])
+    """
+    op = "gated_delta_rule"
+    k, v = require_heads(op, q, k, v)
+    g = widened(op, "g", g, v, (v.shape[:3],))
+    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+
+
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule on a state that decays by a factor for each channel of the keys.
+
+    ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T`` with ``S' = diag(exp(g_t)) S_{t-1}``,
+    ``o_t = scale * S_t^T q_t``.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        g: (B, T, Hv, K), logarithms of the decays, <= 0.
+        beta, scale, l2norm: as in `delta_rule`.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Reference:
+        Kimi Team, Kimi Linear, 2025, arXiv:2510.26692.
+
+    Example:
+        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
+        >>> kimi_delta_attention(one, one, one, half[..., None].log(), half)[0].flatten()
+        tensor([0.5000, 0.6250])
+    """
+    op = "kimi_delta_attention"
+    k, v = require_heads(op, q, k, v)
+    g = widened(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
+    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+
+
+def feature_size(feature_map: str, size: int) -> int:
+    """The number of features of `size` numbers."""
+    return 1 + size + size * size if feature_map == "taylor" else size
+
+
+def _totals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Every token reads the state after the last one of its sequence: o, states."""
+    group = v.shape[2] // max(1, q.shape[2])
+    q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
+    if cu_seqlens is None:
+        states = torch.einsum("bthk,bthv->bhkv", k, v)
+        return torch.einsum("bthk,bhkv->bthv", q, states), states
+    bounds = cu_seqlens.tolist()
+    if (bounds[0], bounds[-1]) != (0, q.shape[1]) or bounds != sorted(bounds):
+        raise ValueError(
+            f"linear_attention: cu_seqlens must grow from 0 to T={q.shape[1]}, got {shown(bounds)}"
+        )
+    if len(bounds) == 1:
+        return v, v.new_zeros(0, v.shape[2], q.shape[-1], v.shape[-1])
+    rows = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    results = [_totals(q[:, row], k[:, row], v[:, row], None) for row in rows]
+    return torch.cat([o for o, _ in results], 1), torch.cat([s for _, s in results])

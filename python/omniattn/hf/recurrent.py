@@ -1,0 +1,170 @@
+"""Recurrent layers of transformers with this package's convolutions and delta rules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.hf.probe import Finding, Forward, Left
+from omniattn.hf.rescope import rescoped
+
+__all__ = ["recurrent_forward"]
+
+
+@functools.cache
+def recurrent_forward(kind: Any) -> Finding:
+    """The forward of a layer with our functions in place of its module's: short convolutions, and
+    the gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear."""
+    scope = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    used = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
+    ours: dict[str, Forward] = {}
+    for name in used:
+        original = scope.get(name)
+        if name not in _MAKERS or original is None:
+            continue
+        made = _MAKERS[name](original)
+        known = set(inspect.signature(made).parameters)
+        theirs = inspect.signature(original).parameters.values()
+        further = {p.name for p in theirs if p.kind is not p.VAR_KEYWORD} - known
+        if further:
+            return Left(f"its {name} takes {', '.join(sorted(further))}")
+        if not _same(name, original, made):
+            return Left(f"its {name} computes something else")
+        ours[name] = made
+    return rescoped(kind.forward, ours) if ours else None
+
+
+def _takes(x: Tensor, activation: str | None = None) -> bool:
+    """Whether ours runs: delta rules have no CUDA kernels yet."""
+    return x.is_cpu and activation in (None, "silu", "swish")
+
+
+def _convolution(original: Forward) -> Forward:
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states (B, D, T), weight (D, K) -> the same."""
+        if not _takes(hidden_states, activation):
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        y = functional.causal_conv1d(
+            hidden_states.to(weight.dtype).mT, weight, bias, activation=activation and "silu"
+        )
+        return y.mT.to(hidden_states.dtype)
+
+    return causal_conv1d_fn
+
+
+def _convolution_step(original: Forward) -> Forward:
+    def causal_conv1d_update(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states (B, D, T) that follow the inputs in conv_state, which is updated."""
+        before = weight.shape[-1] - 1
+        if not _takes(hidden_states, activation) or conv_state.shape[-1] < before:
+            return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
+        x, length = hidden_states.to(weight.dtype), conv_state.shape[-1]
+        y = functional.causal_conv1d(
+            x.mT,
+            weight,
+            bias,
+            activation=activation and "silu",
+            initial_state=conv_state[..., length - before :].to(weight.dtype),
+        )
+        conv_state.copy_(torch.cat((conv_state.to(x.dtype), x), -1)[..., -length:])
+        return y.mT.to(hidden_states.dtype)
+
+    return causal_conv1d_update
+
+
+def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward], Forward]:
+    def make(original: Forward) -> Forward:
+        def delta_rule(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            chunk_size: int = 64,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            """As in `functional`; chunk_size changes nothing."""
+            if not _takes(query):
+                kwargs["initial_state"] = initial_state
+                kwargs["output_final_state"] = output_final_state
+                kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+                theirs: tuple[Tensor, Tensor | None] = original(
+                    query, key, value, g=g, beta=beta, **kwargs
+                )
+                return theirs
+            norm = use_qk_l2norm_in_kernel
+            o, state = ours(query, key, value, g, beta, l2norm=norm, initial_state=initial_state)
+            return o, state if output_final_state else None
+
+        return delta_rule
+
+    return make
+
+
+_HEADS = _delta_rule(functional.gated_delta_rule)
+_CHANNELS = _delta_rule(functional.kimi_delta_attention)
+#: What makes our function, by the name of theirs.
+_MAKERS: dict[str, Callable[[Forward], Forward]] = {
+    "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_step,
+    "torch_chunk_gated_delta_rule": _HEADS,
+    "torch_recurrent_gated_delta_rule": _HEADS,
+    "chunk_kimi_delta_attention": _CHANNELS,
+    "recurrent_kimi_delta_attention": _CHANNELS,
+}
+
+
+def _same(name: str, original: Forward, ours: Forward) -> bool:
+    """Whether the two give the same on a probe."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if name.startswith("causal_conv1d"):
+        x, weight, state = draw(1, 6, 5), draw(6, 4), draw(1, 6, 4)
+        calls: list[tuple[Tensor, ...]]
+        if name == "causal_conv1d_fn":
+            calls = [(f(x, weight, activation="silu"),) for f in (original, ours)]
+        else:
+            states = [state.clone() for _ in range(2)]
+            x = x[..., :1]
+            pairs = zip((original, ours), states, strict=True)
+            calls = [(f(x, s, weight, None, "silu"), s) for f, s in pairs]
+    else:
+        q, k, v = draw(1, 5, 2, 4), draw(1, 5, 2, 4), draw(1, 5, 2, 4)
+        g = draw(1, 5, 2, 4) if "kimi" in name else draw(1, 5, 2)
+        options = {
+            "g": -g.abs(),
+            "beta": draw(1, 5, 2).sigmoid(),
+            "initial_state": draw(1, 2, 4, 4),
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+        }
+        calls = [f(q, k, v, **options) for f in (original, ours)]
+    return all(
+        torch.allclose(theirs.float(), own.float(), rtol=1e-4, atol=1e-5)
+        for theirs, own in zip(*calls, strict=True)
+    )

@@ -1,0 +1,175 @@
+"""OpSpecs of recurrences of a matrix state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn import reference
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+
+STATE = ("initial_state",)
+PACKED = ("initial_state", "cu_seqlens")
+
+
+def _case(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    Hv: int | None = None,
+    N: int | None = None,
+    **options: Any,
+) -> Case:
+    """N sequences where they are packed."""
+    sizes = {"B": B, "T": T, "H": H, "Hv": Hv or H, "K": K, "V": V}
+    return Case(label, sizes if N is None else sizes | {"N": N}, tensors, options)
+
+
+def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
+    """g, for a "head" or each "channel", and with "delta" beta."""
+
+    def made(case: Case, random: Random) -> dict[str, Tensor]:
+        b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
+        shape = (b, t, h, k) if "channel" in kind else (b, t, h)
+        gates = {}
+        if "head" in kind or "channel" in kind:
+            gates["g"] = nnf.logsigmoid(3 + 2 * random.normal(*shape))
+        if "delta" in kind:
+            gates["beta"] = random.normal(b, t, h).sigmoid()
+        return gates
+
+    return made
+
+
+def _inputs(
+    gates: Callable[[Case, Random], dict[str, Tensor]],
+) -> Callable[[Case, Random], dict[str, Tensor]]:
+    def made(case: Case, random: Random) -> dict[str, Tensor]:
+        b, t, h, hv, k, v = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K", "V"))
+        tensors = {
+            "q": random.normal(b, t, h, k),
+            "k": random.normal(b, t, h, k) / max(1, k) ** 0.5,
+            "v": random.normal(b, t, hv, v),
+        } | gates(case, random)
+        n = case.sizes.get("N", b)
+        if "cu_seqlens" in case.tensors:
+            inner = random.integers(t + 1, n - 1).sort().values
+            tensors["cu_seqlens"] = nnf.pad(inner, (1, 0))
+            tensors["cu_seqlens"] = torch.cat((tensors["cu_seqlens"], torch.tensor([t]))).int()
+        if "initial_state" in case.tensors:
+            ones = case.options.get("feature_map") not in (None, "identity")
+            features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
+            tensors["initial_state"] = random.normal(n, hv, features, v + ones).abs()
+        return tensors
+
+    return made
+
+
+def _flops(products: int) -> Callable[[Case, Pass], float]:
+    """Products of a token with the state, without those within a chunk."""
+
+    def flops(case: Case, pass_: Pass) -> float:
+        s = case.sizes
+        return 2.0 * products * s["B"] * s["T"] * s["Hv"] * s["K"] * s["V"] * SWEEPS[pass_]
+
+    return flops
+
+
+def _eager(name: str) -> Callable[..., Any]:
+    """The definition with q and k divided by their lengths in their own dtype, as it is here."""
+    rule = getattr(reference, name)
+
+    def run(q: Tensor, k: Tensor, *args: Any, l2norm: bool = False, **options: Any) -> Any:
+        if l2norm:
+            q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        return rule(q, k, *args, **options)
+
+    return run
+
+
+def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any) -> OpSpec:
+    decays = ("g",) if "head" in kind or "channel" in kind else ()
+    betas = ("beta",) if "delta" in kind else ()
+    wide = _case("wide", 1, 2048, 8, 128, 128)
+    return OpSpec(
+        name=name,
+        family="recurrence",
+        cuda="planned",
+        paper=paper,
+        inputs=_inputs(_gates(kind)),
+        differentiable=("q", "k", "v", *decays, *betas, "initial_state"),
+        flops=_flops(3 if "delta" in kind else 2),
+        eager=_eager(name) if betas else None,
+        second_order=True,
+        special=("packed", "grouped"),
+        cases=cases,
+        benchmarks=(
+            Benchmark(_case("head64", 1, 2048, 8, 64, 64), (F32, BF16), BOTH, "compute"),
+            Benchmark(wide, (F32,), BOTH, "compute"),
+            Benchmark(_case("step", 8, 1, 8, 64, 64, STATE), (F32,), FORWARD),
+        ),
+        **more,
+    )
+
+
+def _cases(**options: Any) -> tuple[Case, ...]:
+    """Sizes around the 16, 32 and 64 steps of chunks, odd ones, and empty ones."""
+    return (
+        _case("tiny", 2, 3, 1, 3, 2, STATE, **options),
+        _case("plain", 2, 70, 2, 16, 32, **options),
+        _case("state", 1, 129, 2, 20, 12, STATE, **options),
+        _case("grouped", 2, 33, 2, 16, 17, STATE, Hv=6, **options),
+        _case("packed", 1, 150, 2, 9, 16, PACKED, N=5, **options),
+        _case("step", 3, 1, 2, 32, 24, STATE, **options),
+        _case("nosteps", 2, 0, 2, 4, 3, STATE, **options),
+        _case("nobatch", 0, 5, 2, 4, 3, **options),
+        _case("novalues", 2, 5, 2, 4, 0, STATE, **options),
+    )
+
+
+SPECS = (
+    _spec(
+        "gated_linear_attention",
+        "Yang et al. 2023, arXiv 2312.06635",
+        "channel",
+        (*_cases(), _case("long", 1, 300, 1, 64, 64)),
+    ),
+    _spec("delta_rule", "Yang et al. 2024, arXiv 2406.06484", "delta", _cases(l2norm=True)),
+    _spec(
+        "gated_delta_rule",
+        "Yang et al. 2024, arXiv 2412.06464",
+        "head delta",
+        (*_cases(l2norm=True), _case("long", 1, 300, 1, 64, 64, l2norm=True)),
+    ),
+    _spec(
+        "kimi_delta_attention",
+        "Kimi Team 2025, arXiv 2510.26692",
+        "channel delta",
+        (*_cases(l2norm=True), _case("scaled", 1, 40, 2, 8, 8, l2norm=True, scale=0.7)),
+    ),
+    _spec("retention", "Sun et al. 2023, arXiv 2307.08621", "", _cases()),
+    _spec(
+        "linear_attention",
+        "Katharopoulos et al. 2020, arXiv 2006.16236",
+        "",
+        (
+            *_cases(feature_map="elu1"),
+            _case("identity", 1, 70, 2, 8, 8, STATE, feature_map="identity", scale=0.5),
+            _case("exp", 1, 40, 2, 8, 8, feature_map="exp"),
+            _case("softmax", 1, 40, 2, 8, 8, feature_map="softmax"),
+            _case("taylor", 1, 40, 2, 4, 8, STATE, feature_map="taylor"),
+            _case("all", 2, 40, 2, 8, 8, causal=False, Hv=4),
+            _case("all packed", 1, 40, 2, 8, 8, ("cu_seqlens",), N=3, causal=False),
+        ),
+    ),
+)

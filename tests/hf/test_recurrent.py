@@ -1,0 +1,103 @@
+"""Patched models of transformers with short convolutions and delta rules."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import small_models
+
+import omniattn.hf
+
+#: How many layers of the small model are swapped.
+SWAPPED = {
+    "qwen3_next": 1,
+    "kimi_linear": 1,
+    "olmo_hybrid": 1,
+    "lfm2_moe": 1,
+    "mamba": 2,
+    "jamba": 1,
+}
+
+
+def made(kind: str) -> nn.Module:
+    return small_models.make(kind).float().eval()
+
+
+def tokens(steps: int) -> torch.Tensor:
+    return torch.randint(5, 90, (2, steps), generator=torch.Generator().manual_seed(2))
+
+
+def patched(model: nn.Module) -> nn.Module:
+    """A copy with the recurrent layers swapped, and nothing else."""
+    other = copy.deepcopy(model)
+    options = ("attention", "linear", "norm", "mlp", "rope", "loss", "experts")
+    count = omniattn.hf.patch(other, **dict.fromkeys(options, False))
+    assert count == {"recurrent": SWAPPED[model.config.model_type]}
+    return other
+
+
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_outputs_and_gradients(kind):
+    model, ids = made(kind), tokens(70)
+    ours = patched(model)
+    expected, actual = model(ids).logits, ours(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    expected.float().square().mean().backward()
+    actual.float().square().mean().backward()
+    other = dict(ours.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            scale = parameter.grad.abs().max().item()
+            torch.testing.assert_close(
+                other[name].grad, parameter.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_generation(kind):
+    model, ids = made(kind), tokens(7)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    assert patched(model).generate(ids, **options).equal(expected)
+
+
+@torch.no_grad()
+def test_a_layer_is_pickled_and_restored():
+    model, ids = made("qwen3_next"), tokens(9)
+    ours = patched(model)
+    again = pickle.loads(pickle.dumps(ours))
+    assert again(ids).logits.equal(ours(ids).logits)
+    omniattn.hf.unpatch(ours)
+    assert ours(ids).logits.equal(model(ids).logits)
+
+
+def test_other_functions_are_left(caplog):
+    """A module's function that computes something else, or takes more."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    from omniattn.hf.probe import Left
+    from omniattn.hf.recurrent import recurrent_forward
+
+    layer, rule = module.Qwen3NextGatedDeltaNet, module.torch_chunk_gated_delta_rule
+
+    def doubled(query, key, value, g, beta, **options):
+        return rule(2 * query, key, 2 * value, g, beta, **options)
+
+    def further(query, key, value, g, beta, forget=1.0, **options):
+        return rule(query, key, value, g, beta, **options)
+
+    try:
+        for other, reason in ((doubled, "something else"), (further, "takes forget")):
+            module.torch_chunk_gated_delta_rule = other
+            recurrent_forward.cache_clear()
+            found = recurrent_forward(layer)
+            assert isinstance(found, Left) and reason in found.reason
+    finally:
+        module.torch_chunk_gated_delta_rule = rule
+        recurrent_forward.cache_clear()

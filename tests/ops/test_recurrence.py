@@ -1,0 +1,259 @@
+"""Recurrences: pairwise formulas, states, packed sequences, strong decays, errors, other code."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn import functional as F
+
+BACKENDS = [None, "reference"]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(steps: int = 70, heads: int = 2, v_heads: int = 2, size: int = 8, width: int = 5):
+    q, k = draw(2, steps, heads, size), draw(2, steps, heads, size, seed=1)
+    return q, nnf.normalize(k, dim=-1), draw(2, steps, v_heads, width, seed=2)
+
+
+def decays(*shape: int) -> torch.Tensor:
+    return nnf.logsigmoid(2 + 3 * draw(*shape, seed=3))
+
+
+def pairwise(q, k, v, g) -> torch.Tensor:
+    """o_i = K^-1/2 sum_{j <= i} (sum_d q_id k_jd exp(G_id - G_jd)) v_j, G the sums of g."""
+    group = v.shape[2] // q.shape[2]
+    q, k = (t.repeat_interleave(group, 2) for t in (q, k))
+    total = g.cumsum(1)
+    steps = torch.arange(q.shape[1])
+    seen = (steps[:, None] >= steps)[:, :, None, None]
+    weight = torch.where(seen, total[:, :, None] - total[:, None], -torch.inf).exp()
+    score = torch.einsum("bihd,bjhd,bijhd->bhij", q, k, weight) * q.shape[-1] ** -0.5
+    return torch.einsum("bhij,bjhv->bihv", score, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("v_heads", [2, 6])
+def test_gated_linear_attention(backend, v_heads):
+    q, k, v = qkv(v_heads=v_heads)
+    g = decays(2, 70, v_heads, 8)
+    o, _ = F.gated_linear_attention(q, k, v, g, backend=backend)
+    torch.testing.assert_close(o, pairwise(q, k, v, g))
+    of_heads = g[..., 0]
+    o, _ = F.gated_linear_attention(q, k, v, of_heads, backend=backend)
+    torch.testing.assert_close(o, pairwise(q, k, v, of_heads[..., None].expand_as(g)))
+
+
+def test_retention():
+    q, k, v = qkv()
+    g = torch.tensor([1 - 2.0**-5, 1 - 2.0**-6], dtype=torch.float64).log()
+    expected = pairwise(q, k, v, g[:, None].expand(2, 70, 2, 8))
+    torch.testing.assert_close(F.retention(q, k, v)[0], expected)
+    torch.testing.assert_close(F.retention(q, k, v, gamma=g.exp())[0], expected)
+
+
+def solved(q, k, v, g, beta) -> torch.Tensor:
+    """The delta rule by its linear system: u_i + beta_i sum_{j<i} A_ij u_j = beta_i v_i."""
+    total, steps = g.cumsum(1), torch.arange(q.shape[1])
+    seen = (steps[:, None] >= steps)[:, :, None, None]
+    weight = torch.where(seen, total[:, :, None] - total[:, None], -torch.inf).exp()
+    keys = torch.einsum("bihd,bjhd,bijhd->bhij", k, k, weight).tril(-1)
+    b = beta.mT[..., None]
+    u = torch.linalg.solve(torch.eye(q.shape[1]).double() + b * keys, b * v.transpose(1, 2))
+    score = torch.einsum("bihd,bjhd,bijhd->bhij", q, k, weight) * q.shape[-1] ** -0.5
+    return (score @ u).transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_delta_rules(backend):
+    q, k, v = qkv()
+    beta, g = 2 * draw(2, 70, 2, seed=4).sigmoid(), decays(2, 70, 2, 8)
+    of_heads = g[..., :1].expand_as(g)
+    for o, decay in (
+        (F.delta_rule(q, k, v, beta, backend=backend), torch.zeros_like(g)),
+        (F.gated_delta_rule(q, k, v, g[..., 0], beta, backend=backend), of_heads),
+        (F.kimi_delta_attention(q, k, v, g, beta, backend=backend), g),
+    ):
+        torch.testing.assert_close(o[0], solved(q, k, v, decay, beta))
+
+
+def test_unit_keys():
+    q, k, v = qkv()
+    beta = draw(2, 70, 2, seed=4).sigmoid()
+    expected = F.delta_rule(
+        *(t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, 3 * k)), v, beta
+    )
+    torch.testing.assert_close(F.delta_rule(q, 3 * k, v, beta, l2norm=True), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [(0, 1, 2, 70), (0, 33, 64, 70), (0, 0, 70)])
+def test_a_state_continues(backend, splits):
+    q, k, v = qkv()
+    g, beta = decays(2, 70, 2, 8), draw(2, 70, 2, seed=4).sigmoid()
+    for rule, gates in (
+        (F.gated_linear_attention, (g,)),
+        (F.gated_delta_rule, (g[..., 0], beta)),
+        (F.kimi_delta_attention, (g, beta)),
+    ):
+        o, final = rule(q, k, v, *gates, backend=backend)
+        state, parts = None, []
+        for a, b in itertools.pairwise(splits):
+            some = (t[:, a:b] for t in (q, k, v, *gates))
+            part, state = rule(*some, initial_state=state, backend=backend)
+            parts.append(part)
+        torch.testing.assert_close(torch.cat(parts, 1), o)
+        torch.testing.assert_close(state, final)
+
+
+def test_packed_sequences_are_apart():
+    q, k, v = (t[:1] for t in qkv())
+    g, beta = decays(1, 70, 2), draw(1, 70, 2, seed=4).sigmoid()
+    start = draw(4, 2, 8, 5, seed=5)
+    cu = torch.tensor([0, 20, 20, 65, 70])
+    o, final = F.gated_delta_rule(q, k, v, g, beta, initial_state=start, cu_seqlens=cu)
+    for n in range(4):
+        a, b = int(cu[n]), int(cu[n + 1])
+        part, state = F.gated_delta_rule(
+            *(t[:, a:b] for t in (q, k, v, g, beta)), initial_state=start[n : n + 1]
+        )
+        torch.testing.assert_close(o[:, a:b], part)
+        torch.testing.assert_close(final[n : n + 1], state)
+
+
+@pytest.mark.parametrize("least", [-0.0, -50.0, -1e4])
+def test_strong_decays(least):
+    """Sums of -50 over a chunk are far beyond what exp can undo; no factor may overflow."""
+    q, k, v = (t.float() for t in qkv(130))
+    pick = draw(2, 130, 2, 8, seed=3) > 0
+    g = torch.where(pick, torch.tensor(least), torch.tensor(-0.01)).float()
+    beta = draw(2, 130, 2, seed=4).sigmoid().float()
+    for rule, gates in ((F.gated_linear_attention, (g,)), (F.kimi_delta_attention, (g, beta))):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v, *gates)]
+        wide = [t.detach().double().requires_grad_() for t in inputs]
+        o, state = rule(*inputs)
+        expected, final = rule(*wide, backend="reference")
+        torch.testing.assert_close(o.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.double(), final, rtol=1e-4, atol=1e-5)
+        grads = torch.autograd.grad(o.square().sum(), inputs)
+        for ours, exact in zip(
+            grads, torch.autograd.grad(expected.square().sum(), wide), strict=True
+        ):
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "feature_map", ["elu1", "relu", "squared_relu", "exp", "softmax", "taylor"]
+)
+def test_linear_attention_is_a_mean(feature_map):
+    q, k, v = qkv()
+    q, k = q.abs(), k.abs()  # so that no denominator of relu is 0
+    phi = {
+        "elu1": lambda x: nnf.elu(x) + 1,
+        "relu": torch.relu,
+        "squared_relu": lambda x: torch.relu(x) ** 2,
+        "exp": torch.exp,
+        "softmax": lambda x: x.softmax(-1),
+        "taylor": None,
+    }[feature_map]
+    if phi is None:
+        u = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        weight = 1 + u + u * u / 2
+    else:
+        weight = torch.einsum("bihd,bjhd->bhij", phi(q), phi(k))
+    for causal in (True, False):
+        w = weight.tril() if causal else weight
+        expected = torch.einsum("bhij,bjhv->bihv", w / w.sum(-1, keepdim=True), v)
+        o, _ = F.linear_attention(q, k, v, feature_map=feature_map, causal=causal)
+        torch.testing.assert_close(o, expected)
+
+
+def test_linear_attention_of_a_function():
+    q, k, v = qkv()
+    phi = lambda x: torch.cat((x.sin(), x.cos()), -1)  # noqa: E731
+    weight = torch.einsum("bihd,bjhd->bhij", phi(q / 2), phi(k / 2)).tril()
+    o, state = F.linear_attention(q, k, v, feature_map=phi, scale=0.25)
+    torch.testing.assert_close(o, torch.einsum("bhij,bjhv->bihv", weight, v))
+    assert state.shape == (2, 2, 16, 5)
+
+
+def test_small_denominators_keep_their_sign():
+    q, k, v = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), -1e-9), torch.ones(1, 1, 1, 1)
+    o, _ = F.linear_attention(q, k, v, feature_map="identity", normalize=True, eps=1e-3)
+    torch.testing.assert_close(o.item(), 1e-6)
+    o, _ = F.linear_attention(q, -k, v, feature_map="identity", normalize=True, eps=1e-3)
+    torch.testing.assert_close(o.item(), 1e-6)
+
+
+def test_gated_delta_rule_of_transformers():
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    q, k, v = (t.float() for t in qkv(130, v_heads=2))
+    g, beta = decays(2, 130, 2).float(), draw(2, 130, 2, seed=4).sigmoid().float()
+    start = draw(2, 2, 8, 5, seed=5).float()
+    for theirs in (module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule):
+        options = {"initial_state": start, "output_final_state": True}
+        o, final = theirs(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **options)
+        ours = F.gated_delta_rule(q, k, v, g, beta, l2norm=True, initial_state=start)
+        torch.testing.assert_close(ours, (o, final.float()), rtol=1e-4, atol=1e-5)
+
+
+def call(**changed):
+    q, k, v = qkv(4)
+    given = {"q": q, "k": k, "v": v, "g": decays(2, 4, 2), "beta": torch.ones(2, 4, 2)}
+    return F.gated_delta_rule(**(given | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"q": torch.ones(2, 4, 8)}, ValueError, r"q must have shape \(B, T, H, K\), got q.shape"),
+        ({"k": draw(2, 4, 2, 7)}, ValueError, r"k must have shape \(2, 4, 2, 8\), got k.shape="),
+        (
+            {"k": torch.ones(2, 4, 2, 8)},
+            TypeError,
+            r"k must have the dtype of q, got k.dtype=torch",
+        ),
+        ({"v": draw(2, 4, 3, 5)}, ValueError, r"Hv a multiple of its heads, got v.shape=\(2, 4, 3"),
+        ({"g": decays(2, 4, 2, 8)}, ValueError, r"g must have shape \(2, 4, 2\), got g.shape="),
+        (
+            {"g": torch.ones(2, 4, 2).int()},
+            TypeError,
+            r"g must be floating-point, got g.dtype=torch",
+        ),
+        (
+            {"beta": torch.ones(2, 4)},
+            ValueError,
+            r"beta must have shape \(2, 4, 2\), got beta.shape",
+        ),
+        (
+            {"initial_state": draw(2, 2, 8, 4)},
+            ValueError,
+            r"initial_state must have shape \(2, 2, 8",
+        ),
+        ({"l2norm": 1}, TypeError, r"l2norm must be True or False"),
+        ({"scale": float("nan")}, ValueError, r"scale must be .*, got scale=nan"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4])},
+            ValueError,
+            r"B must be 1 with cu_seqlens, got q.sh",
+        ),
+        ({"cu_seqlens": torch.tensor([0.0, 4])}, TypeError, r"cu_seqlens must be integers, got cu"),
+        ({"backend": "fast"}, ValueError, r"backend must be one of .*, got backend='fast'"),
+    ],
+)
+def test_errors(changed, error, message):
+    with pytest.raises(error, match=rf"^gated_delta_rule: .*{message}"):
+        call(**changed)
+
+
+@pytest.mark.parametrize("bounds", [[0, 3], [1, 4], [0, 3, 2, 4], [0, 5], [-1, 4]])
+def test_sequences_fill_the_steps(bounds):
+    q, k, v = (t[:1] for t in qkv(4))
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"cu_seqlens must (go from 0 to T=4|not decrease), got"
+    ):
+        F.retention(q, k, v, cu_seqlens=torch.tensor(bounds))
