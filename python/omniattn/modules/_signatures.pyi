@@ -10,11 +10,13 @@ import torch.nn.parameter
 
 import omniattn.modules.attention
 import omniattn.modules.decoder_block
+import omniattn.modules.delta_net
 import omniattn.modules.differential
 import omniattn.modules.experts
 import omniattn.modules.gau
 import omniattn.modules.layer
 import omniattn.modules.linear
+import omniattn.modules.linear_attention
 import omniattn.modules.mla
 import omniattn.modules.mlp
 import omniattn.modules.moe
@@ -26,6 +28,7 @@ import omniattn.modules.relative_attention
 import omniattn.modules.residual
 import omniattn.modules.rope
 import omniattn.modules.router
+import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
 import omniattn.modules.transformer_xl
@@ -107,6 +110,33 @@ def DecoderBlock(
     cross: omniattn.modules.attention.Attention.Config | None = ...,
     dropout_p: float = ...,
     residual_in_fp32: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeltaNet(
+    self: torch.nn.Module,
+    config: omniattn.modules.delta_net.DeltaNet.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeltaNet(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_v_heads: int | None = ...,
+    head_dim: int | None = ...,
+    v_head_dim: int | None = ...,
+    conv_size: int = ...,
+    conv_bias: bool = ...,
+    gate: str | None = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    allow_neg_eigval: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -224,6 +254,61 @@ def GatedAttentionUnit(
     dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
+def GatedDeltaNet(
+    self: torch.nn.Module,
+    config: omniattn.modules.delta_net.GatedDeltaNet.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedDeltaNet(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_v_heads: int | None = ...,
+    head_dim: int | None = ...,
+    v_head_dim: int | None = ...,
+    conv_size: int = ...,
+    conv_bias: bool = ...,
+    gate: str | None = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    allow_neg_eigval: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedLinearAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.linear_attention.GatedLinearAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def GatedLinearAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_v_heads: int | None = ...,
+    head_dim: int | None = ...,
+    v_head_dim: int | None = ...,
+    conv_size: int = ...,
+    conv_bias: bool = ...,
+    gate: str | None = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    gate_rank: int = ...,
+    gate_normaliser: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
 def GatedMLP(
     self: torch.nn.Module,
     config: omniattn.modules.mlp.GatedMLP.Config,
@@ -265,6 +350,35 @@ def GroupNorm(
     center: bool = ...,
     affine: bool = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def KimiDeltaAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.delta_net.KimiDeltaAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def KimiDeltaAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_v_heads: int | None = ...,
+    head_dim: int | None = ...,
+    v_head_dim: int | None = ...,
+    conv_size: int = ...,
+    conv_bias: bool = ...,
+    gate: str | None = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    allow_neg_eigval: bool = ...,
+    lower_bound: float | None = ...,
+    gate_bias: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -320,6 +434,29 @@ def Linear(
     in_features: int,
     out_features: int,
     bias: bool = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LinearAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.linear_attention.LinearAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LinearAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    head_dim: int | None = ...,
+    feature_map: str = ...,
+    normalize: bool | None = ...,
+    causal: bool = ...,
     init_std: float = ...,
     backend: str | None = ...,
     *,
@@ -402,6 +539,33 @@ def MultiHeadLatentAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiScaleRetention(
+    self: torch.nn.Module,
+    config: omniattn.modules.linear_attention.MultiScaleRetention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MultiScaleRetention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_v_heads: int | None = ...,
+    head_dim: int | None = ...,
+    v_head_dim: int | None = ...,
+    conv_size: int = ...,
+    conv_bias: bool = ...,
+    gate: str | None = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    rope_interleaved: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -584,6 +748,26 @@ def Router(
     capacity_at_eval: bool = ...,
     bias_rate: float = ...,
     init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def ShortConvolution(
+    self: torch.nn.Module,
+    config: omniattn.modules.short_conv.ShortConvolution.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def ShortConvolution(
+    self: torch.nn.Module,
+    dim: int,
+    kernel_size: int = ...,
+    bias: bool = ...,
+    activation: str | None = ...,
+    backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
+from omniattn.modules import _signatures
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.recurrent import (
     Device,
@@ -82,7 +83,7 @@ class DeltaNet(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.DeltaNet)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -123,7 +124,7 @@ class GatedDeltaNet(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.GatedDeltaNet)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -189,7 +190,7 @@ class KimiDeltaAttention(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.KimiDeltaAttention)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -14,6 +14,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.masks import Mask
 from omniattn.functional.recurrence import FEATURE_MAPS, feature_size
+from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
@@ -78,7 +79,7 @@ class LinearAttention(Mixer):
             if self.head_dim is None:
                 self._require_multiple("dim", "num_heads")
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.LinearAttention)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -184,7 +185,7 @@ class GatedLinearAttention(RecurrentMixer):
 
     config: Config
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.GatedLinearAttention)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -234,7 +235,7 @@ class MultiScaleRetention(RecurrentMixer):
 
     config: Config
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.MultiScaleRetention)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

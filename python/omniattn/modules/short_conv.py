@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -58,7 +59,7 @@ class ShortConvolution(Layer):
                     f"got kernel_size={self.kernel_size}, activation={self.activation!r}"
                 )
 
-    @config_or_fields(Config)
+    @config_or_fields(Config, _signatures.ShortConvolution)
     def __init__(
         self,
         config: Config,
