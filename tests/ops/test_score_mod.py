@@ -158,6 +158,19 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert error < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("floats", [torch.float32, torch.float64])
+def test_captured_integers(dtype: torch.dtype, floats: torch.dtype) -> None:
+    q, k, v = (t.detach().to(floats) for t in make_qkv())
+    of_k, pairs = (torch.randint(0, 2, shape).to(dtype) for shape in ((TK,), (TQ, TK)))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where(of_k[k] == pairs[q, k], s, s * 0.5 - 1)
+
+    both = [f(q, k, v, score_mod=mod) for f in (F.attention, reference.attention)]
+    assert_same(both[:1], both[1:], 1e-5 if floats == torch.float32 else 1e-12)
+
+
 def test_second_derivatives_and_weights() -> None:
     tensors = make_tensors()
     q, k, v = make_qkv(tq=3, tk=5)

@@ -188,10 +188,16 @@ void Interpreter<A>::read(const ProgramStep& s) const {
         if (stride == 1) return read_row(from, to, columns);
       }
     }
-#pragma GCC ivdep
-    for (int64_t i = columns.begin; i < columns.end; ++i) {
-      to[i] = lane_of<A>(from[i * stride], kind);
+    int64_t i = columns.begin;
+    if constexpr (!std::is_same_v<Lane, A>) {
+      using From [[gnu::vector_size(V::kWidth * sizeof(T)), gnu::aligned(alignof(T))]] = T;
+      using To [[gnu::vector_size(V::kWidth * sizeof(Lane)), gnu::aligned(alignof(Lane))]] = Lane;
+      for (; stride == 1 && i + V::kWidth <= columns.end; i += V::kWidth) {
+        const From& some = *reinterpret_cast<const From*>(from + i);
+        *reinterpret_cast<To*>(to + i) = __builtin_convertvector(some, To);
+      }
     }
+    for (; i < columns.end; ++i) to[i] = lane_of<A>(from[i * stride], kind);
   });
 }
 
