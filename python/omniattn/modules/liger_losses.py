@@ -110,10 +110,11 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         )
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor:
-        """_input (N, V), target (N,) -> () or (N,)."""
-        return functional.cross_entropy(
+        """_input (N, V), target (N,) -> () or (N,), of _input's dtype."""
+        loss = functional.cross_entropy(
             _input, target, class_weight=self.class_weight, **self.options
         )
+        return loss.to(_input.dtype)
 
 
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
@@ -193,13 +194,14 @@ class LigerJSD(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """log_q (N, V), log_p (N, V), shift_labels (N,) -> ()."""
-        return functional.jsd(
+        """log_q (N, V), log_p (N, V), shift_labels (N,) -> (), of log_q's dtype."""
+        loss = functional.jsd(
             *(log_q, log_p.detach(), shift_labels),
             beta=self.beta,
             ignore_index=self.ignore_index,
             log_probs=True,
         )
+        return loss.to(log_q.dtype)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
