@@ -453,3 +453,20 @@ def test_kl_divergences_of_log_probabilities(reduction, log_target):
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_losses_have_the_dtype_of_the_logits():
+    """As Liger's, where no linear layer is part of the loss."""
+    logits = torch.randn(4, V).bfloat16()
+    target = torch.tensor([1, 2, -100, 3])
+    for reduction in ("mean", "none"):
+        loss = modules.LigerCrossEntropyLoss(reduction=reduction)(logits, target)
+        assert loss.dtype == torch.bfloat16
+    assert modules.LigerJSD()(logits.log_softmax(-1), logits.log_softmax(-1)).dtype == logits.dtype
+
+
+def test_wrong_options_of_dpo_are_refused_when_the_module_is_made():
+    with pytest.raises(ValueError, match="LigerFusedLinearDPOLoss: loss_type must be one of"):
+        modules.LigerFusedLinearDPOLoss(loss_type="dpo")
+    with pytest.raises(ValueError, match="label_smoothing must be > 0 and < 1 for exo_pair"):
+        modules.LigerFusedLinearDPOLoss(loss_type="exo_pair")

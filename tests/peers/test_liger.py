@@ -27,7 +27,8 @@ def fits(**arguments: object) -> bool:
     """What the CPU's eager forms compute in a second."""
     sizes = [arguments.get(name, 1) for name in ("B", "T", "V")]
     widths = [arguments.get(name, 1) for name in ("hidden_size", "H")]
-    return math.prod(sizes) <= 1 << 26 and max(widths) <= 4096
+    even = arguments.get("head_dim", 0) % 2 == 0  # transformers refuses others
+    return even and math.prod(sizes) <= 1 << 26 and max(widths) <= 4096
 
 
 FILES = [
@@ -35,12 +36,20 @@ FILES = [
     *(f"test/chunked_loss/test_{name}_loss.py" for name in LOSSES),
 ]
 # Several processes and GPU kernels have no counterpart; models go through omniattn.hf.
-OTHERS = ("dtensor", "blackwell", "gemma4")
+WITHOUT = ("dtensor", "blackwell", "gemma4", "liger_cross_entropy_kernel")
+TEXT = "the error has another text or type"
+OTHER = {
+    "test_liger_layer_norm-6": "torch's bf16 gradients on the CPU are 7 times further from fp64",
+    "out_of_bounds_target": TEXT,
+    "label_smoothing_validation": TEXT,
+    "invalid_loss_type": TEXT,
+    "rejects_unsupported": TEXT,
+}
 CASES = [
     case
     for path in FILES
-    for case in PEER.cases(path, 3, fits)
-    if not any(name in case.id for name in OTHERS)
+    for case in PEER.cases(path, 3, fits, OTHER)
+    if not any(name in case.id for name in WITHOUT)
 ]
 
 

@@ -107,7 +107,7 @@ def apply_rotary_emb(
         positions = F.packed_positions(cu_seqlens, x.shape[0])
         positions = positions + offsets.repeat_interleave(cu_seqlens.diff())
         options = {"positions": positions[None], "interleaved": interleaved}
-        return F.apply_rotary(x[None], None, cos, sin, inplace=inplace, **options)[0][0]
+        return F.apply_rotary(x[None], None, cos, sin, **options)[0][0]
     positions = seqlen_offsets
     if isinstance(positions, torch.Tensor):
         positions = positions[:, None] + torch.arange(x.shape[1])

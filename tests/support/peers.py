@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -124,9 +124,17 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._run(module, path)
         return module
 
-    def cases(self, path: str, most: int, fits: Callable[..., bool] = lambda **_: True) -> list:
+    def cases(
+        self,
+        path: str,
+        most: int,
+        fits: Callable[..., bool] = lambda **_: True,
+        other: Mapping[str, str] = MappingProxyType({}),
+    ) -> list:
         """Up to `most` cases of each test function of a file, a fixed random choice of those that
-        `fits` (by their arguments) lets through."""
+        `fits` (by their arguments) lets through.
+
+        A case whose id has a key of `other` is expected to fail, for the reason there."""
         if not self.present:
             return []
         module, found = self.load(path), []
@@ -135,12 +143,12 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 continue
             able = [case for case in _expand(function) if fits(**case[0])]
             chosen = random.Random(name).sample(range(len(able)), min(most, len(able)))
-            found += [
-                pytest.param(
-                    function, able[i][0], marks=able[i][1], id=f"{module.__name__}-{name}-{i}"
-                )
-                for i in sorted(chosen)
-            ]
+            for i in sorted(chosen):
+                arguments, marks = able[i]
+                case = f"{module.__name__}-{name}-{i}"
+                reasons = [reason for key, reason in other.items() if key in case]
+                known = [pytest.mark.xfail(reason=reason) for reason in reasons]
+                found.append(pytest.param(function, arguments, marks=[*marks, *known], id=case))
         return found
 
     def run(self, function: Callable[..., None], arguments: dict[str, object]) -> None:

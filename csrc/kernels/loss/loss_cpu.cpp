@@ -119,7 +119,7 @@ double one_over_kept(const LossRows& rows) {
     const int64_t target = rows.target[i];
     if (target != rows.ignore_index) kept += static_cast<double>(weight_of<C>(rows, target));
   }
-  return kept > 0 ? 1 / kept : 1;
+  return kept != 0 ? 1 / kept : 1;
 }
 
 template <class C>

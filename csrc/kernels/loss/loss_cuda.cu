@@ -145,7 +145,7 @@ __device__ __forceinline__ double one_over_kept(const LossRows& rows) {
     }
   }
   kept = gpu::row_sum(kept);
-  return kept > 0 ? 1 / kept : 1;
+  return kept != 0 ? 1 / kept : 1;
 }
 
 template <class C>

@@ -167,7 +167,7 @@ def _with_gradients(
     loss = losses.sum(dtype=torch.float64)
     if reduction == REDUCTIONS["mean"]:
         for result in (loss, dx, dweight, dbias):
-            result /= torch.where(kept > 0, kept, 1)
+            result /= torch.where(kept != 0, kept, 1)
     return loss.to(losses.dtype), dx, dweight, dbias
 
 

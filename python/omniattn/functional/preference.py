@@ -155,6 +155,20 @@ def dpo_loss(
     """
     op = "dpo_loss"
     _check_pair(op, chosen, rejected, beta)
+    check_dpo(op, loss_type, label_smoothing, discopop_tau)
+    c, r = (
+        beta * _against(op, name, log_prob, ref)
+        for name, log_prob, ref in (
+            ("ref_chosen", chosen, ref_chosen),
+            ("ref_rejected", rejected, ref_rejected),
+        )
+    )
+    if loss_type == "discopop":
+        return _discopop(c - r, discopop_tau)
+    return _DPO[loss_type](c - r, c, r, beta, label_smoothing)
+
+
+def check_dpo(op: str, loss_type: str, label_smoothing: float, discopop_tau: float) -> None:
     require_choice(op, "loss_type", loss_type, DPO_LOSSES)
     require_number(op, "label_smoothing", label_smoothing, 0, 1)
     require_number(op, "discopop_tau", discopop_tau, above=0)
@@ -166,16 +180,6 @@ def dpo_loss(
             f"{op}: label_smoothing must be {limits} for {loss_type}, "
             f"got label_smoothing={label_smoothing!r}"
         )
-    c, r = (
-        beta * _against(op, name, log_prob, ref)
-        for name, log_prob, ref in (
-            ("ref_chosen", chosen, ref_chosen),
-            ("ref_rejected", rejected, ref_rejected),
-        )
-    )
-    if loss_type == "discopop":
-        return _discopop(c - r, discopop_tau)
-    return _DPO[loss_type](c - r, c, r, beta, label_smoothing)
 
 
 def cpo_loss(

@@ -147,11 +147,11 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         )
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """_input (N, V), target (N,) -> () or (N,)."""
+        """_input (N, V), target (N,) -> () or (N,), of _input's dtype."""
         loss = functional.cross_entropy(
             _input, target, class_weight=self.class_weight, **self.options
         )
-        return self._with_statistics(loss, target, _input)
+        return self._with_statistics(loss.to(_input.dtype), target, _input)
 
     def _statistics(self, *of_logits: Tensor | None) -> _Statistics:
         (logits,) = of_logits

@@ -47,13 +47,14 @@ class LigerJSD(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """log_q (N, V), log_p (N, V), shift_labels (N,) -> ()."""
-        return functional.jsd(
+        """log_q (N, V), log_p (N, V), shift_labels (N,) -> (), of log_q's dtype."""
+        loss = functional.jsd(
             *(log_q, log_p.detach(), shift_labels),
             beta=self.beta,
             ignore_index=self.ignore_index,
             log_probs=True,
         )
+        return loss.to(log_q.dtype)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional.preference import log_odds
+from omniattn.functional.preference import check_dpo, log_odds
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -146,6 +146,7 @@ class LigerFusedLinearDPOLoss(_Paired):
         discopop_tau: float = 0.05,
     ) -> None:
         super().__init__(ignore_index, beta, alpha, compute_nll_loss, average_log_prob)
+        check_dpo(type(self).__name__, loss_type, label_smoothing, discopop_tau)
         self.use_ref_model = use_ref_model
         self.loss_type = loss_type
         self.label_smoothing = label_smoothing

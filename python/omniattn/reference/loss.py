@@ -58,7 +58,7 @@ def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "sum":
         return loss.sum()
     total = weights.sum()
-    return loss.sum() / torch.where(total > 0, total, torch.ones_like(total))
+    return loss.sum() / torch.where(total != 0, total, torch.ones_like(total))
 
 
 def linear_cross_entropy(

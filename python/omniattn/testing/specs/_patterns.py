@@ -35,11 +35,12 @@ LONG_PATTERNS: dict[str, masks.Mask] = {
     "strided": masks.Strided(64, 64),
     "fixed": masks.Fixed(64, 8),
     "everykth": masks.EveryKth(32),
-    "predicate": masks.from_predicate(
-        lambda b, h, q, k: (k <= q) & ((q - k < 128) | (k % 64 < 8)), 1024, 1024
-    ),
 }
 
+#: A mask that is made for one size: no longer than what is compared with fp64.
+LOCAL_AND_FIRST = masks.from_predicate(
+    lambda b, h, q, k: (k <= q) & ((q - k < 64) | (k % 64 < 8)), 320, 320
+)
 LONG_OPTIONS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("sinks", ("sinks",), {}),
     ("headscale", ("head scale",), {}),

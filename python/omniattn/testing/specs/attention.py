@@ -13,7 +13,7 @@ from omniattn import reference
 from omniattn.functional import masks
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
-from omniattn.testing.specs._patterns import LONG_OPTIONS, PATTERNS
+from omniattn.testing.specs._patterns import LOCAL_AND_FIRST, LONG_OPTIONS, PATTERNS
 from omniattn.testing.specs._score_mods import alibi, gate, softcap, t5, tiles
 
 # The backward of flash attention takes rowsum(dO * O) from O after rounding to the dtype.
@@ -231,9 +231,6 @@ ATTENTION = OpSpec(
                 ("modgate", (), {"score_mod": gate}),
             )
         ),
-        Benchmark(qkv("multiquery", 1, 1024, 1024, 8, 1, 64), (F32,), TRAINING, "compute"),
-        Benchmark(qkv("grouped", 1, 1024, 1024, 8, 2, 64), (F32,), TRAINING, "compute"),
-        Benchmark(qkv("cross", 1, 1024, 256, 8, 8, 64), (F32,), TRAINING, "compute"),
         *(
             Benchmark(
                 qkv(name, 1, 1024, 1024, 8, 8, 64, None, tensors, **options),
@@ -243,8 +240,15 @@ ATTENTION = OpSpec(
             )
             for name, tensors, options in LONG_OPTIONS
         ),
-        Benchmark(
-            qkv("padding", 4, 512, 512, 8, 8, 64, None, ("padding",)), (F32,), TRAINING, "compute"
+        *(
+            Benchmark(case, (F32,), TRAINING, "compute")
+            for case in (
+                qkv("multiquery", 1, 1024, 1024, 8, 1, 64),
+                qkv("grouped", 1, 1024, 1024, 8, 2, 64),
+                qkv("cross", 1, 1024, 256, 8, 8, 64),
+                qkv("predicate", 8, 320, 320, 8, 8, 64, mask=LOCAL_AND_FIRST),
+                qkv("padding", 4, 512, 512, 8, 8, 64, None, ("padding",)),
+            )
         ),
     ),
 )
