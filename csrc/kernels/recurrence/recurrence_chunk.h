@@ -28,12 +28,6 @@ OMNIATTN_INLINE void prefetch_row(const S* row, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(S);
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i, 0, 2);
 }
-template <class S>
-OMNIATTN_INLINE void prefetch_row_to_write(const S* row, int64_t n) {
-  constexpr int64_t kLine = 64 / sizeof(S);
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i, 1, 2);
-}
-
 // c = a b as gemm_tile, with fetch(part, parts) from time to time.
 template <class C, class F>
 void product_with(const F& fetch, const C* a, int64_t lda, Panels<C> b, C* c, int64_t ldc,
@@ -255,24 +249,31 @@ void copy_state(const C* from, int64_t from_row, C* to, int64_t to_row, int64_t 
   }
 }
 
+// Steps of a head that will be read next.
+template <class T>
+struct Upcoming {
+  Head<T> head;
+  int64_t t, n;
+
+  // A share of their rows, for reading.
+  void prefetch(int64_t part, int64_t parts) const {
+    for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) {
+      prefetch_row(head.q(t + i), head.p.key_dim);
+      prefetch_row(head.k(t + i), head.p.key_dim);
+      prefetch_row(head.v(t + i), head.p.value_dim);
+    }
+  }
+};
+
 // Steps [t, t + n): o, and the state of the chunk becomes the next one.
 template <StateUpdate kUpdate, class T>
 void forward_chunk(Chunk<compute_t<T>, kUpdate>& x, const Head<T>& head, int64_t t, int64_t n,
-                   T* out) {
+                   T* out, const Upcoming<T>& upcoming) {
   using C = compute_t<T>;
   using X = Chunk<C, kUpdate>;
   x.read(head, t, n);
   x.find_scores();
-  const auto fetch = [&](int64_t part, int64_t parts) {
-    for (int64_t r = n * part / parts; r < n * (part + 1) / parts; ++r) {
-      prefetch_row_to_write(out + head.offset(t + r, x.values), x.values);
-      const int64_t next = t + n + r;
-      if (next >= head.s.steps) continue;
-      prefetch_row(head.q(next), x.keys);
-      prefetch_row(head.k(next), x.keys);
-      prefetch_row(head.v(next), x.values);
-    }
-  };
+  const auto fetch = [&](int64_t part, int64_t parts) { upcoming.prefetch(part, parts); };
   product_with(fetch, x.readers(), x.reader_stride(), row_panels(x.state, x.ldv), x.rows, x.ldv,
                X::kRows * n, x.values, x.keys);
   for (int64_t i = 0; i < n; ++i) {
