@@ -120,9 +120,11 @@ void run_heads(const Params& p, int64_t bytes,
   const int64_t elements = x.batch * x.steps * x.value_heads * x.key_dim * x.value_dim;
   const int64_t threads = std::min({items, elements / kTaskElements + 1,
                                     static_cast<int64_t>(torch::stable::get_num_threads())});
+  const int64_t together =
+      std::clamp<int64_t>(items / std::max<int64_t>(threads, 1), 1, kHeadsTogether);
   const ThreadMemory memory(threads, bytes);
-  parallel_queue(items, threads, [&](int64_t thread, int64_t item) {
-    kernel(p, memory.of(thread), item, item + 1);
+  parallel_queue(ceil_div(items, together), threads, [&](int64_t thread, int64_t group) {
+    kernel(p, memory.of(thread), group * together, std::min((group + 1) * together, items));
   });
 }
 

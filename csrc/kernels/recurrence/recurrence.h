@@ -84,6 +84,9 @@ OMNIATTN_FN StateSequence state_sequence(const Recurrence& p, int64_t n) {
   return {0, begin, p.cu_seqlens[n + 1] - begin, begin / kStateSteps + n};
 }
 
+// Items that a call of a kernel can make use of.
+inline constexpr int64_t kHeadsTogether = 8;
+
 struct RecurrenceKernels {
   // Bytes of `memory`.
   int64_t (*forward_bytes)(const Recurrence&);

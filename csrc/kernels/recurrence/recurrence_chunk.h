@@ -21,7 +21,29 @@ constexpr int64_t kBlock = 16;  // triangles are cut into blocks of this many ro
 // Elements between rows of scratch: whole cache lines, and no power of two.
 OMNIATTN_INLINE int64_t padded(int64_t n) { return round_up(n, 16) + 16; }
 
-// C rows *= factors, of one row each.
+// Asks for rows that a later chunk reads, into L2. Rows of one head lie far apart, and waiting for
+// them took 40 % of the time; asking for all of them at once does not help.
+template <class S>
+OMNIATTN_INLINE void prefetch_row(const S* row, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(S);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i, 0, 2);
+}
+// c = a b as gemm_tile, with fetch(part, parts) from time to time.
+template <class C, class F>
+void product_with(const F& fetch, const C* a, int64_t lda, Panels<C> b, C* c, int64_t ldc,
+                  int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kCols = kPanelCols<C>, kTall = 2 * tile_rows(kTileVecs);
+  const int64_t parts = ceil_div(n, kCols) * ceil_div(m, kTall);
+  int64_t part = 0;
+  for (int64_t j = 0; j < n; j += kCols) {
+    for (int64_t i = 0; i < m; i += kTall, ++part) {
+      gemm_tile<C>(a + i * lda, lda, b.at(0, j), c + i * ldc + j, ldc, smaller(kTall, m - i),
+                   smaller(kCols, n - j), k, false);
+      fetch(part, parts);
+    }
+  }
+}
+
 template <class C>
 OMNIATTN_INLINE void scale_row(C* row, C factor, int64_t n) {
   for_row<C>(n, [&](int64_t i, auto part) { part.store(row + i, part.load(row + i) * factor); });
@@ -196,6 +218,18 @@ struct Chunk {
     }
   }
 
+  // The delta update: v - gamma k S from k S.
+  template <class T>
+  void subtract_from_values(const Head<T>& head, int64_t t) const {
+    for (int64_t i = 0; i < n; ++i) {
+      const T* const v = head.v(t + i);
+      C* const e = rows + 2 * i * ldv;
+      for_row<C>(values, [&](int64_t c, auto part) {
+        store(e + c, fma(load(e + c), Vec<C>(-gamma[i]), part.load(v + c)));
+      });
+    }
+  }
+
   // x (K, V) = gamma_n x + k^T y for y (n, V).
   void add_outer(C* x, const C* y) const {
     for (int64_t d = 0; d < keys; ++d) scale_row(x + d * ldv, gamma[n - 1], values);
@@ -215,28 +249,38 @@ void copy_state(const C* from, int64_t from_row, C* to, int64_t to_row, int64_t 
   }
 }
 
+// Steps of a head that will be read next.
+template <class T>
+struct Upcoming {
+  Head<T> head;
+  int64_t t, n;
+
+  // A share of their rows, for reading.
+  void prefetch(int64_t part, int64_t parts) const {
+    for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) {
+      prefetch_row(head.q(t + i), head.p.key_dim);
+      prefetch_row(head.k(t + i), head.p.key_dim);
+      prefetch_row(head.v(t + i), head.p.value_dim);
+    }
+  }
+};
+
 // Steps [t, t + n): o, and the state of the chunk becomes the next one.
 template <StateUpdate kUpdate, class T>
 void forward_chunk(Chunk<compute_t<T>, kUpdate>& x, const Head<T>& head, int64_t t, int64_t n,
-                   T* out) {
+                   T* out, const Upcoming<T>& upcoming) {
   using C = compute_t<T>;
   using X = Chunk<C, kUpdate>;
   x.read(head, t, n);
   x.find_scores();
-  gemm_tile<C>(x.readers(), x.reader_stride(), row_panels(x.state, x.ldv), x.rows, x.ldv,
-               X::kRows * n, x.values, x.keys, false);
+  const auto fetch = [&](int64_t part, int64_t parts) { upcoming.prefetch(part, parts); };
+  product_with(fetch, x.readers(), x.reader_stride(), row_panels(x.state, x.ldv), x.rows, x.ldv,
+               X::kRows * n, x.values, x.keys);
   for (int64_t i = 0; i < n; ++i) {
-    C* const o = X::of_q(x.rows, i, x.ldv);
-    scale_row(o, x.gamma[i], x.values);
-    if constexpr (X::kDelta) {
-      const T* const v = head.v(t + i);
-      C* const e = o - x.ldv;
-      for_row<C>(x.values, [&](int64_t c, auto part) {
-        store(e + c, fma(load(e + c), Vec<C>(-x.gamma[i]), part.load(v + c)));
-      });
-    }
+    scale_row(X::of_q(x.rows, i, x.ldv), x.gamma[i], x.values);
   }
   if constexpr (X::kDelta) {
+    x.subtract_from_values(head, t);
     x.solve();
   } else {
     x.copy_values(head, t);
