@@ -17,8 +17,8 @@ enum class LayoutKind : int32_t {
 };
 
 // A call may be a part of a larger one. These entries then come first, in place of a layout, and
-// masks, side tensors, bias, table term and dropout refer to the larger call. merge_attention
-// combines parts of the keys.
+// masks, side tensors, table term and dropout refer to the larger call, as does a bias that has not
+// the size of the part. merge_attention combines parts of the keys.
 enum class PartKind : int32_t {
   queries = 17,  // q has the rows a .. a + Tq of b
   keys = 18,     // k and v have the rows a .. a + Tk of b; a is a multiple of 4 if there is dropout
