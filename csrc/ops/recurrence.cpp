@@ -1,254 +1,234 @@
-// recurrence: the matrix state of linear attention, gated linear attention and delta rules.
+// recurrence.
 #include "kernels/recurrence/recurrence.h"
 
 #include <tuple>
 
 #include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sequences.h"
 #include "ops/stage.h"
 
 namespace omniattn::ops::recurrence {
 namespace {
 
-// Packed sequences: on the CPU the numbers are checked; CUDA would wait for the GPU.
-OptTensor as_boundaries(const char* op, const OptTensor& t, int64_t batch, int64_t steps) {
-  if (!t.has_value()) return t;
-  require_tensor(op, "cu_seqlens", *t, ScalarType::Int);
-  require(t->dim() == 1 && t->size(0) >= 1, op, "cu_seqlens must have shape (N + 1,), got ",
-          Shape{t->sizes().data(), t->sizes().size()});
-  require(batch == 1, op, "packed sequences must have B = 1, got B=", batch);
-  const Tensor dense = as_dense(*t);
-  if constexpr (!kOnCuda) {
-    const int32_t* const at = static_cast<const int32_t*>(dense.const_data_ptr());
-    const int64_t last = dense.size(0) - 1;
-    require(at[0] == 0 && at[last] == steps, op, "cu_seqlens must go from 0 to T=", steps, ", got ",
-            at[0], " to ", at[last]);
-    for (int64_t n = 0; n < last; ++n) {
-      require(at[n] <= at[n + 1], op, "cu_seqlens must not decrease, got ", at[n], " then ",
-              at[n + 1]);
-    }
+// (B, T, H) or (B, T, H, D) of these sizes, the latter with unit last stride.
+struct Steps {
+  Tensor tensor;
+
+  Steps(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) : tensor(t) {
+    require_tensor(op, name, t, dtype);
+    require_sizes(op, name, t, sizes);
+    if (t.dim() == 4) tensor = with_unit_last_stride(t);
   }
-  return dense;
+  StepView view() const {
+    return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  }
+};
+using OptSteps = std::optional<Steps>;
+StepView view_or_null(const OptSteps& steps) { return steps ? steps->view() : StepView{}; }
+
+Tensor require_steps(const char* op, const char* name, const Tensor& t) {
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
+  return t;
 }
 
 // What forward and backward share.
 struct Problem {
   const char* op;
   DType dtype, acc;
-  int64_t batch, steps, key_heads, value_heads, key_dim, value_dim, sequences;
-  Tensor q, k, v;
-  OptTensor g, beta, state, boundaries;
+  int64_t batch, steps, key_heads, value_heads, key_width, value_width, sequences;
+  Steps q, k, v;
+  bool channel_decay;
+  OptSteps g, beta;
+  OptTensor initial_state;
+  Sequences packed;
+  double scale;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-          const OptTensor& g_, const OptTensor& beta_, const OptTensor& state_,
-          const OptTensor& cu_seqlens)
-      : op(op_), dtype(dtype_of(op, "q", q_)), acc(accumulator(dtype)), q(q_), k(k_), v(v_) {
-    require(q.dim() == 4, op, "q must have shape (B, T, Hk, K), got ", q.dim(), " dimensions");
-    require(v.dim() == 4, op, "v must have shape (B, T, Hv, V), got ", v.dim(), " dimensions");
-    batch = q.size(0), steps = q.size(1), key_heads = q.size(2), key_dim = q.size(3);
-    value_heads = v.size(2), value_dim = v.size(3);
+          const OptTensor& g_, const OptTensor& beta_, const OptTensor& initial_state_,
+          const OptTensor& cu_seqlens, double scale_)
+      : op(op_),
+        dtype(dtype_of(op, "q", q_)),
+        acc(accumulator(dtype)),
+        batch(require_steps(op, "q", q_).size(0)),
+        steps(q_.size(1)),
+        key_heads(q_.size(2)),
+        value_heads(require_steps(op, "v", v_).size(2)),
+        key_width(q_.size(3)),
+        value_width(v_.size(3)),
+        sequences(batch),
+        q(op, "q", q_, dtype, q_.sizes()),
+        k(op, "k", k_, dtype, q_.sizes()),
+        v(op, "v", v_, dtype, {batch, steps, value_heads, value_width}),
+        channel_decay(g_.has_value() && g_->dim() == 4),
+        scale(scale_) {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
-            "Hv must be a multiple of Hk, got Hk=", key_heads, ", Hv=", value_heads);
-    q = as_input("q", q, dtype, q.sizes());
-    k = as_input("k", k, dtype, q.sizes());
-    v = as_input("v", v, dtype, {batch, steps, value_heads, value_dim});
-    if (g_.has_value()) {
-      g = g_->dim() == 4 ? as_input("g", *g_, acc, {batch, steps, value_heads, key_dim})
-                         : as_gate("g", *g_);
+            "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
+            key_heads);
+    if (channel_decay) {
+      g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads, key_width});
+    } else if (g_.has_value()) {
+      g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads});
     }
-    if (beta_.has_value()) beta = as_gate("beta", *beta_);
-    boundaries = as_boundaries(op, cu_seqlens, batch, steps);
-    sequences = boundaries.has_value() ? boundaries->size(0) - 1 : batch;
-    state = as_state("initial_state", state_);
+    if (beta_.has_value()) beta.emplace(op, "beta", *beta_, acc, Sizes{batch, steps, value_heads});
+    if (cu_seqlens.has_value()) {
+      require(batch == 1, op, "q must have B=1 with cu_seqlens, got B=", batch);
+      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
+      packed = packed_sequences(op, rows, rows);
+      sequences = packed.count;
+    }
+    initial_state = checked_state("initial_state", initial_state_);
   }
 
-  Tensor as_input(const char* name, const Tensor& t, DType want, Sizes sizes) const {
-    require_tensor(op, name, t, want);
-    require_sizes(op, name, t, sizes);
-    return with_unit_last_stride(t);
+  std::array<int64_t, 4> state_sizes() const {
+    return {sequences, value_heads, key_width, value_width};
   }
-  const Tensor& as_gate(const char* name, const Tensor& t) const {
-    require_tensor(op, name, t, acc);
-    require_sizes(op, name, t, {batch, steps, value_heads});
-    return t;
-  }
-  OptTensor as_state(const char* name, const OptTensor& t) const {
+  OptTensor checked_state(const char* name, const OptTensor& t) const {
     if (!t.has_value()) return t;
     require_tensor(op, name, *t, acc);
-    require_sizes(op, name, *t, {sequences, value_heads, key_dim, value_dim});
+    const auto sizes = state_sizes();
+    require_sizes(op, name, *t, {sizes.data(), sizes.size()});
     return as_dense(*t);
   }
-  Tensor new_states(int64_t count) const {
-    return empty_tensor({count, value_heads, key_dim, value_dim}, acc);
-  }
 
-  static HeadRows rows(const Tensor& t) {
-    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-  }
-  static HeadRows rows(const OptTensor& t) { return t.has_value() ? rows(*t) : HeadRows{}; }
-
-  Recurrence params(double scale) const {
+  Recurrence params() const {
     return {.dtype = dtype,
-            .decay = !g.has_value()  ? StateDecay::none
-                     : g->dim() == 4 ? StateDecay::channel
-                                     : StateDecay::head,
-            .update = beta.has_value() ? StateUpdate::delta : StateUpdate::plain,
-            .batch = batch,
+            .channel_decay = channel_decay,
+            .sequences = sequences,
             .steps = steps,
             .key_heads = key_heads,
             .value_heads = value_heads,
-            .key_dim = key_dim,
-            .value_dim = value_dim,
-            .sequences = sequences,
+            .key_width = key_width,
+            .value_width = value_width,
             .scale = scale,
-            .q = rows(q),
-            .k = rows(k),
-            .v = rows(v),
-            .g = rows(g),
-            .beta = rows(beta),
-            .initial_state = data_or_null(state),
-            .cu_seqlens = static_cast<const int32_t*>(data_or_null(boundaries))};
+            .q = q.view(),
+            .k = k.view(),
+            .v = v.view(),
+            .g = view_or_null(g),
+            .beta = view_or_null(beta),
+            .initial_state = data_or_null(initial_state),
+            .boundaries = packed.rows.q};
+  }
+
+  // A result of the sizes of x. On the CPU rows outside of all sequences are zeroed here.
+  Output result(bool wanted, const Steps& x, DType type) const {
+    const Output out(wanted, x.tensor.sizes(), type);
+    if (!kOnCuda && out.data() != nullptr && packed.rows.q != nullptr &&
+        (packed.rows.q[0] > 0 || packed.rows.q[sequences] < steps)) {
+      Tensor rows = out.tensor();
+      torch::stable::fill_(rows, 0);
+    }
+    return out;
   }
 };
 
-// On the CPU: a kernel over the heads of all sequences.
-template <class Params>
-void run_heads(const Params& p, int64_t bytes,
-               void (*kernel)(const Params&, void* memory, int64_t begin, int64_t end)) {
-  const Recurrence& x = p.problem;
-  const int64_t items = x.sequences * x.value_heads;
-  const int64_t elements = x.batch * x.steps * x.value_heads * x.key_dim * x.value_dim;
-  const int64_t threads = std::min({items, elements / kTaskElements + 1,
-                                    static_cast<int64_t>(torch::stable::get_num_threads())});
-  const int64_t together =
-      std::clamp<int64_t>(items / std::max<int64_t>(threads, 1), 1, kHeadsTogether);
-  const ThreadMemory memory(threads, bytes);
-  parallel_queue(ceil_div(items, together), threads, [&](int64_t thread, int64_t group) {
-    kernel(p, memory.of(thread), group * together, std::min((group + 1) * together, items));
-  });
+std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
+  const auto state = p.state_sizes();
+  const Output o = p.result(true, p.v, p.dtype);
+  const Output final_state(true, {state.data(), state.size()}, p.acc);
+  const Recurrence shared = p.params();
+  const Output states(save, {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width},
+                      p.acc);
+  const RecurrenceParams params{.recurrence = shared,
+                                .o = o.data(),
+                                .final_state = final_state.data(),
+                                .states = states.data()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_recurrence(params, stream()));
+  } else {
+    const RecurrenceKernels& kernels = recurrence_kernels();
+    const int64_t items = p.sequences * p.value_heads;
+    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
+                              kernels.bytes(shared));
+    run_stage(
+        std::span(&params, 1), [&](const RecurrenceParams&) { return items; }, memory,
+        kernels.forward);
+  }
+  return {o.tensor(), final_state.tensor(), states.tensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> run(const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const OptTensor& g, const OptTensor& beta,
-                                       const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                                       double scale, bool keep_states) {
-  const DeviceScope scope(q);
-  const Problem p("recurrence", q, k, v, g, beta, initial_state, cu_seqlens);
-  const Recurrence problem = p.params(scale);
-  const Tensor o = empty_tensor(v.sizes(), p.dtype);
-  const Tensor final_state = p.new_states(p.sequences);
-  const Output states(keep_states, {state_slots(problem), p.value_heads, p.key_dim, p.value_dim},
-                      p.acc);
-  const RecurrenceParams params{.problem = problem,
-                                .o = o.mutable_data_ptr(),
-                                .final_state = final_state.mutable_data_ptr(),
-                                .states = states.data()};
-  const RecurrenceKernels& kernels = recurrence_kernels();
-  run_heads(params, kernels.forward_bytes(problem), kernels.forward);
-  return {o, final_state, states.tensor()};
+// The public function that names an error; functions with fewer options check their own.
+const char* op_of(const OptTensor& beta) {
+  return beta.has_value() ? "gated_delta_rule" : "gated_linear_attention";
 }
 
 std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, const Tensor& v,
                                               const OptTensor& g, const OptTensor& beta,
                                               const OptTensor& initial_state,
                                               const OptTensor& cu_seqlens, double scale) {
-  return run(q, k, v, g, beta, initial_state, cu_seqlens, scale, true);
+  const DeviceScope scope(q);
+  return forward({op_of(beta), q, k, v, g, beta, initial_state, cu_seqlens, scale}, true);
 }
+
 std::tuple<Tensor, Tensor> recurrence_only(const Tensor& q, const Tensor& k, const Tensor& v,
                                            const OptTensor& g, const OptTensor& beta,
                                            const OptTensor& initial_state,
                                            const OptTensor& cu_seqlens, double scale) {
+  const DeviceScope scope(q);
   const auto [o, final_state, states] =
-      run(q, k, v, g, beta, initial_state, cu_seqlens, scale, false);
+      forward({op_of(beta), q, k, v, g, beta, initial_state, cu_seqlens, scale}, false);
   return {o, final_state};
 }
 
-// The gradient of q or k: where value heads share a key head, from one part for each value head.
-class KeyGradient {
- public:
-  explicit KeyGradient(const Problem& p)
-      : p_(p), sum_(empty_tensor({p.batch, p.steps, p.key_heads, p.key_dim}, p.dtype)) {
-    if (p.value_heads > p.key_heads) {
-      parts_ = scratch(p.batch * p.steps * p.value_heads * p.key_dim, p.acc);
-    }
-  }
-
-  void* parts() const { return (parts_.has_value() ? *parts_ : sum_).mutable_data_ptr(); }
-
-  // Adds the parts, on the CPU.
-  Tensor sum(const Recurrence& problem) const {
-    if (!parts_.has_value()) return sum_;
-    const auto add = recurrence_kernels().add_heads;
-    parallel_ranges(p_.batch * p_.steps * p_.key_heads,
-                    grain_of(p_.value_heads / p_.key_heads * p_.key_dim),
-                    [&](int64_t begin, int64_t end) {
-                      add(problem, parts_->const_data_ptr(), sum_.mutable_data_ptr(), begin, end);
-                    });
-    return sum_;
-  }
-
- private:
-  const Problem& p_;
-  Tensor sum_;
-  OptTensor parts_;
-};
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> recurrence_backward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, const Tensor& states,
-    const OptTensor& grad_o, const OptTensor& grad_final_state, double scale, bool g_grad,
-    bool beta_grad, bool initial_state_grad) {
+    const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
+    const Tensor& v, const OptTensor& g, const OptTensor& beta, const OptTensor& initial_state,
+    const OptTensor& cu_seqlens, const Tensor& states, double scale, bool g_grad, bool beta_grad,
+    bool initial_state_grad) {
   const DeviceScope scope(q);
-  const Problem p("recurrence_backward", q, k, v, g, beta, initial_state, cu_seqlens);
-  const Recurrence problem = p.params(scale);
-  const Tensor go = grad_o.has_value() ? p.as_input("grad_o", *grad_o, p.dtype, v.sizes())
-                                       : torch::stable::new_zeros(v, v.sizes());
-  const OptTensor grad_final = p.as_state("grad_final_state", grad_final_state);
+  const char* const op =
+      beta.has_value() ? "gated_delta_rule_backward" : "gated_linear_attention_backward";
+  const Problem p(op, q, k, v, g, beta, initial_state, cu_seqlens, scale);
+  const Recurrence shared = p.params();
+  OptSteps go;
+  if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
+  const OptTensor grad_final = p.checked_state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc,
-                {state_slots(problem), p.value_heads, p.key_dim, p.value_dim});
-  const KeyGradient dq(p), dk(p);
-  const Tensor dv = empty_tensor(v.sizes(), p.dtype);
-  const bool per_channel = problem.decay == StateDecay::channel;
-  const Output dg(g_grad && g.has_value(), per_channel ? g->sizes() : v.sizes().slice(0, 3), p.acc);
-  const Output dbeta(beta_grad && beta.has_value(), v.sizes().slice(0, 3), p.acc);
-  const Output dstate(initial_state_grad && initial_state.has_value(),
-                      {p.sequences, p.value_heads, p.key_dim, p.value_dim}, p.acc);
-  const RecurrenceBackwardParams params{.problem = problem,
-                                        .grad_o = Problem::rows(go),
-                                        .grad_final = data_or_null(grad_final),
+                {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width});
+  const Output dq = p.result(true, p.q, p.dtype), dk = p.result(true, p.k, p.dtype);
+  const Output dv = p.result(true, p.v, p.dtype);
+  const Output dg = p.result(g_grad && p.g, p.g ? *p.g : p.v, p.acc);
+  const Output dbeta = p.result(beta_grad && p.beta, p.beta ? *p.beta : p.v, p.acc);
+  const auto state = p.state_sizes();
+  const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
+  const RecurrenceBackwardParams params{.recurrence = shared,
+                                        .grad_o = view_or_null(go),
+                                        .grad_final_state = data_or_null(grad_final),
                                         .states = states.const_data_ptr(),
-                                        .dq = dq.parts(),
-                                        .dk = dk.parts(),
-                                        .dv = dv.mutable_data_ptr(),
+                                        .dq = dq.data(),
+                                        .dk = dk.data(),
+                                        .dv = dv.data(),
                                         .dg = dg.data(),
                                         .dbeta = dbeta.data(),
-                                        .dstate = dstate.data()};
-  const RecurrenceKernels& kernels = recurrence_kernels();
-  run_heads(params, kernels.backward_bytes(problem), kernels.backward);
-  return {dq.sum(problem), dk.sum(problem), dv, dg.tensor(), dbeta.tensor(), dstate.tensor()};
+                                        .dinitial_state = dinitial.data()};
+  if constexpr (kOnCuda) {
+    const Tensor memory =
+        scratch(ceil_div(recurrence_backward_bytes(shared), size_of(DType::f64)), DType::f64);
+    require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
+  } else {
+    const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
+    const int64_t items = p.sequences * p.key_heads;
+    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
+                              kernels.bytes(shared));
+    run_stage(
+        std::span(&params, 1), [&](const RecurrenceBackwardParams&) { return items; }, memory,
+        kernels.backward);
+  }
+  return {dq.tensor(), dk.tensor(), dv.tensor(), dg.tensor(), dbeta.tensor(), dinitial.tensor()};
 }
 
-// q, k (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv); states
-// (N, Hv, K, V) with N = B, or with cu_seqlens (N + 1) the number of its sequences.
+// q, k (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), states
+// (N, Hv, K, V). The last result of the forward is the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
-#define OMNIATTN_INPUTS                                                                    \
-  "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? " \
-  "cu_seqlens"
-  ops.define("recurrence(" OMNIATTN_INPUTS
-             ", float scale) -> (Tensor o, Tensor final_state, Tensor states)",
-             differentiable);
-  ops.define("recurrence_only(" OMNIATTN_INPUTS ", float scale) -> (Tensor o, Tensor final_state)");
-  ops.define("recurrence_backward(" OMNIATTN_INPUTS
-             ", Tensor states, Tensor? grad_o, Tensor? grad_final_state, float scale, bool g_grad,"
-             " bool beta_grad, bool initial_state_grad)"
-             " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,"
-             " Tensor dinitial_state)");
-#undef OMNIATTN_INPUTS
-  if constexpr (!kOnCuda) {  // CUDA has no kernels yet
-    ops.implement<recurrence>("recurrence", differentiable);
-    ops.implement<recurrence_only>("recurrence_only");
-    ops.implement<recurrence_backward>("recurrence_backward");
-  }
+  ops.add<recurrence, recurrence_only>(
+      "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state,"
+      " Tensor? cu_seqlens, float scale) -> (Tensor o, Tensor final_state, Tensor states)",
+      differentiable);
+  ops.add<recurrence_backward>(
+      "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
+      " Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"
+      " float scale, bool g_grad, bool beta_grad, bool initial_state_grad)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)");
 });
 
 }  // namespace

@@ -20,8 +20,10 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
+#: What has runs of its own.
+FAMILIES = ("attention", "moe", "recurrence")
 # Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
-OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in ("attention", "moe"))
+OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in FAMILIES)
 ATTENTION = ("-attention-",)
 #: Long cases, and those that only repeat others in the backward.
 SEQUENCES = "prefix or strided or short or decode or self or chunk or oddpages"
@@ -51,6 +53,15 @@ PLACED = (
     *("-attention-decode-", "-attention_varlen-self-", "-attention_cached-pages-"),
 )
 
+STATES = tuple(
+    f"-{spec.name}-{case}-"
+    for spec in NATIVE
+    if spec.family == "recurrence"
+    for case in ("tiny", "grouped", "packed", "step", "nosteps")
+)
+#: A decay for each channel, the delta rule, value heads that share keys, packed sequences.
+FEW_STATES = tuple(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed"))
+
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
 #: whose bits depend on the number of threads on some processors (Zen 4).
 TORCHS = ("linear_cross_entropy", "linear_log_prob", "linear_jsd", "glu_mlp-clamped")
@@ -78,6 +89,10 @@ RUNS = [
     ("value", "descending shuffled", FEW_EXPERTS, (*VALUES, "strided"), ("f32", "bf16")),
     ("race", "ascending", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
     ("sanitized", "shuffled", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
+    ("value", "ascending", STATES, VALUES, ("f64", "bf16")),
+    ("value", "descending shuffled", FEW_STATES, VALUES + PLACES, ("f32", "f16")),
+    ("race", "ascending", FEW_STATES, VALUES, ("bf16",)),
+    ("sanitized", "shuffled", FEW_STATES, (*VALUES, "strided"), ("bf16",)),
 ]
 
 

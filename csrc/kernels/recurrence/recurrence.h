@@ -1,12 +1,14 @@
-// Recurrence of a matrix state per sequence and value head, forward and backward:
+// Matrix-state recurrences over time, forward and backward. For each sequence and value head, with
+// a state S of shape (K, V) and a_t = exp(g_t):
 //
-//   S_t = diag(a_t) S_(t-1) + k_t u_t^T     a_t = exp(g_t)     o_t = scale S_t^T q_t
-//   u_t = v_t                                        plain: linear attention, RetNet, GLA
-//   u_t = beta_t (v_t - (diag(a_t) S_(t-1))^T k_t)   delta: DeltaNet, Gated DeltaNet, KDA
+//   S_t = diag(a_t) S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
+//   u_t = v_t                                              plain update (no beta)
+//   u_t = beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)         delta update
 //
-// (Katharopoulos et al. 2020, Yang et al. 2024). S is (K, V). Value head h reads key head
-// h / (Hv / Hk). An item is one value head of one sequence; sequences are the batch entries, or
-// with cu_seqlens the rows between its numbers.
+// Value head h reads key head h / (Hv / Hk) of q and k. Both devices work on chunks of tokens, in
+// which the products are matrix products; every factor of a decay is a product of a's, never the
+// exponential of a difference of sums. The backward computes a chunk again from the state at its
+// start, which the forward has saved.
 #pragma once
 
 #include <cstdint>
@@ -19,88 +21,91 @@
 
 namespace omniattn {
 
-enum class StateDecay : int32_t { none, head, channel };
-enum class StateUpdate : int32_t { plain, delta };
-
-// A tensor (B, T, H, ...) with unit stride after its heads, or null.
-struct HeadRows {
-  const void* data;
-  int64_t batch, step, head;  // elements between batch entries, steps and heads
+// An input (B, T, H) or (B, T, H, D), the last of these with unit stride.
+struct StepView {
+  const void* data;           // null where the tensor is absent
+  int64_t batch, step, head;  // elements between batch entries, tokens and heads
 };
 
+// What forward and backward share. A is the accumulator type of dtype.
 struct Recurrence {
-  DType dtype;  // of q, k and v; all else is in the accumulator type
-  StateDecay decay;
-  StateUpdate update;
-  int64_t batch, steps, key_heads, value_heads, key_dim, value_dim;  // B, T, Hk, Hv, K, V
-  int64_t sequences;                                                 // N
+  DType dtype;         // of q, k, v, o and their gradients
+  bool channel_decay;  // g is (B, T, Hv, K) and not (B, T, Hv)
+  int64_t sequences;   // N: B, or the number of packed sequences
+  int64_t steps;       // T: of each sequence, or of all packed ones
+  int64_t key_heads, value_heads, key_width, value_width;  // Hk, Hv, K, V
   double scale;
-  HeadRows q, k;              // (B, T, Hk, K)
-  HeadRows v;                 // (B, T, Hv, V)
-  HeadRows g;                 // (B, T, Hv), or (B, T, Hv, K) for a decay per channel
-  HeadRows beta;              // (B, T, Hv)
-  const void* initial_state;  // (N, Hv, K, V), or null
-  const int32_t* cu_seqlens;  // (N + 1), or null
+  StepView q, k;              // (B, T, Hk, K)
+  StepView v;                 // (B, T, Hv, V)
+  StepView g, beta;           // of A; absent: no decay, plain update
+  const void* initial_state;  // (N, Hv, K, V) of A contiguous, or null for zeros
+  const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
+                              // boundaries[n] .. boundaries[n + 1]
 };
 
 struct RecurrenceParams {
-  Recurrence problem;
-  void* o;            // (B, T, Hv, V)
-  void* final_state;  // (N, Hv, K, V)
-  void* states;       // (state_slots, Hv, K, V), or null
+  Recurrence recurrence;
+  void* o;            // (B, T, Hv, V) contiguous
+  void* final_state;  // (N, Hv, K, V) of A contiguous
+  void* states;       // (recurrence_slots, Hv, K, V) of A, or null
 };
 
+// Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta and
+// dinitial_state may be null.
 struct RecurrenceBackwardParams {
-  Recurrence problem;
-  HeadRows grad_o;         // (B, T, Hv, V)
-  const void* grad_final;  // (N, Hv, K, V), or null
-  const void* states;
-  void* dq;      // (B, T, Hv, K) in the accumulator type if Hv > Hk, else in that of q
-  void* dk;      // the same
-  void* dv;      // (B, T, Hv, V)
-  void* dg;      // as g, or null
-  void* dbeta;   // (B, T, Hv), or null
-  void* dstate;  // (N, Hv, K, V), or null
+  Recurrence recurrence;
+  StepView grad_o;               // (B, T, Hv, V), or absent for zeros
+  const void* grad_final_state;  // as initial_state
+  const void* states;            // of the forward
+  void *dq, *dk, *dv;
+  void *dg, *dbeta, *dinitial_state;  // of A
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);
 
-// The forward keeps the states at the starts of runs of this many steps for the backward.
-inline constexpr int64_t kStateSteps = 64;
+// Tokens of a chunk of the backward, at whose starts the forward saves states. A decay per channel
+// cannot be taken out of the products of a chunk, whose cost grows with its length.
+OMNIATTN_FN int64_t recurrence_chunk(bool channel_decay) { return channel_decay ? 16 : 32; }
 
-// Slots of `states`: packed sequences need at most one more each than T / kStateSteps.
-OMNIATTN_FN int64_t state_slots(const Recurrence& p) {
-  return p.cu_seqlens != nullptr ? p.steps / kStateSteps + p.sequences
-                                 : p.batch * ceil_div(p.steps, kStateSteps);
+// Slots of states: sequence n of a batch begins at slot n ceil(T / chunk), a packed sequence at
+// slot boundaries[n] / chunk + n, which leaves room for those before it whatever their lengths.
+OMNIATTN_FN int64_t recurrence_slots(const Recurrence& p) {
+  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  return p.boundaries != nullptr ? p.steps / chunk + p.sequences
+                                 : p.sequences * ceil_div(p.steps, chunk);
 }
 
-// One sequence: steps [begin, begin + steps) of batch entry `row`, its states from `slot` on.
-struct StateSequence {
-  int64_t row, begin, steps, slot;
+// One sequence: batch entry, first row, number of tokens, first slot of states.
+struct RecurrenceSequence {
+  int64_t batch, begin, count, slot;
 };
-OMNIATTN_FN StateSequence state_sequence(const Recurrence& p, int64_t n) {
-  if (p.cu_seqlens == nullptr) return {n, 0, p.steps, n * ceil_div(p.steps, kStateSteps)};
-  const int64_t begin = p.cu_seqlens[n];
-  return {0, begin, p.cu_seqlens[n + 1] - begin, begin / kStateSteps + n};
+OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t n) {
+  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  if (p.boundaries == nullptr) return {n, 0, p.steps, n * ceil_div(p.steps, chunk)};
+  const int64_t begin = p.boundaries[n];
+  return {0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
 }
-
-// Items that a call of a kernel can make use of.
-inline constexpr int64_t kHeadsTogether = 8;
 
 struct RecurrenceKernels {
-  // Bytes of `memory`.
-  int64_t (*forward_bytes)(const Recurrence&);
-  int64_t (*backward_bytes)(const Recurrence&);
-  // Item n Hv + h is value head h of sequence n.
+  // Item n Hv + h is value head h of sequence n. `memory` has bytes(params.recurrence) bytes.
+  int64_t (*bytes)(const Recurrence&);
   void (*forward)(const RecurrenceParams&, void* memory, int64_t begin, int64_t end);
-  void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
-  // Rows of (B, T, Hk): dq or dk as the sum of its value heads, in order.
-  void (*add_heads)(const Recurrence&, const void* parts, void* sum, int64_t begin, int64_t end);
 };
-
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
 
+struct RecurrenceBackwardKernels {
+  // Item n Hk + h is key head h of sequence n with all of its value heads, whose gradients of q and
+  // k are added in order.
+  int64_t (*bytes)(const Recurrence&);
+  void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_backward_kernels)
+
+// On CUDA rows of o, and of gradients, that are in no sequence are zeroed by the kernels.
 Status launch_recurrence(const RecurrenceParams& p, Stream stream);
-Status launch_recurrence_backward(const RecurrenceBackwardParams& p, Stream stream);
+
+// The bytes that a backward works in; depends on shapes only.
+int64_t recurrence_backward_bytes(const Recurrence& p);
+Status launch_recurrence_backward(const RecurrenceBackwardParams& p, void* memory, Stream stream);
 
 }  // namespace omniattn

@@ -1,302 +1,202 @@
-// A chunk of n steps as products of matrices. With D_ij = a_(j+1) .. a_i, gamma_i = a_1 .. a_i,
-// epsilon_i = a_(i+1) .. a_n and the scale in q:
+// A chunk of tokens of one sequence and head: its rows in the accumulator type, and products of its
+// small matrices. With e^G the product of the decays from the start of the chunk through a token:
 //
-//   P = tril(q k^T . D)    N = stril(k k^T . D)
-//   U = v, or by substitution U_i = beta_i E_i, E_i = v_i - gamma_i k_i S - sum_(j<i) N_ij U_j
-//   O = gamma q S + P U    S' = gamma_n S + k^T (epsilon U)
+//   k_in = k e^G, q_in = scale q e^G      rows that meet the state at the start of the chunk
+//   k_out = k e^(G_C - G)                 rows that make the state at its end
+//   N_ij = k_i . D_ij k_j  (j < i),  P_ij = scale q_i . D_ij k_j  (j <= i),  D_ij = e^(G_i - G_j)
 //
-// (Yang et al. 2024, "Parallelizing linear transformers with the delta rule".) Decays are products
-// of a only, so that no factor exceeds 1 and gates of any strength reach 0.
+// Stacks hold the rows of k or of what belongs to it, then right after these the rows of q.
 #pragma once
 
-#include "kernels/recurrence/recurrence_rows.h"
+#include "kernels/recurrence/recurrence.h"
 #include "runtime/gemm_tile.h"
+#include "runtime/row.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int64_t kChunk = 32;
-constexpr int64_t kBlock = 16;  // triangles are cut into blocks of this many rows
-
-// Elements between rows of scratch: whole cache lines, and no power of two.
-OMNIATTN_INLINE int64_t padded(int64_t n) { return round_up(n, 16) + 16; }
-
-// Asks for rows that a later chunk reads, into L2. Rows of one head lie far apart, and waiting for
-// them took 40 % of the time; asking for all of them at once does not help.
-template <class S>
-OMNIATTN_INLINE void prefetch_row(const S* row, int64_t n) {
-  constexpr int64_t kLine = 64 / sizeof(S);
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i, 0, 2);
-}
-// c = a b as gemm_tile, with fetch(part, parts) from time to time.
-template <class C, class F>
-void product_with(const F& fetch, const C* a, int64_t lda, Panels<C> b, C* c, int64_t ldc,
-                  int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kCols = kPanelCols<C>, kTall = 2 * tile_rows(kTileVecs);
-  const int64_t parts = ceil_div(n, kCols) * ceil_div(m, kTall);
-  int64_t part = 0;
-  for (int64_t j = 0; j < n; j += kCols) {
-    for (int64_t i = 0; i < m; i += kTall, ++part) {
-      gemm_tile<C>(a + i * lda, lda, b.at(0, j), c + i * ldc + j, ldc, smaller(kTall, m - i),
-                   smaller(kCols, n - j), k, false);
-      fetch(part, parts);
-    }
-  }
-}
-
 template <class C>
-OMNIATTN_INLINE void scale_row(C* row, C factor, int64_t n) {
-  for_row<C>(n, [&](int64_t i, auto part) { part.store(row + i, part.load(row + i) * factor); });
-}
+struct Matrix {
+  C* data;
+  int64_t stride;
 
-template <class C, StateUpdate kUpdate>
-struct Chunk {
-  static constexpr bool kDelta = kUpdate == StateUpdate::delta;
-  // Rows of one step, in this order: what k gives, for the delta update only, and what q gives.
-  static constexpr int64_t kRows = kDelta ? 2 : 1;
-  static constexpr int64_t kLdc = kChunk + 16;
-
-  int64_t n = 0, keys, values, ldk, ldv;
-  C* kq;                          // (2 n, K): k and q of each step
-  C* scores;                      // (kRows n, n): -N and P of each step, zero above the diagonal
-  C* decays;                      // (n, n): D, zero above the diagonal
-  C* packed;                      // k^T of a block
-  C* state;                       // (K, V): S
-  C* rows;                        // (kRows n, V): E and O of each step
-  C* u;                           // (n, V): U
-  C* ue;                          // (n, V): epsilon U
-  C *a, *gamma, *epsilon, *beta;  // (n)
-
-  Chunk(const Recurrence& p, Parts& parts)
-      : keys(p.key_dim),
-        values(p.value_dim),
-        ldk(padded(keys)),
-        ldv(padded(values)),
-        kq(parts.take<C>(2 * kChunk * ldk)),
-        scores(parts.take<C>(kRows * kChunk * kLdc)),
-        decays(parts.take<C>(kChunk * kLdc)),
-        packed(parts.take<C>(packed_elements<C>(keys, kBlock))),
-        state(parts.take<C>(keys * ldv)),
-        rows(parts.take<C>(kRows * kChunk * ldv)),
-        u(parts.take<C>(kChunk * ldv)),
-        ue(parts.take<C>(kChunk * ldv)),
-        a(parts.take<C>(kChunk)),
-        gamma(parts.take<C>(kChunk)),
-        epsilon(parts.take<C>(kChunk)),
-        beta(parts.take<C>(kChunk)) {}
-
-  // The rows of kq that meet S: k and q of each step, or q alone.
-  const C* readers() const { return kDelta ? kq : kq + ldk; }
-  int64_t reader_stride() const { return kDelta ? ldk : 2 * ldk; }
-  // Row i of what q gives in a matrix with kRows rows for each step.
-  static C* of_q(C* x, int64_t i, int64_t ld) { return x + (kRows * i + kRows - 1) * ld; }
-
-  template <class T>
-  void read(const Head<T>& head, int64_t t, int64_t count) {
-    n = count;
-    const C scale = static_cast<C>(head.p.scale);
-    for (int64_t i = 0; i < n; ++i) {
-      const T* const q_row = head.q(t + i);
-      const T* const k_row = head.k(t + i);
-      C* const to = kq + 2 * i * ldk;
-      for_row<C>(keys, [&](int64_t d, auto part) {
-        store(to + d, part.load(k_row + d));
-        store(to + ldk + d, part.load(q_row + d) * scale);
-      });
-      if constexpr (kDelta) beta[i] = *head.beta(t + i);
-      a[i] = head.p.decay == StateDecay::head ? *head.g(t + i) : C(0);
-    }
-    for_row<C>(n, [&](int64_t i, auto part) { part.store(a + i, exp(part.load(a + i))); });
-    C product = C(1);
-    for (int64_t i = 0; i < n; ++i) gamma[i] = product *= a[i];
-    product = C(1);
-    for (int64_t i = n; i-- > 0; product *= a[i]) epsilon[i] = product;
-  }
-
-  void find_decays() const {
-    constexpr int kWidth = Vec<C>::kWidth;
-    Vec<C> row[kChunk / kWidth];
-    for (Vec<C>& x : row) x = Vec<C>(C(0));
-    for (int64_t i = 0; i < n; ++i) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kChunk / kWidth; ++j) {
-        const Vec<C> lane = lane_index<C>() + static_cast<C>(j * kWidth);
-        row[j] = select(lane == Vec<C>(static_cast<C>(i)), Vec<C>(C(1)), row[j] * a[i]);
-        store(decays + i * kLdc + j * kWidth, row[j]);
-      }
-    }
-  }
-
-  // x, products of rows with keys or updates, times D, with the sign that N has in `scores`.
-  void apply_decays(C* x) const {
-    for (int64_t i = 0; i < n; ++i) {
-      const C* const decay = decays + i * kLdc;
-      C* const q_row = of_q(x, i, kLdc);
-      const int64_t end = smaller(round_up(i + 1, kBlock), n);
-      for_row<C>(end, [&](int64_t j, auto) {
-        const Vec<C> d = load(decay + j);
-        store(q_row + j, load(q_row + j) * d);
-        if constexpr (kDelta) store(q_row - kLdc + j, load(q_row - kLdc + j) * -d);
-      });
-      if constexpr (kDelta) q_row[i - kLdc] = C(0);
-    }
-  }
-
-  // to (kRows n, n) = tril(x y^T), in blocks, for x (kRows n, cols) and y (n, cols).
-  void lower_products(const C* x, int64_t x_stride, const C* y, int64_t y_stride, int64_t cols,
-                      C* memory, C* to) const {
-    for (int64_t j = 0; j < n; j += kBlock) {
-      const int64_t width = smaller(kBlock, n - j);
-      pack_bt(y + j * y_stride, y_stride, cols, width, memory);
-      gemm_tile<C>(x + kRows * j * x_stride, x_stride, packed_panels<C>(memory, cols),
-                   to + kRows * j * kLdc + j, kLdc, kRows * (n - j), width, cols, false);
-    }
-  }
-
-  void find_scores() const {
-    find_decays();
-    lower_products(readers(), reader_stride(), kq, 2 * ldk, keys, packed, scores);
-    apply_decays(scores);
-  }
-
-  // U and epsilon U of the delta update from v - gamma k S in `rows`, which become E.
-  void solve() const {
-    for_columns<C>(round_up(values, Vec<C>::kWidth),
-                   [&]<class P, int kVecs>(int64_t c, P, Vecs<kVecs>) {
-                     int64_t i = 0;
-                     for (; i + 2 <= n; i += 2) solve_rows<2, kVecs>(i, c);
-                     if (i < n) solve_rows<1, kVecs>(i, c);
-                   });
-  }
-  template <int kCount, int kVecs>
-  OMNIATTN_INLINE void solve_rows(int64_t first, int64_t c) const {
-    constexpr int kWidth = Vec<C>::kWidth;
-    Vec<C> e[kCount][kVecs];
-    C* const e_row = rows + first * 2 * ldv + c;
-    const C* const factors = scores + first * 2 * kLdc;
-#pragma GCC unroll 2
-    for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) e[r][v] = load(e_row + r * 2 * ldv + v * kWidth);
-    }
-    for (int64_t j = 0; j < first; ++j) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec<C> x = load(u + j * ldv + c + v * kWidth);
-#pragma GCC unroll 2
-        for (int r = 0; r < kCount; ++r) {
-          e[r][v] = fma(Vec<C>(factors[r * 2 * kLdc + j]), x, e[r][v]);
-        }
-      }
-    }
-#pragma GCC unroll 2
-    for (int r = 0; r < kCount; ++r) {
-      const int64_t i = first + r;
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec<C> x = e[r][v] * beta[i];
-        store(e_row + r * 2 * ldv + v * kWidth, e[r][v]);
-        store(u + i * ldv + c + v * kWidth, x);
-        store(ue + i * ldv + c + v * kWidth, x * epsilon[i]);
-        if (r + 1 < kCount) {
-          e[kCount - 1][v] = fma(Vec<C>(factors[(kCount - 1) * 2 * kLdc + i]), x, e[kCount - 1][v]);
-        }
-      }
-    }
-  }
-
-  // The plain update: U and epsilon U are v.
-  template <class T>
-  void copy_values(const Head<T>& head, int64_t t) const {
-    for (int64_t i = 0; i < n; ++i) {
-      const T* const v = head.v(t + i);
-      for_row<C>(values, [&](int64_t c, auto part) {
-        const Vec<C> x = part.load(v + c);
-        store(u + i * ldv + c, x);
-        store(ue + i * ldv + c, x * epsilon[i]);
-      });
-    }
-  }
-
-  // The delta update: v - gamma k S from k S.
-  template <class T>
-  void subtract_from_values(const Head<T>& head, int64_t t) const {
-    for (int64_t i = 0; i < n; ++i) {
-      const T* const v = head.v(t + i);
-      C* const e = rows + 2 * i * ldv;
-      for_row<C>(values, [&](int64_t c, auto part) {
-        store(e + c, fma(load(e + c), Vec<C>(-gamma[i]), part.load(v + c)));
-      });
-    }
-  }
-
-  // x (K, V) = gamma_n x + k^T y for y (n, V).
-  void add_outer(C* x, const C* y) const {
-    for (int64_t d = 0; d < keys; ++d) scale_row(x + d * ldv, gamma[n - 1], values);
-    gemm_tile<C, ALayout::kTransposed>(kq, 2 * ldk, row_panels(y, ldv), x, ldv, keys, values, n,
-                                       true);
-  }
+  OMNIATTN_INLINE C* row(int64_t i) const { return data + i * stride; }
+  OMNIATTN_INLINE Matrix at(int64_t i, int64_t j = 0) const { return {row(i) + j, stride}; }
 };
 
-// A state between rows of V and rows of scratch.
+// Hands out the memory of an item, or counts it where there is none.
 template <class C>
-void copy_state(const C* from, int64_t from_row, C* to, int64_t to_row, int64_t keys,
-                int64_t values) {
-  for (int64_t d = 0; d < keys; ++d) {
-    for_row<C>(values, [&](int64_t c, auto part) {
-      part.store(to + d * to_row + c, part.load(from + d * from_row + c));
+class Room {
+ public:
+  explicit Room(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  C* take(int64_t count) {
+    C* const result = memory_ == nullptr ? nullptr : reinterpret_cast<C*>(memory_ + bytes_);
+    bytes_ += round_up(count * static_cast<int64_t>(sizeof(C)), kLine);
+    return result;
+  }
+  // Rows an odd number of cache lines apart, so that those of a column fall into all sets of L1.
+  Matrix<C> rows(int64_t count, int64_t width) {
+    const int64_t lines = ceil_div(width * static_cast<int64_t>(sizeof(C)), kLine) | 1;
+    const int64_t stride = lines * kLine / static_cast<int64_t>(sizeof(C));
+    return {take(count * stride), stride};
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  char* memory_;
+  int64_t bytes_ = 0;
+};
+
+// C (m, n) = A (m, k) B, or + A B.
+enum class Into { set, add };
+template <ALayout kLayout = ALayout::kRows, class C>
+OMNIATTN_INLINE void multiply(Matrix<C> a, Panels<C> b, Matrix<C> c, int64_t m, int64_t n,
+                              int64_t k, Into into) {
+  gemm_tile<C, kLayout>(a.data, a.stride, b, c.data, c.stride, m, n, k, into == Into::add);
+}
+template <ALayout kLayout = ALayout::kRows, class C>
+OMNIATTN_INLINE void multiply(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t m, int64_t n,
+                              int64_t k, Into into) {
+  multiply<kLayout>(a, row_panels<C>(b.data, b.stride), c, m, n, k, into);
+}
+
+// Rows of a triangular product that are computed as one rectangle.
+constexpr int64_t kBlock = 16;
+// Rows of a product between which other work is done: two tiles.
+constexpr int64_t kStrip = 12;
+template <class F>
+OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
+  for (int64_t i = 0; i < rows; i += kBlock) f(i, smaller(kBlock, rows - i));
+}
+// c += A b and c += A^T b of a lower triangular A, whose blocks on the diagonal have zeros.
+template <class C>
+void multiply_lower(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows, int64_t n) {
+  for_blocks(rows,
+             [&](int64_t i, int64_t m) { multiply(a.at(i), b, c.at(i), m, n, i + m, Into::add); });
+}
+template <class C>
+void multiply_lower_transposed(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows, int64_t n,
+                               Into into) {
+  for_blocks(rows, [&](int64_t i, int64_t m) {
+    multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
+  });
+}
+// The blocks of c = A B^T on and below the diagonal, B^T packed from rows of `width`.
+template <class C>
+void multiply_to_lower(Matrix<C> a, const C* packed, Matrix<C> c, int64_t rows, int64_t width) {
+  for_blocks(rows, [&](int64_t i, int64_t m) {
+    multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
+  });
+}
+
+template <class T, class S>
+OMNIATTN_INLINE void copy_rows(const T* x, int64_t stride, int64_t rows, int64_t width, S* out,
+                               int64_t out_stride, compute_t<T> factor = 1) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for_row<compute_t<T>>(width, [&](int64_t j, auto part) {
+      part.store(out + i * out_stride + j, part.load(x + i * stride + j) * factor);
     });
   }
 }
+template <class T, class C>
+OMNIATTN_INLINE void copy_rows(const T* x, int64_t stride, int64_t rows, int64_t width,
+                               Matrix<C> out, C factor = 1) {
+  copy_rows(x, stride, rows, width, out.data, out.stride, factor);
+}
+template <class C>
+OMNIATTN_INLINE void zero_rows(Matrix<C> x, int64_t rows, int64_t width) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for_row<C>(width, [&](int64_t j, auto part) { part.store(x.row(i) + j, zero<C>()); });
+  }
+}
+template <class C>
+OMNIATTN_INLINE C dot(const C* a, const C* b, int64_t n) {
+  return row_sum<C>(n, [&](int64_t i, auto part) { return part.load(a + i) * part.load(b + i); });
+}
 
-// Steps of a head that will be read next.
 template <class T>
-struct Upcoming {
-  Head<T> head;
-  int64_t t, n;
+OMNIATTN_INLINE const T* row_of(const StepView& x, int64_t batch, int64_t t, int64_t head) {
+  return static_cast<const T*>(x.data) + batch * x.batch + t * x.step + head * x.head;
+}
+// The row of a result (B, T, H, D), and of a state (N, Hv, K, V).
+template <class T>
+OMNIATTN_INLINE T* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
+                           int64_t head, int64_t width) {
+  return static_cast<T*>(x) + ((batch * p.steps + t) * heads + head) * width;
+}
+template <class C>
+OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64_t head) {
+  return static_cast<C*>(const_cast<void*>(x)) +
+         (n * p.value_heads + head) * p.key_width * p.value_width;
+}
 
-  // A share of their rows, for reading.
-  void prefetch(int64_t part, int64_t parts) const {
-    for (int64_t i = n * part / parts; i < n * (part + 1) / parts; ++i) {
-      prefetch_row(head.q(t + i), head.p.key_dim);
-      prefetch_row(head.k(t + i), head.p.key_dim);
-      prefetch_row(head.v(t + i), head.p.value_dim);
+// Brings the row of a token into L2, to read or to write it.
+template <bool kWrite = false, class T>
+OMNIATTN_INLINE void prefetch_row(const T* row, int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = 0; j < width; j += kLine) __builtin_prefetch(row + j, kWrite, 2);
+}
+
+template <class C>
+struct Chunk {
+  const Recurrence& p;
+  const int64_t K, V;
+  const bool delta;
+  int64_t rows = 0;
+  Matrix<C> k, q, k_in, q_in, k_out;  // see above; [k; q] and [k_in; q_in] are stacks
+  Matrix<C> N, P;
+  Matrix<C> error, u;  // what the state does not predict of v, with the other sign; rows of updates
+  C* beta;
+  C* packed;  // one matrix for products
+
+  Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
+      : p(params), K(p.key_width), V(p.value_width), delta(p.beta.data != nullptr) {
+    const int64_t size = recurrence_chunk(p.channel_decay);
+    k = q = room.rows(2 * size, K);
+    k_in = q_in = room.rows(2 * size, K);
+    k_out = room.rows(size, K);
+    N = room.rows(size, size);
+    P = room.rows(size, size);
+    u = room.rows(size, V);
+    beta = room.take(size);
+    packed = room.take(packed_size);
+  }
+
+  // The tokens [t, t + n).
+  template <class T>
+  void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
+    rows = n;
+    q = k.at(n);
+    q_in = k_in.at(n);
+    copy_rows(row_of<T>(p.k, batch, t, key_head), p.k.step, n, K, k);
+    copy_rows(row_of<T>(p.q, batch, t, key_head), p.q.step, n, K, q, static_cast<C>(p.scale));
+  }
+  // met = A S for `count` rows of A. In between fetch(i) is called for each i < rows, which asks
+  // for the rows of a token of another chunk: they are far from each other in memory, and waiting
+  // for them took up to a fourth of the time.
+  template <class F>
+  void meet(Matrix<C> a, Matrix<C> state, Matrix<C> met, int64_t count, const F& fetch) const {
+    int64_t fetched = 0;
+    for (int64_t i = 0; i < count; i += kStrip) {
+      const int64_t m = smaller(kStrip, count - i);
+      for (const int64_t end = (i + m) * rows / count; fetched < end; ++fetched) fetch(fetched);
+      multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
+  template <class T>
+  void fetch(int64_t batch, int64_t t, int64_t head) const {
+    const int64_t key_head = head / (p.value_heads / p.key_heads);
+    prefetch_row(row_of<T>(p.q, batch, t, key_head), K);
+    prefetch_row(row_of<T>(p.k, batch, t, key_head), K);
+    prefetch_row(row_of<T>(p.v, batch, t, head), V);
+    if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K);
+  }
+  void load_beta(int64_t batch, int64_t t, int64_t head) {
+    for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, batch, t + i, head);
+  }
 };
-
-// Steps [t, t + n): o, and the state of the chunk becomes the next one.
-template <StateUpdate kUpdate, class T>
-void forward_chunk(Chunk<compute_t<T>, kUpdate>& x, const Head<T>& head, int64_t t, int64_t n,
-                   T* out, const Upcoming<T>& upcoming) {
-  using C = compute_t<T>;
-  using X = Chunk<C, kUpdate>;
-  x.read(head, t, n);
-  x.find_scores();
-  const auto fetch = [&](int64_t part, int64_t parts) { upcoming.prefetch(part, parts); };
-  product_with(fetch, x.readers(), x.reader_stride(), row_panels(x.state, x.ldv), x.rows, x.ldv,
-               X::kRows * n, x.values, x.keys);
-  for (int64_t i = 0; i < n; ++i) {
-    scale_row(X::of_q(x.rows, i, x.ldv), x.gamma[i], x.values);
-  }
-  if constexpr (X::kDelta) {
-    x.subtract_from_values(head, t);
-    x.solve();
-  } else {
-    x.copy_values(head, t);
-  }
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t end = smaller(i + kBlock, n);
-    gemm_tile<C>(X::of_q(x.scores, i, X::kLdc), X::kRows * X::kLdc, row_panels(x.u, x.ldv),
-                 X::of_q(x.rows, i, x.ldv), X::kRows * x.ldv, end - i, x.values, end, true);
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    T* const to = out + head.offset(t + i, x.values);
-    const C* const o = X::of_q(x.rows, i, x.ldv);
-    for_row<C>(x.values, [&](int64_t c, auto part) { part.store(to + c, part.load(o + c)); });
-  }
-  x.add_outer(x.state, x.ue);
-}
 
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA

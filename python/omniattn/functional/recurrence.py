@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -12,12 +11,10 @@ from omniattn.functional._checks import (
     require_bool,
     require_choice,
     require_number,
-    shown,
     use_reference,
 )
 from omniattn.functional._recurrence import (
     delta,
-    require_boundaries,
     require_heads,
     run,
     widened,
@@ -123,10 +120,8 @@ def linear_attention(
                 f"{op}: initial_state must be None where causal=False, got a state of shape "
                 f"{tuple(initial_state.shape)}"
             )
-        if cu_seqlens is not None:
-            require_boundaries(op, cu_seqlens, q)
         use_reference(op, backend, q)
-        o, state = _totals(*features, v, cu_seqlens)
+        o, state = _totals(op, *features, v, cu_seqlens, backend)
     if divide:
         o, den = o[..., :-1], o[..., -1:]
         tiny = den.abs() < eps
@@ -372,20 +367,15 @@ def feature_size(feature_map: str, size: int) -> int:
     return 1 + size + size * size if feature_map == "taylor" else size
 
 
-def _totals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _totals(
+    op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
     """Every token reads the state after the last one of its sequence: o, states."""
-    group = v.shape[2] // max(1, q.shape[2])
-    q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
     if cu_seqlens is None:
+        group = v.shape[2] // max(1, q.shape[2])
+        q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
         states = torch.einsum("bthk,bthv->bhkv", k, v)
         return torch.einsum("bthk,bhkv->bthv", q, states), states
-    bounds = cu_seqlens.tolist()
-    if (bounds[0], bounds[-1]) != (0, q.shape[1]) or bounds != sorted(bounds):
-        raise ValueError(
-            f"linear_attention: cu_seqlens must grow from 0 to T={q.shape[1]}, got {shown(bounds)}"
-        )
-    if len(bounds) == 1:
-        return v, v.new_zeros(0, v.shape[2], q.shape[-1], v.shape[-1])
-    rows = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-    results = [_totals(q[:, row], k[:, row], v[:, row], None) for row in rows]
-    return torch.cat([o for o, _ in results], 1), torch.cat([s for _, s in results])
+    _, states = run(op, q, k, v, None, None, 1.0, None, cu_seqlens, backend)
+    nothing = torch.zeros_like(k)
+    return run(op, q, nothing, v, None, None, 1.0, states, cu_seqlens, backend)

@@ -81,13 +81,22 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "moe": ("moe_experts",),
     "norm": ("rms_norm", "layer_norm"),
     "norm_rope": ("qk_norm_rotary",),
+    "recurrence": (
+        "gated_linear_attention",
+        "gated_delta_rule",
+        "delta_rule",
+        "kimi_delta_attention",
+        "linear_attention",
+        "retention",
+    ),
     "rope": ("apply_rotary",),
 }
-#: Of two, whether a call is of the second one.
+#: Whether a call is of the second one; those after it are not told from these two.
 _IS_SECOND: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "add_norm": lambda given: bool(given.get("center")),
     "gated_norm": lambda given: given.get("z") is not None,
     "norm": lambda given: bool(given.get("center")),
+    "recurrence": lambda given: given.get("beta") is not None,
 }
 
 

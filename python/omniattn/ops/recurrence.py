@@ -1,4 +1,4 @@
-"""recurrence: the matrix state of linear attention, retention and the delta rules."""
+"""recurrence: matrix states over time."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["recurrence"]
 
 
-def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-#: Steps from one saved state to the next, as in csrc/kernels/recurrence/recurrence.h.
-_STATE_STEPS = 64
+def _states(rows: int, q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty((rows, v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q))
 
 
 def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    shape = (_sequences(q, cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
-    return v.new_empty(shape, dtype=compute_dtype(v))
+    return _states(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, q, v)
 
 
-def _states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """As recurrence_slots in csrc/kernels/recurrence/recurrence.h."""
+    chunk = 16 if g is not None and g.dim() == 4 else 32
     batch, steps = q.shape[:2]
     if cu_seqlens is None:
-        slots = batch * ((steps + _STATE_STEPS - 1) // _STATE_STEPS)
-    else:
-        slots = steps // _STATE_STEPS + cu_seqlens.shape[0] - 1
-    return v.new_empty((slots, v.shape[2], q.shape[-1], v.shape[-1]), dtype=compute_dtype(v))
+        return _states(batch * ((steps + chunk - 1) // chunk), q, v)
+    return _states(steps // chunk + len(cu_seqlens) - 1, q, v)
 
 
 #: (q, k, v, g, beta, initial_state, cu_seqlens, scale) -> (o, final_state)
@@ -40,11 +35,13 @@ recurrence = DifferentiableOp(
     fakes={
         "o": lambda v: v.new_empty(v.shape),
         "final_state": _final_state,
-        "states": _states,
+        "states": _chunk_starts,
+        "dinitial_state": lambda q, v, cu_seqlens: _final_state(q, v, cu_seqlens),
     },
     private=("states",),
     formula=reference.recurrence,
     fold=Fold(
-        ("q", "k", "v", "g", "beta", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None
+        ("q", "k", "v", "g", "beta", "initial_state"),
+        when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype, widen
-from omniattn.reference.vmap import require_not_mapped
 
 
 def recurrence(
@@ -23,51 +22,44 @@ def recurrence(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """o (B, T, Hv, V) in the dtype of v, final state (N, Hv, K, V) in fp32 (fp64 for fp64).
+    """o_t = scale S_t^T q_t, S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final states.
 
-    S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T,  o_t = scale S_t^T q_t,
-    u_t = v_t, or beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t).
-
-    q, k (B, T, H, K) with H dividing Hv; g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), or None;
-    initial_state (N, Hv, K, V) or None. N is B; with cu_seqlens (N + 1,), where B = 1, the number
-    of sequences, whose tokens are cu_seqlens[n] .. cu_seqlens[n + 1] - 1.
+    u_t = v_t, or with beta what the decayed state S' lacks: u_t = beta_t (v_t - S'^T k_t). q and k
+    (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), states
+    (N, Hv, K, V). With cu_seqlens the one row holds N sequences, each with a state of its own.
     """
-    wide, heads = compute_dtype(v), v.shape[2]
-    if initial_state is None:
-        count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        initial_state = v.new_zeros(count, heads, q.shape[-1], v.shape[-1], dtype=wide)
-    group = heads // max(1, q.shape[2])
-    q, k = (t.to(wide).repeat_interleave(group, 2, output_size=heads) for t in (q, k))
-    decay = None if g is None else (g[..., None] if g.ndim == 3 else g).to(wide).exp()[..., None]
-
-    def run(s: Tensor, row: slice, steps: range) -> tuple[list[Tensor], Tensor]:
-        outputs = []
-        for t in steps:
-            if decay is not None:
-                s = s * decay[row, t]
-            u = v[row, t].to(wide)
-            if beta is not None:
-                u = beta[row, t, :, None].to(wide) * (u - (s * k[row, t, :, :, None]).sum(-2))
-            s = s + k[row, t, :, :, None] * u[:, :, None]
-            outputs.append(scale * (s * q[row, t, :, :, None]).sum(-2))
-        return outputs, s
-
-    if cu_seqlens is None:
-        outputs, final = run(initial_state.to(wide), slice(None), range(v.shape[1]))
-    else:
-        require_not_mapped("recurrence", "cu_seqlens", cu_seqlens)
-        bounds: list[int] = cu_seqlens.tolist()
-        outputs, ends = [], list[Tensor]()
-        for n in range(len(bounds) - 1):
-            steps = range(bounds[n], bounds[n + 1])
-            part, end = run(initial_state[n : n + 1].to(wide), slice(0, 1), steps)
-            outputs, ends = outputs + part, [*ends, end]
-        final = torch.cat(ends) if ends else initial_state.to(wide)
-    if outputs:
-        o = torch.stack(outputs, 1)
-    else:  # empty, but with (empty) gradients of all inputs
-        o = v + sum(t.sum() for t in (q, k, g, beta) if t is not None)
-    return o.to(v.dtype), final
+    dtype = compute_dtype(q)
+    group = v.shape[2] // max(q.shape[2], 1)
+    wide_q, wide_k = (t.to(dtype).repeat_interleave(group, 2) for t in (q, k))
+    wide_v = v.to(dtype)
+    count = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    state = v.new_zeros((count, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
+    if initial_state is not None:
+        state = state + initial_state.to(dtype)
+    outputs = []
+    for t in range(q.shape[1]):
+        kt = wide_k[:, t, :, :, None]
+        new = state
+        if g is not None:
+            gt = g[:, t].to(dtype)
+            new = new * (gt if gt.dim() == 3 else gt[..., None]).exp()[..., None]
+        u = wide_v[:, t]
+        if beta is not None:
+            u = beta[:, t, :, None].to(dtype) * (u - (new * kt).sum(-2))
+        new = new + kt * u[..., None, :]
+        o = (new * wide_q[:, t, :, :, None]).sum(-2) * scale
+        if cu_seqlens is None:
+            state = new
+        else:
+            inside = ((cu_seqlens[:-1] <= t) & (t < cu_seqlens[1:]))[:, None, None]
+            state = torch.where(inside[..., None], new, state)
+            o = torch.where(inside, o, 0).sum(0, keepdim=True)
+        outputs.append(o)
+    if not outputs:  # gradients are zeros, not absent
+        gates = (t.to(dtype) for t in (g, beta) if t is not None)
+        nothing = sum(t.sum() for t in (wide_q, wide_k, *gates))
+        return (wide_v + nothing).to(v.dtype), state + nothing
+    return torch.stack(outputs, 1).to(v.dtype), state
 
 
 def taylor(x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any
     return OpSpec(
         name=name,
         family="recurrence",
-        cuda="planned",
+        cuda="emulated",
         paper=paper,
         inputs=_inputs(_gates(kind)),
         differentiable=("q", "k", "v", *decays, *betas, "initial_state"),

@@ -1,0 +1,151 @@
+// What the CUDA kernels of recurrences share. A column of a state depends on no other column, so a
+// warp walks over the tokens with one column in registers.
+#pragma once
+
+#include "kernels/recurrence/recurrence.h"
+#include "runtime/dispatch.h"
+#include "runtime/gpu_row.h"
+#include "semantics/arith.h"
+
+namespace omniattn {
+namespace {
+
+constexpr int kLanes = 32, kWarps = 4;
+constexpr unsigned kThreads = kLanes * kWarps;
+
+template <class C>
+__device__ __forceinline__ C warp_sum(C x) {
+  return gpu::warp_reduce(x, [](C a, C b) { return a + b; });
+}
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
+__device__ __forceinline__ int64_t warp_index(unsigned block) {
+  return static_cast<int64_t>(block) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+}
+
+__device__ __forceinline__ RecurrenceSequence checked_sequence(const Recurrence& p, int64_t n) {
+  const RecurrenceSequence s = recurrence_sequence(p, n);
+  GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.steps,
+              "recurrence: cu_seqlens must grow within the rows");
+  return s;
+}
+
+__device__ __forceinline__ bool in_a_sequence(const Recurrence& p, int64_t t) {
+  return p.boundaries == nullptr || (t >= p.boundaries[0] && t < p.boundaries[p.sequences]);
+}
+
+// The inputs of one value head in one batch entry.
+template <class T>
+struct Head {
+  using C = compute_t<T>;
+
+  const Recurrence& p;
+  int64_t batch, head, key_head;
+
+  __device__ Head(const Recurrence& params, int64_t b, int64_t h)
+      : p(params), batch(b), head(h), key_head(h / (p.value_heads / p.key_heads)) {}
+
+  template <class S>
+  __device__ __forceinline__ const S* row(const StepView& x, int64_t t, int64_t h) const {
+    return static_cast<const S*>(x.data) + batch * x.batch + t * x.step + h * x.head;
+  }
+  __device__ __forceinline__ const T* q(int64_t t) const { return row<T>(p.q, t, key_head); }
+  __device__ __forceinline__ const T* k(int64_t t) const { return row<T>(p.k, t, key_head); }
+  __device__ __forceinline__ const T* v(int64_t t) const { return row<T>(p.v, t, head); }
+  __device__ __forceinline__ C beta(int64_t t) const { return *row<C>(p.beta, t, head); }
+  __device__ __forceinline__ bool delta() const { return p.beta.data != nullptr; }
+
+  // The decays of a token: of all channels, or 1 where each has its own.
+  __device__ __forceinline__ C head_decay(int64_t t) const {
+    return p.g.data == nullptr || p.channel_decay ? C(1) : exp(*row<C>(p.g, t, head));
+  }
+  __device__ __forceinline__ C decay(int64_t t, int64_t r, C of_head) const {
+    return p.channel_decay ? exp(row<C>(p.g, t, head)[r]) : of_head;
+  }
+  // Row t of a tensor (B, T, Hv, width).
+  __device__ __forceinline__ int64_t at(int64_t t, int64_t width) const {
+    return ((batch * p.steps + t) * p.value_heads + head) * width;
+  }
+};
+
+// A column of a state, spread over a warp: R rows per lane in registers, or any number in shared
+// memory where R is 0.
+template <class C, int R>
+class Column {
+ public:
+  __device__ Column(const Recurrence& p, int64_t head, int64_t column)
+      : p_(p), head_(head), column_(column) {
+    if constexpr (R == 0) {
+      shared_ = gpu::dynamic_shared<C>() + threadIdx.x / kLanes * p.key_width;
+    }
+  }
+
+  // f(row, element)
+  template <class F>
+  __device__ __forceinline__ void each(const F& f) {
+    if constexpr (R == 0) {
+      for (int64_t r = lane_index(); r < p_.key_width; r += kLanes) f(r, shared_[r]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        const int64_t r = lane_index() + i * kLanes;
+        if (r < p_.key_width) f(r, x_[i]);
+      }
+    }
+  }
+  // State n of (.., Hv, K, V); zeros where there are none.
+  __device__ __forceinline__ void load(const void* states, int64_t n) {
+    each([&](int64_t r, C& x) {
+      x = states == nullptr ? C(0) : static_cast<const C*>(states)[place(n, r)];
+    });
+  }
+  __device__ __forceinline__ void store(void* states, int64_t n) {
+    if (states == nullptr) return;
+    each([&](int64_t r, C& x) { static_cast<C*>(states)[place(n, r)] = x; });
+  }
+
+ private:
+  __device__ __forceinline__ int64_t place(int64_t n, int64_t r) const {
+    return ((n * p_.value_heads + head_) * p_.key_width + r) * p_.value_width + column_;
+  }
+
+  const Recurrence& p_;
+  int64_t head_, column_;
+  C* shared_ = nullptr;
+  C x_[R == 0 ? 1 : R];
+};
+
+// One token of a column; returns v minus its prediction by a delta update.
+template <class T, class C, int R>
+__device__ __forceinline__ C advance(const Head<T>& in, Column<C, R>& state, int64_t t,
+                                     int64_t column) {
+  const T* const k = in.k(t);
+  const C of_head = in.head_decay(t);
+  C predicted = 0;
+  state.each([&](int64_t r, C& x) {
+    x *= in.decay(t, r, of_head);
+    predicted += x * gpu::widen(k[r]);
+  });
+  C u = gpu::widen(in.v(t)[column]), error = 0;
+  if (in.delta()) {
+    error = u - warp_sum(predicted);
+    u = in.beta(t) * error;
+  }
+  state.each([&](int64_t r, C& x) { x += gpu::widen(k[r]) * u; });
+  return error;
+}
+
+unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
+
+// Calls f with the number of rows per lane, the warps of a block and its bytes of shared memory.
+template <class C, class F>
+void with_column(const Recurrence& p, const F& f) {
+  if (p.key_width <= 4 * kLanes) {
+    f.template operator()<4>(kWarps, 0);
+  } else {
+    f.template operator()<0>(1, static_cast<size_t>(p.key_width) * sizeof(C));
+  }
+}
+
+}  // namespace
+}  // namespace omniattn
