@@ -172,6 +172,9 @@ def gated_linear_attention(
         from the final state; they do not depend on the number of threads. Second and forward-mode
         derivatives go through the eager definition.
 
+        Steps are computed as products of matrices, 16 and more at a time. So a NaN or infinity may
+        also reach outputs of up to 15 steps before its own; finite inputs have no such effect.
+
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
 
