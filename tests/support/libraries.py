@@ -243,6 +243,53 @@ def _norm(x, weight, bias, residual, eps, prenorm, rms, groups=1):
     return (y, h) if prenorm else y
 
 
+def _state_of(q, k, v, g=None, beta=None, scale=None, initial_state=None):
+    """o_t = scale S_t^T q_t of S_t = e^g_t S_{t-1} + k_t u_t^T; u = v, or the delta rule's."""
+    b, steps, h, d = k.shape
+    s = torch.zeros(b, h, d, v.shape[-1]) if initial_state is None else initial_state
+    out = []
+    for t in range(steps):
+        s = s if g is None else s * g[:, t].reshape(b, h, -1, 1).exp()
+        u = v[:, t]
+        if beta is not None:
+            u = beta[:, t, :, None] * (u - (k[:, t, :, None] @ s)[:, :, 0])
+        s = s + k[:, t, :, :, None] * u[:, :, None]
+        out.append((q[:, t, :, None] @ s)[:, :, 0] * (d**-0.5 if scale is None else scale))
+    return torch.stack(out, 1), s
+
+
+def _fla(forget, delta):
+    """A function of fla with its order of arguments: q, k, v, then g and beta where it has them."""
+
+    def run(
+        q,
+        k,
+        v,
+        *gates,
+        scale=None,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+    ):
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        gates = list(gates)
+        g = forget(gates.pop(0) if forget is _given else k)
+        o, s = _state_of(q, k, v, g, gates[0] if delta else None, scale, initial_state)
+        return o, s if output_final_state else None
+
+    return run
+
+
+def _given(g):
+    return g
+
+
+def _retained(k):
+    heads = torch.arange(k.shape[2])
+    return (1 - 2.0 ** (-5 - heads)).log().expand(k.shape[:3])
+
+
 def fla_rms_norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False):
     return _norm(x, weight, bias, residual, eps, prenorm, True)
 
@@ -353,5 +400,10 @@ NAMES = {name: f for name, f in globals().items() if not name.startswith("_")} |
         layer_norm=fla_layer_norm,
         group_norm=fla_group_norm,
         rms_norm_gated=fla_rms_norm_gated,
+        chunk_gla=_fla(_given, False),
+        chunk_retention=_fla(_retained, False),
+        chunk_delta_rule=_fla(lambda k: None, True),
+        chunk_gated_delta_rule=_fla(_given, True),
+        chunk_kda=_fla(_given, True),
     )
 }
