@@ -129,14 +129,19 @@ FIELDS = {
     "ALiBi": {"num_heads": 2, "trainable": True},
     "Attention": {"dim": 8, "num_heads": 2, "causal": False},
     "DecoderBlock": {"mixer": ATTENTION, "mlp": MLP.Config(8, 16), "norm": NORM},
+    "DeltaNet": {"dim": 8, "num_heads": 2},
     "DifferentialAttention": {"dim": 8, "num_heads": 2, "depth": 1},
     "DisentangledAttention": {"dim": 8, "num_heads": 2},
     "GatedAttentionUnit": {"dim": 8, "key_dim": 4},
+    "GatedDeltaNet": {"dim": 8, "num_heads": 2},
+    "GatedLinearAttention": {"dim": 8, "num_heads": 2},
     "GatedMLP": {"dim": 8, "hidden_dim": 16},
     "GroupNorm": {"dim": 8, "num_groups": 2},
+    "KimiDeltaAttention": {"dim": 8, "num_heads": 2},
     "LayerNorm": {"dim": 8, "bias": False},
     "LearnedPositional": {"max_positions": 4, "dim": 8},
     "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
+    "LinearAttention": {"dim": 8, "num_heads": 2},
     "Linear": {"in_features": 8, "out_features": 4},
     "MLP": {"dim": 8, "hidden_dim": 16},
     "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
@@ -144,6 +149,7 @@ FIELDS = {
         **{"dim": 8, "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 4},
         **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4},
     },
+    "MultiScaleRetention": {"dim": 8, "num_heads": 2},
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},
@@ -151,6 +157,7 @@ FIELDS = {
     "RMSNormGated": {"dim": 8},
     "RotaryEmbedding": {"rotary_dim": 8},
     "Router": {"dim": 8, "experts": 4, "top_k": 2},
+    "ShortConvolution": {"dim": 8},
     "SinCosPositional2d": {"dim": 8},
     "SinusoidalPositional": {"dim": 8},
     "SpatialReductionAttention": {"dim": 8, "num_heads": 2, "sr_ratio": 2},
@@ -287,7 +294,7 @@ def test_a_subclass_may_have_arguments_of_its_own():
         ),
         (
             lambda: DecoderBlock.Config(Linear.Config(4, 4), MLP.Config(4, 4), RMSNorm.Config(4)),
-            "DecoderBlock: mixer must be the Config of Attention, Differential",
+            "DecoderBlock: mixer must be the Config of Attention, DeltaNet",
         ),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
@@ -315,7 +322,7 @@ def test_caches_hold_floating_point(cache):
 
 
 #: Numbers that may be below 0, and what else is not nonsense for its field.
-SENSIBLE = {"offset", "scale", "clamp_length"}
+SENSIBLE = {"lower_bound", "offset", "scale", "clamp_length"}
 
 
 def numeric_fields(config):

@@ -208,7 +208,9 @@ def linear_log_prob(
     number = check_options(op, *options, "none")
     if backend is None and _keeps_logits(x, weight, bias):
         run = implementation(op, backend, x, ops.cross_entropy)
-        kept: Tensor = run(linear(x, weight, bias), target, None, *options, number)
+        # Not torch's product, whose bits depend on the number of threads on some processors.
+        logits = linear(x, weight, bias, backend="cpu" if x.is_cpu else None)
+        kept: Tensor = run(logits, target, None, *options, number)
         return -kept
     run = implementation(op, backend, x, ops.linear_cross_entropy)
     wanted = (False, False, False)

@@ -85,7 +85,6 @@ ATTENTION_VARLEN = OpSpec(
     gradient_factors=GRADIENT_FACTORS,
     second_order=True,
     cases=(
-        _packed("mod", 3, 60, 60, 4, 2, 16, score_mod=gate),
         _packed("tiny", 3, 3, 3, 2, 1, 3, ("bias",), causal=True, return_lse=True),
         _packed("self", 5, 130, 130, 4, 2, 32, causal=True, return_lse=True),
         _packed("cross", 5, 70, 200, 4, 2, 32, return_lse=True),
@@ -96,6 +95,7 @@ ATTENTION_VARLEN = OpSpec(
         _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
         _packed("ends", 3, 40, 70, 4, 2, 16, ("ends",), return_lse=True),
         _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),
+        _packed("mod", 3, 60, 60, 4, 2, 16, score_mod=gate),
         _packed("strided", 4, 150, 150, 4, 2, 16, mask=masks.Strided(40, 9)),
         _packed("prefix", 2, 150, 150, 2, 2, 16, mask=masks.PrefixLM(torch.tensor([0, 70]))),
         _packed("relu2", 3, 60, 60, 2, 2, 16, normaliser="relu2", scale=0.05),
