@@ -105,7 +105,7 @@ def run(
     sequences = q.shape[0]
     if cu_seqlens is not None:
         require_boundaries(op, cu_seqlens, q)
-        sequences, cu_seqlens = cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int32)
+        sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
@@ -121,6 +121,10 @@ def run(
 def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
     """(N + 1,) integers; that they grow from 0 to T is checked where they are read."""
     require_integers(op, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{op}: cu_seqlens must be int32 or int64, got cu_seqlens.dtype={cu_seqlens.dtype}"
+        )
     require_device(op, "cu_seqlens", cu_seqlens, q, "q")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(

@@ -181,12 +181,12 @@ class KimiDeltaAttention(_DeltaMixer):
         gate_bias: bool = True
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:
                 raise ValueError(
                     "KimiDeltaAttention: lower_bound must be finite and < 0, "
                     f"got lower_bound={self.lower_bound}"
                 )
-            super().__post_init__()
 
     config: Config
 

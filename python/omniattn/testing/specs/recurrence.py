@@ -65,7 +65,7 @@ def _inputs(
         if "cu_seqlens" in case.tensors:
             inner = random.integers(t + 1, n - 1).sort().values
             tensors["cu_seqlens"] = nnf.pad(inner, (1, 0))
-            tensors["cu_seqlens"] = torch.cat((tensors["cu_seqlens"], torch.tensor([t]))).int()
+            tensors["cu_seqlens"] = torch.cat((tensors["cu_seqlens"], torch.tensor([t])))
         if "initial_state" in case.tensors:
             ones = case.options.get("feature_map") not in (None, "identity")
             features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
