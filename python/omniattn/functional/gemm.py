@@ -67,7 +67,8 @@ def linear(
         require_like("linear", "bias", bias, x)
         require_shape("linear", "bias", bias, weight.shape[:1])
     run = implementation("linear", backend, x, ops.linear)
-    if backend is None and not native_is_faster(x):
+    strided = x.layout == weight.layout == torch.strided  # of others the native op says more
+    if backend is None and strided and not native_is_faster(x):
         run = torch.nn.functional.linear
     y: Tensor = run(x, weight, bias)
     return y
