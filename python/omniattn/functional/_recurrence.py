@@ -119,7 +119,7 @@ def run(
 
 
 def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
-    """(N + 1,) integers; that they grow from 0 to T is checked where they are read."""
+    """(N + 1,) integers; that they grow within 0 .. T is checked where they are read."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(

@@ -41,7 +41,7 @@ def recurrent_forward(kind: Any) -> Finding:
 
 
 def _takes(x: Tensor, activation: str | None = None) -> bool:
-    """Whether ours runs: delta rules have no CUDA kernels yet."""
+    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
     return x.is_cpu and activation in (None, "silu", "swish")
 
 
