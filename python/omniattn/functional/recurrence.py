@@ -180,7 +180,7 @@ def gated_linear_attention(
 
     Example:
         >>> one = torch.ones(1, 3, 1, 1)
-        >>> o, state = gated_linear_attention(one, one, one, torch.full_like(one, -math.log(2)))
+        >>> o, state = gated_linear_attention(one, one, one, torch.tensor(0.5).log() * one)
         >>> o.flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """

@@ -24,7 +24,7 @@ class BlocksConfig(Decoder.Config):
         >>> near = DecoderBlock.Config(Attention.Config(8, 2, window_size=(3, 0)), mlp, norm)
         >>> far = DecoderBlock.Config(Attention.Config(8, 2), mlp, norm)
         >>> config = BlocksConfig(dim=8, num_layers=6, blocks=(near, near, far))
-        >>> [config.block(layer) is far for layer in range(6)]
+        >>> [config.block(layer) == far for layer in range(6)]
         [False, False, True, False, False, True]
     """
 
