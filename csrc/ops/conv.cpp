@@ -6,6 +6,7 @@
 
 #include "ops/device.h"
 #include "ops/registry.h"
+#include "ops/sequences.h"
 #include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::conv {
@@ -27,16 +28,17 @@ Tensor channels_last(const Tensor& t) {
 struct Problem {
   const char* op;
   DType dtype;
-  int64_t batch, steps, channels, taps;
+  int64_t sequences, steps, channels, taps;
   Tensor x, weight;
   OptTensor bias, state;
   OptTensor zeros;  // (D), for a bias and a state that are not given
+  Sequences packed;
 
   Problem(const char* op_, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
-          const OptTensor& state_)
+          const OptTensor& state_, const OptTensor& cu_seqlens)
       : op(op_), dtype(dtype_of(op, "x", x_)), x(x_), weight(weight_) {
     require(x.dim() == 3, op, "x must have shape (B, T, D), got ", x.dim(), " dimensions");
-    batch = x.size(0), steps = x.size(1), channels = x.size(2);
+    sequences = x.size(0), steps = x.size(1), channels = x.size(2);
     x = as_steps(op, "x", x, dtype, x.sizes());
     require_tensor(op, "weight", weight, dtype);
     require(weight.dim() == 2 && weight.size(0) == channels && weight.size(1) >= 1, op,
@@ -45,6 +47,12 @@ struct Problem {
     taps = weight.size(1);
     weight = channels_last(weight);
     bias = as_vector(op, "bias", bias_, dtype, channels);
+    if (cu_seqlens.has_value()) {
+      require(sequences == 1, op, "x must have B=1 with cu_seqlens, got B=", sequences);
+      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
+      packed = packed_sequences(op, rows, rows);
+      sequences = packed.count;
+    }
     if (state_.has_value()) state = channels_last(checked_state("initial_state", *state_));
     if (!bias.has_value() || !state.has_value()) {
       zeros = torch::stable::new_zeros(x, {channels});
@@ -53,14 +61,14 @@ struct Problem {
 
   const Tensor& checked_state(const char* name, const Tensor& t) const {
     require_tensor(op, name, t, dtype);
-    require_sizes(op, name, t, {batch, channels, taps - 1});
+    require_sizes(op, name, t, {sequences, channels, taps - 1});
     return t;
   }
 
   CausalConv params(bool silu) const {
     return {.dtype = dtype,
             .silu = silu,
-            .batch = batch,
+            .sequences = sequences,
             .steps = steps,
             .channels = channels,
             .taps = taps,
@@ -71,7 +79,17 @@ struct Problem {
             .x_batch = x.stride(0),
             .x_row = x.stride(1),
             .before_batch = state.has_value() ? (taps - 1) * channels : 0,
-            .before_row = state.has_value() ? channels : 0};
+            .before_row = state.has_value() ? channels : 0,
+            .boundaries = packed.rows.q};
+  }
+
+  // A result of the shape of x. On the CPU rows outside of all sequences are zeroed here.
+  Tensor like_x() const {
+    Tensor t = empty_tensor(x.sizes(), dtype);
+    const int64_t* const rows = packed.rows.q;
+    const bool gaps = !kOnCuda && rows != nullptr && (rows[0] > 0 || rows[sequences] < steps);
+    if (gaps) torch::stable::fill_(t, 0);
+    return t;
   }
 };
 
@@ -85,10 +103,12 @@ Tensor channels_first(const Output& result) {
 void copy_final_state(const CausalConv& p, void* final_state) {
   const int64_t size = size_of(p.dtype), width = p.channels * size, before = p.taps - 1;
   char* out = static_cast<char*>(final_state);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const char* const state = static_cast<const char*>(p.before) + b * p.before_batch * size;
-    const char* const x = static_cast<const char*>(p.x) + b * p.x_batch * size;
-    for (int64_t r = p.steps; r < p.steps + before; ++r, out += width) {
+  for (int64_t n = 0; n < p.sequences; ++n) {
+    const ConvSequence s = conv_sequence(p, n);
+    const char* const state = static_cast<const char*>(p.before) + n * p.before_batch * size;
+    const char* const x =
+        static_cast<const char*>(p.x) + (s.batch * p.x_batch + s.row * p.x_row) * size;
+    for (int64_t r = s.steps; r < s.steps + before; ++r, out += width) {
       const char* const row =
           r < before ? state + r * p.before_row * size : x + (r - before) * p.x_row * size;
       std::memcpy(out, row, static_cast<size_t>(width));
@@ -98,17 +118,17 @@ void copy_final_state(const CausalConv& p, void* final_state) {
 
 std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
                                          const OptTensor& bias, const OptTensor& initial_state,
-                                         bool silu) {
+                                         const OptTensor& cu_seqlens, bool silu) {
   const DeviceScope scope(x);
-  const Problem p("causal_conv1d", x, weight, bias, initial_state);
-  const Tensor y = empty_tensor(x.sizes(), p.dtype);
-  const Output final_state(true, {p.batch, p.taps - 1, p.channels}, p.dtype);
+  const Problem p("causal_conv1d", x, weight, bias, initial_state, cu_seqlens);
+  const Tensor y = p.like_x();
+  const Output final_state(true, {p.sequences, p.taps - 1, p.channels}, p.dtype);
   const CausalConvParams params{
       .conv = p.params(silu), .y = y.mutable_data_ptr(), .final_state = final_state.data()};
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_causal_conv(params, stream()));
   } else {
-    run_items(params, p.batch * p.steps, p.channels, causal_conv_kernels().forward);
+    run_items(params, conv_rows(params.conv), p.channels, causal_conv_kernels().forward);
     if (p.channels > 0) copy_final_state(params.conv, params.final_state);
   }
   return {y, channels_first(final_state)};
@@ -116,21 +136,21 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
     const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& initial_state,
-    const OptTensor& grad_y, const OptTensor& grad_final_state, bool silu, bool weight_grad,
-    bool bias_grad, bool initial_state_grad) {
+    const OptTensor& cu_seqlens, const OptTensor& grad_y, const OptTensor& grad_final_state,
+    bool silu, bool weight_grad, bool bias_grad, bool initial_state_grad) {
   const DeviceScope scope(x);
-  const Problem p("causal_conv1d_backward", x, weight, bias, initial_state);
+  const Problem p("causal_conv1d_backward", x, weight, bias, initial_state, cu_seqlens);
   const Tensor gy = grad_y.has_value() ? as_steps(p.op, "grad_y", *grad_y, p.dtype, x.sizes())
                                        : torch::stable::new_zeros(x, x.sizes());
   OptTensor grad_final;
   if (grad_final_state.has_value()) {
     grad_final = channels_last(p.checked_state("grad_final_state", *grad_final_state));
   }
-  const Tensor dx = empty_tensor(x.sizes(), p.dtype);
+  const Tensor dx = p.like_x();
   const Output dweight(weight_grad, {p.taps, p.channels}, p.dtype);
   const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
   const Output dstate(initial_state_grad && initial_state.has_value(),
-                      {p.batch, p.taps - 1, p.channels}, p.dtype);
+                      {p.sequences, p.taps - 1, p.channels}, p.dtype);
   const CausalConvBackwardParams params{.conv = p.params(silu),
                                         .grad_y = gy.const_data_ptr(),
                                         .grad_final = data_or_null(grad_final),
@@ -140,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
                                         .grad_y_row = gy.stride(1)};
   const DType acc = accumulator(p.dtype);
   if constexpr (kOnCuda) {
-    const Tensor g = scratch(p.batch * p.steps * p.channels, acc);
+    const Tensor g = scratch(conv_rows(params.conv) * p.channels, acc);
     const bool sums = dweight.data() != nullptr || dbias.data() != nullptr;
     const int64_t shards = sums ? causal_conv_shards(params.conv) : 0;
     const Tensor partial = scratch(shards * (p.taps + 1) * p.channels, acc);
@@ -149,8 +169,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
         p.op, launch_causal_conv_backward(params, memory, dweight.data(), dbias.data(), stream()));
   } else {
     const auto backward = causal_conv_kernels().backward;
-    sum_over_rows(p.dtype, p.batch * (p.taps - 1 + p.steps), p.channels, {dweight, p.taps},
-                  {dbias, 1}, [&](void* dw, void* db, int64_t a, int64_t b) {
+    const int64_t items = conv_rows(params.conv) + p.sequences * (p.taps - 1);
+    sum_over_rows(p.dtype, items, p.channels, {dweight, p.taps}, {dbias, 1},
+                  [&](void* dw, void* db, int64_t a, int64_t b) {
                     const Tensor memory = scratch((p.taps - 1) * p.channels, acc);
                     backward(params, dw, db, memory.mutable_data_ptr(), a, b);
                   });
@@ -158,17 +179,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   return {dx, channels_first(dweight), dbias.tensor(), channels_first(dstate)};
 }
 
-// x (B, T, D), weight (D, K), states (B, D, K - 1), the results of the shapes of the last two with
-// the channels next to each other in memory.
+// x (B, T, D), weight (D, K), states (N, D, K - 1), the results of the shapes of the last two with
+// the channels next to each other in memory. N is B, or with cu_seqlens (N + 1,) the number of
+// packed sequences.
 const Registry registry([](Registry& ops) {
   ops.add<causal_conv1d>(
-      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, bool silu)"
-      " -> (Tensor y, Tensor final_state)",
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
+      " Tensor? cu_seqlens, bool silu) -> (Tensor y, Tensor final_state)",
       differentiable);
   ops.add<causal_conv1d_backward>(
       "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
-      " Tensor? grad_y, Tensor? grad_final_state, bool silu, bool weight_grad, bool bias_grad,"
-      " bool initial_state_grad)"
+      " Tensor? cu_seqlens, Tensor? grad_y, Tensor? grad_final_state, bool silu,"
+      " bool weight_grad, bool bias_grad, bool initial_state_grad)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)");
 });
 

@@ -1,5 +1,7 @@
 """causal_conv1d beyond what tests/ops/test_specs.py runs for every op."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -80,6 +82,53 @@ def test_threads_split_one_sequence_over_time(taps, steps):
         torch.testing.assert_close(got.double(), wanted.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("taps", [1, 3, 4])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_packed_sequences_equal_each_alone(integers, taps, isa):
+    """Gradients too; sequences shorter than the filter, empty ones, and rows of none."""
+    bounds = [2, 2, 3, 5, 41, 41, 44]
+    tensors = [torch.randn(*s) for s in ((1, 47, 35), (35, taps), (35,), (6, 35, taps - 1))]
+    options = {"activation": "silu", "return_final_state": True}
+    grad_y, grad_state = torch.randn(1, 47, 35), torch.randn(6, 35, taps - 1)
+
+    def gradients(leaves, *results):
+        sum((y * g).sum() for y, g in results).backward()
+        return [leaf.grad for leaf in leaves]
+
+    with testing.isa(isa):
+        x, weight, bias, state = leaves = [t.clone().requires_grad_() for t in tensors]
+        y, last = F.causal_conv1d(
+            x,
+            weight,
+            bias,
+            initial_state=state,
+            cu_seqlens=torch.tensor(bounds, dtype=integers),
+            **options,
+        )
+        found = gradients(leaves, (y, grad_y), (last, grad_state))
+        x, weight, bias, state = leaves = [t.clone().requires_grad_() for t in tensors]
+        pairs = []
+        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
+            alone = F.causal_conv1d(
+                x[:, a:b], weight, bias, initial_state=state[n : n + 1], **options
+            )
+            assert torch.equal(alone[0], y[:, a:b])
+            assert torch.equal(alone[1], last[n : n + 1])
+            pairs += [(alone[0], grad_y[:, a:b]), (alone[1], grad_state[n : n + 1])]
+        expected = gradients(leaves, *pairs)
+    outside = [*range(2), *range(44, 47)]
+    assert (y[:, outside] == 0).all()
+    assert (found[0][:, outside] == 0).all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 2, 4], [0, 3, 2], [-1, 3]])
+def test_boundaries_grow_within_the_rows(bounds):
+    with pytest.raises(RuntimeError, match="causal_conv1d: cu_seqlens must"):
+        F.causal_conv1d(torch.ones(1, 3, 4), torch.ones(4, 3), cu_seqlens=torch.tensor(bounds))
+
+
 def test_a_slice_of_a_projection_is_read_in_place():
     wide = torch.randn(2, 10, 50)
     x = wide[..., 7:27]
@@ -110,6 +159,8 @@ X = torch.ones(2, 3, 4)
         ({"weight": torch.ones(4, 3).double()}, TypeError, "weight must have the dtype of x"),
         ({"bias": torch.ones(3)}, ValueError, r"bias must have shape \(4,\)"),
         ({"initial_state": torch.ones(2, 4, 3)}, ValueError, r"must have shape \(2, 4, 2\)"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"B must be 1 with cu_seqlens, got x"),
+        ({"cu_seqlens": torch.tensor([0.0, 3])}, TypeError, "cu_seqlens must be integers"),
         ({"activation": "relu"}, ValueError, 'activation must be one of "silu"'),
         ({"return_final_state": 1}, TypeError, "return_final_state must be True or False"),
     ],

@@ -9,7 +9,7 @@
 //
 // Channels map to the lanes of vectors and to the threads of warps. On both devices `before` and x
 // are the K - 1 + T rows of one sequence, whose last K - 1 are the state for the next call. Rows
-// are numbered over the whole batch, so that even a single sequence is split over time.
+// are numbered over all sequences, so that even a single one is split over time.
 #pragma once
 
 #include <cstdint>
@@ -18,49 +18,84 @@
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
+#include "semantics/macros.h"
 
 namespace omniattn {
 
 struct CausalConv {
   DType dtype;
   bool silu;
-  int64_t batch, steps, channels, taps;              // B, T, D, K
-  const void* x;                                     // (B, T, D)
-  const void* before;                                // (B, K - 1, D)
-  const void* weight;                                // (K, D) contiguous
-  const void* bias;                                  // (D)
+  int64_t sequences;              // N: B, or the number of packed sequences
+  int64_t steps, channels, taps;  // T of each sequence, or of all packed ones; D, K
+  const void* x;                  // (B, T, D)
+  const void* before;             // (N, K - 1, D)
+  const void* weight;             // (K, D) contiguous
+  const void* bias;               // (D)
   int64_t x_batch, x_row, before_batch, before_row;  // elements between batch entries and rows
+  const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
+                              // boundaries[n] .. boundaries[n + 1]
 };
+
+OMNIATTN_FN int64_t conv_rows(const CausalConv& p) {
+  return p.boundaries != nullptr ? p.steps : p.sequences * p.steps;
+}
+
+// A sequence: its number, its first row among those of all batch entries, its number of steps.
+struct ConvSequence {
+  int64_t n, first, steps;
+  int64_t batch, row;  // batch entry, and first row in it
+};
+OMNIATTN_FN ConvSequence conv_sequence(const CausalConv& p, int64_t n) {
+  if (p.boundaries == nullptr) return {n, n * p.steps, p.steps, n, 0};
+  const int64_t begin = p.boundaries[n];
+  return {n, begin, p.boundaries[n + 1] - begin, 0, begin};
+}
+
+// Each row of a batch is an item, as are `extra` items in front of each sequence.
+OMNIATTN_FN int64_t first_item(const ConvSequence& s, int64_t extra) {
+  return s.first + s.n * extra;
+}
+// The last sequence that begins at an item or before it, or 0.
+OMNIATTN_FN int64_t conv_sequence_of(const CausalConv& p, int64_t item, int64_t extra) {
+  if (p.boundaries == nullptr) return item / (p.steps + extra);
+  int64_t n = 0;
+  for (int64_t end = p.sequences; end - n > 1;) {
+    const int64_t middle = (n + end) / 2;
+    (p.boundaries[middle] + middle * extra <= item ? n : end) = middle;
+  }
+  return n;
+}
 
 struct CausalConvParams {
   CausalConv conv;
   void* y;            // (B, T, D) contiguous
-  void* final_state;  // (B, K - 1, D) contiguous
+  void* final_state;  // (N, K - 1, D) contiguous
 };
 
 struct CausalConvBackwardParams {
   CausalConv conv;
   const void* grad_y;      // (B, T, D)
-  const void* grad_final;  // (B, K - 1, D) contiguous, or null
+  const void* grad_final;  // (N, K - 1, D) contiguous, or null
   void* dx;                // (B, T, D) contiguous
-  void* dbefore;           // (B, K - 1, D) contiguous, or null
+  void* dbefore;           // (N, K - 1, D) contiguous, or null
   int64_t grad_y_batch, grad_y_row;
 };
 static_assert(std::is_trivially_copyable_v<CausalConvParams>);
 static_assert(std::is_trivially_copyable_v<CausalConvBackwardParams>);
 
 struct CausalConvKernels {
-  // Item b T + t is the result of step t of sequence b.
+  // An item is a row of y; those in no sequence are left alone.
   void (*forward)(const CausalConvParams&, int64_t begin, int64_t end);
-  // Item b (K - 1 + T) + i is the gradient of row i of sequence b, and the part of step i in
-  // dweight and dbias. These, (K, D) and (D) in the accumulator type or null, are added to.
-  // `memory` has (K - 1) D elements.
+  // An item is the gradient of a row of `before` or of x, those of a sequence next to each other,
+  // and the part of a step in dweight and dbias. These, (K, D) and (D) in the accumulator type or
+  // null, are added to. `memory` has (K - 1) D elements.
   void (*backward)(const CausalConvBackwardParams&, void* dweight, void* dbias, void* memory,
                    int64_t begin, int64_t end);
 };
 
 OMNIATTN_KERNEL_TABLE(CausalConvKernels, causal_conv_kernels)
 
+// On CUDA rows of y, and of dx, that are in no sequence are zeroed by the kernels.
 Status launch_causal_conv(const CausalConvParams& p, Stream stream);
 
 // The number of partial sums of dweight and dbias in the backward; depends on the shape only.

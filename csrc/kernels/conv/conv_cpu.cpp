@@ -5,6 +5,7 @@
 #include "kernels/activation/activate.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "semantics/seqlen.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -15,57 +16,62 @@ constexpr int kSteps = 4;  // at a time
 template <class T, int kTaps>
 struct Conv {
   const CausalConv& p;
-  int64_t b;  // the sequence
+  const ConvSequence& s;
 
   OMNIATTN_INLINE int64_t taps() const { return kTaps > 0 ? kTaps : p.taps; }
 
   // x of step t, or a row of `before` if t < 0.
   OMNIATTN_INLINE const T* row(int64_t t) const {
-    return t < 0 ? static_cast<const T*>(p.before) + b * p.before_batch +
+    return t < 0 ? static_cast<const T*>(p.before) + s.n * p.before_batch +
                        (t + taps() - 1) * p.before_row
-                 : static_cast<const T*>(p.x) + b * p.x_batch + t * p.x_row;
+                 : static_cast<const T*>(p.x) + s.batch * p.x_batch + (s.row + t) * p.x_row;
   }
 
   // The sum of step t for the channels from i on.
   OMNIATTN_INLINE auto sum(int64_t t, int64_t i, auto part) const {
     const T* const weight = static_cast<const T*>(p.weight) + i;
     const int64_t count = taps();
-    auto s = part.load(static_cast<const T*>(p.bias) + i);
+    auto result = part.load(static_cast<const T*>(p.bias) + i);
 #pragma GCC unroll 4
     for (int64_t k = 0; k < count; ++k) {
-      s = fma(part.load(weight + k * p.channels), part.load(row(t + k - count + 1) + i), s);
+      result =
+          fma(part.load(weight + k * p.channels), part.load(row(t + k - count + 1) + i), result);
     }
-    return s;
+    return result;
   }
 };
 
-// Calls f(sequence, first row, end) for the part of each sequence in a range of rows of the batch.
+// Calls f(sequence, first, end) for the part of each sequence in a range of items, counted from its
+// own first item.
 template <class F>
-OMNIATTN_INLINE void for_sequences(int64_t rows, int64_t begin, int64_t end, const F& f) {
-  while (begin < end) {
-    const int64_t b = begin / rows, first = begin - b * rows;
-    const int64_t count = rows - first < end - begin ? rows - first : end - begin;
-    f(b, first, first + count);
-    begin += count;
+OMNIATTN_INLINE void for_sequences(const CausalConv& p, int64_t extra, int64_t begin, int64_t end,
+                                   const F& f) {
+  if (begin >= end) return;
+  for (int64_t n = conv_sequence_of(p, begin, extra); n < p.sequences; ++n) {
+    const ConvSequence s = conv_sequence(p, n);
+    const int64_t start = first_item(s, extra);
+    if (start >= end) return;
+    const Range part = intersect({begin - start, end - start}, {0, extra + s.steps});
+    if (!is_empty(part)) f(s, part.begin, part.end);
   }
 }
 
 template <class T, int kTaps>
 void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.conv.channels;
-  for_sequences(p.conv.steps, begin, end, [&](int64_t b, int64_t first, int64_t last) {
-    const Conv<T, kTaps> conv{p.conv, b};
-    T* const y = static_cast<T*>(p.y) + b * p.conv.steps * n;
+  for_sequences(p.conv, 0, begin, end, [&](const ConvSequence& s, int64_t first, int64_t last) {
+    const Conv<T, kTaps> conv{p.conv, s};
+    T* const y = static_cast<T*>(p.y) + s.first * n;
     for (int64_t t = first; t < last; t += kSteps) {
       for_row<T, Order::any>(n, [&](int64_t i, auto part) {
 #pragma GCC unroll 4
         for (int j = 0; j < kSteps; ++j) {
           if (t + j >= last) break;
-          auto s = conv.sum(t + j, i, part);
+          auto sum = conv.sum(t + j, i, part);
           if (p.conv.silu) {
-            s = lanewise([](auto v) { return activate<Activation::silu>(v).value; }, s);
+            sum = lanewise([](auto v) { return activate<Activation::silu>(v).value; }, sum);
           }
-          part.store(y + (t + j) * n + i, s);
+          part.store(y + (t + j) * n + i, sum);
         }
       });
     }
@@ -75,16 +81,17 @@ void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
 // Gradients of the rows [first, last) of one sequence. `recent` holds g of the last K - 1 steps.
 template <class T, int kTaps>
 void backward_rows(const CausalConvBackwardParams& p, compute_t<T>* dweight, compute_t<T>* dbias,
-                   compute_t<T>* recent, int64_t b, int64_t first, int64_t last) {
+                   compute_t<T>* recent, const ConvSequence& s, int64_t first, int64_t last) {
   using C = compute_t<T>;
-  const Conv<T, kTaps> conv{p.conv, b};
-  const int64_t n = p.conv.channels, steps = p.conv.steps, taps = conv.taps(), before = taps - 1;
+  const Conv<T, kTaps> conv{p.conv, s};
+  const int64_t n = p.conv.channels, steps = s.steps, taps = conv.taps(), before = taps - 1;
   const T* const weight = static_cast<const T*>(p.conv.weight);
-  const T* const grad_y = static_cast<const T*>(p.grad_y) + b * p.grad_y_batch;
+  const T* const grad_y =
+      static_cast<const T*>(p.grad_y) + s.batch * p.grad_y_batch + s.row * p.grad_y_row;
   const T* const grad_final = static_cast<const T*>(p.grad_final);
   const auto gradient_of_row = [&](int64_t r) {
-    return r < before ? static_cast<T*>(p.dbefore) + (b * before + r) * n
-                      : static_cast<T*>(p.dx) + (b * steps + r - before) * n;
+    return r < before ? static_cast<T*>(p.dbefore) + (s.n * before + r) * n
+                      : static_cast<T*>(p.dx) + (s.first + r - before) * n;
   };
   for (int64_t i = 0; i < before * n; ++i) recent[i] = 0;
 
@@ -109,7 +116,7 @@ void backward_rows(const CausalConvBackwardParams& p, compute_t<T>* dweight, com
         if (r < first || r >= last || (r < before && p.dbefore == nullptr)) continue;
         V d = zero;
         if (grad_final != nullptr && r >= steps) {
-          d = part.load(grad_final + (b * before + r - steps) * n + i);
+          d = part.load(grad_final + (s.n * before + r - steps) * n + i);
         }
 #pragma GCC unroll 4
         for (int64_t k = 0; k < taps; ++k) {
@@ -150,12 +157,12 @@ void backward_rows(const CausalConvBackwardParams& p, compute_t<T>* dweight, com
 template <class T, int kTaps>
 void backward(const CausalConvBackwardParams& p, void* dweight, void* dbias, void* memory,
               int64_t begin, int64_t end) {
-  const int64_t rows = p.conv.taps - 1 + p.conv.steps;
-  for_sequences(rows, begin, end, [&](int64_t b, int64_t first, int64_t last) {
-    using C = compute_t<T>;
-    backward_rows<T, kTaps>(p, static_cast<C*>(dweight), static_cast<C*>(dbias),
-                            static_cast<C*>(memory), b, first, last);
-  });
+  for_sequences(p.conv, p.conv.taps - 1, begin, end,
+                [&](const ConvSequence& s, int64_t first, int64_t last) {
+                  using C = compute_t<T>;
+                  backward_rows<T, kTaps>(p, static_cast<C*>(dweight), static_cast<C*>(dbias),
+                                          static_cast<C*>(memory), s, first, last);
+                });
 }
 
 void forward_any(const CausalConvParams& p, int64_t begin, int64_t end) {

@@ -21,60 +21,90 @@ struct Conv {
   using C = compute_t<T>;
 
   const CausalConv& p;
-  int64_t b, d;  // sequence, channel
+  const ConvSequence& s;
+  int64_t d;  // channel
 
   // x of step t, or a row of `before` if t < 0.
   __device__ __forceinline__ C input(int64_t t) const {
-    const T* const at = t < 0 ? static_cast<const T*>(p.before) + b * p.before_batch +
-                                    (t + p.taps - 1) * p.before_row
-                              : static_cast<const T*>(p.x) + b * p.x_batch + t * p.x_row;
+    const T* const at =
+        t < 0 ? static_cast<const T*>(p.before) + s.n * p.before_batch +
+                    (t + p.taps - 1) * p.before_row
+              : static_cast<const T*>(p.x) + s.batch * p.x_batch + (s.row + t) * p.x_row;
     return gpu::widen(at[d]);
   }
   __device__ __forceinline__ C weight(int64_t k) const {
     return gpu::widen(static_cast<const T*>(p.weight)[k * p.channels + d]);
   }
   __device__ __forceinline__ ValueAndSlope<C> result(int64_t t) const {
-    C s = gpu::widen(static_cast<const T*>(p.bias)[d]);
-    for (int64_t k = 0; k < p.taps; ++k) s += weight(k) * input(t + k - p.taps + 1);
-    return activate(p.silu ? Activation::silu : Activation::identity, s);
+    C sum = gpu::widen(static_cast<const T*>(p.bias)[d]);
+    for (int64_t k = 0; k < p.taps; ++k) sum += weight(k) * input(t + k - p.taps + 1);
+    return activate(p.silu ? Activation::silu : Activation::identity, sum);
   }
 };
 
-// Calls f(row, channel) for the items of this thread; the grid covers the channels and loops over
-// rows.
+// Calls f(item, channel) for the items of this thread; the grid covers the channels and loops over
+// items.
 template <class F>
-__device__ __forceinline__ void for_items(int64_t rows, int64_t channels, const F& f) {
+__device__ __forceinline__ void for_items(int64_t items, int64_t channels, const F& f) {
   const int64_t d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (d >= channels) return;
-  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) f(row, d);
+  for (int64_t item = blockIdx.y; item < items; item += gridDim.y) f(item, d);
+}
+
+__device__ __forceinline__ ConvSequence checked_sequence(const CausalConv& p, int64_t n) {
+  const ConvSequence s = conv_sequence(p, n);
+  GPU_REQUIRE(s.row >= 0 && s.steps >= 0 && s.row + s.steps <= p.steps,
+              "causal_conv1d: cu_seqlens must grow within the rows");
+  return s;
+}
+// Calls f(sequence, its own number of the item) for an item, where it is in a sequence.
+template <class F>
+__device__ __forceinline__ void in_sequence(const CausalConv& p, int64_t item, int64_t extra,
+                                            const F& f) {
+  if (p.sequences == 0) return;
+  const ConvSequence s = checked_sequence(p, conv_sequence_of(p, item, extra));
+  const int64_t r = item - first_item(s, extra);
+  if (r >= 0 && r < extra + s.steps) f(s, r);
+}
+// Zeroes the rows of a result that are in no sequence.
+template <class T>
+__device__ __forceinline__ void zero_gaps(const CausalConv& p, void* rows) {
+  if (p.boundaries == nullptr) return;
+  for_items(p.steps, p.channels, [&](int64_t row, int64_t d) {
+    const bool inside = row >= p.boundaries[0] && row < p.boundaries[p.sequences];
+    if (!inside) static_cast<T*>(rows)[row * p.channels + d] = T(0);
+  });
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_forward_kernel(const __grid_constant__ CausalConvParams p) {
-  const int64_t n = p.conv.channels, steps = p.conv.steps, before = p.conv.taps - 1;
-  const int64_t rows = before + steps;
-  for_items(p.conv.batch * rows, n, [&](int64_t item, int64_t d) {
-    const int64_t b = item / rows, t = item - b * rows;
-    const Conv<T> conv{p.conv, b, d};
-    if (t < steps) {
-      static_cast<T*>(p.y)[(b * steps + t) * n + d] = gpu::narrow<T>(conv.result(t).value);
-    } else {
-      const int64_t at = (b * before + t - steps) * n + d;
-      static_cast<T*>(p.final_state)[at] = gpu::narrow<T>(conv.input(t - before));
-    }
+  const int64_t n = p.conv.channels, before = p.conv.taps - 1;
+  zero_gaps<T>(p.conv, p.y);
+  for_items(conv_rows(p.conv) + p.conv.sequences * before, n, [&](int64_t item, int64_t d) {
+    in_sequence(p.conv, item, before, [&](const ConvSequence& s, int64_t t) {
+      const Conv<T> conv{p.conv, s, d};
+      if (t < s.steps) {
+        static_cast<T*>(p.y)[(s.first + t) * n + d] = gpu::narrow<T>(conv.result(t).value);
+      } else {
+        const int64_t at = (s.n * before + t - s.steps) * n + d;
+        static_cast<T*>(p.final_state)[at] = gpu::narrow<T>(conv.input(t - before));
+      }
+    });
   });
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_slope_kernel(const __grid_constant__ CausalConvBackwardParams p, compute_t<T>* g) {
-  const int64_t n = p.conv.channels, steps = p.conv.steps;
-  for_items(p.conv.batch * steps, n, [&](int64_t item, int64_t d) {
-    const int64_t b = item / steps, t = item - b * steps;
-    const T* const grad_y = static_cast<const T*>(p.grad_y) + b * p.grad_y_batch;
-    g[item * n + d] =
-        gpu::widen(grad_y[t * p.grad_y_row + d]) * Conv<T>{p.conv, b, d}.result(t).slope;
+  const int64_t n = p.conv.channels;
+  for_items(conv_rows(p.conv), n, [&](int64_t item, int64_t d) {
+    in_sequence(p.conv, item, 0, [&](const ConvSequence& s, int64_t t) {
+      const T* const grad_y =
+          static_cast<const T*>(p.grad_y) + s.batch * p.grad_y_batch + s.row * p.grad_y_row;
+      g[item * n + d] =
+          gpu::widen(grad_y[t * p.grad_y_row + d]) * Conv<T>{p.conv, s, d}.result(t).slope;
+    });
   });
 }
 
@@ -83,22 +113,25 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_dx_kernel(const __grid_constant__ CausalConvBackwardParams p,
                           const compute_t<T>* g) {
-  const int64_t n = p.conv.channels, steps = p.conv.steps, before = p.conv.taps - 1;
-  const int64_t rows = before + steps;
-  for_items(p.conv.batch * rows, n, [&](int64_t item, int64_t d) {
-    const int64_t b = item / rows, r = item - b * rows;
-    if (r < before && p.dbefore == nullptr) return;
-    compute_t<T> sum = 0;
-    if (p.grad_final != nullptr && r >= steps) {
-      sum = gpu::widen(static_cast<const T*>(p.grad_final)[(b * before + r - steps) * n + d]);
-    }
-    for (int64_t k = 0; k <= before; ++k) {
-      const int64_t t = r - k;
-      if (t >= 0 && t < steps) sum += Conv<T>{p.conv, b, d}.weight(k) * g[(b * steps + t) * n + d];
-    }
-    T* const out = r < before ? static_cast<T*>(p.dbefore) + (b * before + r) * n
-                              : static_cast<T*>(p.dx) + (b * steps + r - before) * n;
-    out[d] = gpu::narrow<T>(sum);
+  const int64_t n = p.conv.channels, before = p.conv.taps - 1;
+  zero_gaps<T>(p.conv, p.dx);
+  for_items(conv_rows(p.conv) + p.conv.sequences * before, n, [&](int64_t item, int64_t d) {
+    in_sequence(p.conv, item, before, [&](const ConvSequence& s, int64_t r) {
+      if (r < before && p.dbefore == nullptr) return;
+      compute_t<T> sum = 0;
+      if (p.grad_final != nullptr && r >= s.steps) {
+        sum = gpu::widen(static_cast<const T*>(p.grad_final)[(s.n * before + r - s.steps) * n + d]);
+      }
+      for (int64_t k = 0; k <= before; ++k) {
+        const int64_t t = r - k;
+        if (t >= 0 && t < s.steps) {
+          sum += Conv<T>{p.conv, s, d}.weight(k) * g[(s.first + t) * n + d];
+        }
+      }
+      T* const out = r < before ? static_cast<T*>(p.dbefore) + (s.n * before + r) * n
+                                : static_cast<T*>(p.dx) + (s.first + r - before) * n;
+      out[d] = gpu::narrow<T>(sum);
+    });
   });
 }
 
@@ -107,14 +140,15 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_sums_kernel(const __grid_constant__ CausalConv p, const compute_t<T>* g,
                             int64_t shards, compute_t<T>* partial) {
-  const int64_t n = p.channels, sums = p.taps + 1, all = p.batch * p.steps;
+  const int64_t n = p.channels, sums = p.taps + 1, all = conv_rows(p);
   for_items(shards * sums, n, [&](int64_t item, int64_t d) {
     const int64_t shard = item / sums, k = item - shard * sums;
     compute_t<T> sum = 0;
     for (int64_t row = all * shard / shards; row < all * (shard + 1) / shards; ++row) {
-      const int64_t b = row / p.steps, t = row - b * p.steps;
-      const compute_t<T> of_step = g[row * n + d];
-      sum += k == p.taps ? of_step : of_step * Conv<T>{p, b, d}.input(t + k - p.taps + 1);
+      in_sequence(p, row, 0, [&](const ConvSequence& s, int64_t t) {
+        const compute_t<T> of_step = g[row * n + d];
+        sum += k == p.taps ? of_step : of_step * Conv<T>{p, s, d}.input(t + k - p.taps + 1);
+      });
     }
     partial[item * n + d] = sum;
   });
@@ -130,7 +164,7 @@ dim3 grid_of(int64_t rows, int64_t channels) {
 
 Status launch_causal_conv(const CausalConvParams& p, Stream stream) {
   const CausalConv& c = p.conv;
-  const int64_t rows = c.batch * (c.taps - 1 + c.steps);
+  const int64_t rows = conv_rows(c) + c.sequences * (c.taps - 1);
   if (rows == 0 || c.channels == 0) return nullptr;
   dispatch(c.dtype, [&]<class T>(T) {
     GPU_LAUNCH(causal_conv_forward_kernel<T>, grid_of(rows, c.channels), kThreads, 0, stream, p);
@@ -139,14 +173,14 @@ Status launch_causal_conv(const CausalConvParams& p, Stream stream) {
 }
 
 int64_t causal_conv_shards(const CausalConv& p) {
-  return min(ceil_div(p.batch * p.steps, kShardRows), kMaxShards);
+  return min(ceil_div(conv_rows(p), kShardRows), kMaxShards);
 }
 
 Status launch_causal_conv_backward(const CausalConvBackwardParams& p,
                                    const CausalConvScratch& scratch, void* dweight, void* dbias,
                                    Stream stream) {
   const CausalConv& c = p.conv;
-  const int64_t n = c.channels, steps = c.batch * c.steps, rows = c.batch * (c.taps - 1) + steps;
+  const int64_t n = c.channels, steps = conv_rows(c), rows = c.sequences * (c.taps - 1) + steps;
   const int64_t shards = causal_conv_shards(c), sums = c.taps + 1;
   if (n == 0) return nullptr;
   dispatch(c.dtype, [&]<class T>(T) {

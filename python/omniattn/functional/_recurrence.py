@@ -104,7 +104,7 @@ def run(
     """The recurrence of checked q, k, v, g and beta, and its final state."""
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        require_boundaries(op, cu_seqlens, q)
+        require_boundaries(op, cu_seqlens, q, "q")
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
@@ -118,18 +118,18 @@ def run(
     return o, state
 
 
-def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
+def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
     """(N + 1,) integers; that they grow within 0 .. T is checked where they are read."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{op}: cu_seqlens must be int32 or int64, got cu_seqlens.dtype={cu_seqlens.dtype}"
         )
-    require_device(op, "cu_seqlens", cu_seqlens, q, "q")
+    require_device(op, "cu_seqlens", cu_seqlens, x, name)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"{op}: cu_seqlens must have shape (N + 1,), got cu_seqlens.shape="
             f"{tuple(cu_seqlens.shape)}"
         )
-    if q.shape[0] != 1:
-        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got q.shape={tuple(q.shape)}")
+    if x.shape[0] != 1:
+        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(x.shape)}")

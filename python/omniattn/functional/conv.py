@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
     require_float,
     require_shape,
 )
+from omniattn.functional._recurrence import require_boundaries
 from omniattn.ops import conv as ops
 
 __all__ = ["causal_conv1d"]
@@ -27,6 +28,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_final_state: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor: ...
@@ -38,6 +40,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_final_state: Literal[True],
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -49,6 +52,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_final_state: bool,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -59,6 +63,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,8 +79,10 @@ def causal_conv1d(
             weight, bias and initial_state are cast to x's dtype.
         bias: (D,) of x's dtype, or None.
         activation: "silu", or None.
-        initial_state: (B, D, K - 1) of x's dtype, the inputs before x with the oldest first;
-            None for zeros.
+        initial_state: (N, D, K - 1) of x's dtype, the inputs before x with the oldest first;
+            None for zeros. N is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and rows cu_seqlens[n] .. cu_seqlens[n + 1] are
+            sequence n, with a state of its own. Rows in no sequence give zeros.
         return_final_state: whether to return the state that continues after x.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
@@ -108,7 +115,10 @@ def causal_conv1d(
     require_float(op, "x", x)
     if x.ndim != 3:
         raise ValueError(f"{op}: x must have shape (B, T, D), got x.shape={tuple(x.shape)}")
-    batch, _, channels = x.shape
+    count, _, channels = x.shape
+    if cu_seqlens is not None:
+        require_boundaries(op, cu_seqlens, x, "x")
+        count = cu_seqlens.shape[0] - 1
     weight = cast_like(op, "weight", weight, x)
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(
@@ -122,8 +132,8 @@ def causal_conv1d(
         require_choice(op, "activation", activation, ("silu",))
     if initial_state is not None:
         initial_state = cast_like(op, "initial_state", initial_state, x)
-        require_shape(op, "initial_state", initial_state, (batch, channels, weight.shape[1] - 1))
+        require_shape(op, "initial_state", initial_state, (count, channels, weight.shape[1] - 1))
     require_bool(op, "return_final_state", return_final_state)
     run = implementation(op, backend, x, ops.causal_conv1d)
-    y, final_state = run(x, weight, bias, initial_state, activation == "silu")
+    y, final_state = run(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
     return (y, final_state) if return_final_state else y

@@ -16,11 +16,12 @@ def _channels_last(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.new_empty(t.mT.shape).mT
 
 
-def _final_state(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1] - 1, x.shape[2])).mT
+def _final_state(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty((count, weight.shape[1] - 1, x.shape[2])).mT
 
 
-#: (x, weight, bias, initial_state, silu) -> (y, final_state)
+#: (x, weight, bias, initial_state, cu_seqlens, silu) -> (y, final_state)
 causal_conv1d = DifferentiableOp(
     "causal_conv1d",
     fakes={
@@ -28,13 +29,14 @@ causal_conv1d = DifferentiableOp(
         "dweight": lambda weight: _channels_last(weight),
         "dinitial_state": lambda initial_state: _channels_last(initial_state),
     },
-    formula=lambda x, weight, bias, state, silu: reference.causal_conv1d(
+    formula=lambda x, weight, bias, state, cu_seqlens, silu: reference.causal_conv1d(
         x,
         weight,
         bias,
         activation="silu" if silu else None,
         initial_state=state,
         return_final_state=True,
+        cu_seqlens=cu_seqlens,
     ),
-    fold=Fold(("x", "initial_state")),
+    fold=Fold(("x", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )

@@ -14,22 +14,53 @@ def causal_conv1d(
     activation: str | None = None,
     initial_state: torch.Tensor | None = None,
     return_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y[t] = act(bias + sum_k weight[k] x[t + k - (K - 1)]), x (B, T, D), weight (D, K), bias (D,).
 
-    The K - 1 inputs before x are initial_state (B, D, K - 1), or zeros; the final state is the
-    last K - 1 of these and of x.
+    The K - 1 inputs before x are initial_state (N, D, K - 1), or zeros; the final state is the
+    last K - 1 of these and of x. N is B, or the number of sequences in the one row of x.
     """
-    taps, steps = weight.shape[1], x.shape[1]
+    taps, steps, channels = weight.shape[1], x.shape[1], x.shape[2]
+    count = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     inputs = widen(x).transpose(1, 2)
     if initial_state is None:
-        before = inputs.new_zeros((*inputs.shape[:2], taps - 1))
+        before = inputs.new_zeros((count, channels, taps - 1))
     else:
         before = widen(initial_state)
-    inputs = torch.cat((before, inputs), -1)
-    taken = torch.stack([inputs[..., k : k + steps] for k in range(taps)], -1)
+    if cu_seqlens is None:
+        inputs = torch.cat((before, inputs), -1)
+        taken = torch.stack([inputs[..., k : k + steps] for k in range(taps)], -1)
+        final = inputs[..., steps:]
+    else:
+        taken, final = _packed(inputs[0], before, cu_seqlens.long())
     y = (taken * widen(weight)[:, None]).sum(-1)
     if bias is not None:
         y = y + widen(bias)[:, None]
-    y = ACTIVATIONS[activation or "identity"](y).transpose(1, 2).to(x.dtype)
-    return (y, inputs[..., steps:].to(x.dtype)) if return_final_state else y
+    y = ACTIVATIONS[activation or "identity"](y)
+    if cu_seqlens is not None:
+        t = torch.arange(steps, device=x.device)
+        y = torch.where((cu_seqlens[0] <= t) & (t < cu_seqlens[-1]), y, 0)
+    y = y.transpose(1, 2).to(x.dtype)
+    return (y, final.to(x.dtype)) if return_final_state else y
+
+
+def _packed(
+    x: torch.Tensor, before: torch.Tensor, cu_seqlens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K inputs of each step (1, D, T, K) of sequences in x (D, T), and their final states."""
+    count, _, width = before.shape
+    inputs = torch.cat((before.transpose(0, 1).flatten(1), x), -1)
+
+    def places(n: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Columns of `inputs` with these steps of sequences n; a step < 0 is one before x."""
+        x_column = count * width + cu_seqlens[n] + step
+        return torch.where(step < 0, (n + 1) * width + step, x_column).clamp(0, inputs.shape[1] - 1)
+
+    t = torch.arange(x.shape[1], device=x.device)
+    n = (torch.searchsorted(cu_seqlens, t, right=True) - 1).clamp(0, max(count - 1, 0))
+    back = torch.arange(-width, 1, device=x.device)
+    taken = inputs[:, places(n[:, None], (t - cu_seqlens[n])[:, None] + back)]
+    every = torch.arange(count, device=x.device)[:, None]
+    final = inputs[:, places(every, cu_seqlens.diff()[:, None] + back[:-1])]
+    return taken[None], final.transpose(0, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
 ALL = ("bias", "initial_state")
+PACKED = (*ALL, "cu_seqlens")
 
 
 def _conv(
@@ -19,15 +21,23 @@ def _conv(
     tensors: tuple[str, ...] = ALL,
     activation: str | None = "silu",
     final: bool = True,
+    N: int | None = None,
 ) -> Case:
     options = {"activation": activation, "return_final_state": final}
-    return Case(label, {"B": B, "T": T, "D": D, "K": K}, tensors, options)
+    sizes = {"B": B, "T": T, "D": D, "K": K} | ({} if N is None else {"N": N})
+    return Case(label, sizes, tensors, options)
 
 
 def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, t, d, k = (case.sizes[letter] for letter in "BTDK")
-    shapes = {"x": (b, t, d), "weight": (d, k), "bias": (d,), "initial_state": (b, d, k - 1)}
-    return {name: random.normal(*shapes[name]) for name in ("x", "weight", *case.tensors)}
+    n = case.sizes.get("N", b)
+    shapes = {"x": (b, t, d), "weight": (d, k), "bias": (d,), "initial_state": (n, d, k - 1)}
+    names = ("x", "weight", *(name for name in case.tensors if name in shapes))
+    tensors = {name: random.normal(*shapes[name]) for name in names}
+    if "cu_seqlens" in case.tensors:
+        inner = random.integers(t + 1, n - 1).sort().values
+        tensors["cu_seqlens"] = torch.cat((torch.tensor([0]), inner, torch.tensor([t])))
+    return tensors
 
 
 def _flops(case: Case, pass_: Pass) -> float:
@@ -44,7 +54,7 @@ CAUSAL_CONV1D = OpSpec(
     differentiable=("x", "weight", "bias", "initial_state"),
     flops=_flops,
     second_order=True,
-    special=("state", "many", "short", "pointwise"),
+    special=("state", "many", "short", "pointwise", "packed"),
     cases=(
         _conv("tiny", 2, 3, 3, 3),
         _conv("mamba", 2, 65, 100, 4, ("bias",), final=False),
@@ -57,6 +67,9 @@ CAUSAL_CONV1D = OpSpec(
         _conv("short", 3, 2, 65, 4),
         _conv("decode", 4, 1, 96, 4),
         _conv("long", 1, 3000, 19, 4, final=False),
+        _conv("packed", 1, 70, 33, 4, PACKED, N=5),
+        _conv("packed many", 1, 41, 18, 6, PACKED, None, N=30),
+        _conv("packed bare", 1, 50, 65, 2, ("cu_seqlens",), final=False, N=3),
         _conv("nosteps", 2, 0, 8, 4),
         _conv("nobatch", 0, 5, 8, 4),
         _conv("nochannels", 2, 5, 0, 4),
