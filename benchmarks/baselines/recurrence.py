@@ -100,6 +100,89 @@ def linear_attention(
     return (o[..., :-1] / o[..., -1:]).to(dtype), state
 
 
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated linear attention of queries that come one token early, and the token's own part."""
+    lacks(initial_state=initial_state is not None, constant=w.ndim == 2)
+    early = F.pad(r[:, 1:], (0, 0, 0, 0, 0, 1))
+    past, state = gated(early, k, v, w, scale=scale, cu_seqlens=cu_seqlens)
+    own = (r * k * u).sum(-1, keepdim=True) * v * scale
+    return (F.pad(past[:, :-1], (0, 0, 0, 0, 1, 0)) + own).to(v.dtype), state
+
+
+def dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores of all chunks at once, then for each chunk a triangular system."""
+    lacks(
+        cu_seqlens=cu_seqlens is not None,
+        grouped=q.shape[2] != v.shape[2],
+        empty=v.numel() == 0,
+        heads=g.ndim == 3,
+    )
+    (batch, steps, h, d), dtype = q.shape, v.dtype
+    rows = (t.float() if dtype != torch.float64 else t for t in (q, k, v, a, b, g))
+    q, k, v, a, b, g = (_chunks(t, SMALL_CHUNK) for t in rows)
+    q = q * (d**-0.5 if scale is None else scale)
+    total = g.cumsum(3)
+    seen = torch.ones(SMALL_CHUNK, SMALL_CHUNK, dtype=torch.bool, device=q.device).tril()
+
+    def scores(rows: Tensor, reach: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        gap = reach[..., :, None, :] - total[..., None, :, :]
+        weights = rows[..., :, None, :] * gap.masked_fill(~seen[..., None], -torch.inf).exp()
+        of_k, of_b = (torch.einsum("nbhijd,nbhjd->nbhij", weights, key) for key in (k, b))
+        return of_k, of_b
+
+    reads_k, reads_b = scores(q, total, seen)
+    asks_k, asks_b = scores(a, total - g, seen.tril(-1))
+    last = total[..., -1:, :]
+    read, ask, end = q * total.exp(), a * (total - g).exp(), last.mT.exp()
+    kept_k, kept_b = ((t * (last - total).exp()).mT for t in (k, b))
+    known, system = asks_k @ v, torch.eye(SMALL_CHUNK).to(q) - asks_b
+    state = q.new_zeros(batch, h, d, v.shape[-1]) if initial_state is None else initial_state.to(q)
+    out = []
+    for n in range(len(q)):
+        c = torch.linalg.solve_triangular(
+            system[n], known[n] + ask[n] @ state, upper=False, unitriangular=True
+        )
+        out.append(read[n] @ state + reads_k[n] @ v[n] + reads_b[n] @ c)
+        state = state * end[n] + kept_k[n] @ v[n] + kept_b[n] @ c
+    o = torch.stack(out, 1).movedim(2, 3).flatten(1, 2)[:, :steps]
+    return o.to(dtype), state
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float = 1.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
+
+
 def _transformers(model: str, name: str) -> Function:
     """The chunk form of a model of transformers."""
 
@@ -155,6 +238,9 @@ BASELINES = {
     "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
     "retention": {"aten": retention, "compiled": compiled(retention)},
     "delta_rule": {"hf": delta_rule},
+    "dplr_delta_rule": {"aten": dplr_delta_rule, "compiled": compiled(dplr_delta_rule)},
+    "rwkv6": {"aten": rwkv6, "compiled": compiled(rwkv6)},
+    "rwkv7": {"aten": rwkv7, "compiled": compiled(rwkv7)},
     "gated_delta_rule": {"hf": GATED_DELTA_RULE},
     "kimi_delta_attention": {"hf": KIMI_DELTA_ATTENTION},
 }

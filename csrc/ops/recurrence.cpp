@@ -1,6 +1,7 @@
 // recurrence.
 #include "kernels/recurrence/recurrence.h"
 
+#include <string>
 #include <tuple>
 
 #include "ops/device.h"
@@ -39,14 +40,15 @@ struct Problem {
   int64_t batch, steps, key_heads, value_heads, key_width, value_width, sequences;
   Steps q, k, v;
   bool channel_decay;
-  OptSteps g, beta;
-  OptTensor initial_state;
+  OptSteps g, beta, a, b;
+  OptTensor bonus, initial_state;
   Sequences packed;
   double scale;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-          const OptTensor& g_, const OptTensor& beta_, const OptTensor& initial_state_,
-          const OptTensor& cu_seqlens, double scale_)
+          const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
+          const OptTensor& b_, const OptTensor& initial_state_, const OptTensor& cu_seqlens,
+          double scale_)
       : op(op_),
         dtype(dtype_of(op, "q", q_)),
         acc(accumulator(dtype)),
@@ -78,6 +80,20 @@ struct Problem {
       sequences = packed.count;
     }
     initial_state = checked_state("initial_state", initial_state_);
+    const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
+    require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
+    require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
+    require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
+            "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");
+    if (a_.has_value()) {
+      a.emplace(op, "a", *a_, dtype, q_.sizes());
+      b.emplace(op, "b", *b_, dtype, q_.sizes());
+    }
+    if (bonus_.has_value()) {
+      require_tensor(op, "bonus", *bonus_, acc);
+      require_sizes(op, "bonus", *bonus_, {sequences, value_heads, key_width});
+      bonus = as_dense(*bonus_);
+    }
   }
 
   std::array<int64_t, 4> state_sizes() const {
@@ -106,6 +122,9 @@ struct Problem {
             .v = v.view(),
             .g = view_or_null(g),
             .beta = view_or_null(beta),
+            .a = view_or_null(a),
+            .b = view_or_null(b),
+            .bonus = data_or_null(bonus),
             .initial_state = data_or_null(initial_state),
             .boundaries = packed.rows.q};
   }
@@ -148,37 +167,46 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
 }
 
 // The public function that names an error; functions with fewer options check their own.
-const char* op_of(const OptTensor& beta) {
-  return beta.has_value() ? "gated_delta_rule" : "gated_linear_attention";
+std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a) {
+  return a.has_value()       ? "dplr_delta_rule"
+         : bonus.has_value() ? "rwkv6"
+         : beta.has_value()  ? "gated_delta_rule"
+                             : "gated_linear_attention";
 }
 
 std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, const Tensor& v,
                                               const OptTensor& g, const OptTensor& beta,
-                                              const OptTensor& initial_state,
+                                              const OptTensor& bonus, const OptTensor& a,
+                                              const OptTensor& b, const OptTensor& initial_state,
                                               const OptTensor& cu_seqlens, double scale) {
   const DeviceScope scope(q);
-  return forward({op_of(beta), q, k, v, g, beta, initial_state, cu_seqlens, scale}, true);
+  const std::string op = op_of(beta, bonus, a);
+  return forward({op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale},
+                 true);
 }
 
 std::tuple<Tensor, Tensor> recurrence_only(const Tensor& q, const Tensor& k, const Tensor& v,
                                            const OptTensor& g, const OptTensor& beta,
-                                           const OptTensor& initial_state,
+                                           const OptTensor& bonus, const OptTensor& a,
+                                           const OptTensor& b, const OptTensor& initial_state,
                                            const OptTensor& cu_seqlens, double scale) {
   const DeviceScope scope(q);
+  const std::string op = op_of(beta, bonus, a);
   const auto [o, final_state, states] =
-      forward({op_of(beta), q, k, v, g, beta, initial_state, cu_seqlens, scale}, false);
+      forward({op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale}, false);
   return {o, final_state};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> recurrence_backward(
-    const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q, const Tensor& k,
-    const Tensor& v, const OptTensor& g, const OptTensor& beta, const OptTensor& initial_state,
-    const OptTensor& cu_seqlens, const Tensor& states, double scale, bool g_grad, bool beta_grad,
-    bool initial_state_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
+                    const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
+                    const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
+                    const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                    const Tensor& states, double scale, bool g_grad, bool beta_grad,
+                    bool bonus_grad, bool initial_state_grad) {
   const DeviceScope scope(q);
-  const char* const op =
-      beta.has_value() ? "gated_delta_rule_backward" : "gated_linear_attention_backward";
-  const Problem p(op, q, k, v, g, beta, initial_state, cu_seqlens, scale);
+  const std::string op = op_of(beta, bonus, a) + "_backward";
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale);
   const Recurrence shared = p.params();
   OptSteps go;
   if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
@@ -186,10 +214,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> recurrence_backward(
   require_dense(p.op, "states", states, p.acc,
                 {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width});
   const Output dq = p.result(true, p.q, p.dtype), dk = p.result(true, p.k, p.dtype);
-  const Output dv = p.result(true, p.v, p.dtype);
+  const Output dv = p.result(true, p.v, p.dtype), da = p.result(p.a.has_value(), p.q, p.dtype);
+  const Output db = p.result(p.b.has_value(), p.q, p.dtype);
   const Output dg = p.result(g_grad && p.g, p.g ? *p.g : p.v, p.acc);
   const Output dbeta = p.result(beta_grad && p.beta, p.beta ? *p.beta : p.v, p.acc);
   const auto state = p.state_sizes();
+  const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
   const RecurrenceBackwardParams params{.recurrence = shared,
                                         .grad_o = view_or_null(go),
@@ -198,8 +228,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> recurrence_backward(
                                         .dq = dq.data(),
                                         .dk = dk.data(),
                                         .dv = dv.data(),
+                                        .da = da.data(),
+                                        .db = db.data(),
                                         .dg = dg.data(),
                                         .dbeta = dbeta.data(),
+                                        .dbonus = dbonus.data(),
                                         .dinitial_state = dinitial.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
@@ -214,21 +247,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> recurrence_backward(
         std::span(&params, 1), [&](const RecurrenceBackwardParams&) { return items; }, memory,
         kernels.backward);
   }
-  return {dq.tensor(), dk.tensor(), dv.tensor(), dg.tensor(), dbeta.tensor(), dinitial.tensor()};
+  return {dq.tensor(),     dk.tensor(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
+          dbonus.tensor(), da.tensor(), db.tensor(), dinitial.tensor()};
 }
 
-// q, k (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), states
-// (N, Hv, K, V). The last result of the forward is the states at the starts of chunks.
+// q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
+// (N, Hv, K), states (N, Hv, K, V). The last result of the forward is the states at the starts of
+// chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence, recurrence_only>(
-      "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state,"
-      " Tensor? cu_seqlens, float scale) -> (Tensor o, Tensor final_state, Tensor states)",
+      "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
+      " Tensor? b, Tensor? initial_state, Tensor? cu_seqlens, float scale)"
+      " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(
       "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
-      " Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"
-      " float scale, bool g_grad, bool beta_grad, bool initial_state_grad)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)");
+      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? initial_state,"
+      " Tensor? cu_seqlens, Tensor states, float scale, bool g_grad, bool beta_grad,"
+      " bool bonus_grad, bool initial_state_grad)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
+      " Tensor db, Tensor dinitial_state)");
 });
 
 }  // namespace

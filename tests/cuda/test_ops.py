@@ -56,11 +56,15 @@ PLACED = (
 STATES = tuple(
     f"-{spec.name}-{case}-"
     for spec in NATIVE
-    if spec.family == "recurrence"
+    if spec.family == "recurrence" and spec.name != "rwkv7"
     for case in ("tiny", "grouped", "packed", "step", "nosteps")
 )
-#: A decay for each channel, the delta rule, value heads that share keys, packed sequences.
-FEW_STATES = tuple(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed"))
+#: A decay for each channel, the delta rule, a bonus, low rank, value heads that share keys, packed
+#: sequences.
+FEW_STATES = (
+    *(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed")),
+    *("-rwkv6-grouped-", "-rwkv6-packed-", "-dplr_delta_rule-grouped-", "-dplr_delta_rule-packed-"),
+)
 
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
 #: whose bits depend on the number of threads on some processors (Zen 4).

@@ -281,6 +281,26 @@ def _fla(forget, delta):
     return run
 
 
+def fla_rwkv6(r, k, v, w, u, scale=None):
+    o, s = [], torch.zeros(*v.shape[:1], *k.shape[2:], v.shape[-1])
+    for x, key, value, decay in zip(*(t.unbind(1) for t in (r, k, v, w)), strict=True):
+        now = key[..., None] * value[..., None, :]
+        o.append(torch.einsum("bhk,bhkv->bhv", x, s + u[..., None] * now))
+        s = decay.exp()[..., None] * s + now
+    return torch.stack(o, 1) * (r.shape[-1] ** -0.5 if scale is None else scale), s
+
+
+def fla_dplr(q, k, v, a, b, gk, scale=None):
+    o, s = [], torch.zeros(*v.shape[:1], *k.shape[2:], v.shape[-1])
+    for x, key, value, ask, tell, g in zip(
+        *(t.unbind(1) for t in (q, k, v, a, b, gk)), strict=True
+    ):
+        told = tell[..., None] * (ask[..., None] * s).sum(-2, keepdim=True)
+        s = g.exp()[..., None] * s + told + key[..., None] * value[..., None, :]
+        o.append(torch.einsum("bhk,bhkv->bhv", x, s))
+    return torch.stack(o, 1) * (q.shape[-1] ** -0.5 if scale is None else scale), s
+
+
 def _given(g):
     return g
 
@@ -405,5 +425,8 @@ NAMES = {name: f for name, f in globals().items() if not name.startswith("_")} |
         chunk_delta_rule=_fla(lambda k: None, True),
         chunk_gated_delta_rule=_fla(_given, True),
         chunk_kda=_fla(_given, True),
+        chunk_rwkv6=fla_rwkv6,
+        chunk_rwkv7=lambda r, w, k, v, a, b: fla_dplr(r, k, v, a, b, w, scale=1.0),
+        chunk_dplr_delta_rule=fla_dplr,
     )
 }

@@ -1,14 +1,20 @@
 // Matrix-state recurrences over time, forward and backward. For each sequence and value head, with
-// a state S of shape (K, V) and a_t = exp(g_t):
+// a state S of shape (K, V) and w_t = exp(g_t):
 //
-//   S_t = diag(a_t) S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
-//   u_t = v_t                                              plain update (no beta)
-//   u_t = beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)         delta update
+//   S_t = diag(w_t) S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
+//   u_t = v_t                                              plain update
+//   u_t = beta_t (v_t - (diag(w_t) S_{t-1})^T k_t)         delta update, where there is a beta
 //
-// Value head h reads key head h / (Hv / Hk) of q and k. Both devices work on chunks of tokens, in
-// which the products are matrix products; every factor of a decay is a product of a's, never the
-// exponential of a difference of sums. The backward computes a chunk again from the state at its
-// start, which the forward has saved.
+// With a bonus, the update is plain and outputs read the state before it, which has its share in
+// their own token; with a and b, it is plain and of low rank in the state before it:
+//
+//   o_t = scale (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t
+//   S_t = diag(w_t) S_{t-1} + k_t v_t^T + b_t c_t^T        c_t = S_{t-1}^T a_t
+//
+// Value head h reads key head h / (Hv / Hk) of q, k, a and b. Both devices work on chunks of
+// tokens, in which the products are matrix products; every factor of a decay is a product of w's,
+// never the exponential of a difference of sums. The backward computes a chunk again from the state
+// at its start, which the forward has saved.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +44,8 @@ struct Recurrence {
   StepView q, k;              // (B, T, Hk, K)
   StepView v;                 // (B, T, Hv, V)
   StepView g, beta;           // of A; absent: no decay, plain update
+  StepView a, b;              // (B, T, Hk, K); both or none, and only with a channel_decay
+  const void* bonus;          // (N, Hv, K) of A contiguous, or null; only with a channel_decay
   const void* initial_state;  // (N, Hv, K, V) of A contiguous, or null for zeros
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
@@ -50,7 +58,7 @@ struct RecurrenceParams {
   void* states;       // (recurrence_slots, Hv, K, V) of A, or null
 };
 
-// Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta and
+// Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta, dbonus and
 // dinitial_state may be null.
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
@@ -58,7 +66,8 @@ struct RecurrenceBackwardParams {
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
   void *dq, *dk, *dv;
-  void *dg, *dbeta, *dinitial_state;  // of A
+  void *da, *db;                               // where there are a and b
+  void *dg, *dbeta, *dbonus, *dinitial_state;  // of A
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);
@@ -75,15 +84,15 @@ OMNIATTN_FN int64_t recurrence_slots(const Recurrence& p) {
                                  : p.sequences * ceil_div(p.steps, chunk);
 }
 
-// One sequence: batch entry, first row, number of tokens, first slot of states.
+// One sequence: its number, batch entry, first row, number of tokens, first slot of states.
 struct RecurrenceSequence {
-  int64_t batch, begin, count, slot;
+  int64_t index, batch, begin, count, slot;
 };
 OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t n) {
   const int64_t chunk = recurrence_chunk(p.channel_decay);
-  if (p.boundaries == nullptr) return {n, 0, p.steps, n * ceil_div(p.steps, chunk)};
+  if (p.boundaries == nullptr) return {n, n, 0, p.steps, n * ceil_div(p.steps, chunk)};
   const int64_t begin = p.boundaries[n];
-  return {0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
+  return {n, 0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
 }
 
 struct RecurrenceKernels {
@@ -94,8 +103,8 @@ struct RecurrenceKernels {
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
 
 struct RecurrenceBackwardKernels {
-  // Item n Hk + h is key head h of sequence n with all of its value heads, whose gradients of q and
-  // k are added in order.
+  // Item n Hk + h is key head h of sequence n with all of its value heads, whose gradients of q, k,
+  // a and b are added in order.
   int64_t (*bytes)(const Recurrence&);
   void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
 };

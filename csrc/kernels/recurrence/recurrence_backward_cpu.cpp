@@ -1,12 +1,12 @@
 // Backward of matrix-state recurrences, see recurrence.h: chunks in reverse, each computed again
 // from the state at its start. With S' the state at its end and d for gradients:
 //
-//   du = P^T do + k_out dS'          x, de from du by the update, dv = -de = beta x
+//   du = P^T do + k_out dS'          x, de from du by the update, dv = -de = beta x of a delta
 //   dP = tril(do u^T), dN = tril(de u^T, -1), to which the decay applies
-//   met = [de; do] S^T, made = u dS'^T       parts of dk and dq across chunks
-//   dS = e^(G_C) dS' + k_in^T de + q_in^T do
+//   met = [de; do] S^T, made = u dS'^T       parts of the gradients of rows across chunks
+//   dS = e^(G_C) dS' + probe_in^T de + q_in^T do
 //
-// de is the gradient of the prediction k_in S + N u; that of S' stays in memory of the thread.
+// de is the gradient of the prediction probe_in S + N u; that of S' stays in memory of the thread.
 #include "kernels/recurrence/recurrence_policy.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
@@ -17,6 +17,7 @@ namespace {
 template <class T, class Decay, class Update>
 struct Backward {
   using C = compute_t<T>;
+  static constexpr int kKeys = Update::kKeys, kRows = 2 * kKeys;
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
   const int64_t size = recurrence_chunk(p.channel_decay);
@@ -26,21 +27,22 @@ struct Backward {
   Decay decay;
   Matrix<C> x, out;          // see above; [de; do]
   Matrix<C> state, dstates;  // S, and dS' of each value head of the group
-  Matrix<C> dkq;             // [dk; dq], sums over the group
+  Matrix<C> drows;           // [dk; dq; da; db], sums over the group
   ChunkGradient<C> d;
 
   Backward(const RecurrenceBackwardParams& y, void* memory)
       : params(y), room(memory), c(p, room, packed_size(y.recurrence)), decay(p, room) {
     const int64_t K = p.key_width, V = p.value_width;
     c.error = room.rows(size, V);
-    x = room.rows(size, V);
+    x = room.rows(kKeys * size, V);
     out = room.rows(2 * size, V);
     state = room.rows(K, V);
     dstates = room.rows(K * group, V);
-    dkq = room.rows(2 * size, K);
+    drows = room.rows(kRows * size, K);
     d.scores = room.rows(2 * size, size);
+    if (kKeys == 2) d.scores_b = room.rows(2 * size, size);
     d.met = room.rows(2 * size, K);
-    d.made = room.rows(size, K);
+    d.made = room.rows(kKeys * size, K);
     d.carried = room.take(K);
   }
 
@@ -54,6 +56,9 @@ struct Backward {
                   dstate);
       } else {
         zero_rows(dstate, K, V);
+      }
+      if (C* const dbonus = bonus_of<C>(p, params.dbonus, n, key_head * group + h)) {
+        zero_rows(Matrix<C>{dbonus, K}, 1, K);
       }
     }
     for (int64_t t = (s.count - 1) / size * size; s.count > 0 && t >= 0; t -= size) {
@@ -76,33 +81,35 @@ struct Backward {
   void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t key_head) {
     const int64_t t = s.begin + first, K = p.key_width;
     c.template load<T>(s.batch, t, n, key_head);
-    zero_rows(dkq, 2 * n, K);
-    d.dk = dkq, d.dq = dkq.at(n);
+    zero_rows(drows, kRows * n, K);
+    d.dk = drows, d.dq = drows.at(n);
+    if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
     for (int64_t h = 0; h < group; ++h) {
       head(s, t, s.slot + first / size, key_head * group + h, dstates.at(h * K));
     }
-    const int64_t stride = p.key_heads * K;
-    copy_rows(d.dk.data, dkq.stride, n, K,
-              out_row<T>(p, params.dk, s.batch, t, p.key_heads, key_head, K), stride);
-    copy_rows(d.dq.data, dkq.stride, n, K,
-              out_row<T>(p, params.dq, s.batch, t, p.key_heads, key_head, K), stride,
-              static_cast<C>(p.scale));
+    const auto write = [&](Matrix<C> rows, void* to, C factor = 1) {
+      copy_rows(rows.data, rows.stride, n, K,
+                out_row<T>(p, to, s.batch, t, p.key_heads, key_head, K), p.key_heads * K, factor);
+    };
+    write(d.dk, params.dk);
+    write(d.dq, params.dq, static_cast<C>(p.scale));
+    if (kKeys == 2) write(d.da, params.da), write(d.db, params.db);
   }
 
   void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, Matrix<C> dstate) {
     const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V;
     const Matrix<C> grad_o = out.at(n);
-    c.load_beta(batch, t, h);
+    c.load_update(s, t, h);
     decay.apply(c, batch, t, h);
     copy_rows(state_of<C>(p, params.states, slot, h), V, K, V, state);
-    if constexpr (Update::kDelta) multiply(c.k_in, state, c.error, n, V, K, Into::set);
+    if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
     Update::values(c, row_of<T>(p.v, batch, t, h), p.v.step);
     if (params.grad_o.data != nullptr) {
       copy_rows(row_of<T>(params.grad_o, batch, t, h), params.grad_o.step, n, V, grad_o);
     } else {
       zero_rows(grad_o, n, V);
     }
-    c.meet(c.k_out, dstate, x, n, [&](int64_t i) {
+    c.meet(c.k_out, dstate, x, kKeys * n, [&](int64_t i) {
       prefetch_row<true>(out_row<T>(p, params.dv, batch, t + i, p.value_heads, h, V), V);
       const int64_t before = t - size + i;
       if (before < s.begin) return;
@@ -112,22 +119,26 @@ struct Backward {
       }
     });
     multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
-    if constexpr (Update::kDelta) Update::gradient(c, x, out);
+    if constexpr (kKeys == 2) {
+      multiply_lower_transposed(c.P_b, grad_o, x.at(n), n, V, Into::add);
+    }
+    if constexpr (Update::kProbe) Update::gradient(c, x, out);
     write_values(batch, t, h);
-    // Rows that belong to k come first, where there are any.
-    const int64_t skip = Update::kDelta ? 0 : n, rows = 2 * n - skip;
-    pack_bt(c.u.data, c.u.stride, V, n, c.packed);
-    if constexpr (Update::kDelta) multiply_to_lower(out, c.packed, d.scores, n, V);
-    multiply_to_lower(grad_o, c.packed, d.scores.at(n), n, V);
+    score_gradients(c.u, d.scores);
+    if constexpr (kKeys == 2) score_gradients(c.u.at(n), d.scores_b);
     pack_bt(dstate.data, dstate.stride, V, K, c.packed);
-    multiply(c.u, packed_panels(c.packed, V), d.made, n, K, V, Into::set);
+    multiply(c.u, packed_panels(c.packed, V), d.made, kKeys * n, K, V, Into::set);
+    // Rows of the probe come first, where there are any.
+    const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
     pack_bt(state.data, state.stride, V, K, c.packed);
     multiply(out.at(skip), packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
     for (int64_t i = 0; i < K; ++i) {
       decay.decay_row(dstate.row(i), i, V);
       d.carried[i] = dot(state.row(i), dstate.row(i), V);
     }
-    multiply<ALayout::kTransposed>(c.k_in.at(skip), out.at(skip), dstate, K, V, rows, Into::add);
+    multiply<ALayout::kTransposed>(c.probe_in.at(skip), out.at(skip), dstate, K, V, rows,
+                                   Into::add);
+    d.dbonus = bonus_of<C>(p, params.dbonus, s.index, h);
     const bool channels = p.channel_decay;
     C* const dg = params.dg == nullptr
                       ? nullptr
@@ -135,14 +146,22 @@ struct Backward {
     decay.gradient(c, d, dg, p.value_heads * (channels ? K : 1));
   }
 
-  // dv = -de, or x of a plain update, and dbeta = (v - prediction) . x.
+  // [dN; dP] of the updates u.
+  void score_gradients(Matrix<C> u, Matrix<C> scores) {
+    const int64_t n = c.rows, V = c.V;
+    pack_bt(u.data, u.stride, V, n, c.packed);
+    if constexpr (Update::kProbe) multiply_to_lower(out, c.packed, scores, n, V);
+    multiply_to_lower(out.at(n), c.packed, scores.at(n), n, V);
+  }
+
+  // dv = -de, or x without a delta, and dbeta = (v - prediction) . x.
   void write_values(int64_t batch, int64_t t, int64_t h) {
     const int64_t V = p.value_width;
-    const Matrix<C> dv = Update::kDelta ? out : x;
+    const Matrix<C> dv = c.delta ? out : x;
     copy_rows(dv.data, dv.stride, c.rows, V,
               out_row<T>(p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
-              C{Update::kDelta ? -1 : 1});
-    if (!Update::kDelta || params.dbeta == nullptr) return;
+              c.delta ? C{-1} : C{1});
+    if (!c.delta || params.dbeta == nullptr) return;
     for (int64_t i = 0; i < c.rows; ++i) {
       *out_row<C>(p, params.dbeta, batch, t + i, p.value_heads, h, 1) =
           -dot(c.error.row(i), x.row(i), V);

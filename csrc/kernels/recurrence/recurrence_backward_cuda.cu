@@ -2,62 +2,16 @@
 //
 //   errors   what each update adds, again, by columns of each chunk from the saved states
 //   du       the gradients of updates and of states, by columns back in time over all tokens
-//   rows     the gradients of q, k and g, by rows of each chunk, forth with S and back with dS
+//   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)
 //   finish   sums over value heads, channels and columns, in order
-//
-// In `rows`, dk has the parts -S' de (of k as a query) and dS u (of k as a key), and dg_t is
-// dg_{t+1} + q dq + k (dk as a query - dk as a key), from <S, dS> at the end of the chunk.
-#include "kernels/recurrence/recurrence_cuda.h"
+//   bonus    sums over chunks, in order
+#include "kernels/recurrence/recurrence_backward_cuda.h"
 
 namespace omniattn {
 namespace {
 
-// The tokens of a slot of states; none where the slot is unused.
-__device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p, int64_t slot) {
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
-  int64_t n = 0;
-  if (p.boundaries == nullptr) {
-    n = slot / ceil_div(p.steps, chunk);
-  } else {
-    for (int64_t end = p.sequences; end - n > 1;) {
-      const int64_t middle = n + (end - n) / 2;
-      (p.boundaries[middle] / chunk + middle <= slot ? n : end) = middle;
-    }
-  }
-  RecurrenceSequence s = checked_sequence(p, n);
-  const int64_t skipped = (slot - s.slot) * chunk;
-  s.count = skipped < 0 ? 0 : max(min(s.count - skipped, chunk), int64_t{0});
-  s.begin += skipped;
-  s.slot = slot;
-  return s;
-}
-
-// What the kernels of the backward tell each other, of the accumulator type.
-template <class C>
-struct Found {
-  C *error, *du;    // (B, T, Hv, V); error of delta updates only
-  C *dq, *dk, *dg;  // (B, T, Hv, K) of each value head
-  C* dstates;       // (slots, Hv, K, V), at the ends of chunks
-  int64_t bytes;
-
-  __host__ Found(const Recurrence& p, void* memory) : bytes(0) {
-    const int64_t heads = (p.boundaries != nullptr ? 1 : p.sequences) * p.steps * p.value_heads;
-    const auto take = [&](int64_t count) {
-      C* const result = reinterpret_cast<C*>(static_cast<char*>(memory) + bytes);
-      bytes += count * static_cast<int64_t>(sizeof(C));
-      return memory == nullptr ? nullptr : result;
-    };
-    error = take(p.beta.data == nullptr ? 0 : heads * p.value_width);
-    du = take(heads * p.value_width);
-    dq = take(heads * p.key_width);
-    dk = take(heads * p.key_width);
-    dg = take(p.g.data == nullptr ? 0 : heads * p.key_width);
-    dstates = take(recurrence_slots(p) * p.value_heads * p.key_width * p.value_width);
-  }
-};
-
 // Blocks: value heads of slots, columns.
-template <class T, int R>
+template <class T, int R, Update kUpdate>
 __global__ void __launch_bounds__(kThreads)
     recurrence_errors_kernel(const __grid_constant__ RecurrenceBackwardParams params,
                              const __grid_constant__ Found<compute_t<T>> found) {
@@ -66,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t column = warp_index(blockIdx.y);
   const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
   if (column >= p.value_width || s.count == 0) return;
-  const Head<T> in(p, s.batch, blockIdx.x % p.value_heads);
+  const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   Column<C, R> state(p, in.head, column);
   state.load(params.states, s.slot);
   for (int64_t t = s.begin; t < s.begin + s.count; ++t) {
@@ -76,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Blocks: value heads of sequences, columns.
-template <class T, int R>
+template <class T, int R, Update kUpdate>
 __global__ void __launch_bounds__(kThreads)
     recurrence_du_kernel(const __grid_constant__ RecurrenceBackwardParams params,
                          const __grid_constant__ Found<compute_t<T>> found) {
@@ -85,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = blockIdx.x / p.value_heads, column = warp_index(blockIdx.y);
   const RecurrenceSequence s = checked_sequence(p, n);
   if (column >= p.value_width) return;
-  const Head<T> in(p, s.batch, blockIdx.x % p.value_heads);
+  const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   const int64_t chunk = recurrence_chunk(p.channel_decay);
   const C scale = static_cast<C>(p.scale);
   Column<C, R> dstate(p, in.head, column);
@@ -100,119 +54,41 @@ __global__ void __launch_bounds__(kThreads)
                          : gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
     const T *const q = in.q(t), *const k = in.k(t);
     const C of_head = in.head_decay(t);
+    const int64_t at = in.at(t, p.value_width) + column;
     C du = 0;
-    dstate.each([&](int64_t r, C& x) {
-      x += scale * gpu::widen(q[r]) * grad_o;
-      du += x * gpu::widen(k[r]);
-    });
-    du = warp_sum(du);
-    const C de = in.delta() ? in.beta(t) * du : C(0);
-    dstate.each(
-        [&](int64_t r, C& x) { x = (x - gpu::widen(k[r]) * de) * in.decay(t, r, of_head); });
-    if (lane_index() == 0) found.du[in.at(t, p.value_width) + column] = du;
+    if constexpr (kUpdate == Update::low_rank) {
+      const T *const a = in.a(t), *const b = in.b(t);
+      C dc = 0;
+      dstate.each([&](int64_t r, C& x) {
+        x += scale * gpu::widen(q[r]) * grad_o;
+        du += x * gpu::widen(k[r]);
+        dc += x * gpu::widen(b[r]);
+      });
+      du = warp_sum(du);
+      dc = warp_sum(dc);
+      dstate.each(
+          [&](int64_t r, C& x) { x = x * in.decay(t, r, of_head) + gpu::widen(a[r]) * dc; });
+      if (lane_index() == 0) found.dc[at] = dc;
+    } else if constexpr (kUpdate == Update::bonus) {
+      dstate.each([&](int64_t r, C& x) {
+        const C dread = scale * gpu::widen(q[r]) * grad_o;
+        du += (x + in.bonus(r) * dread) * gpu::widen(k[r]);
+        x = x * in.decay(t, r, of_head) + dread;
+      });
+      du = warp_sum(du);
+    } else {
+      dstate.each([&](int64_t r, C& x) {
+        x += scale * gpu::widen(q[r]) * grad_o;
+        du += x * gpu::widen(k[r]);
+      });
+      du = warp_sum(du);
+      const C de = in.delta() ? in.beta(t) * du : C(0);
+      dstate.each(
+          [&](int64_t r, C& x) { x = (x - gpu::widen(k[r]) * de) * in.decay(t, r, of_head); });
+    }
+    if (lane_index() == 0) found.du[at] = du;
   }
   dstate.store(params.dinitial_state, n);
-}
-
-// Columns of a row that a lane has in registers.
-template <class C>
-constexpr int kColumns = 16 / static_cast<int>(sizeof(C));
-
-// What `rows` reads of a token and a column.
-template <class T>
-struct Element {
-  using C = compute_t<T>;
-  C u, de, grad_o;
-
-  __device__ Element(const Head<T>& in, const RecurrenceBackwardParams& params,
-                     const Found<C>& found, int64_t t, int64_t column) {
-    const int64_t at = in.at(t, in.p.value_width) + column;
-    u = in.delta() ? in.beta(t) * found.error[at] : gpu::widen(in.v(t)[column]);
-    de = in.delta() ? in.beta(t) * found.du[at] : C(0);
-    grad_o = params.grad_o.data == nullptr
-                 ? C(0)
-                 : gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
-  }
-};
-
-// Blocks: value heads of slots, rows. Lane i has the gradients of token i.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    recurrence_rows_kernel(const __grid_constant__ RecurrenceBackwardParams params,
-                           const __grid_constant__ Found<compute_t<T>> found) {
-  using C = compute_t<T>;
-  const Recurrence& p = params.recurrence;
-  const int64_t r = warp_index(blockIdx.y), width = p.value_width;
-  const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
-  if (r >= p.key_width || s.count == 0) return;
-  const Head<T> in(p, s.batch, blockIdx.x % p.value_heads);
-  const int lane = lane_index();
-  const int count = static_cast<int>(s.count);
-  const C scale = static_cast<C>(p.scale);
-  const int64_t row = ((s.slot * p.value_heads + in.head) * p.key_width + r) * width;
-  C dq = 0, dk_query = 0, dk_key = 0, carried = 0;
-  for (int64_t first = lane; first - lane < width; first += kLanes * kColumns<C>) {
-    C x[kColumns<C>] = {};
-    const auto each = [&](const auto& f) {
-#pragma unroll
-      for (int j = 0; j < kColumns<C>; ++j) {
-        const int64_t column = first + j * kLanes;
-        if (column < width) f(column, x[j]);
-      }
-    };
-    each([&](int64_t column, C& e) { e = static_cast<const C*>(params.states)[row + column]; });
-    for (int i = 0; i < count; ++i) {
-      const int64_t t = s.begin + i;
-      const C a = in.decay(t, r, in.head_decay(t)), k = gpu::widen(in.k(t)[r]);
-      C query = 0, sum = 0;
-      each([&](int64_t column, C& e) {
-        const Element<T> of(in, params, found, t, column);
-        e *= a;
-        query -= e * of.de;
-        e += k * of.u;
-        sum += e * of.grad_o;
-      });
-      query = warp_sum(query);
-      sum = warp_sum(sum);
-      if (lane == i) {
-        dk_query += query;
-        dq += scale * sum;
-      }
-    }
-    each([&](int64_t column, C& e) {
-      const C dstate = found.dstates[row + column];
-      carried += e * dstate;
-      e = dstate;
-    });
-    for (int i = count - 1; i >= 0; --i) {
-      const int64_t t = s.begin + i;
-      const C a = in.decay(t, r, in.head_decay(t)), k = gpu::widen(in.k(t)[r]);
-      const C q = scale * gpu::widen(in.q(t)[r]);
-      C sum = 0;
-      each([&](int64_t column, C& e) {
-        const Element<T> of(in, params, found, t, column);
-        e += q * of.grad_o;
-        sum += e * of.u;
-        e = (e - k * of.de) * a;
-      });
-      sum = warp_sum(sum);
-      if (lane == i) dk_key += sum;
-    }
-  }
-  carried = warp_sum(carried);
-  const int64_t t = s.begin + min(lane, count - 1);
-  const C q = gpu::widen(in.q(t)[r]), k = gpu::widen(in.k(t)[r]);
-  C dg = lane < count ? q * dq + k * (dk_query - dk_key) : C(0);
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) {
-    const C later = __shfl_down_sync(0xffffffff, dg, step);
-    if (lane + step < kLanes) dg += later;
-  }
-  if (lane >= count) return;
-  const int64_t at = in.at(t, p.key_width) + r;
-  found.dq[at] = dq;
-  found.dk[at] = dk_query + dk_key;
-  if (p.g.data != nullptr) found.dg[at] = dg + carried;
 }
 
 // Blocks: groups of tokens and key heads, one for each warp.
@@ -230,17 +106,21 @@ __global__ void __launch_bounds__(kThreads)
   const bool inside = in_a_sequence(p, t);
   const int lane = lane_index();
   for (int64_t r = lane; r < p.key_width; r += kLanes) {
-    C dq = 0, dk = 0;
-    for (int64_t h = first; inside && h < first + group; ++h) {
-      const int64_t at = (token * p.value_heads + h) * p.key_width + r;
-      dq += found.dq[at];
-      dk += found.dk[at];
-    }
-    static_cast<T*>(params.dq)[item * p.key_width + r] = gpu::narrow<T>(dq);
-    static_cast<T*>(params.dk)[item * p.key_width + r] = gpu::narrow<T>(dk);
+    const auto add = [&](const C* of_heads, void* to) {
+      C sum = 0;
+      for (int64_t h = first; inside && h < first + group; ++h) {
+        sum += of_heads[(token * p.value_heads + h) * p.key_width + r];
+      }
+      static_cast<T*>(to)[item * p.key_width + r] = gpu::narrow<T>(sum);
+    };
+    add(found.dq, params.dq);
+    add(found.dk, params.dk);
+    if (p.a.data == nullptr) continue;
+    add(found.da, params.da);
+    add(found.db, params.db);
   }
   for (int64_t h = first; h < first + group; ++h) {
-    const Head<T> in(p, batch, h);
+    const Head<T> in(p, {.index = 0, .batch = batch, .begin = 0, .count = 0, .slot = 0}, h);
     C dg = 0, dbeta = 0;
     for (int64_t r = lane; params.dg != nullptr && r < p.key_width; r += kLanes) {
       const int64_t at = in.at(t, p.key_width) + r;
@@ -263,6 +143,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Blocks: value heads of sequences.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_bonus_kernel(const __grid_constant__ RecurrenceBackwardParams params,
+                            const __grid_constant__ Found<C> found) {
+  const Recurrence& p = params.recurrence;
+  const RecurrenceSequence s = checked_sequence(p, blockIdx.x / p.value_heads);
+  const int64_t head = blockIdx.x % p.value_heads;
+  const int64_t chunks = ceil_div(s.count, recurrence_chunk(p.channel_decay));
+  for (int64_t r = threadIdx.x; r < p.key_width; r += kThreads) {
+    C sum = 0;
+    for (int64_t slot = s.slot; slot < s.slot + chunks; ++slot) {
+      sum += found.dbonus[(slot * p.value_heads + head) * p.key_width + r];
+    }
+    static_cast<C*>(params.dbonus)[blockIdx.x * p.key_width + r] = sum;
+  }
+}
+
 }  // namespace
 
 int64_t recurrence_backward_bytes(const Recurrence& p) {
@@ -281,21 +179,26 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& params, void* 
   dispatch(p.dtype, [&]<class T>(T) {
     using C = compute_t<T>;
     const Found<C> found(p, memory);
-    with_column<C>(p, [&]<int R>(int warps, size_t bytes) {
-      const unsigned columns = blocks(ceil_div(p.value_width, int64_t{warps}));
-      const unsigned threads = blocks(warps * kLanes);
-      if (p.beta.data != nullptr && chunks > 0 && columns > 0) {
-        GPU_LAUNCH((recurrence_errors_kernel<T, R>), dim3(blocks(chunks), columns), threads, bytes,
-                   stream, params, found);
-      }
-      if (states > 0 && columns > 0) {
-        GPU_LAUNCH((recurrence_du_kernel<T, R>), dim3(blocks(states), columns), threads, bytes,
-                   stream, params, found);
-      }
+    with_update(p, [&]<Update kUpdate>() {
+      with_column<C>(p, [&]<int R>(int warps, size_t bytes) {
+        const unsigned columns = blocks(ceil_div(p.value_width, int64_t{warps}));
+        const unsigned threads = blocks(warps * kLanes);
+        if constexpr (kUpdate != Update::bonus) {
+          const bool needed = kUpdate == Update::low_rank || p.beta.data != nullptr;
+          if (needed && chunks > 0 && columns > 0) {
+            GPU_LAUNCH((recurrence_errors_kernel<T, R, kUpdate>), dim3(blocks(chunks), columns),
+                       threads, bytes, stream, params, found);
+          }
+        }
+        if (states > 0 && columns > 0) {
+          GPU_LAUNCH((recurrence_du_kernel<T, R, kUpdate>), dim3(blocks(states), columns), threads,
+                     bytes, stream, params, found);
+        }
+      });
     });
-    if (chunks > 0 && p.key_width > 0) {
-      const dim3 grid(blocks(chunks), blocks(ceil_div(p.key_width, int64_t{kWarps})));
-      GPU_LAUNCH(recurrence_rows_kernel<T>, grid, kThreads, 0, stream, params, found);
+    launch_recurrence_rows(params, memory, stream);
+    if (params.dbonus != nullptr && states > 0) {
+      GPU_LAUNCH(recurrence_bonus_kernel<C>, blocks(states), kThreads, 0, stream, params, found);
     }
     if (items > 0) {
       GPU_LAUNCH(recurrence_finish_kernel<T>, blocks(ceil_div(items, int64_t{kWarps})), kThreads, 0,

@@ -1,11 +1,16 @@
 // A chunk of tokens of one sequence and head: its rows in the accumulator type, and products of its
 // small matrices. With e^G the product of the decays from the start of the chunk through a token:
 //
-//   k_in = k e^G, q_in = scale q e^G      rows that meet the state at the start of the chunk
-//   k_out = k e^(G_C - G)                 rows that make the state at its end
-//   N_ij = k_i . D_ij k_j  (j < i),  P_ij = scale q_i . D_ij k_j  (j <= i),  D_ij = e^(G_i - G_j)
+//   probe_in = probe e^G, q_in = scale q e^G      rows that meet the state at the chunk's start
+//   k_out = k e^(G_C - G)                         rows that make the state at its end
+//   N_ij = probe_i . D_ij k_j  (j < i),  P_ij = scale q_i . D_ij k_j  (j <= i)
 //
-// Stacks hold the rows of k or of what belongs to it, then right after these the rows of q.
+// with D_ij = e^(G_i - G_j). The probe is what an update asks the state with: k of a delta update,
+// a of one of low rank. For rows that read the state before their own token, as that a does and q
+// with a bonus, e^G_i is e^G_{i-1}; P_ii with a bonus is scale q_i . (bonus k_i).
+//
+// Stacks hold the rows of the probe or of what belongs to it, then right after these the rows of q;
+// of keys, those of k, then those of b.
 #pragma once
 
 #include "kernels/recurrence/recurrence.h"
@@ -131,6 +136,12 @@ OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64
   return static_cast<C*>(const_cast<void*>(x)) +
          (n * p.value_heads + head) * p.key_width * p.value_width;
 }
+// The row of a bonus (N, Hv, K); null where there is none.
+template <class C>
+OMNIATTN_INLINE C* bonus_of(const Recurrence& p, auto* bonus, int64_t n, int64_t head) {
+  return bonus == nullptr ? nullptr
+                          : static_cast<C*>(bonus) + (n * p.value_heads + head) * p.key_width;
+}
 
 // Brings the row of a token into L2, to read or to write it.
 template <bool kWrite = false, class T>
@@ -145,21 +156,30 @@ struct Chunk {
   const int64_t K, V;
   const bool delta;
   int64_t rows = 0;
-  Matrix<C> k, q, k_in, q_in, k_out;  // see above; [k; q] and [k_in; q_in] are stacks
-  Matrix<C> N, P;
-  Matrix<C> error, u;  // what the state does not predict of v, with the other sign; rows of updates
-  C* beta;
-  C* packed;  // one matrix for products
+  Matrix<C> q, probe, probe_in, q_in;  // see above; [probe_in; q_in] is a stack
+  Matrix<C> k, k_out;                  // stacks of keys
+  Matrix<C> N, P, N_b, P_b;            // the latter two of b in the place of k
+  Matrix<C> error;                     // what the state predicts, of a delta update minus v
+  Matrix<C> u;                         // rows of updates: stack of those of k, and c of b
+  C* beta;                             // of low rank: -1
+  const C* bonus;                      // of a head
+  C* packed;                           // one matrix for products
 
   Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
       : p(params), K(p.key_width), V(p.value_width), delta(p.beta.data != nullptr) {
-    const int64_t size = recurrence_chunk(p.channel_decay);
-    k = q = room.rows(2 * size, K);
-    k_in = q_in = room.rows(2 * size, K);
-    k_out = room.rows(size, K);
+    const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
+    probe = k = room.rows(keys, K);
+    q = room.rows(size, K);
+    probe_in = q_in = room.rows(2 * size, K);
+    k_out = room.rows(keys, K);
     N = room.rows(size, size);
     P = room.rows(size, size);
-    u = room.rows(size, V);
+    if (low_rank()) {
+      probe = room.rows(size, K);
+      N_b = room.rows(size, size);
+      P_b = room.rows(size, size);
+    }
+    u = room.rows(keys, V);
     beta = room.take(size);
     packed = room.take(packed_size);
   }
@@ -168,9 +188,12 @@ struct Chunk {
   template <class T>
   void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
-    q = k.at(n);
-    q_in = k_in.at(n);
+    q_in = probe_in.at(n);
     copy_rows(row_of<T>(p.k, batch, t, key_head), p.k.step, n, K, k);
+    if (low_rank()) {
+      copy_rows(row_of<T>(p.b, batch, t, key_head), p.b.step, n, K, k.at(n));
+      copy_rows(row_of<T>(p.a, batch, t, key_head), p.a.step, n, K, probe);
+    }
     copy_rows(row_of<T>(p.q, batch, t, key_head), p.q.step, n, K, q, static_cast<C>(p.scale));
   }
   // met = A S for `count` rows of A. In between fetch(i) is called for each i < rows, which asks
@@ -190,12 +213,22 @@ struct Chunk {
     const int64_t key_head = head / (p.value_heads / p.key_heads);
     prefetch_row(row_of<T>(p.q, batch, t, key_head), K);
     prefetch_row(row_of<T>(p.k, batch, t, key_head), K);
+    if (low_rank()) {
+      prefetch_row(row_of<T>(p.a, batch, t, key_head), K);
+      prefetch_row(row_of<T>(p.b, batch, t, key_head), K);
+    }
     prefetch_row(row_of<T>(p.v, batch, t, head), V);
     if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K);
   }
-  void load_beta(int64_t batch, int64_t t, int64_t head) {
-    for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, batch, t + i, head);
+  // What an update has for one value head.
+  void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
+    for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
+    for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;
+    bonus = bonus_of<const C>(p, p.bonus, s.index, head);
   }
+
+ private:
+  bool low_rank() const { return p.a.data != nullptr; }
 };
 
 }  // namespace

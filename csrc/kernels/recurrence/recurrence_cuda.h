@@ -10,6 +10,9 @@
 namespace omniattn {
 namespace {
 
+// The updates of recurrence.h that have kernels of their own; plain and delta share theirs.
+enum class Update { value, bonus, low_rank };
+
 constexpr int kLanes = 32, kWarps = 4;
 constexpr unsigned kThreads = kLanes * kWarps;
 
@@ -35,15 +38,20 @@ __device__ __forceinline__ bool in_a_sequence(const Recurrence& p, int64_t t) {
 }
 
 // The inputs of one value head in one batch entry.
-template <class T>
+template <class T, Update kUpdate = Update::value>
 struct Head {
   using C = compute_t<T>;
+  static constexpr bool kBonus = kUpdate == Update::bonus, kLowRank = kUpdate == Update::low_rank;
 
   const Recurrence& p;
-  int64_t batch, head, key_head;
+  int64_t sequence, batch, head, key_head;
 
-  __device__ Head(const Recurrence& params, int64_t b, int64_t h)
-      : p(params), batch(b), head(h), key_head(h / (p.value_heads / p.key_heads)) {}
+  __device__ Head(const Recurrence& params, const RecurrenceSequence& s, int64_t h)
+      : p(params),
+        sequence(s.index),
+        batch(s.batch),
+        head(h),
+        key_head(h / (p.value_heads / p.key_heads)) {}
 
   template <class S>
   __device__ __forceinline__ const S* row(const StepView& x, int64_t t, int64_t h) const {
@@ -51,9 +59,18 @@ struct Head {
   }
   __device__ __forceinline__ const T* q(int64_t t) const { return row<T>(p.q, t, key_head); }
   __device__ __forceinline__ const T* k(int64_t t) const { return row<T>(p.k, t, key_head); }
+  __device__ __forceinline__ const T* a(int64_t t) const { return row<T>(p.a, t, key_head); }
+  __device__ __forceinline__ const T* b(int64_t t) const { return row<T>(p.b, t, key_head); }
+  // What reads the state before its update.
+  __device__ __forceinline__ const T* probe(int64_t t) const { return kLowRank ? a(t) : k(t); }
   __device__ __forceinline__ const T* v(int64_t t) const { return row<T>(p.v, t, head); }
   __device__ __forceinline__ C beta(int64_t t) const { return *row<C>(p.beta, t, head); }
-  __device__ __forceinline__ bool delta() const { return p.beta.data != nullptr; }
+  __device__ __forceinline__ bool delta() const {
+    return kUpdate == Update::value && p.beta.data != nullptr;
+  }
+  __device__ __forceinline__ C bonus(int64_t r) const {
+    return static_cast<const C*>(p.bonus)[(sequence * p.value_heads + head) * p.key_width + r];
+  }
 
   // The decays of a token: of all channels, or 1 where each has its own.
   __device__ __forceinline__ C head_decay(int64_t t) const {
@@ -115,24 +132,31 @@ class Column {
   C x_[R == 0 ? 1 : R];
 };
 
-// One token of a column; returns v minus its prediction by a delta update.
-template <class T, class C, int R>
-__device__ __forceinline__ C advance(const Head<T>& in, Column<C, R>& state, int64_t t,
+// One token of a column; returns v minus its prediction by a delta update, c of low rank.
+template <class T, Update kUpdate, class C, int R>
+__device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t,
                                      int64_t column) {
-  const T* const k = in.k(t);
+  const T *const k = in.k(t), *const probe = in.probe(t);
   const C of_head = in.head_decay(t);
   C predicted = 0;
   state.each([&](int64_t r, C& x) {
+    const C before = x;
     x *= in.decay(t, r, of_head);
-    predicted += x * gpu::widen(k[r]);
+    if constexpr (!Head<T, kUpdate>::kBonus)
+      predicted += (Head<T, kUpdate>::kLowRank ? before : x) * gpu::widen(probe[r]);
   });
-  C u = gpu::widen(in.v(t)[column]), error = 0;
+  C u = gpu::widen(in.v(t)[column]), found = 0;
   if (in.delta()) {
-    error = u - warp_sum(predicted);
-    u = in.beta(t) * error;
+    found = u - warp_sum(predicted);
+    u = in.beta(t) * found;
   }
-  state.each([&](int64_t r, C& x) { x += gpu::widen(k[r]) * u; });
-  return error;
+  if constexpr (Head<T, kUpdate>::kLowRank) found = warp_sum(predicted);
+  const T* const b = Head<T, kUpdate>::kLowRank ? in.b(t) : nullptr;
+  state.each([&](int64_t r, C& x) {
+    x += gpu::widen(k[r]) * u;
+    if constexpr (Head<T, kUpdate>::kLowRank) x += gpu::widen(b[r]) * found;
+  });
+  return found;
 }
 
 unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
@@ -145,6 +169,14 @@ void with_column(const Recurrence& p, const F& f) {
   } else {
     f.template operator()<0>(1, static_cast<size_t>(p.key_width) * sizeof(C));
   }
+}
+
+// Calls f with the update of a call.
+template <class F>
+void with_update(const Recurrence& p, const F& f) {
+  if (p.a.data != nullptr) return f.template operator()<Update::low_rank>();
+  if (p.bonus != nullptr) return f.template operator()<Update::bonus>();
+  f.template operator()<Update::value>();
 }
 
 }  // namespace

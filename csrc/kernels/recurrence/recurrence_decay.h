@@ -1,7 +1,7 @@
 // What a decay does in a chunk: it makes the decayed rows and the scores N and P of
 // recurrence_chunk.h, decays a state over the whole chunk, and turns the gradients of products into
-// those of k, q and g. Every factor is a product of some a = exp(g), at most 1: nothing overflows,
-// whatever the gates.
+// those of its rows and of g. Every factor is a product of some w = exp(g), at most 1: nothing
+// overflows, whatever the gates.
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"
@@ -10,27 +10,28 @@ namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 // What the backward of a chunk knows when it comes to the decay. `scores` is the stack of the
-// gradients of N and P without their decays, `met` that of the products of the gradients with the
-// state at the start, `made` the product of u with the gradient of the state at the end; `carried`
-// has for each row of that state its product with its gradient.
+// gradients of N and P without their decays, `scores_b` that of N_b and P_b, `met` that of the
+// products of the gradients with the state at the start, `made` the product of u with the gradient
+// of the state at the end; `carried` has for each row of that state its product with its gradient.
 template <class C>
 struct ChunkGradient {
-  Matrix<C> scores, met, made;
+  Matrix<C> scores, scores_b, met, made;
   C* carried;
-  Matrix<C> dk, dq;  // added to
+  Matrix<C> dk, dq, da, db;  // added to, as is dbonus
+  C* dbonus;
 };
 
 // One decay for all channels of a head, or none: it is taken out of the products of rows.
 template <class C>
 struct HeadDecay {
-  C *a, *in, *out;    // of each token; products from the start and to the end of the chunk
+  C *w, *in, *out;    // of each token; products from the start and to the end of the chunk
   C* sums;            // of each token, for the backward
   Matrix<C> between;  // D, zero above the diagonal
   C end = 1;          // over the whole chunk
 
   HeadDecay(const Recurrence& p, Room<C>& room) {
     const int64_t size = recurrence_chunk(p.channel_decay);
-    a = room.take(size), in = room.take(size), out = room.take(size), sums = room.take(size);
+    w = room.take(size), in = room.take(size), out = room.take(size), sums = room.take(size);
     between = room.rows(size, size);
   }
 
@@ -39,7 +40,7 @@ struct HeadDecay {
     for (int64_t i = 0; i < c.rows; ++i) {
       for_row<C>(c.K, [&](int64_t d, auto part) {
         const Vec<C> k = part.load(c.k.row(i) + d), q = part.load(c.q.row(i) + d);
-        if (c.delta) part.store(c.k_in.row(i) + d, k * in[i]);
+        if (c.delta) part.store(c.probe_in.row(i) + d, k * in[i]);
         part.store(c.q_in.row(i) + d, q * in[i]);
         part.store(c.k_out.row(i) + d, k * out[i]);
       });
@@ -93,17 +94,17 @@ struct HeadDecay {
     constexpr int kWidth = Vec<C>::kWidth;
     const int64_t n = c.rows;
     for (int64_t i = 0; i < n; ++i) {
-      a[i] = c.p.g.data != nullptr ? *row_of<C>(c.p.g, batch, t + i, head) : C{0};
+      w[i] = c.p.g.data != nullptr ? *row_of<C>(c.p.g, batch, t + i, head) : C{0};
     }
-    for_row<C>(n, [&](int64_t i, auto part) { part.store(a + i, exp(part.load(a + i))); });
+    for_row<C>(n, [&](int64_t i, auto part) { part.store(w + i, exp(part.load(w + i))); });
     end = 1;
-    for (int64_t i = n; i-- > 0; end *= a[i]) out[i] = end;
+    for (int64_t i = n; i-- > 0; end *= w[i]) out[i] = end;
     end = 1;
-    for (int64_t i = 0; i < n; ++i) in[i] = end *= a[i];
+    for (int64_t i = 0; i < n; ++i) in[i] = end *= w[i];
     for (int64_t j = 0; j < n; j += kWidth) {
       Vec<C> row = zero<C>();
       for (int64_t i = 0; i < n; ++i) {
-        row = select(lanes_below<C>(i - j), row * a[i],
+        row = select(lanes_below<C>(i - j), row * w[i],
                      select(lanes_below<C>(i + 1 - j), Vec<C>(C{1}), zero<C>()));
         store(between.row(i) + j, row);
       }
@@ -128,15 +129,17 @@ struct HeadDecay {
 
 // A decay for each channel, which stays inside of the products of rows: a chunk is one block, whose
 // scores are sums over channels of running products.
-template <class C>
+template <class C, class Update>
 struct ChannelDecay {
-  Matrix<C> a, in, out;
+  static constexpr bool kProbe = Update::kProbe, kProbesBefore = Update::kProbesBefore;
+  static constexpr bool kBonus = Update::kBonus, kTwoKeys = Update::kKeys == 2;
+  Matrix<C> w, in, out;
   Matrix<C> running;  // decayed keys
   C* end;
 
   ChannelDecay(const Recurrence& p, Room<C>& room) {
     const int64_t size = recurrence_chunk(p.channel_decay);
-    a = room.rows(size, p.key_width);
+    w = room.rows(size, p.key_width);
     in = room.rows(size, p.key_width);
     out = room.rows(size, p.key_width);
     running = room.rows(kKeys, p.key_width);
@@ -149,23 +152,34 @@ struct ChannelDecay {
       Vec<C> product = Vec<C>(C{1});
       for (int64_t i = 0; i < n; ++i) {
         const Vec<C> factor = exp(part.load(row_of<C>(c.p.g, batch, t + i, head) + d));
+        const Vec<C> before = product;
         product *= factor;
-        part.store(a.row(i) + d, factor);
+        part.store(w.row(i) + d, factor);
         part.store(in.row(i) + d, product);
-        if (c.delta) part.store(c.k_in.row(i) + d, part.load(c.k.row(i) + d) * product);
-        part.store(c.q_in.row(i) + d, part.load(c.q.row(i) + d) * product);
+        if constexpr (kProbe) {
+          const Vec<C> decay = kProbesBefore ? before : product;
+          part.store(c.probe_in.row(i) + d, part.load(c.probe.row(i) + d) * decay);
+        }
+        part.store(c.q_in.row(i) + d, part.load(c.q.row(i) + d) * (kBonus ? before : product));
       }
       part.store(end + d, product);
       product = Vec<C>(C{1});
       for (int64_t i = n; i-- > 0;) {
         part.store(out.row(i) + d, product);
         part.store(c.k_out.row(i) + d, part.load(c.k.row(i) + d) * product);
-        product *= part.load(a.row(i) + d);
+        if constexpr (kTwoKeys) {
+          part.store(c.k_out.row(n + i) + d, part.load(c.k.row(n + i) + d) * product);
+        }
+        product *= part.load(w.row(i) + d);
       }
     });
-    zero_rows(c.N, n, n);
-    zero_rows(c.P, n, n);
-    for (int64_t j = 0; j < n; j += kKeys) scores_of_keys(c, j);
+    scores(c, c.k, c.N, c.P);
+    if constexpr (kTwoKeys) scores(c, c.k.at(n), c.N_b, c.P_b);
+    for (int64_t i = 0; kBonus && i < n; ++i) {
+      c.P.row(i)[i] = row_sum<C>(c.K, [&](int64_t d, auto part) {
+        return part.load(c.q.row(i) + d) * part.load(c.bonus + d) * part.load(c.k.row(i) + d);
+      });
+    }
   }
 
   void decay_row(C* state, int64_t d, int64_t width) const {
@@ -173,62 +187,98 @@ struct ChannelDecay {
                [&](int64_t j, auto part) { part.store(state + j, part.load(state + j) * end[d]); });
   }
 
+  // A factor that enters the state at row i has a share in the gradients of g up to row i, which
+  // `sum` collects; what reads the state before row i has its share up to row i - 1.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& g, C* dg, int64_t stride) {
+    const int64_t n = c.rows;
     for_row<C>(c.K, [&](int64_t d, auto part) {
-      const int64_t n = c.rows;
-      Vec<C> sum = part.load(g.carried + d);
-      for (int64_t i = 0; i < n; ++i) {
-        sum = fma(part.load(g.made.row(i) + d), part.load(c.k_out.row(i) + d), sum);
-      }
+      const auto at = [&](Matrix<C> x, int64_t i) { return part.load(x.row(i) + d); };
+      const auto add = [&](Matrix<C> x, int64_t i, Vec<C> y) {
+        part.store(x.row(i) + d, at(x, i) + y);
+      };
+      Vec<C> sum = part.load(g.carried + d), dbonus = zero<C>();
+      for (int64_t i = 0; i < n * Update::kKeys; ++i) sum = fma(at(g.made, i), at(c.k_out, i), sum);
       for (int64_t i = n; i-- > 0;) {
-        const Vec<C> k = part.load(c.k.row(i) + d), q = part.load(c.q.row(i) + d);
-        const Vec<C> key = part.load(g.made.row(i) + d) * part.load(out.row(i) + d) +
-                           sum_over_queries(c, g, i, d, part);
+        const Vec<C> k = at(c.k, i), q = at(c.q, i), entry = at(in, i);
+        const Vec<C> before = i > 0 ? at(in, i - 1) : Vec<C>(C{1});
+        const VecPair<Vec<C>> key = sum_over_queries(c, g, i, d, part);
         const VecPair<Vec<C>> query = sum_over_keys(c, g, i, d, part);
-        const Vec<C> entry = part.load(in.row(i) + d);
-        const Vec<C> dq = fma(part.load(g.met.row(n + i) + d), entry, query.second);
-        const Vec<C> both =
-            c.delta ? fma(part.load(g.met.row(i) + d), entry, query.first) : zero<C>();
-        part.store(g.dk.row(i) + d, part.load(g.dk.row(i) + d) + (key + both));
-        part.store(g.dq.row(i) + d, part.load(g.dq.row(i) + d) + dq);
-        sum = fma(q, dq, fma(k, both - key, sum));
+        Vec<C> dk = fma(at(g.made, i), at(out, i), key.first);
+        Vec<C> dq = fma(at(g.met, n + i), kBonus ? before : entry, query.second);
+        Vec<C> dprobe = zero<C>();
+        if constexpr (kProbe) {
+          dprobe = fma(at(g.met, i), kProbesBefore ? before : entry, query.first);
+        }
+        sum = fma(k, kProbe && !kProbesBefore ? dprobe - dk : -dk, sum);
+        if constexpr (kTwoKeys) {
+          const Vec<C> db = fma(at(g.made, n + i), at(out, i), key.second);
+          sum = fma(at(c.k, n + i), -db, sum);
+          add(g.db, i, db);
+        }
+        if constexpr (!kBonus) sum = fma(q, dq, sum);
         if (dg != nullptr) part.store(dg + i * stride + d, sum);
+        if constexpr (kProbesBefore) {
+          sum = fma(at(c.probe, i), dprobe, sum);
+          add(g.da, i, dprobe);
+        } else if constexpr (kProbe) {
+          dk += dprobe;
+        }
+        if constexpr (kBonus) {
+          sum = fma(q, dq, sum);
+          const Vec<C> share = g.scores.row(n + i)[i], bonus = part.load(c.bonus + d);
+          dq = fma(share * k, bonus, dq);
+          dk = fma(share * q, bonus, dk);
+          dbonus = fma(share * q, k, dbonus);
+        }
+        add(g.dk, i, dk);
+        add(g.dq, i, dq);
       }
+      if (kBonus && g.dbonus != nullptr) part.store(g.dbonus + d, part.load(g.dbonus + d) + dbonus);
     });
   }
 
  private:
-  // Keys whose scores with k and with q of one row are a vector.
-  static constexpr int kKeys = Vec<C>::kWidth / 2;
+  // Keys whose scores with the probe and with q of one row are a vector.
+  static constexpr int kReaders = kProbe ? 2 : 1;
+  static constexpr int kKeys = Vec<C>::kWidth / kReaders;
+
+  void scores(const Chunk<C>& c, Matrix<C> keys, Matrix<C> N, Matrix<C> P) {
+    if constexpr (kProbe) zero_rows(N, c.rows, c.rows);
+    zero_rows(P, c.rows, c.rows);
+    for (int64_t j = 0; j < c.rows; j += kKeys) scores_of_keys(c, keys, N, P, j);
+  }
 
   // Column j .. j + kKeys of N and P.
-  void scores_of_keys(const Chunk<C>& c, int64_t j) {
-    const int64_t keys = smaller(kKeys, c.rows - j);
-    copy_rows(c.k.row(j), c.k.stride, keys, c.K, running);
-    for (int64_t x = keys; x < kKeys; ++x) zero_rows(running.at(x), 1, c.K);
+  void scores_of_keys(const Chunk<C>& c, Matrix<C> keys, Matrix<C> N, Matrix<C> P, int64_t j) {
+    const int64_t count = smaller(kKeys, c.rows - j);
+    copy_rows(keys.row(j), keys.stride, count, c.K, running);
+    for (int64_t x = count; x < kKeys; ++x) zero_rows(running.at(x), 1, c.K);
     for (int64_t i = j; i < c.rows; ++i) {
-      i < j + kKeys ? scores_of_row<true>(c, i, j) : scores_of_row<false>(c, i, j);
+      i < j + kKeys ? scores_of_row<true>(c, N, P, i, j) : scores_of_row<false>(c, N, P, i, j);
     }
   }
 
   template <bool kDiagonal>
-  void scores_of_row(const Chunk<C>& c, int64_t i, int64_t j) {
-    constexpr int kWidth = Vec<C>::kWidth;
+  void scores_of_row(const Chunk<C>& c, Matrix<C> N, Matrix<C> P, int64_t i, int64_t j) {
+    constexpr int kWidth = Vec<C>::kWidth, kQuery = kWidth - kKeys;
     Vec<C> scores[kWidth];
 #pragma GCC unroll 16
     for (auto& score : scores) score = zero<C>();
     for_row<C>(c.K, [&](int64_t d, auto part) {
-      const Vec<C> decay = part.load(a.row(i) + d);
-      const Vec<C> k = part.load(c.k.row(i) + d), q = part.load(c.q.row(i) + d);
-#pragma GCC unroll 8
+      const Vec<C> decay = part.load(w.row(i) + d), q = part.load(c.q.row(i) + d);
+      Vec<C> probe = zero<C>();
+      if constexpr (kProbe) probe = part.load(c.probe.row(i) + d);
+#pragma GCC unroll 16
       for (int x = 0; x < kKeys; ++x) {
         Vec<C> key = part.load(running.row(x) + d);
+        if constexpr (kProbesBefore) scores[x] = fma(probe, key, scores[x]);
+        if constexpr (kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);
         if (!kDiagonal || j + x < i) {
           key *= decay;
           part.store(running.row(x) + d, key);
         }
-        scores[x] = fma(k, key, scores[x]);
-        scores[kKeys + x] = fma(q, key, scores[kKeys + x]);
+        if constexpr (kProbe && !kProbesBefore) scores[x] = fma(probe, key, scores[x]);
+        if constexpr (!kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);
       }
     });
     transpose(scores);
@@ -237,34 +287,53 @@ struct ChannelDecay {
     for (int x = 1; x < kWidth; ++x) scores[0] += scores[x];
     store(sums, scores[0]);
     for (int x = 0; x < kKeys && j + x <= i; ++x) {
-      if (j + x < i) c.N.row(i)[j + x] = sums[x];
-      c.P.row(i)[j + x] = sums[kKeys + x];
+      if (kProbe && j + x < i) N.row(i)[j + x] = sums[x];
+      P.row(i)[j + x] = sums[kQuery + x];
     }
   }
 
-  // sum over j <= i of the gradients of N_ij and of P_ij times D_ij k_j, by Horner's rule.
+  // Of row i, sum over keys j of D_ij k_j times the gradients of N_ij and of P_ij, by Horner's
+  // rule.
   OMNIATTN_INLINE VecPair<Vec<C>> sum_over_keys(const Chunk<C>& c, const ChunkGradient<C>& g,
                                                 int64_t i, int64_t d, auto part) const {
+    const int64_t n = c.rows;
     Vec<C> of_n = zero<C>(), of_p = zero<C>();
     for (int64_t j = 0; j <= i; ++j) {
-      const Vec<C> decay = part.load(a.row(j) + d), k = part.load(c.k.row(j) + d);
-      if (c.delta && j < i) of_n = fma(of_n, decay, k * g.scores.row(i)[j]);
-      if (c.delta && j == i) of_n = of_n * decay;
-      of_p = fma(of_p, decay, k * g.scores.row(c.rows + i)[j]);
+      const Vec<C> decay = part.load(w.row(j) + d), k = part.load(c.k.row(j) + d);
+      if (kProbe && (j < i || !kProbesBefore)) of_n *= decay;
+      if (kProbe && j < i) of_n = fma(k, Vec<C>(g.scores.row(i)[j]), of_n);
+      if (j < i || !kBonus) of_p = fma(of_p, decay, k * g.scores.row(n + i)[j]);
+      if constexpr (kTwoKeys) {
+        const Vec<C> b = part.load(c.k.row(n + j) + d);
+        if (j < i) of_n = fma(b, Vec<C>(g.scores_b.row(i)[j]), of_n);
+        of_p = fma(b, Vec<C>(g.scores_b.row(n + i)[j]), of_p);
+      }
     }
     return {of_n, of_p};
   }
 
-  // sum over i >= j of D_ij times the gradients of N_ij times k_i and of P_ij times q_i.
-  OMNIATTN_INLINE Vec<C> sum_over_queries(const Chunk<C>& c, const ChunkGradient<C>& g, int64_t j,
-                                          int64_t d, auto part) const {
-    Vec<C> sum = zero<C>();
-    for (int64_t i = c.rows - 1; i > j; --i) {
-      sum = fma(part.load(c.q.row(i) + d), Vec<C>(g.scores.row(c.rows + i)[j]), sum);
-      if (c.delta) sum = fma(part.load(c.k.row(i) + d), Vec<C>(g.scores.row(i)[j]), sum);
-      sum *= part.load(a.row(i) + d);
+  // Of k_j and of b_j, sum over rows i of D_ij times the gradients of N_ij times the probe and of
+  // P_ij times q_i; without P_jj of a bonus.
+  OMNIATTN_INLINE VecPair<Vec<C>> sum_over_queries(const Chunk<C>& c, const ChunkGradient<C>& g,
+                                                   int64_t j, int64_t d, auto part) const {
+    const int64_t n = c.rows;
+    Vec<C> of_k = zero<C>(), of_b = zero<C>();
+    const auto read = [&](Matrix<C> rows, int64_t i, int64_t score) {
+      const Vec<C> x = part.load(rows.row(i) + d);
+      of_k = fma(x, Vec<C>(g.scores.row(score)[j]), of_k);
+      if constexpr (kTwoKeys) of_b = fma(x, Vec<C>(g.scores_b.row(score)[j]), of_b);
+    };
+    for (int64_t i = n - 1; i > j; --i) {
+      if constexpr (!kBonus) read(c.q, i, n + i);
+      if constexpr (kProbe && !kProbesBefore) read(c.probe, i, i);
+      const Vec<C> decay = part.load(w.row(i) + d);
+      of_k *= decay;
+      if constexpr (kTwoKeys) of_b *= decay;
+      if constexpr (kProbesBefore) read(c.probe, i, i);
+      if constexpr (kBonus) read(c.q, i, n + i);
     }
-    return fma(part.load(c.q.row(j) + d), Vec<C>(g.scores.row(c.rows + j)[j]), sum);
+    if constexpr (!kBonus) read(c.q, j, n + j);
+    return {of_k, of_b};
   }
 };
 

@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// S' = e^(G_C) S + k_out^T u,  o = q_in S + P u, with u by the update.
+// S' = e^(G_C) S + k_out^T u,  o = q_in S + P u, with u by the update and P [P, P_b] of two keys.
 template <class T, class Decay, class Update>
 struct Forward {
   using C = compute_t<T>;
@@ -17,7 +17,7 @@ struct Forward {
   Room<C> room;
   Chunk<C> c;
   Decay decay;
-  Matrix<C> met;  // [k_in; q_in] S
+  Matrix<C> met;  // [probe_in; q_in] S
   Matrix<C> state;
 
   Forward(const RecurrenceParams& x, void* memory)
@@ -46,9 +46,9 @@ struct Forward {
   void chunk(const RecurrenceSequence& s, int64_t t, int64_t n, int64_t head) {
     const int64_t batch = s.batch, size = recurrence_chunk(p.channel_decay);
     c.template load<T>(batch, t, n, head / (p.value_heads / p.key_heads));
-    c.load_beta(batch, t, head);
+    c.load_update(s, t, head);
     decay.apply(c, batch, t, head);
-    // Rows of k come first, where there are any.
+    // Rows of the probe come first, where there are any.
     const Matrix<C> o = met.at(n);
     const int64_t o_stride = p.value_heads * c.V;
     T* const result = out_row<T>(p, params.o, batch, t, p.value_heads, head, c.V);
@@ -56,17 +56,18 @@ struct Forward {
       prefetch_row<true>(result + i * o_stride, c.V);
       if (t + size + i < s.begin + s.count) c.template fetch<T>(batch, t + size + i, head);
     };
-    if constexpr (Update::kDelta) {
-      c.meet(c.k_in, state, met, 2 * n, fetch);
+    if constexpr (Update::kProbe) {
+      c.meet(c.probe_in, state, met, 2 * n, fetch);
       c.error = met;
     } else {
       c.meet(c.q_in, state, o, n, fetch);
     }
     Update::values(c, row_of<T>(p.v, batch, t, head), p.v.step);
     multiply_lower(c.P, c.u, o, n, c.V);
+    if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
     copy_rows(o.data, o.stride, n, c.V, result, o_stride);
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(state.row(d), d, c.V);
-    multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, n, Into::add);
+    multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, Update::kKeys * n, Into::add);
   }
 };
 
@@ -92,7 +93,7 @@ void item(const RecurrenceParams& params, void* memory, int64_t index) {
     Forward<T, Decay, Update>(params, memory).run(s, from, to, head);
   } else if (s.count > 0) {
     Room<C> room(memory);
-    Step<C> step(p, room);
+    Step<C, Update> step(p, room);
     steps<T>(params, s, step, from, to, head);
   } else if (from != to) {
     copy_rows(from, V, K, V, Matrix<C>{to, V});

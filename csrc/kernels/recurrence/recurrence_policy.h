@@ -11,12 +11,15 @@ namespace {
 template <class T, class F>
 void choose(const Recurrence& p, const F& f) {
   using C = compute_t<T>;
-  const auto with = [&]<class Decay>(Decay*) {
-    p.beta.data != nullptr ? f.template operator()<T, Decay, DeltaUpdate>()
-                           : f.template operator()<T, Decay, PlainUpdate>();
+  const auto with = [&]<class Update>(Update) {
+    if constexpr (Update::kHeadDecay) {
+      if (!p.channel_decay) return f.template operator()<T, HeadDecay<C>, Update>();
+    }
+    f.template operator()<T, ChannelDecay<C, Update>, Update>();
   };
-  p.channel_decay ? with(static_cast<ChannelDecay<C>*>(nullptr))
-                  : with(static_cast<HeadDecay<C>*>(nullptr));
+  if (p.a.data != nullptr) return with(LowRankUpdate{});
+  if (p.bonus != nullptr) return with(BonusUpdate{});
+  p.beta.data != nullptr ? with(DeltaUpdate{}) : with(PlainUpdate{});
 }
 
 }  // namespace

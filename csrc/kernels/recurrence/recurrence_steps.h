@@ -10,37 +10,53 @@ namespace {
 // Up to this number of tokens the chunked form costs more.
 constexpr int64_t kFewSteps = 4;
 
-// A token's rows of K: its decay, the key, and key and query times the decay; one number each for
-// beta and key . query.
-template <class C>
+// A token's rows of K: its decay, its keys, and the probe and query as they meet the state. One
+// number each for beta, and for what the output has of u and c.
+template <class C, class Update>
 struct Step {
-  C *a, *k, *ak, *aq;
-  C beta, kq;
-  bool delta;
+  static constexpr bool kTwoKeys = Update::kKeys == 2;
+  C *w, *k, *b, *probe, *query;
+  C beta, of_u, of_c;
 
-  Step(const Recurrence& p, Room<C>& room) : delta(p.beta.data != nullptr) {
-    a = room.take(p.key_width), k = room.take(p.key_width);
-    ak = room.take(p.key_width), aq = room.take(p.key_width);
+  Step(const Recurrence& p, Room<C>& room) {
+    w = room.take(p.key_width), k = room.take(p.key_width), b = room.take(p.key_width);
+    probe = room.take(p.key_width), query = room.take(p.key_width);
   }
 
   template <class T>
-  void load(const Recurrence& p, int64_t batch, int64_t t, int64_t head) {
-    const int64_t key_head = head / (p.value_heads / p.key_heads);
+  void load(const Recurrence& p, const RecurrenceSequence& s, int64_t t, int64_t head) {
+    const int64_t key_head = head / (p.value_heads / p.key_heads), batch = s.batch;
     const T* const key = row_of<T>(p.k, batch, t, key_head);
-    const T* const query = row_of<T>(p.q, batch, t, key_head);
+    const T* const q = row_of<T>(p.q, batch, t, key_head);
+    const T *asks = key, *other = nullptr;
+    if constexpr (kTwoKeys) {
+      asks = row_of<T>(p.a, batch, t, key_head), other = row_of<T>(p.b, batch, t, key_head);
+    }
     const C* const g = p.g.data != nullptr ? row_of<C>(p.g, batch, t, head) : nullptr;
+    const C* const bonus = bonus_of<const C>(p, p.bonus, s.index, head);
+    const C scale = static_cast<C>(p.scale);
     const Vec<C> of_head = exp(Vec<C>(g != nullptr && !p.channel_decay ? *g : C{0}));
     for_row<T>(p.key_width, [&](int64_t d, auto part) {
       const Vec<C> decay = p.channel_decay ? exp(part.load(g + d)) : of_head;
-      part.store(a + d, decay);
+      part.store(w + d, decay);
       part.store(k + d, part.load(key + d));
-      part.store(ak + d, part.load(key + d) * decay);
-      part.store(aq + d, part.load(query + d) * static_cast<C>(p.scale) * decay);
+      if constexpr (kTwoKeys) part.store(b + d, part.load(other + d));
+      if constexpr (Update::kProbe) {
+        const Vec<C> x = part.load(asks + d);
+        part.store(probe + d, Update::kProbesBefore ? x : x * decay);
+      }
+      const Vec<C> x = part.load(q + d) * scale;
+      part.store(query + d, Update::kBonus ? x : x * decay);
     });
-    kq = static_cast<C>(p.scale) * row_sum<T>(p.key_width, [&](int64_t d, auto part) {
-           return part.load(key + d) * part.load(query + d);
-         });
-    beta = delta ? *row_of<C>(p.beta, batch, t, head) : C{1};
+    const auto output_of = [&](const T* row) {
+      return scale * row_sum<T>(p.key_width, [&](int64_t d, auto part) {
+               const Vec<C> x = part.load(row + d) * part.load(q + d);
+               return Update::kBonus ? x * part.load(bonus + d) : x;
+             });
+    };
+    of_u = output_of(key);
+    if constexpr (kTwoKeys) of_c = output_of(other);
+    beta = p.beta.data != nullptr ? *row_of<C>(p.beta, batch, t, head) : C{1};
   }
 
   // kVecs vectors of columns, the accesses by `part`.
@@ -48,29 +64,31 @@ struct Step {
   OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, const T* v, T* o,
                                auto part) const {
     constexpr int kWidth = Vec<C>::kWidth;
-    Vec<C> predicted[kVecs], result[kVecs];
+    Vec<C> predicted[kVecs], result[kVecs], u[kVecs];
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) predicted[x] = result[x] = zero<C>();
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
         const Vec<C> state = part.load(from + d * p.value_width + x * kWidth);
-        predicted[x] = fma(state, Vec<C>(ak[d]), predicted[x]);
-        result[x] = fma(state, Vec<C>(aq[d]), result[x]);
+        if constexpr (Update::kProbe) predicted[x] = fma(state, Vec<C>(probe[d]), predicted[x]);
+        result[x] = fma(state, Vec<C>(query[d]), result[x]);
       }
     }
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) {
-      Vec<C>& u = predicted[x];
       const Vec<C> value = part.load(v + x * kWidth);
-      u = delta ? (value - u) * beta : value;
-      part.store(o + x * kWidth, fma(u, Vec<C>(kq), result[x]));
+      u[x] = Update::kProbe && !kTwoKeys ? (value - predicted[x]) * beta : value;
+      if constexpr (kTwoKeys) result[x] = fma(predicted[x], Vec<C>(of_c), result[x]);
+      part.store(o + x * kWidth, fma(u[x], Vec<C>(of_u), result[x]));
     }
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
         const int64_t at = d * p.value_width + x * kWidth;
-        part.store(to + at, fma(part.load(from + at), Vec<C>(a[d]), predicted[x] * k[d]));
+        Vec<C> added = u[x] * k[d];
+        if constexpr (kTwoKeys) added = fma(predicted[x], Vec<C>(b[d]), added);
+        part.store(to + at, fma(part.load(from + at), Vec<C>(w[d]), added));
       }
     }
   }
@@ -78,15 +96,16 @@ struct Step {
 
 // All tokens of a sequence and head. `state` is that before the first one; those after each token
 // are written to `final_state`, one over the other.
-template <class T>
-void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<compute_t<T>>& step,
-           const compute_t<T>* state, compute_t<T>* final_state, int64_t head) {
+template <class T, class Update>
+void steps(const RecurrenceParams& params, const RecurrenceSequence& s,
+           Step<compute_t<T>, Update>& step, const compute_t<T>* state, compute_t<T>* final_state,
+           int64_t head) {
   using C = compute_t<T>;
   constexpr int kVecs = 4, kWidth = Vec<C>::kWidth;
   const Recurrence& p = params.recurrence;
   const int64_t V = p.value_width;
   for (int64_t t = s.begin; t < s.begin + s.count; ++t, state = final_state) {
-    step.template load<T>(p, s.batch, t, head);
+    step.template load<T>(p, s, t, head);
     const T* const v = row_of<T>(p.v, s.batch, t, head);
     T* const o = out_row<T>(p, params.o, s.batch, t, p.value_heads, head, V);
     int64_t j = 0;

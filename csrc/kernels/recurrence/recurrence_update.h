@@ -1,5 +1,11 @@
 // What an update does in a chunk: it makes the rows u that are added to the state, and turns their
-// gradients into those of v and beta.
+// gradients into those of v and beta. Constants say which rows it has:
+//
+//   kProbe          the update reads the state, as `probe`
+//   kProbesBefore   before its token's decay
+//   kBonus          so do the outputs, before the update
+//   kKeys           rows that a token adds to the state
+//   kHeadDecay      whether it comes with one decay for all channels
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"
@@ -12,7 +18,8 @@ constexpr int64_t kSolve = 8;
 
 // u = v.
 struct PlainUpdate {
-  static constexpr bool kDelta = false;
+  static constexpr bool kProbe = false, kProbesBefore = false, kBonus = false, kHeadDecay = true;
+  static constexpr int kKeys = 1;
 
   template <class T, class C>
   static void values(Chunk<C>& c, const T* v, int64_t stride) {
@@ -20,45 +27,42 @@ struct PlainUpdate {
   }
 };
 
-// u = beta (v - prediction), where the prediction is that of the state at the start of the chunk,
-// k_in S, and of the updates before this one, N u. The matrix is lower triangular with a unit
-// diagonal, and solved by substitution. c.error holds the prediction minus v.
-struct DeltaUpdate {
-  static constexpr bool kDelta = true;
+struct BonusUpdate : PlainUpdate {
+  static constexpr bool kBonus = true, kHeadDecay = false;
+};
 
-  // On entry c.error is k_in S.
-  template <class T, class C>
-  static void values(Chunk<C>& c, const T* v, int64_t stride) {
-    for (int64_t i = 0; i < c.rows; i += kSolve) {
-      const int64_t n = smaller(kSolve, c.rows - i);
-      for (int64_t r = i; r < i + n; ++r) {
-        for_row<T>(c.V, [&](int64_t j, auto part) {
-          C* const x = c.error.row(r) + j;
-          part.store(x, part.load(x) - part.load(v + r * stride + j));
-        });
-      }
-      if (i > 0) multiply(c.N.at(i), c.u, c.error.at(i), n, c.V, i, Into::add);
-      solve_down(c.N.at(i, i), c.beta + i, n, c.error.at(i), c.u.at(i), c.V);
+// An unknown row x of each token, which depends on those before it: x = -beta (error + M x), of a
+// matrix M with zeros on and above its diagonal. Solved by substitution.
+struct Substitution {
+  // Adds M x to `error`.
+  template <class C>
+  static void solve(Matrix<C> M, const C* beta, Matrix<C> error, Matrix<C> x, int64_t rows,
+                    int64_t width) {
+    for (int64_t i = 0; i < rows; i += kSolve) {
+      const int64_t n = smaller(kSolve, rows - i);
+      if (i > 0) multiply(M.at(i), x, error.at(i), n, width, i, Into::add);
+      solve_down(M.at(i, i), beta + i, n, error.at(i), x.at(i), width);
     }
   }
 
-  // x, on entry the gradient of u, becomes that of what beta multiplies; `de` that of the
-  // prediction, minus the gradient of v: x = du + N^T de, de = -beta x.
+  // dx, on entry the gradient of x, becomes that of what -beta multiplies over -beta; `de` that of
+  // the error: dx = dx + M^T de, de = -beta dx.
   template <class C>
-  static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
-    for (int64_t i = (c.rows - 1) / kSolve * kSolve; i >= 0; i -= kSolve) {
-      const int64_t n = smaller(kSolve, c.rows - i), end = i + n;
-      if (end < c.rows) {
-        multiply<ALayout::kTransposed>(c.N.at(end, i), de.at(end), x.at(i), n, c.V, c.rows - end,
+  static void gradient(Matrix<C> M, const C* beta, Matrix<C> dx, Matrix<C> de, int64_t rows,
+                       int64_t width) {
+    for (int64_t i = (rows - 1) / kSolve * kSolve; i >= 0; i -= kSolve) {
+      const int64_t n = smaller(kSolve, rows - i), end = i + n;
+      if (end < rows) {
+        multiply<ALayout::kTransposed>(M.at(end, i), de.at(end), dx.at(i), n, width, rows - end,
                                        Into::add);
       }
-      solve_up(c.N.at(i, i), c.beta + i, n, x.at(i), de.at(i), c.V);
+      solve_up(M.at(i, i), beta + i, n, dx.at(i), de.at(i), width);
     }
   }
 
  private:
   template <class C>
-  static void solve_down(Matrix<C> N, const C* beta, int64_t n, Matrix<C> error, Matrix<C> u,
+  static void solve_down(Matrix<C> M, const C* beta, int64_t n, Matrix<C> error, Matrix<C> u,
                          int64_t width) {
     for_row<C>(width, [&](int64_t j, auto part) {
       Vec<C> found[kSolve];
@@ -67,7 +71,7 @@ struct DeltaUpdate {
         if (i >= n) break;
         Vec<C> x = part.load(error.row(i) + j);
 #pragma GCC unroll 8
-        for (int r = 0; r < i; ++r) x = fma(Vec<C>(N.row(i)[r]), found[r], x);
+        for (int r = 0; r < i; ++r) x = fma(Vec<C>(M.row(i)[r]), found[r], x);
         found[i] = x * -beta[i];
         part.store(error.row(i) + j, x);
         part.store(u.row(i) + j, found[i]);
@@ -76,7 +80,7 @@ struct DeltaUpdate {
   }
 
   template <class C>
-  static void solve_up(Matrix<C> N, const C* beta, int64_t n, Matrix<C> x, Matrix<C> de,
+  static void solve_up(Matrix<C> M, const C* beta, int64_t n, Matrix<C> x, Matrix<C> de,
                        int64_t width) {
     for_row<C>(width, [&](int64_t j, auto part) {
       Vec<C> found[kSolve];
@@ -86,13 +90,60 @@ struct DeltaUpdate {
         Vec<C> sum = part.load(x.row(i) + j);
 #pragma GCC unroll 8
         for (int r = kSolve - 1; r > i; --r) {
-          if (r < n) sum = fma(Vec<C>(N.row(r)[i]), found[r], sum);
+          if (r < n) sum = fma(Vec<C>(M.row(r)[i]), found[r], sum);
         }
         found[i] = sum * -beta[i];
         part.store(x.row(i) + j, sum);
         part.store(de.row(i) + j, found[i]);
       }
     });
+  }
+};
+
+// u = beta (v - prediction), where the prediction is that of the state at the start of the chunk,
+// probe_in S, and of the updates before this one, N u. c.error holds the prediction minus v.
+struct DeltaUpdate {
+  static constexpr bool kProbe = true, kProbesBefore = false, kBonus = false, kHeadDecay = true;
+  static constexpr int kKeys = 1;
+
+  // On entry c.error is probe_in S.
+  template <class T, class C>
+  static void values(Chunk<C>& c, const T* v, int64_t stride) {
+    for (int64_t i = 0; i < c.rows; ++i) {
+      for_row<T>(c.V, [&](int64_t j, auto part) {
+        C* const x = c.error.row(i) + j;
+        part.store(x, part.load(x) - part.load(v + i * stride + j));
+      });
+    }
+    Substitution::solve(c.N, c.beta, c.error, c.u, c.rows, c.V);
+  }
+
+  // x, on entry the gradient of u, becomes that of what beta multiplies; `de` that of the
+  // prediction, minus the gradient of v.
+  template <class C>
+  static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
+    Substitution::gradient(c.N, c.beta, x, de, c.rows, c.V);
+  }
+};
+
+// u = [v; c], where c is what the state holds for the probe: probe_in S + N v + N_b c.
+struct LowRankUpdate {
+  static constexpr bool kProbe = true, kProbesBefore = true, kBonus = false, kHeadDecay = false;
+  static constexpr int kKeys = 2;
+
+  // On entry c.error is probe_in S.
+  template <class T, class C>
+  static void values(Chunk<C>& c, const T* v, int64_t stride) {
+    copy_rows(v, stride, c.rows, c.V, c.u);
+    multiply_lower(c.N, c.u, c.error, c.rows, c.V);
+    Substitution::solve(c.N_b, c.beta, c.error, c.u.at(c.rows), c.rows, c.V);
+  }
+
+  // x, on entry the gradient of u but for what N passes on, becomes that of u; `de` that of c.
+  template <class C>
+  static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
+    Substitution::gradient(c.N_b, c.beta, x.at(c.rows), de, c.rows, c.V);
+    multiply_lower_transposed(c.N, de, x, c.rows, c.V, Into::add);
   }
 };
 

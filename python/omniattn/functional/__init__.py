@@ -10,6 +10,12 @@ from omniattn.functional.attention import (
 )
 from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.conv import causal_conv1d
+from omniattn.functional.delta_rule import (
+    delta_rule,
+    dplr_delta_rule,
+    gated_delta_rule,
+    kimi_delta_attention,
+)
 from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
@@ -37,14 +43,7 @@ from omniattn.functional.preference import (
     simpo_loss,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
-from omniattn.functional.recurrence import (
-    delta_rule,
-    gated_delta_rule,
-    gated_linear_attention,
-    kimi_delta_attention,
-    linear_attention,
-    retention,
-)
+from omniattn.functional.recurrence import gated_linear_attention, linear_attention, retention
 from omniattn.functional.rope import apply_rotary, qk_norm_rotary
 from omniattn.functional.rope_tables import (
     axial_frequencies,
@@ -73,6 +72,7 @@ from omniattn.functional.routing import (
     update_default_vectors,
     update_router_bias,
 )
+from omniattn.functional.rwkv import rwkv6, rwkv7
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
@@ -114,6 +114,7 @@ __all__ = [
     "cv_squared",
     "default_vector_gradient",
     "delta_rule",
+    "dplr_delta_rule",
     "dpo_loss",
     "drop_over_capacity",
     "drop_second_at_random",
@@ -161,6 +162,8 @@ __all__ = [
     "rotary_tables",
     "router_jitter",
     "router_z_loss",
+    "rwkv6",
+    "rwkv7",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",

@@ -24,12 +24,16 @@ from omniattn.reference.precision import compute_dtype
 _L2_EPS = 1e-6
 
 
-def require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def require_heads(
+    op: str, q: Tensor, k: Tensor, v: Tensor, q_name: str = "q"
+) -> tuple[Tensor, Tensor]:
     """k and v, after checks of the three."""
-    require_float(op, "q", q)
+    require_float(op, q_name, q)
     if q.ndim != 4:
-        raise ValueError(f"{op}: q must have shape (B, T, H, K), got q.shape={tuple(q.shape)}")
-    k, v = cast_like(op, "k", k, q, "q"), cast_like(op, "v", v, q, "q")
+        raise ValueError(
+            f"{op}: {q_name} must have shape (B, T, H, K), got {q_name}.shape={tuple(q.shape)}"
+        )
+    k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
     require_shape(op, "k", k, tuple(q.shape))
     heads = q.shape[2]
     if (
@@ -39,8 +43,8 @@ def require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         or (heads == 0 and v.shape[2] > 0)
     ):
         raise ValueError(
-            f"{op}: v must have shape (B, T, Hv, V) with B and T of q and Hv a multiple of its "
-            f"heads, got v.shape={tuple(v.shape)}, q.shape={tuple(q.shape)}"
+            f"{op}: v must have shape (B, T, Hv, V) with B and T of {q_name} and Hv a multiple of "
+            f"its heads, got v.shape={tuple(v.shape)}, {q_name}.shape={tuple(q.shape)}"
         )
     return k, v
 
@@ -79,7 +83,28 @@ def delta(
     require_bool(op, "l2norm", l2norm)
     if l2norm and q.shape[-1] > 0:
         q, k = unit_rows(q, backend), unit_rows(k, backend)
-    return run(op, q, k, v, g, beta, scale, initial_state, cu_seqlens, backend)
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta)
+
+
+def low_rank(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    q_name: str = "q",
+) -> tuple[Tensor, Tensor]:
+    """A transition of low rank; g (B, T, Hv, K) is checked."""
+    a, b = cast_like(op, "a", a, q, q_name), cast_like(op, "b", b, q, q_name)
+    require_shape(op, "a", a, tuple(q.shape))
+    require_shape(op, "b", b, tuple(q.shape))
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, a=a, b=b, q_name=q_name)
 
 
 def unit_rows(x: Tensor, backend: str | None) -> Tensor:
@@ -95,17 +120,19 @@ def run(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    beta: Tensor | None,
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     backend: str | None,
+    *,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of checked q, k, v, g and beta, and its final state."""
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        require_boundaries(op, cu_seqlens, q, "q")
-        sequences = cu_seqlens.shape[0] - 1
+    """The recurrence of checked tensors, and its final state."""
+    sequences = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
@@ -114,8 +141,16 @@ def run(
     else:
         require_number(op, "scale", scale)
     call = implementation(op, backend, q, ops.recurrence)
-    o, state = call(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    o, state = call(q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale)
     return o, state
+
+
+def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:
+    """B, or the number of packed sequences after checks of their boundaries."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    require_boundaries(op, cu_seqlens, x, name)
+    return cu_seqlens.shape[0] - 1
 
 
 def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:

@@ -14,7 +14,7 @@ from omniattn.functional._checks import (
     require_float,
     require_shape,
 )
-from omniattn.functional._recurrence import require_boundaries
+from omniattn.functional._recurrence import sequence_count
 from omniattn.ops import conv as ops
 
 __all__ = ["causal_conv1d"]
@@ -115,10 +115,7 @@ def causal_conv1d(
     require_float(op, "x", x)
     if x.ndim != 3:
         raise ValueError(f"{op}: x must have shape (B, T, D), got x.shape={tuple(x.shape)}")
-    count, _, channels = x.shape
-    if cu_seqlens is not None:
-        require_boundaries(op, cu_seqlens, x, "x")
-        count = cu_seqlens.shape[0] - 1
+    count, channels = sequence_count(op, x, cu_seqlens, "x"), x.shape[2]
     weight = cast_like(op, "weight", weight, x)
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Linear attention, retention and delta rules: recurrences of a matrix state for each head."""
+"""Linear attention and retention: recurrences of a matrix state for each head."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ from omniattn.functional._checks import (
     require_number,
     use_reference,
 )
-from omniattn.functional._recurrence import (
-    delta,
-    require_heads,
-    run,
-    widened,
-)
+from omniattn.functional._recurrence import require_heads, run, widened
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 
 __all__ = [
-    "delta_rule",
-    "gated_delta_rule",
     "gated_linear_attention",
-    "kimi_delta_attention",
     "linear_attention",
     "retention",
 ]
@@ -113,7 +105,7 @@ def linear_attention(
     if divide:
         v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     if causal:
-        o, state = run(op, *features, v, None, None, 1.0, initial_state, cu_seqlens, backend)
+        o, state = run(op, *features, v, None, 1.0, initial_state, cu_seqlens, backend)
     else:
         if initial_state is not None:
             raise ValueError(
@@ -187,7 +179,7 @@ def gated_linear_attention(
     op = "gated_linear_attention"
     k, v = require_heads(op, q, k, v)
     g = widened(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
-    return run(op, q, k, v, g, None, scale, initial_state, cu_seqlens, backend)
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
 
 
 def retention(
@@ -231,138 +223,7 @@ def retention(
     if gamma is None:
         gamma = 1 - torch.exp2(-5 - torch.arange(heads, dtype=wide, device=v.device))
     g = widened(op, "gamma", gamma, v, ((heads,),)).log().expand(*v.shape[:2], heads)
-    return run(op, q, k, v, g, None, scale, initial_state, cu_seqlens, backend)
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Linear attention that replaces the value stored under a key.
-
-    ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = scale * S_t^T q_t``.
-
-    Args:
-        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
-        beta: (B, T, Hv), in (0, 1), or (0, 2) for states that can change their sign.
-        scale: default K^-0.5.
-        l2norm: whether q and k are first divided by ``sqrt(sum x^2 + 1e-6)``. Keys longer than
-            sqrt(2 / beta) make the state grow without bound.
-
-    Returns:
-        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
-
-    Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
-
-    Reference:
-        Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, arXiv:2406.06484.
-
-    Example:
-        >>> one, v = torch.ones(1, 2, 1, 1), torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
-        >>> delta_rule(one, one, v, torch.full((1, 2, 1), 0.5))[0].flatten()
-        tensor([2., 5.])
-    """
-    op = "delta_rule"
-    k, v = require_heads(op, q, k, v)
-    return delta(op, q, k, v, None, beta, scale, l2norm, initial_state, cu_seqlens, backend)
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The delta rule on a state that decays by a factor for each head.
-
-    ``S_t = a_t S_{t-1} + beta_t k_t (v_t - a_t S_{t-1}^T k_t)^T`` with ``a_t = exp(g_t)``,
-    ``o_t = scale * S_t^T q_t``.
-
-    Args:
-        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
-        g: (B, T, Hv), logarithms of the decays, <= 0.
-        beta, scale, l2norm: as in `delta_rule`.
-
-    Returns:
-        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
-
-    Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
-
-    Reference:
-        Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv:2412.06464.
-
-    Example:
-        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
-        >>> gated_delta_rule(one, one, one, half.log(), half)[0].flatten()
-        tensor([0.5000, 0.6250])
-    """
-    op = "gated_delta_rule"
-    k, v = require_heads(op, q, k, v)
-    g = widened(op, "g", g, v, (v.shape[:3],))
-    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
-
-
-def kimi_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The delta rule on a state that decays by a factor for each channel of the keys.
-
-    ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T`` with ``S' = diag(exp(g_t)) S_{t-1}``,
-    ``o_t = scale * S_t^T q_t``.
-
-    Args:
-        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
-        g: (B, T, Hv, K), logarithms of the decays, <= 0.
-        beta, scale, l2norm: as in `delta_rule`.
-
-    Returns:
-        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
-
-    Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
-
-    Reference:
-        Kimi Team, Kimi Linear, 2025, arXiv:2510.26692.
-
-    Example:
-        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
-        >>> kimi_delta_attention(one, one, one, half[..., None].log(), half)[0].flatten()
-        tensor([0.5000, 0.6250])
-    """
-    op = "kimi_delta_attention"
-    k, v = require_heads(op, q, k, v)
-    g = widened(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
-    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
 
 
 def feature_size(feature_map: str, size: int) -> int:
@@ -379,6 +240,6 @@ def _totals(
         q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
         states = torch.einsum("bthk,bthv->bhkv", k, v)
         return torch.einsum("bthk,bhkv->bthv", q, states), states
-    _, states = run(op, q, k, v, None, None, 1.0, None, cu_seqlens, backend)
+    _, states = run(op, q, k, v, None, 1.0, None, cu_seqlens, backend)
     nothing = torch.zeros_like(k)
-    return run(op, q, nothing, v, None, None, 1.0, states, cu_seqlens, backend)
+    return run(op, q, nothing, v, None, 1.0, states, cu_seqlens, backend)

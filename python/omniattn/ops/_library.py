@@ -84,6 +84,9 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "recurrence": (
         "gated_linear_attention",
         "gated_delta_rule",
+        "rwkv6",
+        "dplr_delta_rule",
+        "rwkv7",
         "delta_rule",
         "kimi_delta_attention",
         "linear_attention",
@@ -91,12 +94,14 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "rope": ("apply_rotary",),
 }
-#: Whether a call is of the second one; those after it are not told from these two.
-_IS_SECOND: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+#: Which of them a call is of; those that no call is said to be of are not told from others.
+_WHICH: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "add_norm": lambda given: bool(given.get("center")),
     "gated_norm": lambda given: given.get("z") is not None,
     "norm": lambda given: bool(given.get("center")),
-    "recurrence": lambda given: given.get("beta") is not None,
+    "recurrence": lambda given: max(
+        i * (given.get(name) is not None) for i, name in enumerate(("q", "beta", "bonus", "a"))
+    ),
 }
 
 
@@ -109,8 +114,8 @@ def public_name(name: str, args: Sequence[Any]) -> str:
     op = stem.removesuffix("_backward")
     public = _PUBLIC.get(op, (op,))
     given = dict(zip((a.name for a in _arguments(name)), args, strict=False))
-    second = op in _IS_SECOND and _IS_SECOND[op](given)
-    return public[int(second)] + stem.removeprefix(op)
+    which = op in _WHICH and _WHICH[op](given)
+    return public[int(which)] + stem.removeprefix(op)
 
 
 def _public_functions(device: str) -> list[str]:

@@ -49,12 +49,15 @@ from omniattn.reference.positions import (
 from omniattn.reference.random import dropout, uniform_like
 from omniattn.reference.recurrence import (
     delta_rule,
+    dplr_delta_rule,
     gated_delta_rule,
     gated_linear_attention,
     kimi_delta_attention,
     linear_attention,
     recurrence,
     retention,
+    rwkv6,
+    rwkv7,
 )
 from omniattn.reference.rope import (
     apply_rotary,
@@ -99,6 +102,7 @@ __all__ = [
     "clamped_swiglu",
     "cross_entropy",
     "delta_rule",
+    "dplr_delta_rule",
     "dropout",
     "gated_activation",
     "gated_delta_rule",
@@ -132,6 +136,8 @@ __all__ = [
     "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
+    "rwkv6",
+    "rwkv7",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",

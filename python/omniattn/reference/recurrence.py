@@ -11,6 +11,9 @@ from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype, widen
 
+#: g, beta, bonus, a and b of calls that have none.
+_NONE = (None,) * 5
+
 
 def recurrence(
     q: Tensor,
@@ -18,19 +21,24 @@ def recurrence(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
+    bonus: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale S_t^T q_t, S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final states.
 
-    u_t = v_t, or with beta what the decayed state S' lacks: u_t = beta_t (v_t - S'^T k_t). q and k
-    (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), states
-    (N, Hv, K, V). With cu_seqlens the one row holds N sequences, each with a state of its own.
+    u_t = v_t, or with beta what the decayed state S' lacks: u_t = beta_t (v_t - S'^T k_t). With a
+    and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t of
+    R = S_{t-1} + diag(bonus) k_t u_t^T. q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv)
+    or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), states (N, Hv, K, V). With cu_seqlens the
+    one row holds N sequences, each with a state of its own.
     """
     dtype = compute_dtype(q)
     group = v.shape[2] // max(q.shape[2], 1)
-    wide_q, wide_k = (t.to(dtype).repeat_interleave(group, 2) for t in (q, k))
+    rows = [t.to(dtype).repeat_interleave(group, 2) for t in (q, k, a, b) if t is not None]
     wide_v = v.to(dtype)
     count = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     state = v.new_zeros((count, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
@@ -38,7 +46,7 @@ def recurrence(
         state = state + initial_state.to(dtype)
     outputs = []
     for t in range(q.shape[1]):
-        kt = wide_k[:, t, :, :, None]
+        qt, kt, *low_rank = (x[:, t, :, :, None] for x in rows)
         new = state
         if g is not None:
             gt = g[:, t].to(dtype)
@@ -46,8 +54,14 @@ def recurrence(
         u = wide_v[:, t]
         if beta is not None:
             u = beta[:, t, :, None].to(dtype) * (u - (new * kt).sum(-2))
-        new = new + kt * u[..., None, :]
-        o = (new * wide_q[:, t, :, :, None]).sum(-2) * scale
+        added = kt * u[..., None, :]
+        read = new = new + added
+        if low_rank:
+            at, bt = low_rank
+            read = new = new + bt * (state * at).sum(-2, keepdim=True)
+        if bonus is not None:
+            read = state + bonus.to(dtype)[..., None] * added
+        o = (read * qt).sum(-2) * scale
         if cu_seqlens is None:
             state = new
         else:
@@ -57,7 +71,9 @@ def recurrence(
         outputs.append(o)
     if not outputs:  # gradients are zeros, not absent
         gates = (t.to(dtype) for t in (g, beta) if t is not None)
-        nothing = sum(t.sum() for t in (wide_q, wide_k, *gates))
+        nothing = sum(t.sum() for t in (*rows, *gates))
+        if bonus is not None:
+            nothing = nothing + bonus[..., :0].to(dtype).sum()
         return (wide_v + nothing).to(v.dtype), state + nothing
     return torch.stack(outputs, 1).to(v.dtype), state
 
@@ -107,7 +123,7 @@ def linear_attention(
     values = widen(v)
     if normalize:
         values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
-    o, state = recurrence(q, k, values, None, None, initial_state, cu_seqlens, 1.0)
+    o, state = recurrence(q, k, values, *_NONE, initial_state, cu_seqlens, 1.0)
     if not causal:
         o = _read(q, state, cu_seqlens)
     if normalize:
@@ -138,7 +154,7 @@ def gated_linear_attention(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t."""
-    return recurrence(q, k, v, g, None, initial_state, cu_seqlens, _scale(q, scale))
+    return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, _scale(q, scale))
 
 
 def retention(
@@ -156,7 +172,7 @@ def retention(
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)
         gamma = 1 - torch.exp2(-5 - heads)
     g = gamma.to(compute_dtype(v)).log().expand(v.shape[:3])
-    return recurrence(q, k, v, g, None, initial_state, cu_seqlens, _scale(q, scale))
+    return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, _scale(q, scale))
 
 
 def delta_rule(
@@ -177,7 +193,7 @@ def delta_rule(
             (widen(t) * torch.rsqrt(widen(t).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype)
             for t in (q, k)
         )
-    return recurrence(q, k, v, g, beta, initial_state, cu_seqlens, _scale(q, scale))
+    return recurrence(q, k, v, g, beta, *_NONE[2:], initial_state, cu_seqlens, _scale(q, scale))
 
 
 def gated_delta_rule(
@@ -185,6 +201,57 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """delta_rule with a decay for each head (g (B, T, Hv)) or channel (B, T, Hv, K)."""
     return delta_rule(q, k, v, beta, g=g, **options)
+
+
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T r_t, S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T."""
+    g = w.expand(*v.shape[:3], r.shape[-1])
+    count = len(r) if cu_seqlens is None else len(cu_seqlens) - 1
+    bonus = u.expand(count, *u.shape)
+    scale = _scale(r, scale)
+    return recurrence(r, k, v, g, None, bonus, None, None, initial_state, cu_seqlens, scale)
+
+
+def dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T, o_t = scale S_t^T q_t."""
+    scale = _scale(q, scale)
+    return recurrence(q, k, v, g, None, None, a, b, initial_state, cu_seqlens, scale)
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float | None = 1.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """dplr_delta_rule in the order of RWKV-7, with a scale of 1."""
+    return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -51,13 +51,33 @@ def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
     return made
 
 
+def _bonus(case: Case, random: Random) -> dict[str, Tensor]:
+    """w, the same for all tokens where the case is of RWKV-5, and u."""
+    b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
+    shape = (h, k) if case.label == "constant" else (b, t, h, k)
+    return {"w": -torch.exp(random.normal(*shape) - 1), "u": random.normal(h, k)}
+
+
+def _low_rank(g: str) -> Callable[[Case, Random], dict[str, Tensor]]:
+    """a = -x and b = alpha x of unit rows x, and the decays."""
+
+    def made(case: Case, random: Random) -> dict[str, Tensor]:
+        b, t, h, hv, k = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K"))
+        x = nnf.normalize(random.normal(b, t, h, k), dim=-1)
+        shape = (b, t, hv) if case.label == "heads" else (b, t, hv, k)
+        decay = -torch.exp(random.normal(*shape) - 2)
+        return {"a": -x, "b": x * random.normal(b, t, h, k).sigmoid(), g: decay}
+
+    return made
+
+
 def _inputs(
-    gates: Callable[[Case, Random], dict[str, Tensor]],
+    gates: Callable[[Case, Random], dict[str, Tensor]], q: str = "q"
 ) -> Callable[[Case, Random], dict[str, Tensor]]:
     def made(case: Case, random: Random) -> dict[str, Tensor]:
         b, t, h, hv, k, v = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K", "V"))
         tensors = {
-            "q": random.normal(b, t, h, k),
+            q: random.normal(b, t, h, k),
             "k": random.normal(b, t, h, k) / max(1, k) ** 0.5,
             "v": random.normal(b, t, hv, v),
         } | gates(case, random)
@@ -100,16 +120,18 @@ def _eager(name: str) -> Callable[..., Any]:
 def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any) -> OpSpec:
     decays = ("g",) if "head" in kind or "channel" in kind else ()
     betas = ("beta",) if "delta" in kind else ()
+    given: dict[str, Any] = {
+        "inputs": _inputs(_gates(kind)),
+        "differentiable": ("q", "k", "v", *decays, *betas, "initial_state"),
+        "flops": _flops(3 if "delta" in kind else 2),
+        "eager": _eager(name) if betas else None,
+    }
     wide = _case("wide", 1, 2048, 8, 128, 128)
     return OpSpec(
         name=name,
         family="recurrence",
         cuda="emulated",
         paper=paper,
-        inputs=_inputs(_gates(kind)),
-        differentiable=("q", "k", "v", *decays, *betas, "initial_state"),
-        flops=_flops(3 if "delta" in kind else 2),
-        eager=_eager(name) if betas else None,
         second_order=True,
         special=("packed", "grouped"),
         cases=cases,
@@ -118,7 +140,7 @@ def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any
             Benchmark(wide, (F32,), BOTH, "compute"),
             Benchmark(_case("step", 8, 1, 8, 64, 64, STATE), (F32,), FORWARD),
         ),
-        **more,
+        **(given | more),
     )
 
 
@@ -156,6 +178,32 @@ SPECS = (
         "Kimi Team 2025, arXiv 2510.26692",
         "channel delta",
         (*_cases(l2norm=True), _case("scaled", 1, 40, 2, 8, 8, l2norm=True, scale=0.7)),
+    ),
+    _spec(
+        "dplr_delta_rule",
+        "Peng et al. 2025, arXiv 2503.14456",
+        "",
+        (*_cases(), _case("heads", 2, 40, 2, 8, 8, Hv=4), _case("long", 1, 300, 1, 64, 64)),
+        inputs=_inputs(_low_rank("g")),
+        differentiable=("q", "k", "v", "a", "b", "g", "initial_state"),
+        flops=_flops(4),
+    ),
+    _spec(
+        "rwkv6",
+        "Peng et al. 2024, arXiv 2404.05892",
+        "",
+        (*_cases(), _case("constant", 2, 40, 2, 8, 8, STATE), _case("long", 1, 300, 1, 64, 64)),
+        inputs=_inputs(_bonus, "r"),
+        differentiable=("r", "k", "v", "w", "u", "initial_state"),
+    ),
+    _spec(
+        "rwkv7",
+        "Peng et al. 2025, arXiv 2503.14456",
+        "",
+        _cases(),
+        inputs=_inputs(_low_rank("w"), "r"),
+        differentiable=("r", "w", "k", "v", "a", "b", "initial_state"),
+        flops=_flops(4),
     ),
     _spec("retention", "Sun et al. 2023, arXiv 2307.08621", "", _cases()),
     _spec(

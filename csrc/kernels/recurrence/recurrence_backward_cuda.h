@@ -1,0 +1,66 @@
+// What the kernels of the backward of recurrences on CUDA share.
+#pragma once
+
+#include "kernels/recurrence/recurrence_cuda.h"
+
+namespace omniattn {
+
+// One of the steps of recurrence_backward_cuda.cu, in a file of its own.
+void launch_recurrence_rows(const RecurrenceBackwardParams& params, void* memory, Stream stream);
+
+namespace {
+
+// The tokens of a slot of states; none where the slot is unused.
+__device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p, int64_t slot) {
+  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  int64_t n = 0;
+  if (p.boundaries == nullptr) {
+    n = slot / ceil_div(p.steps, chunk);
+  } else {
+    for (int64_t end = p.sequences; end - n > 1;) {
+      const int64_t middle = n + (end - n) / 2;
+      (p.boundaries[middle] / chunk + middle <= slot ? n : end) = middle;
+    }
+  }
+  RecurrenceSequence s = checked_sequence(p, n);
+  const int64_t skipped = (slot - s.slot) * chunk;
+  s.count = skipped < 0 ? 0 : max(min(s.count - skipped, chunk), int64_t{0});
+  s.begin += skipped;
+  s.slot = slot;
+  return s;
+}
+
+// What the kernels of the backward tell each other, of the accumulator type.
+template <class C>
+struct Found {
+  C *error, *du;    // (B, T, Hv, V); error of delta updates, or c of low rank
+  C* dc;            // of low rank
+  C *dq, *dk, *dg;  // (B, T, Hv, K) of each value head
+  C *da, *db;       // of low rank
+  C* dbonus;        // (slots, Hv, K)
+  C* dstates;       // (slots, Hv, K, V), at the ends of chunks
+  int64_t bytes;
+
+  __host__ Found(const Recurrence& p, void* memory) : bytes(0) {
+    const int64_t heads = (p.boundaries != nullptr ? 1 : p.sequences) * p.steps * p.value_heads;
+    const auto take = [&](int64_t count) {
+      C* const result = reinterpret_cast<C*>(static_cast<char*>(memory) + bytes);
+      bytes += count * static_cast<int64_t>(sizeof(C));
+      return memory == nullptr ? nullptr : result;
+    };
+    const int64_t low_rank = p.a.data != nullptr, slots = recurrence_slots(p) * p.value_heads;
+    error = take(p.beta.data == nullptr && !low_rank ? 0 : heads * p.value_width);
+    du = take(heads * p.value_width);
+    dc = take(low_rank * heads * p.value_width);
+    da = take(low_rank * heads * p.key_width);
+    db = take(low_rank * heads * p.key_width);
+    dbonus = take(p.bonus == nullptr ? 0 : slots * p.key_width);
+    dq = take(heads * p.key_width);
+    dk = take(heads * p.key_width);
+    dg = take(p.g.data == nullptr ? 0 : heads * p.key_width);
+    dstates = take(slots * p.key_width * p.value_width);
+  }
+};
+
+}  // namespace
+}  // namespace omniattn

@@ -1,0 +1,202 @@
+// The gradients of rows of a recurrence, a step of recurrence_backward_cuda.cu: each row of a state
+// walks forth over the tokens of a chunk, and its gradient back.
+//
+// dk has the parts -S' de (of k as a probe) and dS u (of k as a key), and dg_t is dg_{t+1} + q dq +
+// k (dk as a probe - dk as a key), from <S, dS> at the end of the chunk. Of b, as of a key, b db is
+// taken away; what reads the state before token t counts for dg_{t-1}.
+#include "kernels/recurrence/recurrence_backward_cuda.h"
+
+namespace omniattn {
+namespace {
+
+// Columns of a row that a lane has in registers.
+template <class C>
+constexpr int kColumns = 16 / static_cast<int>(sizeof(C));
+
+// What `rows` reads of a token and a column: `de` with its sign turned is the gradient of what the
+// probe has read, c of low rank also what b writes.
+template <class T, Update kUpdate>
+struct Element {
+  using C = compute_t<T>;
+  C u, de, grad_o, c = 0;
+
+  __device__ Element(const Head<T, kUpdate>& in, const RecurrenceBackwardParams& params,
+                     const Found<C>& found, int64_t t, int64_t column) {
+    const int64_t at = in.at(t, in.p.value_width) + column;
+    u = in.delta() ? in.beta(t) * found.error[at] : gpu::widen(in.v(t)[column]);
+    de = in.delta() ? in.beta(t) * found.du[at] : C(0);
+    if constexpr (kUpdate == Update::low_rank) de = -found.dc[at], c = found.error[at];
+    grad_o = params.grad_o.data == nullptr
+                 ? C(0)
+                 : gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
+  }
+};
+
+// A row of a state in one chunk. Lane i has the gradients of token i.
+template <class T, Update kUpdate>
+struct Row {
+  using C = compute_t<T>;
+  static constexpr bool kBonus = kUpdate == Update::bonus, kLowRank = kUpdate == Update::low_rank;
+
+  const Head<T, kUpdate>& in;
+  const RecurrenceBackwardParams& params;
+  const Found<C>& found;
+  const RecurrenceSequence& s;
+  const int64_t r;
+  const C scale = static_cast<C>(in.p.scale);
+  const int lane = lane_index(), count = static_cast<int>(s.count);
+  // Of the query, the probe and the keys k and b; scale v . do, which a bonus multiplies.
+  C dq = 0, dprobe = 0, dkey = 0, db = 0, share = 0;
+
+  __device__ __forceinline__ C decay(int64_t t) const { return in.decay(t, r, in.head_decay(t)); }
+  __device__ __forceinline__ Element<T, kUpdate> element(int64_t t, int64_t column) const {
+    return {in, params, found, t, column};
+  }
+
+  // each(f) calls f(column, element) for the columns of this lane.
+  __device__ __forceinline__ void forth(const auto& each) {
+    for (int i = 0; i < count; ++i) {
+      const int64_t t = s.begin + i;
+      const C w = decay(t), k = gpu::widen(in.k(t)[r]);
+      const C b = kLowRank ? gpu::widen(in.b(t)[r]) : C(0);
+      C probe = 0, query = 0, own = 0;
+      each([&](int64_t column, C& e) {
+        const Element<T, kUpdate> of = element(t, column);
+        if constexpr (kBonus) query += e * of.grad_o, own += of.u * of.grad_o;
+        if constexpr (kLowRank) probe -= e * of.de;
+        e *= w;
+        if constexpr (kUpdate == Update::value) probe -= e * of.de;
+        e += k * of.u;
+        if constexpr (kLowRank) e += b * of.c;
+        if constexpr (!kBonus) query += e * of.grad_o;
+      });
+      query = warp_sum(query);
+      if constexpr (kBonus) own = warp_sum(own);
+      if constexpr (!kBonus) probe = warp_sum(probe);
+      if (lane == i) {
+        dprobe += probe;
+        dq += scale * query;
+        share += scale * own;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void back(const auto& each) {
+    for (int i = count - 1; i >= 0; --i) {
+      const int64_t t = s.begin + i;
+      const C w = decay(t), probe = gpu::widen(in.probe(t)[r]);
+      const C q = scale * gpu::widen(in.q(t)[r]);
+      C of_k = 0, of_b = 0;
+      each([&](int64_t column, C& e) {
+        const Element<T, kUpdate> of = element(t, column);
+        if constexpr (!kBonus) e += q * of.grad_o;
+        of_k += e * of.u;
+        if constexpr (kLowRank) of_b += e * of.c;
+        if constexpr (kBonus) {
+          e = e * w + q * of.grad_o;
+        } else {
+          e = kLowRank ? e * w - probe * of.de : (e - probe * of.de) * w;
+        }
+      });
+      of_k = warp_sum(of_k);
+      if constexpr (kLowRank) of_b = warp_sum(of_b);
+      if (lane == i) {
+        dkey += of_k;
+        db += of_b;
+      }
+    }
+  }
+
+  // `carried` is the product of the state and its gradient at the end of the chunk.
+  __device__ __forceinline__ void write(C carried) {
+    const Recurrence& p = in.p;
+    const int64_t t = s.begin + min(lane, count - 1), at = in.at(t, p.key_width) + r;
+    const C q = gpu::widen(in.q(t)[r]), k = gpu::widen(in.k(t)[r]);
+    // What counts from this token on, and from the one before it.
+    C dg = q * dq + k * (dprobe - dkey), before = 0;
+    if constexpr (kBonus) {
+      dg = -k * dkey;
+      before = q * dq;
+    }
+    if constexpr (kLowRank) {
+      dg = q * dq - k * dkey - gpu::widen(in.b(t)[r]) * db;
+      before = gpu::widen(in.a(t)[r]) * dprobe;
+    }
+    if (lane >= count) dg = before = share = 0;
+    if constexpr (kUpdate != Update::value) {
+      const C next = __shfl_down_sync(0xffffffff, before, 1);
+      if (lane + 1 < kLanes) dg += next;
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const C later = __shfl_down_sync(0xffffffff, dg, step);
+      if (lane + step < kLanes) dg += later;
+    }
+    if constexpr (kBonus) {
+      const C bonus = in.bonus(r), sum = warp_sum(q * k * share);
+      if (lane == 0) found.dbonus[(s.slot * p.value_heads + in.head) * p.key_width + r] = sum;
+      dq += bonus * k * share;
+      dkey += bonus * q * share;
+    }
+    if (lane >= count) return;
+    found.dq[at] = dq;
+    found.dk[at] = kLowRank ? dkey : dprobe + dkey;
+    if constexpr (kLowRank) {
+      found.da[at] = dprobe;
+      found.db[at] = db;
+    }
+    if (p.g.data != nullptr) found.dg[at] = dg + carried;
+  }
+};
+
+// Blocks: value heads of slots, rows.
+template <class T, Update kUpdate>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_rows_kernel(const __grid_constant__ RecurrenceBackwardParams params,
+                           const __grid_constant__ Found<compute_t<T>> found) {
+  using C = compute_t<T>;
+  const Recurrence& p = params.recurrence;
+  const int64_t r = warp_index(blockIdx.y), width = p.value_width;
+  const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
+  if (r >= p.key_width || s.count == 0) return;
+  const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
+  Row<T, kUpdate> row{in, params, found, s, r};
+  const int64_t place = ((s.slot * p.value_heads + in.head) * p.key_width + r) * width;
+  C carried = 0;
+  for (int64_t first = row.lane; first - row.lane < width; first += kLanes * kColumns<C>) {
+    C x[kColumns<C>] = {};
+    const auto each = [&](const auto& f) {
+#pragma unroll
+      for (int j = 0; j < kColumns<C>; ++j) {
+        const int64_t column = first + j * kLanes;
+        if (column < width) f(column, x[j]);
+      }
+    };
+    each([&](int64_t column, C& e) { e = static_cast<const C*>(params.states)[place + column]; });
+    row.forth(each);
+    each([&](int64_t column, C& e) {
+      const C dstate = found.dstates[place + column];
+      carried += e * dstate;
+      e = dstate;
+    });
+    row.back(each);
+  }
+  row.write(warp_sum(carried));
+}
+
+}  // namespace
+
+void launch_recurrence_rows(const RecurrenceBackwardParams& params, void* memory, Stream stream) {
+  const Recurrence& p = params.recurrence;
+  const int64_t chunks = p.sequences == 0 ? 0 : recurrence_slots(p) * p.value_heads;
+  if (chunks == 0 || p.key_width == 0) return;
+  const dim3 grid(blocks(chunks), blocks(ceil_div(p.key_width, int64_t{kWarps})));
+  dispatch(p.dtype, [&]<class T>(T) {
+    const Found<compute_t<T>> found(p, memory);
+    with_update(p, [&]<Update kUpdate>() {
+      GPU_LAUNCH((recurrence_rows_kernel<T, kUpdate>), grid, kThreads, 0, stream, params, found);
+    });
+  });
+}
+
+}  // namespace omniattn
