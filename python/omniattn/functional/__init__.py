@@ -73,6 +73,7 @@ from omniattn.functional.routing import (
     update_default_vectors,
     update_router_bias,
 )
+from omniattn.functional.scan import rwkv4
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
@@ -161,6 +162,7 @@ __all__ = [
     "rotary_tables",
     "router_jitter",
     "router_z_loss",
+    "rwkv4",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",

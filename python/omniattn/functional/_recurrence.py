@@ -46,7 +46,12 @@ def require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def widened(
-    op: str, name: str, t: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]
+    op: str,
+    name: str,
+    t: Tensor,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    v_name: str = "v",
 ) -> Tensor:
     """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
     require_tensor(op, name, t)
@@ -57,7 +62,7 @@ def widened(
         raise ValueError(
             f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
         )
-    require_device(op, name, t, v, "v")
+    require_device(op, name, t, v, v_name)
     return t.to(compute_dtype(v))
 
 
@@ -118,18 +123,18 @@ def run(
     return o, state
 
 
-def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
+def require_boundaries(op: str, cu_seqlens: Tensor, q: Tensor, name: str = "q") -> None:
     """(N + 1,) integers; that they grow within 0 .. T is checked where they are read."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{op}: cu_seqlens must be int32 or int64, got cu_seqlens.dtype={cu_seqlens.dtype}"
         )
-    require_device(op, "cu_seqlens", cu_seqlens, q, "q")
+    require_device(op, "cu_seqlens", cu_seqlens, q, name)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"{op}: cu_seqlens must have shape (N + 1,), got cu_seqlens.shape="
             f"{tuple(cu_seqlens.shape)}"
         )
     if q.shape[0] != 1:
-        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got q.shape={tuple(q.shape)}")
+        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(q.shape)}")

@@ -75,6 +75,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
+from omniattn.reference.scan import rwkv4
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -132,6 +133,7 @@ __all__ = [
     "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
+    "rwkv4",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",
