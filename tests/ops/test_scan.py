@@ -110,9 +110,8 @@ def test_rwkv4_of_transformers():
     torch.testing.assert_close(final.unbind(1), tuple(state))
 
 
-WKV = dict(
-    zip(("w", "u", "k", "v"), (torch.ones(4), torch.ones(4), *torch.ones(2, 1, 3, 4)), strict=False)
-)
+W, K = torch.ones(4), torch.ones(1, 3, 4)
+WKV = {"w": W, "u": W, "k": K, "v": K}
 
 
 @pytest.mark.parametrize(
