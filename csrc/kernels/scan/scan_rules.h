@@ -95,4 +95,27 @@ OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V d
   return d;
 }
 
+// One step of the gates of gates.h.
+template <class V>
+struct Gated {
+  V decay, factor, m;
+};
+template <class V>
+OMNIATTN_FN Gated<V> gates_step(V m, V g, V i) {
+  const V kept = g + m;
+  const V most = select(i > kept, i, kept);
+  return {kept - most, exp(i - most), most};
+}
+// Gradients of g, which is that of the m before, and of i, where dm has that of later steps.
+template <class V>
+struct GatesGradient {
+  V dg, di;
+};
+template <class V>
+OMNIATTN_FN GatesGradient<V> gates_back(const Gated<V>& y, V i, V ddecay, V dfactor, V dm) {
+  const V of_factor = dfactor * y.factor, most = dm - ddecay - of_factor;
+  const V kept = select(y.decay < V(0), V(0), select(i < y.m, V(1), V(0.5)));
+  return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
+}
+
 }  // namespace omniattn::scan_rules

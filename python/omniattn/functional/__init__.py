@@ -14,6 +14,7 @@ from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
+from omniattn.functional.mlstm import mlstm
 from omniattn.functional.moe import moe_experts
 from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.functional.policy import PolicyLoss, grpo_loss
@@ -147,6 +148,7 @@ __all__ = [
     "masked_positions",
     "merge_attention",
     "mlp",
+    "mlstm",
     "moe_experts",
     "mrope_axes",
     "noisy_top_k",

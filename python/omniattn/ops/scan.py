@@ -1,4 +1,4 @@
-"""Scans: rwkv4."""
+"""Scans: rwkv4, and the gates of mLSTM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["rwkv4"]
+__all__ = ["exponential_gates", "rwkv4"]
 
 #: As kScanChunk in csrc/kernels/scan/scan.h.
 CHUNK = 32
@@ -45,4 +45,17 @@ rwkv4 = DifferentiableOp(
     private=("states",),
     formula=reference.rwkv4,
     fold=Fold(("k", "v", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)
+
+
+def _gate_state(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return g.new_empty((_sequences(g, cu_seqlens), g.shape[2]))
+
+
+#: (g, i, initial_state, cu_seqlens) -> (decay, factor, m, final_state)
+exponential_gates = DifferentiableOp(
+    "exponential_gates",
+    fakes={"final_state": _gate_state, "dinitial_state": _gate_state},
+    formula=reference.exponential_gates,
+    fold=Fold(("g", "i", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )

@@ -75,7 +75,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
-from omniattn.reference.scan import rwkv4
+from omniattn.reference.scan import exponential_gates, mlstm, rwkv4
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -101,6 +101,7 @@ __all__ = [
     "cross_entropy",
     "delta_rule",
     "dropout",
+    "exponential_gates",
     "gated_activation",
     "gated_delta_rule",
     "gated_linear_attention",
@@ -122,6 +123,7 @@ __all__ = [
     "masked_positions",
     "merge_attention",
     "mlp",
+    "mlstm",
     "moe_experts",
     "mrope_axes",
     "packed_positions",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype
 
@@ -90,3 +92,86 @@ def rwkv4(
     if not outputs:
         return (wide_k + wide_v + (w + u).sum() * 0).to(k.dtype), final
     return outputs[0].to(k.dtype), final
+
+
+def exponential_gates(
+    g: Tensor,
+    i: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """decay_t = g_t + m_{t-1} - m_t <= 0, factor_t = e^(i_t - m_t) <= 1, m_t = max(g_t + m_{t-1},
+    i_t), and the last m. g and i (B, T, H), states (N, H)."""
+
+    def step(state: State, g: Tensor, i: Tensor) -> tuple[State, State]:
+        kept = g + state[0]
+        m = torch.maximum(kept, i)
+        return (kept - m, (i - m).exp(), m), (m,)
+
+    start = initial_state
+    if start is None:
+        start = g.new_zeros(_count(g, cu_seqlens), g.shape[2])
+    outputs, (final,) = over_time(step, (g, i), (start,), cu_seqlens)
+    if not outputs:
+        return g + i, g + i, g + i, final
+    return *outputs, final  # type: ignore[return-value]
+
+
+#: The logarithm of the forget gate.
+FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": nnf.logsigmoid,
+    "exp": lambda f: f,
+}
+
+
+def inverse_exp(m: Tensor) -> Tensor:
+    """e^-m, at most about the square root of what the dtype holds: more than a sum ever needs."""
+    return torch.exp(-m.clamp(min=-300 if m.dtype == torch.float64 else -40))
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    forget_gate: str = "sigmoid",
+    initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps) of the states C (N, H, K, V), n (N, H, K)
+    and m (N, H), with k' = scale k.
+
+    m_t = max(ln f_t + m_{t-1}, i_t), and with f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t):
+    C_t = f' C_{t-1} + i' k'_t v_t^T, n_t = f' n_{t-1} + i' k'_t.
+    """
+    dtype, (_, _, heads, size) = compute_dtype(q), q.shape
+    factor = max(1, size) ** -0.5 if scale is None else scale
+    wide = [x.to(dtype) for x in (q, k, v, i, FORGET_GATES[forget_gate](f.to(dtype)))]
+    if initial_state is None:
+        count = _count(q, cu_seqlens)
+        shapes = ((size, v.shape[3]), (size,), ())
+        initial_state = tuple(q.new_zeros(count, heads, *s, dtype=dtype) for s in shapes)  # type: ignore[assignment]
+    assert initial_state is not None
+
+    def step(state: State, q: Tensor, k: Tensor, v: Tensor, i: Tensor, g: Tensor) -> Any:
+        c, n, m = state
+        kept = g + m
+        m = torch.maximum(kept, i)
+        forget, take = (kept - m).exp()[..., None], (i - m).exp()[..., None]
+        taken = take * k * factor
+        c = forget[..., None] * c + taken[..., None] * v[..., None, :]
+        n = forget * n + taken
+        den = torch.maximum((n * q).sum(-1).abs(), inverse_exp(m)) + eps
+        return ((c * q[..., None]).sum(-2) / den[..., None],), (c, n, m)
+
+    start = tuple(x.to(dtype) for x in initial_state)
+    outputs, state = over_time(step, wide, start, cu_seqlens)
+    final = (state[0], state[1], state[2])
+    if not outputs:
+        nothing = sum(x.sum() for x in wide)
+        return (wide[2] + nothing).to(v.dtype), final
+    return outputs[0].to(v.dtype), final

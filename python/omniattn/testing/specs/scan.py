@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,4 +83,85 @@ RWKV4 = OpSpec(
     ),
 )
 
-SPECS = (RWKV4,)
+
+def _mlstm(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    N: int | None = None,
+    **options: Any,
+) -> Case:
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+    return Case(label, sizes if N is None else sizes | {"N": N}, tensors, options)
+
+
+def _mlstm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, h, k, v = (case.sizes[letter] for letter in "BTHKV")
+    tensors = {
+        "q": random.normal(b, t, h, k),
+        "k": random.normal(b, t, h, k),
+        "v": random.normal(b, t, h, v),
+        "i": random.normal(b, t, h),
+        "f": (-1 if case.options.get("forget_gate") == "exp" else 3) + random.normal(b, t, h),
+    } | _boundaries(case, random)
+    if "C" in case.tensors:
+        n = case.sizes.get("N", b)
+        tensors |= {"C": random.normal(n, h, k, v), "n": random.normal(n, h, k)}
+        tensors["m"] = random.normal(n, h)
+    return tensors
+
+
+def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a state (C, n, m), with each of the three by its name."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any,
+        C: Tensor | None = None,
+        n: Tensor | None = None,
+        m: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        if C is not None or n is not None or m is not None:
+            options["initial_state"] = (C, n, m)
+        h, state = function(*args, **options)
+        return (h, *state)
+
+    return run
+
+
+MATRIX = ("C", "n", "m")
+
+MLSTM = OpSpec(
+    name="mlstm",
+    family="scan",
+    cuda="emulated",
+    paper="Beck et al. 2024, arXiv 2405.04517",
+    inputs=_mlstm_inputs,
+    differentiable=("q", "k", "v", "i", "f", "C", "n", "m"),
+    flops=_flops(4, "B", "T", "H", "K", "V"),
+    second_order=True,
+    special=("packed", "exp"),
+    adapt=_flat_state,
+    cases=(
+        _mlstm("tiny", 2, 3, 1, 3, 2, MATRIX),
+        _mlstm("plain", 2, 70, 2, 16, 20),
+        _mlstm("packed", 1, 70, 2, 9, 7, (*MATRIX, "cu_seqlens"), N=5),
+        _mlstm("exp", 1, 40, 2, 8, 8, forget_gate="exp", scale=0.5, eps=1e-3),
+        _mlstm("step", 3, 1, 2, 32, 24, MATRIX),
+        _mlstm("nosteps", 2, 0, 2, 4, 3, MATRIX),
+        _mlstm("nobatch", 0, 5, 2, 4, 3),
+        _mlstm("novalues", 2, 5, 2, 4, 0),
+    ),
+    benchmarks=(
+        Benchmark(_mlstm("model", 1, 2048, 4, 128, 128), (F32, BF16), BOTH, "compute"),
+        Benchmark(_mlstm("step", 8, 1, 4, 128, 128, MATRIX), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (RWKV4, MLSTM)
