@@ -20,6 +20,7 @@ from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
+from omniattn.functional.mlstm import mlstm
 from omniattn.functional.moe import moe_experts
 from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.functional.policy import PolicyLoss, grpo_loss
@@ -73,6 +74,7 @@ from omniattn.functional.routing import (
     update_router_bias,
 )
 from omniattn.functional.rwkv import rwkv6, rwkv7
+from omniattn.functional.scan import rwkv4
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
@@ -147,6 +149,7 @@ __all__ = [
     "masked_positions",
     "merge_attention",
     "mlp",
+    "mlstm",
     "moe_experts",
     "mrope_axes",
     "noisy_top_k",
@@ -162,6 +165,7 @@ __all__ = [
     "rotary_tables",
     "router_jitter",
     "router_z_loss",
+    "rwkv4",
     "rwkv6",
     "rwkv7",
     "scaled_dot_product_attention",

@@ -50,7 +50,12 @@ def require_heads(
 
 
 def widened(
-    op: str, name: str, t: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]
+    op: str,
+    name: str,
+    t: Tensor,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    v_name: str = "v",
 ) -> Tensor:
     """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
     require_tensor(op, name, t)
@@ -61,7 +66,7 @@ def widened(
         raise ValueError(
             f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
         )
-    require_device(op, name, t, v, "v")
+    require_device(op, name, t, v, v_name)
     return t.to(compute_dtype(v))
 
 

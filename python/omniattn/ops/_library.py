@@ -77,6 +77,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "activate": ("mlp",),
     "add_norm": ("rms_norm", "layer_norm"),
     "attention_select": ("select_attention",),
+    "exponential_gates": ("mlstm",),
     "gated_norm": ("group_norm", "rms_norm_gated"),
     "moe": ("moe_experts",),
     "norm": ("rms_norm", "layer_norm"),

@@ -78,6 +78,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
+from omniattn.reference.scan import exponential_gates, mlstm, rwkv4
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "delta_rule",
     "dplr_delta_rule",
     "dropout",
+    "exponential_gates",
     "gated_activation",
     "gated_delta_rule",
     "gated_linear_attention",
@@ -125,6 +127,7 @@ __all__ = [
     "masked_positions",
     "merge_attention",
     "mlp",
+    "mlstm",
     "moe_experts",
     "mrope_axes",
     "packed_positions",
@@ -136,6 +139,7 @@ __all__ = [
     "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
+    "rwkv4",
     "rwkv6",
     "rwkv7",
     "scaled_dot_product_attention",

@@ -161,6 +161,7 @@ class OpSpec:
         special: labels of the cases that show what is special about the op: properties too slow for
             every case are tested on the second one and on these.
         chooses: the function may take torch's kernel; checks hold it to the native one.
+        adapt: from the function to one whose tensors are all arguments or results of their own.
     """
 
     name: str
@@ -179,12 +180,12 @@ class OpSpec:
     second_order: bool = False
     special: tuple[str, ...] = ()
     chooses: bool = False
+    adapt: Callable[[Function], Function] = lambda function: function
 
     @property
     def public(self) -> Function:
         """What users call."""
-        function: Function = getattr(functional, self.name)
-        return function
+        return self.adapt(getattr(functional, self.name))
 
     @property
     def function(self) -> Function:
@@ -195,8 +196,7 @@ class OpSpec:
 
     @property
     def reference(self) -> Function:
-        function: Function = getattr(reference, self.name)
-        return function
+        return self.adapt(getattr(reference, self.name))
 
     def factor_of(self, name: str) -> float:
         return self.gradient_factors.get(name, self.gradient_factor)

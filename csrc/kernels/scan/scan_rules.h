@@ -1,0 +1,121 @@
+// The arithmetic of one step of the scans, written once for vectors of the CPU and for CUDA.
+#pragma once
+
+#if defined(OMNIATTN_ISA)
+#include "runtime/vec.h"
+#else
+#include "runtime/gpu.h"
+#endif
+#include "semantics/macros.h"
+
+namespace omniattn::scan_rules {
+
+#if !defined(OMNIATTN_ISA)
+template <class C>
+OMNIATTN_FN C select(bool condition, C a, C b) {
+  return condition ? a : b;
+}
+#endif
+
+// e^(x - max(x, 0)) and e^(0 - max(x, 0)): one of them is 1.
+template <class V>
+struct Weights {
+  V past, now;
+};
+template <class V>
+OMNIATTN_FN Weights<V> weights(V x) {
+  const V e = exp(-abs(x));
+  const auto past_is_larger = x > V(0);
+  return {select(past_is_larger, V(1), e), select(past_is_larger, e, V(1))};
+}
+
+// Numerator and denominator of a weighted mean, times e^-(top - age w). The maximum is kept as the
+// key that set it and the number of steps since: subtracting w at each step would lose it where
+// keys are large, for example at 1e4 in fp32, which is a multiple of 0.001.
+template <class V>
+struct WkvState {
+  V num, den, top, age;
+};
+// The maximum, less k.
+template <class V>
+OMNIATTN_FN V wkv_past(const WkvState<V>& s, V w, V k) {
+  return fma(-s.age, w, s.top - k);
+}
+template <class V>
+OMNIATTN_FN V wkv_read(const WkvState<V>& s, V past, V u, V v) {
+  const Weights<V> e = weights(past - u);
+  return fma(e.now, v, e.past * s.num) / fma(e.past, s.den, e.now);
+}
+template <class V>
+OMNIATTN_FN void wkv_advance(WkvState<V>& s, V past, V w, V k, V v) {
+  const V x = past - w;
+  const Weights<V> e = weights(x);
+  s.num = fma(e.now, v, e.past * s.num);
+  s.den = fma(e.past, s.den, e.now);
+  const auto stays = x > V(0);
+  s.top = select(stays, s.top, k);
+  s.age = select(stays, s.age + V(1), V(0));
+}
+
+// Gradients of a state. Results depend on num e^top and den e^top only, so that the gradient of top
+// is num dnum + den dden, and nothing else but for states that the caller takes: `excess` is the
+// rest of the gradient of top, which goes to the key that set it.
+template <class V>
+struct WkvGradient {
+  V num, den, excess;
+};
+template <class V>
+struct WkvStepGradient {
+  V dk, dv, du, dw;
+};
+// From the state before a step and the gradient of the one after it, which becomes that of the one
+// before.
+template <class V>
+OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V dy,
+                                        WkvGradient<V>& g) {
+  const Weights<V> read = weights(past - u);
+  const V scale = V(1) / fma(read.past, den, read.now);
+  const V y = fma(read.now, v, read.past * num) * scale;
+  const V dnum = dy * scale, of_past = read.past * dnum, of_now = read.now * dnum;
+  const V du = of_now * (v - y);
+
+  const V x = past - w;
+  const Weights<V> e = weights(x);
+  const auto stays = x > V(0);
+  const V top = select(stays, g.excess, V(0));
+  const WkvStepGradient<V> d{
+      .dk = fma(e.now, fma(g.num, v, g.den), du) + (g.excess - top),
+      .dv = fma(e.now, g.num, of_now),
+      .du = du,
+      .dw = -fma(e.past, fma(g.num, num, g.den * den), top),
+  };
+  g.num = fma(e.past, g.num, of_past);
+  g.den = fma(e.past, g.den, -of_past * y);
+  g.excess = top;
+  return d;
+}
+
+// One step of the gates of gates.h.
+template <class V>
+struct Gated {
+  V decay, factor, m;
+};
+template <class V>
+OMNIATTN_FN Gated<V> gates_step(V m, V g, V i) {
+  const V kept = g + m;
+  const V most = select(i > kept, i, kept);
+  return {kept - most, exp(i - most), most};
+}
+// Gradients of g, which is that of the m before, and of i, where dm has that of later steps.
+template <class V>
+struct GatesGradient {
+  V dg, di;
+};
+template <class V>
+OMNIATTN_FN GatesGradient<V> gates_back(const Gated<V>& y, V i, V ddecay, V dfactor, V dm) {
+  const V of_factor = dfactor * y.factor, most = dm - ddecay - of_factor;
+  const V kept = select(y.decay < V(0), V(0), select(i < y.m, V(1), V(0.5)));
+  return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
+}
+
+}  // namespace omniattn::scan_rules

@@ -1,0 +1,63 @@
+// The weighted mean of RWKV-4 over time, forward and backward. For each channel
+//
+//   y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v)
+//
+// with w > 0. A state is the numerator and the denominator times e^-max, and max; the state of no
+// steps is (0, 0, -1e38). The arithmetic is in scan_rules.h.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/scan/scan.h"
+#include "runtime/cpu_isa.h"
+#include "runtime/stream.h"
+
+namespace omniattn {
+
+// What forward and backward share. A is the accumulator type of dtype.
+struct Wkv {
+  DType dtype;  // of k, v, y and their gradients
+  ScanRows rows;
+  int64_t channels;           // C
+  int64_t block;              // channels of an item, on the CPU
+  const void *w, *u;          // (C) of A
+  ScanView k, v;              // (B, T, C)
+  const void* initial_state;  // (N, 3, C) of A contiguous, or null
+};
+
+struct WkvParams {
+  Wkv wkv;
+  void* y;            // (B, T, C) contiguous
+  void* final_state;  // (N, 3, C) of A
+  void* states;       // (scan_slots, 4, C) of A, or null: num, den, top, age before each chunk
+};
+
+struct WkvBackwardParams {
+  Wkv wkv;
+  ScanView grad_y;
+  const void* grad_final_state;  // (N, 3, C) of A contiguous, or null
+  const void* states;            // of the forward
+  void *dk, *dv;                 // (B, T, C) contiguous
+  void* partial;                 // (N, 2, C) of A: dw and du of each sequence
+  void* dinitial_state;          // (N, 3, C) of A, or null
+};
+static_assert(std::is_trivially_copyable_v<WkvParams>);
+static_assert(std::is_trivially_copyable_v<WkvBackwardParams>);
+
+inline constexpr double kWkvEmpty = -1e38;
+
+struct WkvKernels {
+  // Item n ceil(C / block) + i is block i of the channels of sequence n. `memory` has bytes(wkv).
+  int64_t (*bytes)(const Wkv&);
+  void (*forward)(const WkvParams&, void* memory, int64_t begin, int64_t end);
+  int64_t (*backward_bytes)(const Wkv&);
+  void (*backward)(const WkvBackwardParams&, void* memory, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(WkvKernels, wkv_kernels)
+
+// On CUDA: the elements of A that a backward works in.
+int64_t wkv_backward_elements(const Wkv& p);
+Status launch_wkv(const WkvParams& p, Stream stream);
+Status launch_wkv_backward(const WkvBackwardParams& p, void* memory, Stream stream);
+
+}  // namespace omniattn

@@ -1,0 +1,78 @@
+"""RWKV-4 and sLSTM: scans of a few numbers for each channel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn.functional._checks import cast_like, implementation, require_float, require_shape
+from omniattn.functional._recurrence import sequence_count, widened
+from omniattn.ops import scan as ops
+
+__all__ = ["rwkv4"]
+
+
+def rwkv4(
+    w: Tensor,
+    u: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The time mixing of RWKV-4: a mean of past values whose weights decay, for each channel.
+
+    ``y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v)``
+
+    Args:
+        w: (C,), floating-point, > 0: ``exp(time_decay)`` of RWKV-4, whose kernels take its
+            negative. Computed in float32 (float64 for float64), as are u and states.
+        u: (C,), floating-point, ``time_first``: added to the key of the present token.
+        k: (B, T, C), float64, float32, bfloat16 or float16; copied only where its channels are not
+            next to each other.
+        v: (B, T, C), of k's dtype.
+        initial_state: (N, 3, C): the numerator and the denominator, both times ``e^-max``, and max.
+            None for the state of no tokens, (0, 0, -1e38). N is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own.
+        backend: None for the native kernel of k's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        y (B, T, C) of k's dtype, and the state (N, 3, C) after the last token in float32 (float64
+        for float64).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from k's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        No exponential of a positive number is taken, so that keys of any size are right. Within a
+        call the decay of the maximum is exact, too; a state rounds it. Gradients flow to all
+        tensors, from y and from the final state; they do not depend on the number of threads. The
+        backward keeps the inputs and the state of every 32nd token. Second and forward-mode
+        derivatives go through the eager definition.
+
+    Reference:
+        Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023, arXiv:2305.13048.
+
+    Example:
+        >>> zero, v = torch.zeros(1), torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1)
+        >>> y, state = rwkv4(torch.tensor([2.0]).log(), zero, torch.zeros(1, 3, 1), v)
+        >>> y.flatten()  # 1; (1 + 3) / 2; (1 / 2 + 3 + 8) / (1 / 2 + 1 + 1)
+        tensor([1.0000, 2.0000, 4.6000])
+    """
+    op = "rwkv4"
+    require_float(op, "k", k)
+    if k.ndim != 3:
+        raise ValueError(f"{op}: k must have shape (B, T, C), got k.shape={tuple(k.shape)}")
+    v = cast_like(op, "v", v, k, "k")
+    require_shape(op, "v", v, tuple(k.shape))
+    count, channels = sequence_count(op, k, cu_seqlens, "k"), k.shape[2]
+    w = widened(op, "w", w, k, ((channels,),), "k")
+    u = widened(op, "u", u, k, ((channels,),), "k")
+    if initial_state is not None:
+        initial_state = widened(op, "initial_state", initial_state, k, ((count, 3, channels),), "k")
+    return implementation(op, backend, k, ops.rwkv4)(w, u, k, v, initial_state, cu_seqlens)

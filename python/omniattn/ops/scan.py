@@ -1,0 +1,61 @@
+"""Scans: rwkv4, and the gates of mLSTM."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._vmap import Fold
+from omniattn.reference.precision import compute_dtype
+
+__all__ = ["exponential_gates", "rwkv4"]
+
+#: As kScanChunk in csrc/kernels/scan/scan.h.
+CHUNK = 32
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def _wkv_states(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """As scan_slots in csrc/kernels/scan/scan.h."""
+    batch, steps, channels = k.shape
+    if cu_seqlens is None:
+        slots = batch * ((steps + CHUNK - 1) // CHUNK)
+    else:
+        slots = steps // CHUNK + len(cu_seqlens) - 1
+    return k.new_empty((slots, 4, channels), dtype=compute_dtype(k))
+
+
+def _wkv_state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return k.new_empty((_sequences(k, cu_seqlens), 3, k.shape[2]), dtype=compute_dtype(k))
+
+
+#: (w, u, k, v, initial_state, cu_seqlens) -> (y, final_state)
+rwkv4 = DifferentiableOp(
+    "rwkv4",
+    fakes={
+        "y": lambda k: k.new_empty(k.shape),
+        "final_state": _wkv_state,
+        "states": _wkv_states,
+        "dinitial_state": _wkv_state,
+    },
+    private=("states",),
+    formula=reference.rwkv4,
+    fold=Fold(("k", "v", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)
+
+
+def _gate_state(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return g.new_empty((_sequences(g, cu_seqlens), g.shape[2]))
+
+
+#: (g, i, initial_state, cu_seqlens) -> (decay, factor, m, final_state)
+exponential_gates = DifferentiableOp(
+    "exponential_gates",
+    fakes={"final_state": _gate_state, "dinitial_state": _gate_state},
+    formula=reference.exponential_gates,
+    fold=Fold(("g", "i", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)

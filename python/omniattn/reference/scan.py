@@ -1,0 +1,177 @@
+"""Scans: a few numbers for each channel, one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.reference.precision import compute_dtype
+
+State = tuple[Tensor, ...]
+#: The numerator, denominator and maximum of no tokens.
+WKV_EMPTY = (0.0, 0.0, -1e38)
+
+
+def over_time(
+    step: Callable[..., tuple[State, State]],
+    inputs: Sequence[Tensor],
+    state: State,
+    cu_seqlens: Tensor | None,
+    others: Sequence[Tensor] = (),
+) -> tuple[State, State]:
+    """The outputs (B, T, ..) of (outputs, state) = step(state, *inputs of a token), and the state.
+
+    Inputs are (B, T, ..), states (N, ..). With cu_seqlens the one row holds N sequences, each with
+    a state of its own. Where there are no tokens the outputs are made from the inputs and `others`.
+    """
+    found: list[State] = []
+    for t in range(inputs[0].shape[1]):
+        outputs, new = step(state, *(x[:, t] for x in inputs))
+        if cu_seqlens is None:
+            state = new
+        else:
+            inside = (cu_seqlens[:-1] <= t) & (t < cu_seqlens[1:])
+            state = tuple(
+                torch.where(_like(inside, a), a, b) for a, b in zip(new, state, strict=True)
+            )
+            outputs = tuple(
+                torch.where(_like(inside, o), o, 0).sum(0, keepdim=True) for o in outputs
+            )
+        found.append(outputs)
+    if not found:  # gradients are zeros, not absent
+        nothing = sum((x.sum() * 0 for x in (*inputs, *others)), torch.zeros(()).to(state[0]))
+        state = tuple(x + nothing for x in state)
+        return (), state
+    return tuple(torch.stack(each, 1) for each in zip(*found, strict=True)), state
+
+
+def _like(flags: Tensor, x: Tensor) -> Tensor:
+    return flags.view(-1, *[1] * (x.dim() - 1))
+
+
+def _count(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def rwkv4(
+    w: Tensor,
+    u: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v).
+
+    w, u (C,), k, v (B, T, C). A state (N, 3, C) is the numerator and the denominator times e^-max,
+    and max.
+    """
+    dtype = compute_dtype(k)
+    w, u, wide_k, wide_v = (x.to(dtype) for x in (w, u, k, v))
+    count = _count(k, cu_seqlens)
+    if initial_state is None:
+        empty = k.new_tensor(WKV_EMPTY, dtype=dtype)[:, None].expand(-1, k.shape[2])
+        initial_state = empty.expand(count, -1, -1)
+
+    def step(state: State, k: Tensor, v: Tensor) -> tuple[State, State]:
+        num, den, top = state
+        most = torch.maximum(top, u + k)
+        past, now = (top - most).exp(), (u + k - most).exp()
+        y = (past * num + now * v) / (past * den + now)
+        most = torch.maximum(top - w, k)
+        past, now = (top - w - most).exp(), (k - most).exp()
+        return (y,), (past * num + now * v, past * den + now, most)
+
+    start = initial_state.to(dtype).unbind(1)
+    outputs, state = over_time(step, (wide_k, wide_v), start, cu_seqlens, (w, u))
+    final = torch.stack(state, 1)
+    if not outputs:
+        return (wide_k + wide_v + (w + u).sum() * 0).to(k.dtype), final
+    return outputs[0].to(k.dtype), final
+
+
+def exponential_gates(
+    g: Tensor,
+    i: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """decay_t = g_t + m_{t-1} - m_t <= 0, factor_t = e^(i_t - m_t) <= 1, m_t = max(g_t + m_{t-1},
+    i_t), and the last m. g and i (B, T, H), states (N, H)."""
+
+    def step(state: State, g: Tensor, i: Tensor) -> tuple[State, State]:
+        kept = g + state[0]
+        m = torch.maximum(kept, i)
+        return (kept - m, (i - m).exp(), m), (m,)
+
+    start = initial_state
+    if start is None:
+        start = g.new_zeros(_count(g, cu_seqlens), g.shape[2])
+    outputs, (final,) = over_time(step, (g, i), (start,), cu_seqlens)
+    if not outputs:
+        return g + i, g + i, g + i, final
+    return *outputs, final  # type: ignore[return-value]
+
+
+#: The logarithm of the forget gate.
+FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": nnf.logsigmoid,
+    "exp": lambda f: f,
+}
+
+
+def inverse_exp(m: Tensor) -> Tensor:
+    """e^-m, at most about the square root of what the dtype holds: more than a sum ever needs."""
+    return torch.exp(-m.clamp(min=-300 if m.dtype == torch.float64 else -40))
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    forget_gate: str = "sigmoid",
+    initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps) of the states C (N, H, K, V), n (N, H, K)
+    and m (N, H), with k' = scale k.
+
+    m_t = max(ln f_t + m_{t-1}, i_t), and with f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t):
+    C_t = f' C_{t-1} + i' k'_t v_t^T, n_t = f' n_{t-1} + i' k'_t.
+    """
+    dtype, (_, _, heads, size) = compute_dtype(q), q.shape
+    factor = max(1, size) ** -0.5 if scale is None else scale
+    wide = [x.to(dtype) for x in (q, k, v, i, FORGET_GATES[forget_gate](f.to(dtype)))]
+    if initial_state is None:
+        count = _count(q, cu_seqlens)
+        shapes = ((size, v.shape[3]), (size,), ())
+        initial_state = tuple(q.new_zeros(count, heads, *s, dtype=dtype) for s in shapes)  # type: ignore[assignment]
+    assert initial_state is not None
+
+    def step(state: State, q: Tensor, k: Tensor, v: Tensor, i: Tensor, g: Tensor) -> Any:
+        c, n, m = state
+        kept = g + m
+        m = torch.maximum(kept, i)
+        forget, take = (kept - m).exp()[..., None], (i - m).exp()[..., None]
+        taken = take * k * factor
+        c = forget[..., None] * c + taken[..., None] * v[..., None, :]
+        n = forget * n + taken
+        den = torch.maximum((n * q).sum(-1).abs(), inverse_exp(m)) + eps
+        return ((c * q[..., None]).sum(-2) / den[..., None],), (c, n, m)
+
+    start = tuple(x.to(dtype) for x in initial_state)
+    outputs, state = over_time(step, wide, start, cu_seqlens)
+    final = (state[0], state[1], state[2])
+    if not outputs:
+        nothing = sum(x.sum() for x in wide)
+        return (wide[2] + nothing).to(v.dtype), final
+    return outputs[0].to(v.dtype), final

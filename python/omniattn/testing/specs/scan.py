@@ -1,0 +1,167 @@
+"""OpSpecs of scans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+
+STATE = ("initial_state",)
+PACKED = ("initial_state", "cu_seqlens")
+
+
+def _boundaries(case: Case, random: Random) -> dict[str, Tensor]:
+    """N sequences from the first row to the last, where they are packed."""
+    if "cu_seqlens" not in case.tensors:
+        return {}
+    steps = case.sizes["T"]
+    inner = random.integers(steps + 1, case.sizes["N"] - 1).sort().values
+    return {"cu_seqlens": torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([steps])))}
+
+
+def _flops(per_element: int, *letters: str) -> Callable[[Case, Pass], float]:
+    def flops(case: Case, pass_: Pass) -> float:
+        count = per_element * SWEEPS[pass_]
+        for letter in letters:
+            count *= case.sizes[letter]
+        return float(count)
+
+    return flops
+
+
+def _wkv(label: str, B: int, T: int, C: int, tensors: tuple[str, ...] = (), **sizes: int) -> Case:
+    return Case(label, {"B": B, "T": T, "C": C} | sizes, tensors)
+
+
+def _wkv_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, c = (case.sizes[letter] for letter in "BTC")
+    tensors = {
+        "w": random.normal(c).exp() + 0.01,
+        "u": random.normal(c),
+        "k": random.normal(b, t, c),
+        "v": random.normal(b, t, c),
+    } | _boundaries(case, random)
+    if "initial_state" in case.tensors:
+        n = case.sizes.get("N", b)
+        num, den, top = random.normal(3, n, c)
+        tensors["initial_state"] = torch.stack((num, den.abs() + 1, top), 1)
+    return tensors
+
+
+RWKV4 = OpSpec(
+    name="rwkv4",
+    family="scan",
+    cuda="emulated",
+    paper="Peng et al. 2023, arXiv 2305.13048",
+    inputs=_wkv_inputs,
+    differentiable=("w", "u", "k", "v", "initial_state"),
+    flops=_flops(20, "B", "T", "C"),
+    second_order=True,
+    special=("packed", "long"),
+    cases=(
+        _wkv("tiny", 2, 3, 3, STATE),
+        _wkv("plain", 2, 33, 67),
+        _wkv("state", 1, 65, 20, STATE),
+        _wkv("packed", 1, 70, 9, PACKED, N=5),
+        _wkv("long", 1, 300, 5),
+        _wkv("step", 3, 1, 40, STATE),
+        _wkv("nosteps", 2, 0, 4, STATE),
+        _wkv("nobatch", 0, 5, 4),
+        _wkv("nochannels", 2, 5, 0, STATE),
+    ),
+    benchmarks=(
+        Benchmark(_wkv("model", 1, 2048, 1024), (F32, BF16), BOTH, "compute"),
+        Benchmark(_wkv("batch", 8, 512, 1024), (F32,), BOTH, "compute"),
+        Benchmark(_wkv("step", 8, 1, 1024, STATE), (F32,), FORWARD),
+    ),
+)
+
+
+def _mlstm(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    N: int | None = None,
+    **options: Any,
+) -> Case:
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+    return Case(label, sizes if N is None else sizes | {"N": N}, tensors, options)
+
+
+def _mlstm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, h, k, v = (case.sizes[letter] for letter in "BTHKV")
+    tensors = {
+        "q": random.normal(b, t, h, k),
+        "k": random.normal(b, t, h, k),
+        "v": random.normal(b, t, h, v),
+        "i": random.normal(b, t, h),
+        "f": (-1 if case.options.get("forget_gate") == "exp" else 3) + random.normal(b, t, h),
+    } | _boundaries(case, random)
+    if "C" in case.tensors:
+        n = case.sizes.get("N", b)
+        tensors |= {"C": random.normal(n, h, k, v), "n": random.normal(n, h, k)}
+        tensors["m"] = random.normal(n, h)
+    return tensors
+
+
+def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a state (C, n, m), with each of the three by its name."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any,
+        C: Tensor | None = None,
+        n: Tensor | None = None,
+        m: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        if C is not None or n is not None or m is not None:
+            options["initial_state"] = (C, n, m)
+        h, state = function(*args, **options)
+        return (h, *state)
+
+    return run
+
+
+MATRIX = ("C", "n", "m")
+
+MLSTM = OpSpec(
+    name="mlstm",
+    family="scan",
+    cuda="emulated",
+    paper="Beck et al. 2024, arXiv 2405.04517",
+    inputs=_mlstm_inputs,
+    differentiable=("q", "k", "v", "i", "f", "C", "n", "m"),
+    flops=_flops(4, "B", "T", "H", "K", "V"),
+    second_order=True,
+    special=("packed", "exp"),
+    adapt=_flat_state,
+    cases=(
+        _mlstm("tiny", 2, 3, 1, 3, 2, MATRIX),
+        _mlstm("plain", 2, 70, 2, 16, 20),
+        _mlstm("packed", 1, 70, 2, 9, 7, (*MATRIX, "cu_seqlens"), N=5),
+        _mlstm("exp", 1, 40, 2, 8, 8, forget_gate="exp", scale=0.5, eps=1e-3),
+        _mlstm("step", 3, 1, 2, 32, 24, MATRIX),
+        _mlstm("nosteps", 2, 0, 2, 4, 3, MATRIX),
+        _mlstm("nobatch", 0, 5, 2, 4, 3),
+        _mlstm("novalues", 2, 5, 2, 4, 0),
+    ),
+    benchmarks=(
+        Benchmark(_mlstm("model", 1, 2048, 4, 128, 128), (F32, BF16), BOTH, "compute"),
+        Benchmark(_mlstm("step", 8, 1, 4, 128, 128, MATRIX), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (RWKV4, MLSTM)
