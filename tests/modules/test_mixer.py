@@ -33,6 +33,10 @@ from omniattn.modules import (
     RMSNorm,
     RollingCache,
     RotaryEmbedding,
+    RWKV4TimeMix,
+    RWKV5TimeMix,
+    RWKV6TimeMix,
+    RWKV7TimeMix,
     State,
     TransformerXLAttention,
 )
@@ -165,6 +169,10 @@ MIXERS = [
     LinearAttention.Config(24, 2, init_std=0.5),
     MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
+    RWKV4TimeMix.Config(24, init_std=0.5),
+    RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
+    RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),
+    RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),
     TransformerXLAttention.Config(24, 4, init_std=0.5),
     TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
 ]

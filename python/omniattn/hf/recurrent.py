@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers with this package's convolutions and delta rules."""
+"""Recurrent layers of transformers with this package's convolutions and recurrences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["recurrent_forward"]
 
 @functools.cache
 def recurrent_forward(kind: Any) -> Finding:
-    """The forward of a layer with our functions in place of its module's: short convolutions, and
-    the gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear."""
+    """The forward of a layer with our functions in place of its module's: short convolutions, the
+    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, and the weighted mean of RWKV."""
     scope = getattr(inspect.unwrap(kind.forward), "__globals__", {})
     used = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
     ours: dict[str, Forward] = {}
@@ -123,6 +123,28 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
     return make
 
 
+def _wkv(original: Forward) -> Forward:
+    def rwkv_linear_attention(
+        time_decay: Tensor,
+        time_first: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: list[Tensor] | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """key and value (B, T, C); a state is numerator, denominator and maximum, each (B, C)."""
+        if not _takes(key):
+            theirs: tuple[Tensor, list[Tensor] | None] = original(
+                time_decay, time_first, key, value, state=state, return_state=return_state
+            )
+            return theirs
+        before = None if state is None else torch.stack(tuple(state), 1)
+        y, after = functional.rwkv4(time_decay.exp(), time_first, key, value, initial_state=before)
+        return y, list(after.unbind(1)) if return_state or state is not None else None
+
+    return rwkv_linear_attention
+
+
 _HEADS = _delta_rule(functional.gated_delta_rule)
 _CHANNELS = _delta_rule(functional.kimi_delta_attention)
 #: What makes our function, by the name of theirs.
@@ -133,6 +155,7 @@ _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "torch_recurrent_gated_delta_rule": _HEADS,
     "chunk_kimi_delta_attention": _CHANNELS,
     "recurrent_kimi_delta_attention": _CHANNELS,
+    "rwkv_linear_attention": _wkv,
 }
 
 
@@ -153,6 +176,11 @@ def _same(name: str, original: Forward, ours: Forward) -> bool:
             x = x[..., :1]
             pairs = zip((original, ours), states, strict=True)
             calls = [(f(x, s, weight, None, "silu"), s) for f, s in pairs]
+    elif name == "rwkv_linear_attention":
+        w, u, k, v = draw(4), draw(4), draw(1, 5, 4), draw(1, 5, 4)
+        state = draw(1, 3, 4).abs()
+        found = [f(w, u, k, v, list(state.unbind(1)), True) for f in (original, ours)]
+        calls = [(y, *after) for y, after in found]
     else:
         q, k, v = draw(1, 5, 2, 4), draw(1, 5, 2, 4), draw(1, 5, 2, 4)
         g = draw(1, 5, 2, 4) if "kimi" in name else draw(1, 5, 2)

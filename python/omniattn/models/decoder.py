@@ -162,8 +162,8 @@ class Decoder(Model, Stateful):
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
         """The states of all layers before the first token."""
-        mixers = (cast(DecoderBlock, layer).mixer for layer in self.layers)
-        return [mixer.new_state(batch, max_length, **storage) for mixer in mixers]
+        blocks = (cast(DecoderBlock, layer) for layer in self.layers)
+        return [block.new_state(batch, max_length, **storage) for block in blocks]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -189,14 +189,15 @@ class Decoder(Model, Stateful):
             x = self.embed_positions(x, positions)
         x = self.dropout(x)
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        shared: dict[str, torch.Tensor] = {}
         for i, layer in enumerate(self.layers):
             if recompute:
                 x, residual = checkpoint(
-                    layer, x, residual, rope=rope, mask=mask, use_reentrant=False
+                    layer, x, residual, rope=rope, mask=mask, shared=shared, use_reentrant=False
                 )
             else:
                 own = None if state is None else state[i]
-                x, residual = layer(x, residual, state=own, rope=rope, mask=mask)
+                x, residual = layer(x, residual, state=own, rope=rope, mask=mask, shared=shared)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 

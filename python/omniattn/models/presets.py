@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from omniattn.models.bert import BertConfig
@@ -22,10 +23,16 @@ from omniattn.modules import (
     GatedLinearAttention,
     GatedMLP,
     KimiDeltaAttention,
+    LayerNorm,
     LinearAttention,
     MultiScaleRetention,
     RMSNorm,
     RotaryEmbedding,
+    RWKV4TimeMix,
+    RWKV5TimeMix,
+    RWKV6TimeMix,
+    RWKV7TimeMix,
+    RWKVChannelMix,
 )
 from omniattn.modules.layer import LayerConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
@@ -41,6 +48,24 @@ def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -
         blocks=(DecoderBlock.Config(mixer, mlp, norm),),
         rope=rope,
     )
+
+
+def _rwkv(version: int) -> BlocksConfig:
+    """A decoder of the size of "llama" from the layers of RWKV, each told its place."""
+    base = LlamaConfig()
+    mixers: dict[int, Callable[..., LayerConfig]] = {
+        4: RWKV4TimeMix.Config,
+        5: RWKV5TimeMix.Config,
+        6: RWKV6TimeMix.Config,
+        7: RWKV7TimeMix.Config,
+    }
+    blocks = []
+    for layer in range(base.num_layers):
+        place = base.dim, layer, base.num_layers
+        mlp = RWKVChannelMix.Config(*place, receptance=version < 7)
+        mixer = mixers[version](*place)
+        blocks.append(DecoderBlock.Config(mixer, mlp, LayerNorm.Config(base.dim)))
+    return BlocksConfig(dim=base.dim, num_layers=base.num_layers, blocks=tuple(blocks))
 
 
 #: What `omniattn train` offers.
@@ -65,6 +90,10 @@ TRAINED: dict[str, ModelConfig] = {
     "deltanet": _recurrent(DeltaNet.Config(192, 3)),
     "gated-deltanet": _recurrent(GatedDeltaNet.Config(192, 3)),
     "kda": _recurrent(KimiDeltaAttention.Config(192, 3)),
+    "rwkv4": _rwkv(4),
+    "rwkv5": _rwkv(5),
+    "rwkv6": _rwkv(6),
+    "rwkv7": _rwkv(7),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.

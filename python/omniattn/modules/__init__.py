@@ -57,6 +57,8 @@ from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.router import Router
 from omniattn.modules.router_state import RouterState
+from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
+from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
@@ -116,6 +118,11 @@ __all__ = [
     "PatchMerging",
     "RMSNorm",
     "RMSNormGated",
+    "RWKV4TimeMix",
+    "RWKV5TimeMix",
+    "RWKV6TimeMix",
+    "RWKV7TimeMix",
+    "RWKVChannelMix",
     "RecurrentState",
     "Residual",
     "RollingCache",

@@ -28,6 +28,8 @@ import omniattn.modules.relative_attention
 import omniattn.modules.residual
 import omniattn.modules.rope
 import omniattn.modules.router
+import omniattn.modules.rwkv
+import omniattn.modules.rwkv_heads
 import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
@@ -677,6 +679,117 @@ def RMSNormGated(
     num_groups: int = ...,
     casting: str = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV4TimeMix(
+    self: torch.nn.Module,
+    config: omniattn.modules.rwkv.RWKV4TimeMix.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV4TimeMix(
+    self: torch.nn.Module,
+    dim: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV5TimeMix(
+    self: torch.nn.Module,
+    config: omniattn.modules.rwkv_heads.RWKV5TimeMix.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV5TimeMix(
+    self: torch.nn.Module,
+    dim: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    head_dim: int = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV6TimeMix(
+    self: torch.nn.Module,
+    config: omniattn.modules.rwkv_heads.RWKV6TimeMix.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV6TimeMix(
+    self: torch.nn.Module,
+    dim: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    head_dim: int = ...,
+    mix_rank: int = ...,
+    decay_rank: int = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV7TimeMix(
+    self: torch.nn.Module,
+    config: omniattn.modules.rwkv_heads.RWKV7TimeMix.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKV7TimeMix(
+    self: torch.nn.Module,
+    dim: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    head_dim: int = ...,
+    decay_rank: int | None = ...,
+    a_rank: int | None = ...,
+    v_rank: int | None = ...,
+    gate_rank: int | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKVChannelMix(
+    self: torch.nn.Module,
+    config: omniattn.modules.rwkv.RWKVChannelMix.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RWKVChannelMix(
+    self: torch.nn.Module,
+    dim: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    hidden_dim: int | None = ...,
+    receptance: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

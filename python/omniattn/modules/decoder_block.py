@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from omniattn.functional._checks import widen
 from omniattn.functional.scores import RelativeBias
@@ -14,10 +15,10 @@ from omniattn.modules.attention import Attention
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
-from omniattn.modules.state import State, takes_cache
+from omniattn.modules.state import State, Stateful, StatePair, Storage, takes_cache
 
 
-class DecoderBlock(Layer):
+class DecoderBlock(Layer, Stateful):
     """h = h + Mixer(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
 
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
@@ -92,6 +93,13 @@ class DecoderBlock(Layer):
         self.dropout = Dropout(config.dropout_p)
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> State:
+        """The state of the mixer, or of both layers where the channel mixer has one too."""
+        state: State = self.mixer.new_state(batch, max_length, **storage)
+        if not isinstance(self.mlp, Stateful):
+            return state
+        return StatePair(state, self.mlp.new_state(batch, max_length, **storage))
+
     @takes_cache
     def forward(
         self,
@@ -104,25 +112,31 @@ class DecoderBlock(Layer):
         relative: RelativeBias | None = None,
         memory: torch.Tensor | None = None,
         memory_state: State | None = None,
+        shared: dict[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block; `residual` is None before the first one.
 
         `memory` and `memory_state` are source and state of the cross-attention. The rest as in
         Mixer; `relative` only with mixers that have it.
         """
+        after: dict[str, State] = {}
+        if isinstance(state, StatePair):
+            after["state"], state = state.mlp, state.mixer
         if residual is None:
             y, residual = self.input_layernorm(x), x
             if self.config.residual_in_fp32:
                 residual = widen(x)
         else:
             y, residual = self.input_layernorm(x, residual)
-        scores = {} if relative is None else {"relative": relative}
-        x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **scores))
+        more: dict[str, Any] = {} if relative is None else {"relative": relative}
+        if self.mixer.shares:
+            more["shared"] = shared
+        x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **more))
         if self.cross_attn is not None:
             y, residual = self.cross_attention_layernorm(x, residual)
             x = self.dropout(self.cross_attn(y, memory, state=memory_state))
         y, residual = self.post_attention_layernorm(x, residual)
-        return self.dropout(self.mlp(y)), residual
+        return self.dropout(self.mlp(y, **after)), residual
 
 
 def _rename_self_attn(

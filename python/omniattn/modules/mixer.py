@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from omniattn.modules.layer import Layer
 from omniattn.modules.state import Stateful
 
@@ -14,7 +16,9 @@ class Mixer(Layer, Stateful):
     - state: from `new_state` or None. x are the tokens that follow those in it;
     - rope: cos, sin of the positions of x, or None. A mixer that rotates nothing ignores it;
     - mask: boolean, True = attend, broadcastable to (B, heads, T, S), or None. A mixer that cannot
-      obey it raises.
+      obey it raises;
+    - shared, only where `shares` is true: a dict of tensors in which the layers of a model pass
+      something on in one call, or None.
 
     Example:
         >>> from omniattn.modules import Attention
@@ -25,9 +29,14 @@ class Mixer(Layer, Stateful):
         ...     torch.testing.assert_close(steps, layer(x))
     """
 
+    shares: ClassVar[bool] = False
+
 
 class ChannelMixer(Layer):
-    """A layer (..., dim) -> (..., dim) that treats each token alone, or routes it."""
+    """A layer (..., dim) -> (..., dim) that treats each token alone, or routes it.
+
+    One that reads earlier tokens has the `new_state` of a Mixer too, and takes `state` by name.
+    """
 
 
 class Norm(Layer):

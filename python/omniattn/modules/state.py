@@ -139,6 +139,37 @@ class RecurrentState:
         self._store(length, dict(zip(self._tensors, tensors, strict=True)))
 
 
+class StatePair:
+    """The states of a mixer and of the channel mixer after it, which have seen the same tokens."""
+
+    def __init__(self, mixer: State, mlp: State) -> None:
+        self.mixer, self.mlp = mixer, mlp
+
+    @property
+    def length(self) -> int:
+        return self.mixer.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.mixer.nbytes + self.mlp.nbytes
+
+    def crop(self, length: int) -> None:
+        self.mixer.crop(length)
+        self.mlp.crop(length)
+
+    def reorder(self, index: Tensor) -> None:
+        self.mixer.reorder(index)
+        self.mlp.reorder(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mixer": self.mixer.state_dict(), "mlp": self.mlp.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mixer, mlp = take("StatePair", state, "mixer", "mlp")
+        self.mixer.load_state_dict(mixer)
+        self.mlp.load_state_dict(mlp)
+
+
 def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
     """The values of `keys`, which must be all that a saved state has."""
     if set(state) != set(keys):
