@@ -63,7 +63,7 @@ STATES = tuple(
 #: sequences.
 FEW_STATES = (
     *(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed")),
-    *("-rwkv6-grouped-", "-rwkv6-packed-", "-dplr_delta_rule-grouped-", "-dplr_delta_rule-packed-"),
+    *("-rwkv6-packed-", "-dplr_delta_rule-grouped-"),
 )
 
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,

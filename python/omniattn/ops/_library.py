@@ -167,12 +167,12 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     be uninitialised memory; such calls are refused, except that a seed may be on the CPU.
     """
     arguments = _arguments(name)
-    first = arguments[0].name
 
     def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fake)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            device = args[0].device
+            given = zip(arguments, args, strict=False)
+            first, device = next((a.name, t.device) for a, t in given if isinstance(t, Tensor))
             is_meta = device.type == "meta"
             for argument, value in zip(arguments, args, strict=False):
                 if argument.name == "seed" and is_meta:
