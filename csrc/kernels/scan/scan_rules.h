@@ -95,16 +95,23 @@ OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V d
   return d;
 }
 
-// One step of the gates of gates.h.
+// One step of the gates of gates.h. The maximum is the i that set it and the sum of g since, which
+// keeps the digits of small decays where gates are large.
 template <class V>
-struct Gated {
-  V decay, factor, m;
+struct GatesState {
+  V top, sum;
 };
 template <class V>
-OMNIATTN_FN Gated<V> gates_step(V m, V g, V i) {
-  const V kept = g + m;
-  const V most = select(i > kept, i, kept);
-  return {kept - most, exp(i - most), most};
+struct Gated {
+  V decay, factor;
+};
+template <class V>
+OMNIATTN_FN Gated<V> gates_step(GatesState<V>& s, V g, V i) {
+  const V lead = (s.top - i) + (s.sum + g);  // of g + m before, over i
+  const auto stays = lead > V(0);
+  s.top = select(stays, s.top, i);
+  s.sum = select(stays, s.sum + g, V(0));
+  return {select(stays, V(0), lead), select(stays, exp(-lead), V(1))};
 }
 // Gradients of g, which is that of the m before, and of i, where dm has that of later steps.
 template <class V>
@@ -112,9 +119,9 @@ struct GatesGradient {
   V dg, di;
 };
 template <class V>
-OMNIATTN_FN GatesGradient<V> gates_back(const Gated<V>& y, V i, V ddecay, V dfactor, V dm) {
-  const V of_factor = dfactor * y.factor, most = dm - ddecay - of_factor;
-  const V kept = select(y.decay < V(0), V(0), select(i < y.m, V(1), V(0.5)));
+OMNIATTN_FN GatesGradient<V> gates_back(V decay, V factor, V ddecay, V dfactor, V dm) {
+  const V of_factor = dfactor * factor, most = dm - ddecay - of_factor;
+  const V kept = select(decay < V(0), V(0), select(factor < V(1), V(1), V(0.5)));
   return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
 }
 

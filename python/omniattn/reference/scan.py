@@ -125,8 +125,8 @@ FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inverse_exp(m: Tensor) -> Tensor:
-    """e^-m, at most about the square root of what the dtype holds: more than a sum ever needs."""
-    return torch.exp(-m.clamp(min=-300 if m.dtype == torch.float64 else -40))
+    """e^-m, at most e^80 (e^700 in fp64): infinity would make gradients NaN."""
+    return torch.exp(-m.clamp(min=-700 if m.dtype == torch.float64 else -80))
 
 
 def mlstm(
