@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
     const OptTensor& grad_decay, const OptTensor& grad_factor, const OptTensor& grad_m,
     const OptTensor& grad_final_state, const Tensor& g, const Tensor& i,
     const OptTensor& initial_state, const OptTensor& cu_seqlens, const Tensor& decay,
-    const Tensor& factor, const Tensor& m) {
+    const Tensor& factor) {
   const DeviceScope scope(g);
   const Problem p("mlstm_backward", g, i, initial_state, cu_seqlens);
   const Gates shared = p.params();
@@ -77,7 +77,6 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
   const ScanInput of_factor = p.gradient("grad_factor", grad_factor);
   const ScanInput of_m = p.gradient("grad_m", grad_m);
   const ScanInput decays = p.like_g("decay", decay), factors = p.like_g("factor", factor);
-  const ScanInput maxima = p.like_g("m", m);
   const OptTensor grad_final =
       p.dense("grad_final_state", grad_final_state, {p.sequences, p.channels});
   const Output dg = p.result(true, g.sizes(), p.acc), di = p.result(true, g.sizes(), p.acc);
@@ -85,7 +84,6 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
   const GatesBackwardParams params{.gates = shared,
                                    .decay = decays.view(),
                                    .factor = factors.view(),
-                                   .m = maxima.view(),
                                    .grad_decay = of_decay.view(),
                                    .grad_factor = of_factor.view(),
                                    .grad_m = of_m.view(),
@@ -110,7 +108,7 @@ const Registry registry([](Registry& ops) {
   ops.add<exponential_gates_backward>(
       "exponential_gates_backward(Tensor? grad_decay, Tensor? grad_factor, Tensor? grad_m,"
       " Tensor? grad_final_state, Tensor g, Tensor i, Tensor? initial_state, Tensor? cu_seqlens,"
-      " Tensor decay, Tensor factor, Tensor m)"
+      " Tensor decay, Tensor factor)"
       " -> (Tensor dg, Tensor di, Tensor dinitial_state)");
 });
 

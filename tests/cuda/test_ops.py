@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 #: What has runs of its own.
-FAMILIES = ("attention", "moe", "recurrence")
+FAMILIES = ("attention", "moe", "recurrence", "scan")
 # Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
 OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in FAMILIES)
 ATTENTION = ("-attention-",)
@@ -65,6 +65,13 @@ FEW_STATES = (
     *(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed")),
     *("-rwkv6-packed-", "-dplr_delta_rule-grouped-"),
 )
+SCANS = tuple(
+    f"-{spec.name}-{case}-"
+    for spec in NATIVE
+    if spec.family == "scan"
+    for case in ("tiny", "group", "packed", "step", "nosteps", "nobatch")
+)
+FEW_SCANS = tuple(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm"))
 
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
 #: whose bits depend on the number of threads on some processors (Zen 4).
@@ -97,6 +104,10 @@ RUNS = [
     ("value", "descending shuffled", FEW_STATES, VALUES + PLACES, ("f32", "f16")),
     ("race", "ascending", FEW_STATES, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_STATES, (*VALUES, "strided"), ("bf16",)),
+    ("value", "ascending", SCANS, VALUES, ("f64", "bf16")),
+    ("value", "descending shuffled", FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
+    ("race", "ascending", FEW_SCANS, VALUES, ("bf16",)),
+    ("sanitized", "shuffled", FEW_SCANS, (*VALUES, "strided"), ("bf16",)),
 ]
 
 

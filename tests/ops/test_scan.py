@@ -136,3 +136,197 @@ WKV = {"w": W, "u": W, "k": K, "v": K}
 def test_bad_input_of_rwkv4(arguments, error, message):
     with pytest.raises(error, match=f"rwkv4: .*{message}"):
         F.rwkv4(**(WKV | arguments))
+
+
+def mlstm_inputs(steps: int = 70, batch: int = 2):
+    q, k, v = (draw(batch, steps, 2, size, seed=n) for n, size in enumerate((8, 8, 5)))
+    return q, k, v, draw(batch, steps, 2, seed=3), 3 + draw(batch, steps, 2, seed=4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forget_gate", ["sigmoid", "exp"])
+def test_mlstm_in_its_parallel_form(backend, forget_gate):
+    q, k, v, i, f = mlstm_inputs()
+    f = f - 4 if forget_gate == "exp" else f
+    total = (nnf.logsigmoid(f) if forget_gate == "sigmoid" else f).cumsum(1)
+    decay = (total[:, :, None] - total[:, None] + i[:, None]).exp().movedim(3, 1).tril()
+    weight = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5 * decay
+    den = weight.sum(-1).abs().clamp(min=1)
+    expected = torch.einsum("bhij,bjhv->bihv", weight / den[..., None], v)
+    h, _ = F.mlstm(q, k, v, i, f, eps=0.0, forget_gate=forget_gate, backend=backend)
+    torch.testing.assert_close(h, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_of_mlstm_continues(backend):
+    inputs = mlstm_inputs()
+    h, final = F.mlstm(*inputs, backend=backend)
+    state, parts = None, []
+    for a, b in itertools.pairwise((0, 1, 1, 33, 70)):
+        some = (t[:, a:b] for t in inputs)
+        part, state = F.mlstm(*some, initial_state=state, backend=backend)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), h)
+    torch.testing.assert_close(state, final)
+
+
+def test_packed_sequences_of_mlstm_are_apart():
+    inputs = mlstm_inputs(batch=1)
+    start = (draw(3, 2, 8, 5, seed=5), draw(3, 2, 8, seed=6), draw(3, 2, seed=7))
+    edges = (2, 20, 20, 66)
+    h, final = F.mlstm(*inputs, initial_state=start, cu_seqlens=torch.tensor(edges))
+    for n, (a, b) in enumerate(itertools.pairwise(edges)):
+        part, state = F.mlstm(
+            *(t[:, a:b] for t in inputs), initial_state=tuple(t[n : n + 1] for t in start)
+        )
+        torch.testing.assert_close(h[:, a:b], part)
+        torch.testing.assert_close(tuple(t[n : n + 1] for t in final), state)
+
+
+@pytest.mark.parametrize("size", [-1e4, -70.0, 70.0, 1e4])
+def test_mlstm_of_large_gates(size):
+    q, k, v, i, f = (t.float() for t in mlstm_inputs(40))  # a sum near 0 would have no digits
+    inputs = [t.requires_grad_() for t in (q.abs(), k.abs(), v, i + size, f)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    h, state = F.mlstm(*inputs)
+    expected, exact = F.mlstm(*wide, backend="reference")
+    if size > -80:  # both are 0 to fp32 below
+        torch.testing.assert_close(h.double(), expected, rtol=1e-3, atol=1e-5)
+    assert all(t.isfinite().all() for t in (h, *state))
+    torch.testing.assert_close(state[2].double(), exact[2], rtol=1e-5, atol=1e-5)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(h.square().sum(), inputs))
+
+
+def test_mlstm_of_transformers():
+    module = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
+    q, k, v, i, f = (t.float() for t in mlstm_inputs(9))
+    h, (c, n, m) = F.mlstm(q, k, v, i, f)
+    state = (torch.zeros(2, 2, 8, 5), torch.zeros(2, 2, 8), torch.zeros(2, 2, 1))
+    for t in range(9):
+        gates = (i[:, t, :, None], f[:, t, :, None])
+        theirs, state = module.mlstm_recurrent_step_native(
+            q[:, t], k[:, t], v[:, t], *gates, *state, eps=1e-6
+        )
+        torch.testing.assert_close(h[:, t], theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((c * 8**0.5, n * 8**0.5, m[..., None]), state)
+
+
+def slstm_inputs(steps: int = 20, batch: int = 3, width: int = 6):
+    x = draw(batch, steps, 4, 2, width)
+    x[:, :, 1] += 2
+    return x, draw(4, 2, width, width, seed=1) / width**0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forget_gate", ["sigmoid", "exp"])
+def test_slstm_without_its_stabiliser(backend, forget_gate):
+    x, r = slstm_inputs()
+    if forget_gate == "exp":
+        x[:, :, 1] -= 2.5
+    h = c = n = torch.zeros(3, 2, 6, dtype=torch.float64)
+    expected = []
+    for t in range(20):
+        i, f, z, o = (x[:, t] + torch.einsum("nha,ghab->nghb", h, r)).unbind(1)
+        f = f.exp() if forget_gate == "exp" else f.sigmoid()
+        c, n = f * c + i.exp() * z.tanh(), f * n + i.exp()
+        h = o.sigmoid() * c / n
+        expected.append(h)
+    found, state = F.slstm(x, r, forget_gate=forget_gate, backend=backend)
+    torch.testing.assert_close(found, torch.stack(expected, 1))
+    torch.testing.assert_close(state[:, 0], h)
+    torch.testing.assert_close(state[:, 2] * state[:, 3].exp(), n)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_of_slstm_continues(backend):
+    x, r = slstm_inputs()
+    h, final = F.slstm(x, r, backend=backend)
+    state, parts = None, []
+    for a, b in itertools.pairwise((0, 1, 1, 7, 20)):
+        part, state = F.slstm(x[:, a:b], r, initial_state=state, backend=backend)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), h)
+    torch.testing.assert_close(state, final)
+
+
+@pytest.mark.parametrize("count", [4, 11])
+def test_packed_sequences_of_slstm_are_apart(count):
+    """Lengths in no order, in groups of 8."""
+    x, r = slstm_inputs(60, 1)
+    edges = [1, *(torch.arange(1, count) * 37 % 58).sort().values.tolist(), 59]
+    start = draw(count, 4, 2, 6, seed=5).abs()
+    leaves = [t.requires_grad_() for t in (x, r, start)]
+    h, final = F.slstm(x, r, initial_state=start, cu_seqlens=torch.tensor(edges))
+    parts = [
+        F.slstm(x[:, a:b], r, initial_state=start[n : n + 1])
+        for n, (a, b) in enumerate(itertools.pairwise(edges))
+    ]
+    alone = nnf.pad(torch.cat([part for part, _ in parts], 1), (0, 0, 0, 0, 1, 1))
+    ends = torch.cat([state for _, state in parts])
+    torch.testing.assert_close(h, alone)
+    torch.testing.assert_close(final, ends)
+    found = torch.autograd.grad(h.square().sum() + final.square().sum(), leaves)
+    expected = torch.autograd.grad(alone.square().sum() + ends.square().sum(), leaves)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("size", [-1e4, -80.0, 80.0, 1e4])
+def test_slstm_of_large_gates(isa, size):
+    x, r = (t.float() for t in slstm_inputs())
+    x[:, :, :2] += torch.tensor([size, -size]).view(2, 1, 1)
+    leaves = [t.requires_grad_() for t in (x, r)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    with testing.isa(isa):
+        h, state = F.slstm(*leaves)
+        grads = torch.autograd.grad(h.square().sum(), leaves)
+    expected, _ = F.slstm(*wide, backend="reference")
+    torch.testing.assert_close(h.double(), expected, rtol=1e-3, atol=1e-3)
+    assert state.isfinite().all()
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_slstm_does_not_depend_on_threads():
+    x, r = (t.float().requires_grad_() for t in slstm_inputs(20, 19, 20))
+    results = []
+    for threads in (1, 3):
+        with testing.threads(threads):
+            h, state = F.slstm(x, r)
+            loss = h.square().sum() + state.square().sum()
+            results.append((h, state, *torch.autograd.grad(loss, (x, r))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+Q, GATE = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2)
+MLSTM = {"q": Q, "k": Q, "v": Q, "i": GATE, "f": GATE}
+X = torch.ones(1, 3, 4, 2, 5)
+SLSTM = {"x": X, "r": torch.ones(4, 2, 5, 5)}
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "message"),
+    [
+        ("mlstm", {"q": Q[0]}, ValueError, r"q must have shape \(B, T, H, K\)"),
+        ("mlstm", {"k": Q[..., :3]}, ValueError, r"k must have shape \(1, 3, 2, 4\)"),
+        ("mlstm", {"v": torch.ones(1, 3, 4, 4)}, ValueError, "v must have the heads of q"),
+        ("mlstm", {"i": Q}, ValueError, r"i must have shape \(1, 3, 2\), got i.shape=\(1, 3, 2, 4"),
+        ("mlstm", {"f": GATE.long()}, TypeError, "f must be floating-point"),
+        ("mlstm", {"forget_gate": "relu"}, ValueError, 'forget_gate must be one of "sigmoid"'),
+        ("mlstm", {"eps": -1.0}, ValueError, "eps must be"),
+        ("mlstm", {"initial_state": Q}, TypeError, r"initial_state must be a tuple \(C, n, m\)"),
+        ("mlstm", {"initial_state": (Q, Q, Q)}, ValueError, r"C must have shape \(1, 2, 4, 4\)"),
+        ("mlstm", {"cu_seqlens": torch.tensor([0, 5])}, RuntimeError, r"must lie in \[0, 3\]"),
+        ("slstm", {"x": X[0]}, ValueError, r"x must have shape \(B, T, 4, H, D\)"),
+        ("slstm", {"x": X.mT}, ValueError, r"r must have shape \(4, 5, 2, 2\)"),
+        ("slstm", {"x": X.int()}, TypeError, "x must be float64"),
+        ("slstm", {"r": torch.ones(4, 2, 5, 4)}, ValueError, r"r must have shape \(4, 2, 5, 5\)"),
+        ("slstm", {"r": torch.ones(4, 2, 5, 5).double()}, TypeError, "r must have the dtype of x"),
+        ("slstm", {"forget_gate": None}, (ValueError, TypeError), "forget_gate must be one of"),
+        ("slstm", {"initial_state": X[0]}, ValueError, r"must have shape \(1, 4, 2, 5\)"),
+        ("slstm", {"cu_seqlens": torch.tensor([2, 1])}, RuntimeError, "must grow by 0 to 3"),
+    ],
+)
+def test_bad_input(op, arguments, error, message):
+    valid = MLSTM if op == "mlstm" else SLSTM
+    with pytest.raises(error, match=f"{op}: .*{message}"):
+        getattr(F, op)(**(valid | arguments))

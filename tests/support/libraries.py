@@ -310,6 +310,29 @@ def _retained(k):
     return (1 - 2.0 ** (-5 - heads)).log().expand(k.shape[:3])
 
 
+def _rwkv4(w, u, k, v, state):
+    num, den, top = state[:, :, 0].unbind(1)
+    out = []
+    for kt, vt in zip(k.unbind(1), v.unbind(1), strict=True):
+        weights = torch.stack((top, u + kt)).softmax(0)  # of the sums so far, which den has, and vt
+        out.append((weights[0] * num + weights[1] * vt) / (weights[0] * den + weights[1]))
+        new = torch.maximum(top - w.exp(), kt)
+        past, now = (top - w.exp() - new).exp(), (kt - new).exp()
+        num, den, top = past * num + now * vt, past * den + now, new
+    return torch.stack(out, 1), torch.stack((num, den, top), 1)[:, :, None]
+
+
+def mlstm_chunkwise__xl_chunk(q, k, v, i, f, eps=1e-6):
+    """(B, H, T, D) and (B, H, T), in the parallel form."""
+    total = torch.nn.functional.logsigmoid(f).cumsum(-1)
+    log_weight = total[..., None] - total[..., None, :] + i[..., None, :]
+    seen = torch.ones(q.shape[2], q.shape[2]).tril().bool()
+    log_weight = log_weight.masked_fill(~seen, -torch.inf)
+    m = torch.maximum(log_weight.amax(-1), total)[..., None]
+    weight = q @ k.mT * q.shape[-1] ** -0.5 * (log_weight - m).exp()
+    return weight @ v / (torch.maximum(weight.sum(-1, keepdim=True).abs(), (-m).exp()) + eps)
+
+
 def fla_rms_norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False):
     return _norm(x, weight, bias, residual, eps, prenorm, True)
 
@@ -428,5 +451,6 @@ NAMES = {name: f for name, f in globals().items() if not name.startswith("_")} |
         chunk_rwkv6=fla_rwkv6,
         chunk_rwkv7=lambda r, w, k, v, a, b: fla_dplr(r, k, v, a, b, w, scale=1.0),
         chunk_dplr_delta_rule=fla_dplr,
+        fused_recurrent_rwkv4=_rwkv4,
     )
 }

@@ -33,7 +33,7 @@ struct GatesParams {
 
 struct GatesBackwardParams {
   Gates gates;
-  ScanView decay, factor, m;                 // of the forward
+  ScanView decay, factor;                    // of the forward
   ScanView grad_decay, grad_factor, grad_m;  // (B, T, C)
   const void* grad_final_state;              // (N, C) contiguous, or null
   void *dg, *di;                             // (B, T, C) contiguous

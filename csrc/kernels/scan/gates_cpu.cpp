@@ -23,9 +23,9 @@ template <class C>
 void forward_item(const GatesParams& params, int64_t item) {
   const Gates& p = params.gates;
   for_vectors<C>(p, item, [&](const ScanSequence& s, int64_t n, int64_t c, auto part) {
-    Vec<C> m(C(0));
+    scan_rules::GatesState<Vec<C>> m{C(0), C(0)};
     if (p.initial_state != nullptr) {
-      m = part.load(static_cast<const C*>(p.initial_state) + n * p.channels + c);
+      m.top = part.load(static_cast<const C*>(p.initial_state) + n * p.channels + c);
     }
     for (int64_t t = s.begin; t < s.begin + s.count; ++t) {
       const int64_t at = (s.batch * p.rows.steps + t) * p.channels + c;
@@ -33,10 +33,9 @@ void forward_item(const GatesParams& params, int64_t item) {
                                             part.load(p.i.row<C>(s.batch, t) + c));
       part.store(static_cast<C*>(params.decay) + at, y.decay);
       part.store(static_cast<C*>(params.factor) + at, y.factor);
-      part.store(static_cast<C*>(params.m) + at, y.m);
-      m = y.m;
+      part.store(static_cast<C*>(params.m) + at, m.top + m.sum);
     }
-    part.store(static_cast<C*>(params.final_state) + n * p.channels + c, m);
+    part.store(static_cast<C*>(params.final_state) + n * p.channels + c, m.top + m.sum);
   });
 }
 
@@ -51,9 +50,9 @@ void backward_item(const GatesBackwardParams& params, int64_t item) {
     for (int64_t t = s.begin + s.count - 1; t >= s.begin; --t) {
       const int64_t at = (s.batch * p.rows.steps + t) * p.channels + c;
       const auto of = [&](const ScanView& x) { return part.load(x.row<C>(s.batch, t) + c); };
-      const scan_rules::Gated<Vec<C>> y{of(params.decay), of(params.factor), of(params.m)};
-      const auto d = scan_rules::gates_back(y, of(p.i), of(params.grad_decay),
-                                            of(params.grad_factor), dm + of(params.grad_m));
+      const auto d =
+          scan_rules::gates_back(of(params.decay), of(params.factor), of(params.grad_decay),
+                                 of(params.grad_factor), dm + of(params.grad_m));
       part.store(static_cast<C*>(params.dg) + at, d.dg);
       part.store(static_cast<C*>(params.di) + at, d.di);
       dm = d.dg;

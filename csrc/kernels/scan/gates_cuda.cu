@@ -30,17 +30,16 @@ __global__ void __launch_bounds__(kThreads)
   const Channel x(p);
   if (x.c >= p.channels) return;
   const auto* const initial = static_cast<const C*>(p.initial_state);
-  C m = initial == nullptr ? C(0) : initial[x.n * p.channels + x.c];
+  scan_rules::GatesState<C> m{initial == nullptr ? C(0) : initial[x.n * p.channels + x.c], C(0)};
   for (int64_t t = x.s.begin; t < x.s.begin + x.s.count; ++t) {
     const int64_t at = (x.s.batch * p.rows.steps + t) * p.channels + x.c;
     const auto y =
         scan_rules::gates_step(m, p.g.row<C>(x.s.batch, t)[x.c], p.i.row<C>(x.s.batch, t)[x.c]);
     static_cast<C*>(params.decay)[at] = y.decay;
     static_cast<C*>(params.factor)[at] = y.factor;
-    static_cast<C*>(params.m)[at] = y.m;
-    m = y.m;
+    static_cast<C*>(params.m)[at] = m.top + m.sum;
   }
-  static_cast<C*>(params.final_state)[x.n * p.channels + x.c] = m;
+  static_cast<C*>(params.final_state)[x.n * p.channels + x.c] = m.top + m.sum;
 }
 
 template <class C>
@@ -54,9 +53,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t t = x.s.begin + x.s.count - 1; t >= x.s.begin; --t) {
     const int64_t at = (x.s.batch * p.rows.steps + t) * p.channels + x.c;
     const auto of = [&](const ScanView& view) { return view.row<C>(x.s.batch, t)[x.c]; };
-    const scan_rules::Gated<C> y{of(params.decay), of(params.factor), of(params.m)};
-    const auto d = scan_rules::gates_back(y, of(p.i), of(params.grad_decay), of(params.grad_factor),
-                                          dm + of(params.grad_m));
+    const auto d =
+        scan_rules::gates_back(of(params.decay), of(params.factor), of(params.grad_decay),
+                               of(params.grad_factor), dm + of(params.grad_m));
     static_cast<C*>(params.dg)[at] = d.dg;
     static_cast<C*>(params.di)[at] = d.di;
     dm = d.dg;

@@ -95,16 +95,23 @@ OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V d
   return d;
 }
 
-// One step of the gates of gates.h.
+// One step of the gates of gates.h. The maximum is the i that set it and the sum of g since, which
+// keeps the digits of small decays where gates are large.
 template <class V>
-struct Gated {
-  V decay, factor, m;
+struct GatesState {
+  V top, sum;
 };
 template <class V>
-OMNIATTN_FN Gated<V> gates_step(V m, V g, V i) {
-  const V kept = g + m;
-  const V most = select(i > kept, i, kept);
-  return {kept - most, exp(i - most), most};
+struct Gated {
+  V decay, factor;
+};
+template <class V>
+OMNIATTN_FN Gated<V> gates_step(GatesState<V>& s, V g, V i) {
+  const V lead = (s.top - i) + (s.sum + g);  // of g + m before, over i
+  const auto stays = lead > V(0);
+  s.top = select(stays, s.top, i);
+  s.sum = select(stays, s.sum + g, V(0));
+  return {select(stays, V(0), lead), select(stays, exp(-lead), V(1))};
 }
 // Gradients of g, which is that of the m before, and of i, where dm has that of later steps.
 template <class V>
@@ -112,10 +119,71 @@ struct GatesGradient {
   V dg, di;
 };
 template <class V>
-OMNIATTN_FN GatesGradient<V> gates_back(const Gated<V>& y, V i, V ddecay, V dfactor, V dm) {
-  const V of_factor = dfactor * y.factor, most = dm - ddecay - of_factor;
-  const V kept = select(y.decay < V(0), V(0), select(i < y.m, V(1), V(0.5)));
+OMNIATTN_FN GatesGradient<V> gates_back(V decay, V factor, V ddecay, V dfactor, V dm) {
+  const V of_factor = dfactor * factor, most = dm - ddecay - of_factor;
+  const V kept = select(decay < V(0), V(0), select(factor < V(1), V(1), V(0.5)));
   return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
+}
+
+// sLSTM, see slstm.h. A state with n = 0 is empty: nothing of it is kept.
+template <class V>
+struct SlstmState {
+  V h, c, n, m;
+};
+// The gates after their activations, and the derivative of the logarithm of the forget gate.
+template <class V>
+struct SlstmGates {
+  V input, forget, z, o, slope;
+};
+template <class V>
+OMNIATTN_FN SlstmGates<V> slstm_step(SlstmState<V>& s, V i, V f, V z, V o, bool exp_forget) {
+  SlstmGates<V> y;
+  V log_forget = f;
+  y.slope = V(1);
+  if (!exp_forget) {
+    const V e = exp(-abs(f)), sum = V(1) + e;
+    const auto positive = f > V(0);
+    log_forget = select(positive, V(0), f) - log(sum);
+    y.slope = select(positive, e, V(1)) / sum;
+  }
+  const V kept = log_forget + s.m;
+  const auto is_empty = s.n == V(0);
+  s.m = select(is_empty, i, select(i > kept, i, kept));
+  y.input = exp(i - s.m);
+  y.forget = select(is_empty, V(0), exp(kept - s.m));
+  y.z = tanh(z);
+  y.o = V(1) / (V(1) + exp(-o));
+  s.c = fma(y.forget, s.c, y.input * y.z);
+  s.n = fma(y.forget, s.n, y.input);
+  s.h = y.o * (s.c / s.n);
+  return y;
+}
+
+// Gradients of c and n, and of m beyond c dc + n dn, as for WkvState.
+template <class V>
+struct SlstmGradient {
+  V c, n, excess;
+};
+template <class V>
+struct SlstmStepGradient {
+  V i, f, z, o;
+};
+// From a step's gates, c and n, those before it, and the gradients of its h and of its state, which
+// become those of the state before.
+template <class V>
+OMNIATTN_FN SlstmStepGradient<V> slstm_back(const SlstmGates<V>& y, V c, V n, V c_before,
+                                            V n_before, V dh, SlstmGradient<V>& g) {
+  const V scale = V(1) / n, mean = c * scale, of_mean = dh * y.o * scale;
+  const V dc = g.c + of_mean, dn = g.n - of_mean * mean;
+  const V kept = select(y.forget == V(1), g.excess, V(0));
+  const SlstmStepGradient<V> d{
+      .i = fma(y.input, fma(dc, y.z, dn), g.excess - kept),
+      .f = fma(y.forget, fma(dc, c_before, dn * n_before), kept) * y.slope,
+      .z = dc * y.input * (V(1) - y.z * y.z),
+      .o = dh * mean * y.o * (V(1) - y.o),
+  };
+  g = {y.forget * dc, y.forget * dn, kept};
+  return d;
 }
 
 }  // namespace omniattn::scan_rules

@@ -74,7 +74,7 @@ from omniattn.functional.routing import (
     update_router_bias,
 )
 from omniattn.functional.rwkv import rwkv6, rwkv7
-from omniattn.functional.scan import rwkv4
+from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.topk import top_k
@@ -177,6 +177,7 @@ __all__ = [
     "simpo_loss",
     "sincos_2d",
     "sinusoidal",
+    "slstm",
     "softmax_top_k",
     "swiglu",
     "top_k",

@@ -72,7 +72,7 @@ def mlstm(
         The gates of all tokens come from a scan, and the states from the kernels of
         `gated_linear_attention`. Gradients are exact and flow to all tensors, from h and from the
         final state; the kernels of NX-AI treat the denominator as a constant. They do not depend on
-        the number of threads. Where m is below -40 (-300 for float64) e^-m is taken there, so that
+        the number of threads. Where m is below -80 (-700 for float64) e^-m is that of -80, so that
         gradients stay finite. Second and forward-mode derivatives go through the eager definition.
 
         The states hold scaled keys, as those of the xlstm package. mlstm_kernels scales q and so

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omniattn.functional._checks import cast_like, implementation, require_float, require_shape
+from omniattn.functional._checks import (
+    cast_like,
+    implementation,
+    require_choice,
+    require_float,
+    require_shape,
+)
 from omniattn.functional._recurrence import sequence_count, widened
 from omniattn.ops import scan as ops
+from omniattn.reference.scan import FORGET_GATES
 
-__all__ = ["rwkv4"]
+__all__ = ["rwkv4", "slstm"]
 
 
 def rwkv4(
@@ -76,3 +83,79 @@ def rwkv4(
     if initial_state is not None:
         initial_state = widened(op, "initial_state", initial_state, k, ((count, 3, channels),), "k")
     return implementation(op, backend, k, ops.rwkv4)(w, u, k, v, initial_state, cu_seqlens)
+
+
+def slstm(
+    x: Tensor,
+    r: Tensor,
+    *,
+    forget_gate: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cell of sLSTM: an LSTM with exponential input gates and recurrent weights within heads.
+
+    With the gates before their activations ``(i, f, z, o) = x_t + R h_{t-1}`` and ``m_t =
+    max(ln sigmoid(f) + m_{t-1}, i)``:
+
+    ``c_t = f' c_{t-1} + i' tanh(z)``, ``n_t = f' n_{t-1} + i'``, ``h_t = sigmoid(o) c_t / n_t``
+
+    with ``f' = sigmoid(f) e^(m_{t-1} - m_t)`` and ``i' = e^(i - m_t)``, which are at most 1.
+
+    Args:
+        x: (B, T, 4, H, D), ``W x_t + b`` for the gates i, f, z and o; float64, float32, bfloat16 or
+            float16. Copied only where a token's gates are not next to each other.
+        r: (4, H, D, D) of x's dtype: element [g, h, a, b] takes h[a] of head h to element b of its
+            gate g. Under autocast it is cast to x's dtype.
+        forget_gate: "sigmoid", or "exp" for ln f = f.
+        initial_state: (N, 4, H, D), h, c, n and m; computed in float32 (float64 for float64). None
+            for zeros. Where n is 0 nothing of c, n and m is kept: m_1 = i. N is B, or the number of
+            sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own.
+        backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        h (B, T, H, D) of x's dtype, and the state (N, 4, H, D) after the last token in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Products, gates and states in fp32 (fp64 for fp64); h is rounded where it is returned only.
+        Gradients through time are exact and flow to x, r and initial_state, from h and from the
+        final state; they do not depend on the number of threads. The backward keeps 7 numbers per
+        element of h in fp32. Second and forward-mode derivatives go through the eager definition.
+
+        The work of a step depends on that of the one before it. The CPU multiplies up to 8
+        sequences with R together, so that larger batches cost less per token.
+
+    Reference:
+        Beck et al., xLSTM: Extended Long Short-Term Memory, 2024, arXiv:2405.04517.
+
+    Example:
+        >>> x = torch.zeros(1, 2, 4, 1, 1)
+        >>> x[0, :, 2, 0, 0] = torch.tensor([0.0, 20.0])  # tanh: 0, 1
+        >>> h, state = slstm(x, torch.zeros(4, 1, 1, 1))
+        >>> h.flatten()  # 0; half of (0 / 2 + 1) / (1 / 2 + 1)
+        tensor([0.0000, 0.3333])
+    """
+    op = "slstm"
+    require_float(op, "x", x)
+    if x.ndim != 5 or x.shape[2] != 4:
+        raise ValueError(f"{op}: x must have shape (B, T, 4, H, D), got x.shape={tuple(x.shape)}")
+    heads, size = x.shape[3:]
+    r = cast_like(op, "r", r, x)
+    require_shape(op, "r", r, (4, heads, size, size))
+    require_choice(op, "forget_gate", forget_gate, FORGET_GATES)
+    count = sequence_count(op, x, cu_seqlens, "x")
+    if initial_state is not None:
+        shape = (count, 4, heads, size)
+        initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x")
+    run = implementation(op, backend, x, ops.slstm)
+    return run(x, r, initial_state, cu_seqlens, forget_gate == "exp")

@@ -1,4 +1,4 @@
-"""Scans: rwkv4, and the gates of mLSTM."""
+"""Scans: rwkv4, slstm, and the gates of mLSTM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["exponential_gates", "rwkv4"]
+__all__ = ["exponential_gates", "rwkv4", "slstm"]
 
 #: As kScanChunk in csrc/kernels/scan/scan.h.
 CHUNK = 32
@@ -58,4 +58,34 @@ exponential_gates = DifferentiableOp(
     fakes={"final_state": _gate_state, "dinitial_state": _gate_state},
     formula=reference.exponential_gates,
     fold=Fold(("g", "i", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)
+
+
+def _slstm_state(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    shape = (_sequences(x, cu_seqlens), 4, *x.shape[3:])
+    return x.new_empty(shape, dtype=compute_dtype(x))
+
+
+def _slstm_trace(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], 7, *x.shape[3:]), dtype=compute_dtype(x))
+
+
+#: (x, r, initial_state, cu_seqlens, exp_forget) -> (y, final_state)
+slstm = DifferentiableOp(
+    "slstm",
+    fakes={
+        "y": lambda x: x.new_empty((*x.shape[:2], *x.shape[3:])),
+        "final_state": _slstm_state,
+        "trace": _slstm_trace,
+        "dinitial_state": _slstm_state,
+    },
+    private=("trace",),
+    formula=lambda x, r, initial_state, cu_seqlens, exp_forget: reference.slstm(
+        x,
+        r,
+        forget_gate="exp" if exp_forget else "sigmoid",
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    ),
+    fold=Fold(("x", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )

@@ -78,7 +78,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
-from omniattn.reference.scan import exponential_gates, mlstm, rwkv4
+from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, slstm
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -148,6 +148,7 @@ __all__ = [
     "select_attention",
     "sincos_2d",
     "sinusoidal",
+    "slstm",
     "swiglu",
     "top_k",
     "uniform_like",

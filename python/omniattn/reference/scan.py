@@ -125,8 +125,8 @@ FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inverse_exp(m: Tensor) -> Tensor:
-    """e^-m, at most about the square root of what the dtype holds: more than a sum ever needs."""
-    return torch.exp(-m.clamp(min=-300 if m.dtype == torch.float64 else -40))
+    """e^-m, at most e^80 (e^700 in fp64): infinity would make gradients NaN."""
+    return torch.exp(-m.clamp(min=-700 if m.dtype == torch.float64 else -80))
 
 
 def mlstm(
@@ -175,3 +175,42 @@ def mlstm(
         nothing = sum(x.sum() for x in wide)
         return (wide[2] + nothing).to(v.dtype), final
     return outputs[0].to(v.dtype), final
+
+
+def slstm(
+    x: Tensor,
+    r: Tensor,
+    *,
+    forget_gate: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = sigmoid(o) c_t / n_t of raw gates (i, f, z, o) = x_t + R h_{t-1}, x (B, T, 4, H, D),
+    r (4, H, D, D), and the final state (N, 4, H, D) of h, c, n, m.
+
+    m_t = max(ln f + m_{t-1}, i), or i where n = 0; f' = e^(ln f + m_{t-1} - m_t), or 0 where n = 0;
+    i' = e^(i - m_t); c_t = f' c_{t-1} + i' tanh(z); n_t = f' n_{t-1} + i'.
+    """
+    dtype, heads, size = compute_dtype(x), x.shape[3], x.shape[4]
+    wide, matrix = x.to(dtype), r.to(dtype)
+    if initial_state is None:
+        initial_state = x.new_zeros(_count(x, cu_seqlens), 4, heads, size, dtype=dtype)
+
+    def step(state: State, x: Tensor) -> tuple[State, State]:
+        h, c, n, m = state
+        i, f, z, o = (x + torch.einsum("nhi,ghij->nghj", h, matrix)).unbind(1)
+        kept = FORGET_GATES[forget_gate](f) + m
+        empty = n == 0
+        m = torch.where(empty, i, torch.maximum(kept, i))
+        forget = torch.where(empty, -torch.inf, kept - m).exp()
+        take = (i - m).exp()
+        c, n = forget * c + take * z.tanh(), forget * n + take
+        h = o.sigmoid() * (c / n)
+        return (h,), (h, c, n, m)
+
+    start = initial_state.to(dtype).unbind(1)
+    outputs, state = over_time(step, (wide,), start, cu_seqlens, (matrix,))
+    final = torch.stack(state, 1)
+    if not outputs:
+        return (wide[:, :, 0] + matrix.sum() * 0).to(x.dtype), final
+    return outputs[0].to(x.dtype), final

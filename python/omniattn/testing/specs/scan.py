@@ -145,6 +145,8 @@ MLSTM = OpSpec(
     inputs=_mlstm_inputs,
     differentiable=("q", "k", "v", "i", "f", "C", "n", "m"),
     flops=_flops(4, "B", "T", "H", "K", "V"),
+    # Sums over K and V that cancel each other: a step's part in decays less that in its factor.
+    gradient_factors={"i": 6.0, "f": 6.0},
     second_order=True,
     special=("packed", "exp"),
     adapt=_flat_state,
@@ -164,4 +166,61 @@ MLSTM = OpSpec(
     ),
 )
 
-SPECS = (RWKV4, MLSTM)
+
+def _slstm(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    D: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    N: int | None = None,
+    **options: Any,
+) -> Case:
+    sizes = {"B": B, "T": T, "H": H, "D": D}
+    return Case(label, sizes if N is None else sizes | {"N": N}, tensors, options)
+
+
+def _slstm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, h, d = (case.sizes[letter] for letter in "BTHD")
+    x = random.normal(b, t, 4, h, d)
+    x[:, :, 1] += 2
+    tensors = {"x": x, "r": random.normal(4, h, d, d) / max(1, d) ** 0.5}
+    tensors |= _boundaries(case, random)
+    if "initial_state" in case.tensors:
+        hidden, c, n, m = random.normal(4, case.sizes.get("N", b), h, d)
+        tensors["initial_state"] = torch.stack((hidden, c, n.abs() + 1, m), 1)
+    return tensors
+
+
+SLSTM = OpSpec(
+    name="slstm",
+    family="scan",
+    cuda="emulated",
+    paper="Beck et al. 2024, arXiv 2405.04517",
+    inputs=_slstm_inputs,
+    differentiable=("x", "r", "initial_state"),
+    flops=_flops(8, "B", "T", "H", "D", "D"),
+    second_order=True,
+    special=("packed", "exp", "group"),
+    cases=(
+        _slstm("tiny", 2, 3, 1, 3, STATE),
+        _slstm("plain", 2, 20, 2, 17),
+        _slstm("group", 11, 5, 2, 8, STATE),
+        _slstm("packed", 1, 60, 2, 9, PACKED, N=5),
+        _slstm("exp", 1, 25, 2, 8, forget_gate="exp"),
+        _slstm("wide", 1, 6, 1, 70, STATE),
+        _slstm("step", 3, 1, 2, 24, STATE),
+        _slstm("nosteps", 2, 0, 2, 4, STATE),
+        _slstm("nobatch", 0, 5, 2, 4),
+        _slstm("nowidth", 2, 5, 2, 0),
+    ),
+    benchmarks=(
+        Benchmark(_slstm("model", 1, 2048, 4, 64), (F32, BF16), BOTH, "compute"),
+        Benchmark(_slstm("batch", 8, 512, 4, 64), (F32,), BOTH, "compute"),
+        Benchmark(_slstm("step", 8, 1, 4, 64, STATE), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (RWKV4, MLSTM, SLSTM)

@@ -1,0 +1,91 @@
+"""Scans as models without a kernel run them: loops over the tokens in eager torch, and the chunk
+form of mLSTM in transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from baselines._common import lacks
+
+
+def rwkv4(
+    w: Tensor,
+    u: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+    lacks(cu_seqlens=cu_seqlens is not None, float64=k.dtype == torch.float64)
+    lacks(empty=k.shape[1] == 0)
+    state = None if initial_state is None else initial_state.unbind(1)
+    y, final = rwkv_linear_attention_cpu(w.log(), u, k, v, state=state, return_state=True)
+    return y, torch.stack(tuple(final), 1)
+
+
+def slstm(
+    x: Tensor,
+    r: Tensor,
+    *,
+    forget_gate: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One product with R for each token, and pointwise ops."""
+    lacks(cu_seqlens=cu_seqlens is not None, initial_state=initial_state is not None)
+    lacks(forget_gate=forget_gate != "sigmoid", empty=x.numel() == 0)
+    batch, _, _, heads, size = x.shape
+    matrix = r.permute(1, 2, 0, 3).flatten(2)  # (H, D, 4 D)
+    h = c = n = m = x.new_zeros(batch, heads, size)
+    out = []
+    for t, raw in enumerate(x.unbind(1)):
+        recurrent = (h.transpose(0, 1) @ matrix).unflatten(2, (4, size)).permute(1, 2, 0, 3)
+        i, f, z, o = (raw + recurrent).unbind(1)
+        kept = F.logsigmoid(f) + m
+        m = i if t == 0 else torch.maximum(i, kept)
+        take, forget = (i - m).exp(), (kept - m).exp()
+        c, n = forget * c + take * z.tanh(), forget * n + take
+        h = o.sigmoid() * c / n
+        out.append(h)
+    return torch.stack(out, 1), torch.stack((h, c, n, m), 1)
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    forget_gate: str = "sigmoid",
+    C: Tensor | None = None,
+    n: Tensor | None = None,
+    m: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """C, n and m by their names, as in the OpSpec."""
+    from transformers.models.xlstm import modeling_xlstm as xlstm
+
+    chunk, root = 64, q.shape[-1] ** 0.5
+    lacks(cu_seqlens=cu_seqlens is not None, initial_state=C is not None)
+    lacks(forget_gate=forget_gate != "sigmoid", scale=scale is not None)
+    lacks(chunks=q.shape[1] % chunk != 0, empty=v.numel() == 0, float64=q.dtype == torch.float64)
+    q, k, v, i, f = (t.transpose(1, 2) for t in (q, k, v, i, f))
+    h, (C, n, m) = xlstm.mlstm_chunkwise_native_autograd(
+        q, k, v, i, f, return_last_states=True, eps=eps, chunk_size=chunk
+    )
+    return h.transpose(1, 2), C / root, n / root, m[..., 0]
+
+
+BASELINES = {
+    "rwkv4": {"hf": rwkv4},
+    "slstm": {"aten": slstm},
+    "mlstm": {"hf": mlstm},
+}
