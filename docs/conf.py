@@ -37,7 +37,7 @@ suppress_warnings = ["ref.python"]
 
 CONTENTS = {
     "Guides": ["migration", "hf", "caches", "distributed"],
-    "API": ["functional", "masks", "modules", "models", "training", "hf", "reference"],
+    "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
     "Support and speed": ["ops", "variants", "benchmarks", "cuda", "cuda_resources"],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
 }

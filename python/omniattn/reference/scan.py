@@ -142,8 +142,9 @@ def mlstm(
     initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps) of the states C (N, H, K, V), n (N, H, K)
-    and m (N, H), with k' = scale k.
+    """``h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps)`` of the states C, n and m.
+
+    C (N, H, K, V), n (N, H, K), m (N, H), k' = scale k.
 
     m_t = max(ln f_t + m_{t-1}, i_t), and with f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t):
     C_t = f' C_{t-1} + i' k'_t v_t^T, n_t = f' n_{t-1} + i' k'_t.

@@ -1,0 +1,257 @@
+"""omniattn.compat: the functions of fla and causal-conv1d against loops with their arguments."""
+
+import libraries
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn import compat
+
+FLA = libraries.NAMES["fla"]
+B, T, H, K, V = 2, 9, 2, 4, 6
+
+
+def tensors():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, T, H, K).unbind()
+    v = torch.randn(B, T, H, V)
+    a = -nnf.normalize(torch.randn(B, T, H, K), dim=-1)
+    return {
+        "q": q,
+        "r": q,
+        "k": k,
+        "v": v,
+        "g": nnf.logsigmoid(torch.randn(B, T, H)),
+        "gk": nnf.logsigmoid(torch.randn(B, T, H, K)),
+        "w": nnf.logsigmoid(torch.randn(B, T, H, K)),
+        "beta": torch.rand(B, T, H),
+        "u": torch.randn(H, K),
+        "a": a,
+        "b": -a * torch.rand(B, T, H, 1),
+        "state": torch.randn(B, H, K, V),
+    }
+
+
+#: Name of what theirs is compared with -> the tensors in order.
+CALLS = {
+    "gla": ("q", "k", "v", "gk"),
+    "retention": ("q", "k", "v"),
+    "delta_rule": ("q", "k", "v", "beta"),
+    "gated_delta_rule": ("q", "k", "v", "g", "beta"),
+    "kda": ("q", "k", "v", "gk", "beta"),
+    "rwkv6": ("r", "k", "v", "w", "u"),
+    "rwkv7": ("r", "w", "k", "v", "a", "b"),
+    "dplr_delta_rule": ("q", "k", "v", "a", "b", "gk"),
+}
+
+
+def theirs(name, arguments, **options):
+    return getattr(FLA, f"chunk_{name}")(*arguments, **options)
+
+
+def recurrent(name, given, **options):
+    """The recurrent form, whose arguments may come in another order."""
+    function = getattr(compat, f"fused_recurrent_{name}")
+    if name == "gated_delta_rule":
+        return function(given[0], given[1], given[2], given[3], beta=given[4], **options)
+    return function(*given, **options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_documented(name):
+    all_of = tensors()
+    given = [all_of[key] for key in CALLS[name]]
+    scale = {} if name != "rwkv7" else {"scale": 1.0}
+    expected, state = theirs(name, given)[0], None
+    chunk = getattr(compat, f"chunk_{name}")
+    o, none = chunk(*given)
+    assert none is None
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    o, state = chunk(*given, output_final_state=True)
+    assert state.shape == (B, H, K, V) and state.dtype == torch.float32
+    torch.testing.assert_close(recurrent(name, given, **scale)[0], expected, rtol=1e-4, atol=1e-5)
+    pieces, s = [], None
+    for part in (slice(0, 4), slice(4, T)):
+        piece = [t if key == "u" else t[:, part] for key, t in zip(CALLS[name], given, strict=True)]
+        more, s = chunk(*piece, initial_state=s, output_final_state=True)
+        pieces.append(more)
+    torch.testing.assert_close(torch.cat(pieces, 1), o)
+    torch.testing.assert_close(s, state)
+    packed = [
+        t if key == "u" else t.flatten(0, 1)[None]
+        for key, t in zip(CALLS[name], given, strict=True)
+    ]
+    o_packed, s_packed = chunk(
+        *packed, output_final_state=True, cu_seqlens=torch.tensor([0, T, 2 * T])
+    )
+    torch.testing.assert_close(o_packed.view_as(o), o)
+    torch.testing.assert_close(s_packed, state)
+
+
+@pytest.mark.parametrize("name", ["gla", "retention", "rwkv6", "dplr_delta_rule"])
+def test_from_the_end_to_the_start(name):
+    function = getattr(compat, f"fused_recurrent_{name}")
+    all_of = tensors()
+    given = [all_of[key] for key in CALLS[name]]
+    o, state = function(*given, reverse=True, output_final_state=True)
+    turned = [t if key == "u" else t.flip(1) for key, t in zip(CALLS[name], given, strict=True)]
+    expected, last = function(*turned, output_final_state=True)
+    assert torch.equal(o, expected.flip(1)) and torch.equal(state, last)
+    with pytest.raises(NotImplementedError, match="reverse must be False with cu_seqlens"):
+        function(*given, reverse=True, cu_seqlens=torch.tensor([0, T]))
+
+
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule", "kda"])
+def test_states_with_values_first(name):
+    all_of = tensors()
+    given, state = [all_of[key] for key in CALLS[name]], all_of["state"]
+    options = {"output_final_state": True}
+    chunk = getattr(compat, f"chunk_{name}")
+    o, last = chunk(*given, initial_state=state, **options)
+    turned, other = chunk(*given, initial_state=state.mT, state_v_first=True, **options)
+    assert torch.equal(o, turned) and torch.equal(last, other.mT)
+
+
+def test_gates_and_betas_before_their_activations():
+    x = tensors()
+    rate, bias = torch.randn(H), torch.randn(H * K)
+    g, raw = torch.randn(B, T, H), torch.randn(B, T, H, K)
+    given = x["q"], x["k"], x["v"]
+    logits = torch.randn(B, T, H)
+    options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": rate}
+    o = compat.chunk_gated_delta_rule(
+        *given, g, logits, dt_bias=bias[:H], allow_neg_eigval=True, **options
+    )[0]
+    decay = -rate.exp() * nnf.softplus(g + bias[:H])
+    expected = compat.chunk_gated_delta_rule(*given, decay, 2 * logits.sigmoid())[0]
+    torch.testing.assert_close(o, expected)
+    for bound in (None, -5.0):
+        step, scale = raw + bias.view(H, K), rate.exp()[:, None]
+        decay = -scale * nnf.softplus(step) if bound is None else bound * (scale * step).sigmoid()
+        expected = compat.chunk_kda(*given, decay, logits.sigmoid())[0]
+        for function in (compat.chunk_kda, compat.fused_recurrent_kda):
+            o = function(*given, raw, logits, dt_bias=bias, lower_bound=bound, **options)[0]
+            torch.testing.assert_close(o, expected)
+    both = compat.fused_recurrent_gated_delta_rule(*given, g=x["g"], gk=x["gk"], beta=x["beta"])[0]
+    torch.testing.assert_close(
+        both, compat.chunk_kda(*given, x["gk"] + x["g"][..., None], x["beta"])[0]
+    )
+
+
+def test_linear_attention():
+    x = tensors()
+    q, k, v = x["q"].exp(), x["k"].exp(), x["v"]
+    scores = torch.einsum("bthk,bshk->bhts", q, k).tril()
+    plain = torch.einsum("bhts,bshv->bthv", scores * 0.3, v)
+    divided = torch.einsum("bhts,bshv->bthv", scores / scores.sum(-1, keepdim=True), v)
+    torch.testing.assert_close(
+        compat.chunk_linear_attn(q, k, v, scale=0.3, normalize=False)[0], plain
+    )
+    o, (matrix, total) = compat.chunk_linear_attn(q, k, v, output_final_state=True)
+    torch.testing.assert_close(o, divided)
+    torch.testing.assert_close(matrix, torch.einsum("bthk,bthv->bhkv", k, v))
+    torch.testing.assert_close(total, k.sum(1, keepdim=True))
+    first, state = compat.chunk_linear_attn(q[:, :4], k[:, :4], v[:, :4], output_final_state=True)
+    second, _ = compat.fused_recurrent_linear_attn(
+        q[:, 4:], k[:, 4:], v[:, 4:], initial_state=state, normalize=True
+    )
+    torch.testing.assert_close(torch.cat((first, second), 1), divided)
+
+
+def test_rwkv_4_and_7():
+    torch.manual_seed(0)
+    w, u, k, v = *torch.randn(2, 5), *torch.randn(2, B, T, 5)
+    state = torch.tensor([0.0, 0.0, -1e38]).view(1, 3, 1, 1).expand(B, 3, 1, 5)
+    found, expected = (
+        library.fused_recurrent_rwkv4(w, u, k, v, state) for library in (compat, FLA)
+    )
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other)
+    x = tensors()
+    kk, rate = -x["a"], torch.rand(B, T, H, K)
+    o = compat.fused_mul_recurrent_rwkv7(x["r"], x["w"], x["k"], x["v"], kk, rate)[0]
+    expected = compat.chunk_rwkv7(x["r"], x["w"], x["k"], x["v"], -kk, kk * rate)[0]
+    assert torch.equal(o, expected)
+
+
+def test_what_changes_results_is_refused_and_what_does_not_is_taken():
+    x = tensors()
+    given = x["q"], x["k"], x["v"], x["gk"]
+    o = compat.chunk_gla(*given, cu_seqlens_cpu=torch.tensor([0, T]), chunk_size=64)[0]
+    assert torch.equal(o, compat.chunk_gla(*given)[0])
+    for call, name in (
+        (lambda: compat.chunk_gla(*given, head_first=True), "head_first"),
+        (lambda: compat.fused_recurrent_gla(*given[:3], gv=x["v"]), "gv"),
+        (lambda: compat.chunk_gated_delta_rule(*given[:3], x["g"], x["beta"], cp_context=1), "cp_"),
+        (lambda: compat.chunk_kda(*given, x["beta"], return_intermediate_states=True), "return_"),
+    ):
+        with pytest.raises(NotImplementedError, match=f": {name}.* is not supported"):
+            call()
+    with pytest.raises(ValueError, match="allow_neg_eigval needs use_beta_sigmoid_in_kernel=True"):
+        compat.chunk_kda(*given, x["beta"], allow_neg_eigval=True)
+
+
+def convolved(x, weight, bias, before):
+    whole = torch.cat((before, x), -1)
+    return nnf.silu(nnf.conv1d(whole, weight[:, None], bias, groups=len(weight)))
+
+
+def test_causal_conv1d_fn():
+    torch.manual_seed(0)
+    x, weight, bias, before = (torch.randn(*s) for s in ((2, 6, 11), (6, 4), (6,), (2, 6, 3)))
+    zeros = torch.zeros_like(before)
+    y = compat.causal_conv1d_fn(x, weight, bias, activation="swish")
+    torch.testing.assert_close(y, convolved(x, weight, bias, zeros))
+    out = torch.empty(2, 6, 3)
+    y, final = compat.causal_conv1d_fn(
+        x,
+        weight,
+        bias,
+        initial_states=before,
+        return_final_states=True,
+        final_states_out=out,
+        activation="silu",
+    )
+    torch.testing.assert_close(y, convolved(x, weight, bias, before))
+    assert final is out and torch.equal(out, x[..., -3:])
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3, 3, -1], [5] * 11])
+    y = compat.causal_conv1d_fn(x, weight, bias, seq_idx, activation="silu")
+    for row, start, end in ((0, 0, 3), (0, 3, 7), (0, 7, 8), (0, 8, 10), (1, 0, 11)):
+        part = convolved(x[row : row + 1, :, start:end], weight, bias, zeros[:1])
+        torch.testing.assert_close(y[row : row + 1, :, start:end], part)
+    assert (y[0, :, 10] == 0).all()
+    with pytest.raises(ValueError, match="initial_states must be None"):
+        compat.causal_conv1d_fn(x, weight, seq_idx=seq_idx, initial_states=before)
+    with pytest.raises(ValueError, match=r"activation must be None, silu or swish, got .*relu"):
+        compat.causal_conv1d_fn(x, weight, activation="relu")
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_causal_conv1d_update(ring):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 6, 9), torch.randn(6, 4), torch.randn(6)
+    expected = compat.causal_conv1d_fn(x, weight, bias, activation="silu")
+    states, rows = torch.zeros(5, 6, 5), torch.tensor([4, 1], dtype=torch.int32)
+    for first, last in ((0, 1), (1, 3), (3, 4), (4, 9)):
+        part = x[..., first] if last - first == 1 else x[..., first:last]
+        seen = torch.full((2,), first, dtype=torch.int32) if ring else None
+        y = compat.causal_conv1d_update(
+            part, states, weight, bias, "silu", cache_seqlens=seen, conv_state_indices=rows
+        )
+        wanted = expected[..., first] if last - first == 1 else expected[..., first:last]
+        torch.testing.assert_close(y, wanted)
+    last = x[..., -5:].roll(-1, -1) if ring else x[..., -5:]
+    assert torch.equal(states[[4, 1]], last)
+    assert (states[[0, 2, 3]] == 0).all()
+    with pytest.raises(ValueError, match="conv_state must have shape"):
+        compat.causal_conv1d_update(x, torch.zeros(2, 6, 2), weight)
+
+
+def test_gradients():
+    x = {name: t.double().requires_grad_() for name, t in tensors().items()}
+    loss = sum(
+        getattr(compat, f"chunk_{name}")(*(x[key] for key in keys))[0].square().sum()
+        for name, keys in CALLS.items()
+    )
+    loss.backward()
+    assert all(t.grad.abs().max() > 0 for name, t in x.items() if name != "state")
