@@ -197,28 +197,40 @@ struct StridedHeads : Anywhere {
   }
 };
 
-// floor(i / a) == floor(k / a) or k mod a >= a - b
+// floor(i / a) == floor(k / a) or (k + shift) mod a >= a - columns. b is columns, and for heads
+// that differ columns + n 2^kColumnBits: then head h has shift = (h mod n) columns, else 0.
 struct Fixed : Anywhere {
   static constexpr SideTensor kSide = SideTensor::none;
+  static constexpr int kColumnBits = 28;
+  OMNIATTN_FN static int64_t columns(int64_t b) { return b & ((int64_t{1} << kColumnBits) - 1); }
+  OMNIATTN_FN static int64_t shift(const Place& x) {
+    // 32 bits, where a division costs CUDA kernels few registers.
+    const auto n = static_cast<uint32_t>(x.rule.b >> kColumnBits);
+    return n == 0 ? 0 : static_cast<uint32_t>(x.head) % n * columns(x.rule.b);
+  }
   OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t b) {
-    return a >= 1 && b >= 0 && b <= a;
+    const int64_t n = b >> kColumnBits;
+    return a >= 1 && b >= 0 && columns(b) <= a / (n > 0 ? n : 1);
   }
   OMNIATTN_FN static Range keys_in(const Place& x, Range q, Range k) {
-    const int64_t a = x.rule.a, first = floor_to(x.position(q.begin), a);
+    const int64_t a = x.rule.a, first = floor_to(x.position(q.begin), a), move = shift(x);
+    const Range found = periodic_keys(a, a - columns(x.rule.b), {k.begin + move, k.end + move});
     return hull(intersect({first, floor_to(x.position(q.end - 1), a) + a}, k),
-                periodic_keys(a, a - x.rule.b, k));
+                {found.begin - move, found.end - move});
   }
   OMNIATTN_FN static bool all(const Place& x, Range q, Range k) {
-    const int64_t a = x.rule.a, block = floor_to(k.begin, a);
+    const int64_t a = x.rule.a, block = floor_to(k.begin, a), move = shift(x);
+    const int64_t begin = k.begin + move, period = floor_to(begin, a);
     const bool same =
         floor_to(x.position(q.begin), a) == block && floor_to(x.position(q.end - 1), a) == block;
-    return k.end <= block + a && (same || k.begin - block >= a - x.rule.b);
+    return (same && k.end <= block + a) ||
+           (begin - period >= a - columns(x.rule.b) && k.end + move <= period + a);
   }
   OMNIATTN_FN static uint64_t bits(const Place& x, int64_t q, int64_t key) {
-    const int64_t a = x.rule.a, block = floor_to(x.position(q), a);
+    const int64_t a = x.rule.a, block = floor_to(x.position(q), a), move = shift(x);
     uint64_t found = range_bits({block, block + a}, key);
-    for (int64_t start = floor_to(key, a); start < key + 64; start += a) {
-      found |= range_bits({start + a - x.rule.b, start + a}, key);
+    for (int64_t end = floor_to(key + move, a) - key - move + a; end - a < 64; end += a) {
+      found |= range_bits({end - columns(x.rule.b), end}, 0);
     }
     return found;
   }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omniattn import _kernels as kernels
-from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind
+from omniattn.encoding.masks import COLUMN_BITS, LAYOUTS, PARTS, MaskKind
 from omniattn.encoding.options import NORMALISERS, TRANSFORMS, ScoreKind
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
@@ -37,6 +37,7 @@ def patterns():
             yield [STRIDED, n, m, -1]
             yield [STRIDED_HEADS, n, m, -1]
             yield [FIXED, n, min(m, n), -1]
+            yield from ([FIXED, p * n, min(m, n) + (p << COLUMN_BITS), -1] for p in (1, 2, 3))
 
 
 def sides(tq, tk, seed=0):
@@ -105,7 +106,9 @@ def expected(rules, side, tq, tk):
         elif kind == STRIDED_HEADS:
             out &= np.where(heads % 2 == 0, i - b < j, (i - j) % a == 0)
         elif kind == FIXED:
-            out &= (i // a == j // a) | (j % a >= a - b)
+            n, columns = divmod(b, 1 << COLUMN_BITS)
+            first, from_end = heads % max(n, 1) * columns, a - 1 - j % a
+            out &= (i // a == j // a) | ((from_end >= first) & (from_end < first + columns))
         elif kind == EVERY:
             out &= (j % a == 0) | (j == i)
         elif kind == NEIGHBOURS:
@@ -169,6 +172,7 @@ SKIPPED = {
     "documents": [DOCUMENTS, 0, 0, 3],
     "dilated": [DILATED, 70, 0, -1],
     "fixed": [FIXED, 70, 2, -1],
+    "fixed heads": [FIXED, 70, 2 + (3 << COLUMN_BITS), -1],
     "every": [EVERY, 70, 0, -1],
     "blocks": [BLOCKS, 0, 0, 7],
 }
@@ -262,7 +266,8 @@ def test_long_sequences_do_not_overflow():
 
 def test_parameters_without_a_meaning_are_refused():
     wrong = ([CHUNK, 0, 0, -1], [DILATED, -1, 0, -1], [STRIDED, 3, -1, -1], [FIXED, 2, 3, -1])
-    for rules in (*wrong, [EVERY, 0, 0, -1], [BOTTOM_RIGHT, 1 << 40, 0, -1]):
+    heads = [FIXED, 2, 1 + (3 << COLUMN_BITS), -1]
+    for rules in (*wrong, heads, [EVERY, 0, 0, -1], [BOTTOM_RIGHT, 1 << 40, 0, -1]):
         with pytest.raises(ValueError, match="meaning"):
             kernels.Mask(rules, [], 4, 4)
 

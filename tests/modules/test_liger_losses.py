@@ -355,6 +355,7 @@ def test_what_cross_entropies_return_with_the_loss(monkeypatch, reduction, softc
         plain = getattr(modules, name)(**options)(*arguments)
         torch.testing.assert_close(found.loss, plain)
         assert found.loss.requires_grad and not found.z_loss.requires_grad
+        assert found.z_loss.dtype == dtype
         tolerance = 1e-9 if dtype == torch.float64 else 1e-2
         torch.testing.assert_close(found.z_loss.double(), z_loss, rtol=tolerance, atol=tolerance)
         if dtype == torch.float64 or arguments[0] is not narrow:

@@ -49,6 +49,12 @@ MASKS = {
         masks.Fixed(40, 3),
         lambda b, h, q, k, i: (k <= i) & ((k // 40 == i // 40) | (k % 40 >= 37)),
     ),
+    "fixed heads": (  # 37 .. 39 for heads 0 and 2, 34 .. 36 for heads 1 and 3
+        masks.Fixed(40, 3, patterns=2),
+        lambda b, h, q, k, i: (
+            (k <= i) & ((k // 40 == i // 40) | ((k + h % 2 * 3) % 40 >= 37) & (k % 40 >= 34))
+        ),
+    ),
     "every kth": (
         masks.EveryKth(13, causal=False),
         lambda b, h, q, k, i: (k % 13 == 0) | (k == i),
@@ -259,6 +265,8 @@ WRONG = [
     (lambda: masks.Dilated(0, 1), "dilation must be an int >= 1"),
     (lambda: masks.Strided(3, -1), "local must be an int >= 0"),
     (lambda: masks.Fixed(3, 4), "columns must be an int >= 0 and <= 3"),
+    (lambda: masks.Fixed(8, 3, 3), "columns must be an int >= 0 and <= 2, got columns=3"),
+    (lambda: masks.Fixed(8, 3, 0), "patterns must be an int >= 1 and <= 2047, got patterns=0"),
     (lambda: masks.EveryKth(0), "k must be an int >= 1"),
     (lambda: masks.Neighbourhood(4), "size must be odd, got size=4"),
 ]

@@ -45,6 +45,8 @@ OTHER = {
     "test_cross_entropy-test_correctness-2": BF16,
     "test_cross_entropy-test_correctness_with_ignore_index-0": BF16,
     "test_cross_entropy-test_correctness_with_weight_once-2": BF16,
+    "test_cross_entropy-test_correctness_not_last_layer-0": BF16,
+    "test_cross_entropy-test_correctness_not_last_layer_with_other_params-11": BF16,
     "out_of_bounds_target": TEXT,
     "label_smoothing_validation": TEXT,
     "invalid_loss_type": TEXT,

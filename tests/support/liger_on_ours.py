@@ -179,12 +179,8 @@ def transformers_version_dispatch(_, before, after, before_args=(), after_args=(
     return after(*after_args, **{k: v for k, v in given.items() if k != "device"})
 
 
-class CrossEntropyOutput:
-    """What the functions return with options that ours lack."""
-
-
 NAMES = {
-    "CrossEntropyOutput": CrossEntropyOutput,
+    "CrossEntropyOutput": modules.CrossEntropyOutput,
     "infer_device": lambda: "cpu",
     "infer_comm_backend": lambda: "gloo",
     "transformers_version_dispatch": transformers_version_dispatch,

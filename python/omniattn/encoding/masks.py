@@ -23,7 +23,7 @@ class MaskKind(IntEnum):
     DILATED = 7  # (i - k) % a == 0
     STRIDED = 8  # i - b < k or (i - k) % a == 0
     STRIDED_HEADS = 9  # even heads: i - b < k, odd heads: (i - k) % a == 0
-    FIXED = 10  # i // a == k // a or k % a >= a - b
+    FIXED = 10  # i // a == k // a or (k + shift) % a >= a - columns, see COLUMN_BITS
     EVERY = 11  # k % a == 0 or k == i
     BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
     PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
@@ -40,6 +40,9 @@ LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
 PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
+#: Of MaskKind.FIXED b is columns, and shift = 0; or b = columns + n 2^COLUMN_BITS, and head h has
+#: shift = (h % n) columns.
+COLUMN_BITS = 28
 
 #: kind, a, b, side tensors
 Rule = tuple[int, int, int, tuple[Tensor, ...]]
@@ -158,7 +161,9 @@ def _visible(
     if kind == MaskKind.STRIDED_HEADS:
         return torch.stack((local, dilated))[torch.arange(heads, device=k.device) % 2]
     if kind == MaskKind.FIXED:
-        return (i // a == k // a) | (k % a >= a - b)
+        n, columns = divmod(b, 1 << COLUMN_BITS)
+        shift = torch.arange(heads if n else 1, device=k.device)[:, None, None] % max(n, 1)
+        return (i // a == k // a) | ((k + shift * columns) % a >= a - columns)
     assert kind == MaskKind.EVERY
     return (k % a == 0) | (k == i)
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import MaskKind, Rule
+from omniattn.encoding.masks import COLUMN_BITS, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, from_block_mask, from_predicate
 from omniattn.functional._checks import (
     require_choice,
@@ -262,18 +262,24 @@ class Strided(Mask):
 class Fixed(Mask):
     """The query's block of `stride` keys and the last `columns` of every block, up to the query.
 
-    Child et al., Sparse Transformers, 2019, arXiv:1904.10509.
+    With `patterns` heads differ: head h sees the columns that lie (h % patterns) * columns keys
+    before the last ones. Child et al., Sparse Transformers, 2019, arXiv:1904.10509; DeepSpeed calls
+    `patterns` num_different_global_patterns.
     """
 
     stride: int
     columns: int
+    patterns: int = 1
 
     def __post_init__(self) -> None:
         require_int("Fixed", "stride", self.stride, 1)
-        require_int("Fixed", "columns", self.columns, 0, self.stride)
+        require_int("Fixed", "patterns", self.patterns, 1, (1 << 11) - 1)
+        most = min(self.stride // self.patterns, (1 << COLUMN_BITS) - 1)
+        require_int("Fixed", "columns", self.columns, 0, most)
 
     def rules(self) -> list[Rule]:
-        return [*_causal(True), (MaskKind.FIXED, self.stride, self.columns, ())]
+        heads = self.patterns << COLUMN_BITS if self.patterns > 1 else 0
+        return [*_causal(True), (MaskKind.FIXED, self.stride, self.columns + heads, ())]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class CrossEntropyOutput:
     """A loss, and what was asked for with it, which gets no gradient."""
 
     loss: Tensor
-    z_loss: Tensor | None = None  # its part of the loss
+    z_loss: Tensor | None = None  # its part of the loss, in the dtype of the input
     #: Share of the kept tokens whose most probable class is the target; without reduction 0. or 1.
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None  # int64, the most probable classes; -1 of ignored tokens
@@ -77,10 +77,11 @@ class _CrossEntropy(nn.Module):
         self,
         loss: Tensor,
         target: Tensor,
-        *of_logits: Tensor | None,
+        x: Tensor,
+        *others: Tensor | None,
         factor: Tensor | float = 1.0,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, with what was asked for of logits, or of x, weight and bias.
+        """The loss, with what was asked for of logits x, or of x, weight and bias.
 
         `factor`: that of the loss of each token.
         """
@@ -89,7 +90,7 @@ class _CrossEntropy(nn.Module):
         reduction, kept = self.options["reduction"], target != self.options["ignore_index"]
         count = kept.sum().clamp(min=1)
         with torch.autocast(target.device.type, enabled=False):
-            index, lse = self._statistics(*of_logits)
+            index, lse = self._statistics(x, *others)
         index = index.masked_fill(~kept, -1)
         z_loss = (self.options["z_loss"] * lse.square() * factor).masked_fill(~kept, 0)
         hits = ((index == target) & kept).float()
@@ -98,7 +99,7 @@ class _CrossEntropy(nn.Module):
             hits = hits.sum() / count
         return CrossEntropyOutput(
             loss,
-            z_loss if self.return_z_loss else None,
+            z_loss.to(x.dtype) if self.return_z_loss else None,
             hits if self.return_token_accuracy else None,
             index if self.return_predicted_tokens else None,
         )

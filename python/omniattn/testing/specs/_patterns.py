@@ -18,6 +18,7 @@ PATTERNS: dict[str, masks.Mask] = {
     "strided": masks.Strided(40, 9),
     "stridedheads": masks.Strided(40, 9, split_heads=True),
     "fixed": masks.Fixed(50, 3),
+    "fixedheads": masks.Fixed(50, 3, patterns=3),
     "everykth": masks.EveryKth(30),
     "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
     "dilatedneighbours": masks.Neighbourhood(9, 7),
