@@ -66,10 +66,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exponential_gates(const Tensor& g, co
 }
 
 std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
-    const OptTensor& grad_decay, const OptTensor& grad_factor, const OptTensor& grad_m,
-    const OptTensor& grad_final_state, const Tensor& g, const Tensor& i,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, const Tensor& decay,
-    const Tensor& factor) {
+    const Tensor& g, const Tensor& i, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+    const Tensor& decay, const Tensor& factor, const OptTensor& grad_decay,
+    const OptTensor& grad_factor, const OptTensor& grad_m, const OptTensor& grad_final_state) {
   const DeviceScope scope(g);
   const Problem p("mlstm_backward", g, i, initial_state, cu_seqlens);
   const Gates shared = p.params();
@@ -106,9 +105,9 @@ const Registry registry([](Registry& ops) {
       " -> (Tensor decay, Tensor factor, Tensor m, Tensor final_state)",
       differentiable);
   ops.add<exponential_gates_backward>(
-      "exponential_gates_backward(Tensor? grad_decay, Tensor? grad_factor, Tensor? grad_m,"
-      " Tensor? grad_final_state, Tensor g, Tensor i, Tensor? initial_state, Tensor? cu_seqlens,"
-      " Tensor decay, Tensor factor)"
+      "exponential_gates_backward(Tensor g, Tensor i, Tensor? initial_state, Tensor? cu_seqlens,"
+      " Tensor decay, Tensor factor, Tensor? grad_decay, Tensor? grad_factor, Tensor? grad_m,"
+      " Tensor? grad_final_state)"
       " -> (Tensor dg, Tensor di, Tensor dinitial_state)");
 });
 

@@ -95,9 +95,10 @@ Tensor sum_of(const Problem& p, bool wanted, const Tensor& partial, int64_t row)
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
-    const OptTensor& grad_y, const OptTensor& grad_final_state, const Tensor& w, const Tensor& u,
-    const Tensor& k, const Tensor& v, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-    const Tensor& states, bool w_grad, bool u_grad, bool initial_state_grad) {
+    const Tensor& w, const Tensor& u, const Tensor& k, const Tensor& v,
+    const OptTensor& initial_state, const OptTensor& cu_seqlens, const Tensor& states,
+    const OptTensor& grad_y, const OptTensor& grad_final_state, bool w_grad, bool u_grad,
+    bool initial_state_grad) {
   const DeviceScope scope(k);
   const Problem p("rwkv4_backward", w, u, k, v, initial_state, cu_seqlens);
   const Wkv wkv = p.params(kBackwardBlock);
@@ -138,9 +139,9 @@ const Registry registry([](Registry& ops) {
       " -> (Tensor y, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<rwkv4_backward>(
-      "rwkv4_backward(Tensor? grad_y, Tensor? grad_final_state, Tensor w, Tensor u, Tensor k,"
-      " Tensor v, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"
-      " bool w_grad, bool u_grad, bool initial_state_grad)"
+      "rwkv4_backward(Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state,"
+      " Tensor? cu_seqlens, Tensor states, Tensor? grad_y, Tensor? grad_final_state, bool w_grad,"
+      " bool u_grad, bool initial_state_grad)"
       " -> (Tensor dw, Tensor du, Tensor dk, Tensor dv, Tensor dinitial_state)");
 });
 

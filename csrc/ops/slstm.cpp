@@ -80,11 +80,11 @@ std::tuple<Tensor, Tensor> slstm_only(const Tensor& x, const Tensor& r,
   return {y, final_state};
 }
 
-std::tuple<Tensor, Tensor, Tensor> slstm_backward(const OptTensor& grad_y,
-                                                  const OptTensor& grad_final_state,
-                                                  const Tensor& x, const Tensor& r,
+std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor& r,
                                                   const OptTensor& initial_state,
                                                   const OptTensor& cu_seqlens, const Tensor& trace,
+                                                  const OptTensor& grad_y,
+                                                  const OptTensor& grad_final_state,
                                                   bool exp_forget, bool r_grad) {
   const DeviceScope scope(x);
   const Problem p("slstm_backward", x, r, initial_state, cu_seqlens, exp_forget);
@@ -135,8 +135,8 @@ const Registry registry([](Registry& ops) {
       " -> (Tensor y, Tensor final_state, Tensor trace)",
       differentiable);
   ops.add<slstm_backward>(
-      "slstm_backward(Tensor? grad_y, Tensor? grad_final_state, Tensor x, Tensor r,"
-      " Tensor? initial_state, Tensor? cu_seqlens, Tensor trace, bool exp_forget, bool r_grad)"
+      "slstm_backward(Tensor x, Tensor r, Tensor? initial_state, Tensor? cu_seqlens, Tensor trace,"
+      " Tensor? grad_y, Tensor? grad_final_state, bool exp_forget, bool r_grad)"
       " -> (Tensor dx, Tensor dr, Tensor dinitial_state)");
 });
 

@@ -36,10 +36,11 @@ template <class V>
 struct WkvState {
   V num, den, top, age;
 };
-// The maximum, less k.
+// The maximum, less k; w may be infinite.
 template <class V>
 OMNIATTN_FN V wkv_past(const WkvState<V>& s, V w, V k) {
-  return fma(-s.age, w, s.top - k);
+  const V top = s.top - k;
+  return select(s.age == V(0), top, fma(-s.age, w, top));
 }
 template <class V>
 OMNIATTN_FN V wkv_read(const WkvState<V>& s, V past, V u, V v) {
@@ -178,7 +179,9 @@ OMNIATTN_FN SlstmStepGradient<V> slstm_back(const SlstmGates<V>& y, V c, V n, V 
   const V kept = select(y.forget == V(1), g.excess, V(0));
   const SlstmStepGradient<V> d{
       .i = fma(y.input, fma(dc, y.z, dn), g.excess - kept),
-      .f = fma(y.forget, fma(dc, c_before, dn * n_before), kept) * y.slope,
+      // Nothing reaches f from a state that was empty, and no NaN either.
+      .f = select(y.forget == V(0), V(0), fma(y.forget, fma(dc, c_before, dn * n_before), kept)) *
+           y.slope,
       .z = dc * y.input * (V(1) - y.z * y.z),
       .o = dh * mean * y.o * (V(1) - y.o),
   };

@@ -102,7 +102,7 @@ void forward_block(const WkvParams& params, compute_t<T>* memory, int64_t item) 
     const auto x = state.load(i, part);
     part.store(to.at(0) + i, x.num);
     part.store(to.at(1) + i, x.den);
-    part.store(to.at(2) + i, fma(-x.age, part.load(b.w() + i), x.top));
+    part.store(to.at(2) + i, wkv_past(x, part.load(b.w() + i), Vec<C>(C(0))));
   });
 }
 

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   C* const to = static_cast<C*>(params.final_state);
   to[x.at(x.n, 3, 0)] = state.num;
   to[x.at(x.n, 3, 1)] = state.den;
-  to[x.at(x.n, 3, 2)] = fma(-state.age, w, state.top);
+  to[x.at(x.n, 3, 2)] = wkv_past(state, w, C(0));
 }
 
 // steps: (N, 3 kScanChunk, C), num, den and past of each step of the present chunk.

@@ -75,6 +75,9 @@ def mlstm(
         the number of threads. Where m is below -80 (-700 for float64) e^-m is that of -80, so that
         gradients stay finite. Second and forward-mode derivatives go through the eager definition.
 
+        States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
+        of up to 31 steps before its own.
+
         The states hold scaled keys, as those of the xlstm package. mlstm_kernels scales q and so
         has K^0.5 times this C and n.
 
