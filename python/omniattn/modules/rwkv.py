@@ -269,7 +269,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023, arXiv 2305.13048.
 
     Example:
-        >>> RWKVChannelMix(8, 32)(torch.ones(1, 5, 8)).shape
+        >>> RWKVChannelMix(8, hidden_dim=32)(torch.ones(1, 5, 8)).shape
         torch.Size([1, 5, 8])
     """
 
