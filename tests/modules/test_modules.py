@@ -153,6 +153,7 @@ FIELDS = {
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},
+    "Performer": {"dim": 8, "num_heads": 2},
     "RMSNorm": {"dim": 8, "eps": 1e-3},
     "RMSNormGated": {"dim": 8},
     "RWKV4TimeMix": {"dim": 8},

@@ -44,6 +44,7 @@ from omniattn.functional.preference import (
     simpo_loss,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
+from omniattn.functional.random_features import orthogonal_gaussian, random_features
 from omniattn.functional.recurrence import gated_linear_attention, linear_attention, retention
 from omniattn.functional.rope import apply_rotary, qk_norm_rotary
 from omniattn.functional.rope_tables import (
@@ -155,8 +156,10 @@ __all__ = [
     "noisy_top_k",
     "normal_like",
     "orpo_loss",
+    "orthogonal_gaussian",
     "packed_positions",
     "qk_norm_rotary",
+    "random_features",
     "reglu",
     "retention",
     "rms_norm",

@@ -42,6 +42,7 @@ from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
 from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
 from omniattn.modules.paged_cache import PagedCache, PagePool
+from omniattn.modules.performer import Performer
 from omniattn.modules.positions import (
     ALiBi,
     LearnedPositional,
@@ -116,6 +117,7 @@ __all__ = [
     "PagedCache",
     "ParallelResidual",
     "PatchMerging",
+    "Performer",
     "RMSNorm",
     "RMSNormGated",
     "RWKV4TimeMix",

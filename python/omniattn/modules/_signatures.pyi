@@ -23,6 +23,7 @@ import omniattn.modules.moe
 import omniattn.modules.mtp
 import omniattn.modules.multihead
 import omniattn.modules.norm
+import omniattn.modules.performer
 import omniattn.modules.positions
 import omniattn.modules.relative_attention
 import omniattn.modules.residual
@@ -635,6 +636,34 @@ def PatchMerging(
     self: torch.nn.Module,
     dim: int,
     norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Performer(
+    self: torch.nn.Module,
+    config: omniattn.modules.performer.Performer.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Performer(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    head_dim: int | None = ...,
+    features: int | None = ...,
+    kind: str = ...,
+    orthogonal: bool = ...,
+    row_norm: str = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    eps: float = ...,
+    feature_eps: float = ...,
     init_std: float = ...,
     backend: str | None = ...,
     *,
