@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
 from omniattn.modules import (
+    MLSTM,
+    SLSTM,
     Attention,
     CrossCache,
     DecoderBlock,
@@ -170,8 +172,10 @@ MIXERS = [
     LinearAttention.Config(24, 2, init_std=0.5),
     MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
+    MLSTM.Config(24, 2),
     Performer.Config(24, 2, init_std=0.5),
     RWKV4TimeMix.Config(24, init_std=0.5),
+    SLSTM.Config(24, 2),
     RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),

@@ -143,6 +143,7 @@ FIELDS = {
     "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
     "LinearAttention": {"dim": 8, "num_heads": 2},
     "Linear": {"in_features": 8, "out_features": 4},
+    "MLSTM": {"dim": 8, "num_heads": 2},
     "MLP": {"dim": 8, "hidden_dim": 16},
     "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
     "MultiHeadLatentAttention": {
@@ -153,6 +154,7 @@ FIELDS = {
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},
+    "SLSTM": {"dim": 8, "num_heads": 2},
     "Performer": {"dim": 8, "num_heads": 2},
     "RMSNorm": {"dim": 8, "eps": 1e-3},
     "RMSNormGated": {"dim": 8},

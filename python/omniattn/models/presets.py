@@ -17,6 +17,8 @@ from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.modules import (
+    MLSTM,
+    SLSTM,
     DecoderBlock,
     DeltaNet,
     GatedDeltaNet,
@@ -69,6 +71,22 @@ def _rwkv(version: int) -> BlocksConfig:
     return BlocksConfig(dim=base.dim, num_layers=base.num_layers, blocks=tuple(blocks))
 
 
+def _xlstm() -> BlocksConfig:
+    """A decoder of the size of "llama" from blocks of mLSTM, the second of which is of sLSTM."""
+    base = LlamaConfig()
+    hidden = math.ceil(1.3 * base.dim / 64) * 64
+    norm = LayerNorm.Config(base.dim, bias=False)
+    blocks = []
+    for layer in range(base.num_layers):
+        place = base.dim, 3, layer, base.num_layers
+        if layer == 1:
+            mlp = GatedMLP.Config(base.dim, hidden, "geglu")
+            blocks.append(DecoderBlock.Config(SLSTM.Config(*place), mlp, norm))
+        else:
+            blocks.append(DecoderBlock.Config(MLSTM.Config(*place), None, norm))
+    return BlocksConfig(dim=base.dim, num_layers=base.num_layers, blocks=tuple(blocks))
+
+
 #: What `omniattn train` offers.
 TRAINED: dict[str, ModelConfig] = {
     "llama-tiny": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=176),
@@ -96,6 +114,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv5": _rwkv(5),
     "rwkv6": _rwkv(6),
     "rwkv7": _rwkv(7),
+    "xlstm": _xlstm(),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.

@@ -65,9 +65,12 @@ from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
 from omniattn.modules.transformer_xl import TransformerXLAttention
+from omniattn.modules.xlstm import MLSTM, SLSTM
 
 __all__ = [
     "MLP",
+    "MLSTM",
+    "SLSTM",
     "ALiBi",
     "Attention",
     "Cache",

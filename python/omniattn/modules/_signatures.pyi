@@ -35,6 +35,7 @@ import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
 import omniattn.modules.transformer_xl
+import omniattn.modules.xlstm
 import omniattn.reference.rope_scaling
 
 @overload
@@ -108,7 +109,7 @@ def DecoderBlock(
 def DecoderBlock(
     self: torch.nn.Module,
     mixer: omniattn.modules.layer.LayerConfig,
-    mlp: omniattn.modules.layer.LayerConfig,
+    mlp: omniattn.modules.layer.LayerConfig | None,
     norm: omniattn.modules.layer.LayerConfig,
     cross: omniattn.modules.attention.Attention.Config | None = ...,
     dropout_p: float = ...,
@@ -486,6 +487,31 @@ def MLP(
     backend: str | None = ...,
     dropout_p: float = ...,
     recompute: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MLSTM(
+    self: torch.nn.Module,
+    config: omniattn.modules.xlstm.MLSTM.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MLSTM(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    conv_size: int = ...,
+    norm_eps: float = ...,
+    backend: str | None = ...,
+    inner_dim: int | None = ...,
+    block_size: int = ...,
+    eps: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -890,6 +916,28 @@ def Router(
     capacity_at_eval: bool = ...,
     bias_rate: float = ...,
     init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SLSTM(
+    self: torch.nn.Module,
+    config: omniattn.modules.xlstm.SLSTM.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SLSTM(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    layer_idx: int = ...,
+    num_layers: int = ...,
+    conv_size: int = ...,
+    norm_eps: float = ...,
+    backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

@@ -51,7 +51,7 @@ class DecoderBlock(Layer, Stateful):
 
         Args:
             mixer: of a Mixer.
-            mlp: of a ChannelMixer.
+            mlp: of a ChannelMixer, or None for a block that is a mixer alone, as that of mLSTM.
             norm: of a Norm, used before each layer.
             cross: attention to another sequence, in between.
             dropout_p: of what each layer adds.
@@ -60,7 +60,7 @@ class DecoderBlock(Layer, Stateful):
         """
 
         mixer: LayerConfig
-        mlp: LayerConfig
+        mlp: LayerConfig | None
         norm: LayerConfig
         cross: Attention.Config | None = None
         dropout_p: float = 0.0
@@ -69,7 +69,8 @@ class DecoderBlock(Layer, Stateful):
         def __post_init__(self) -> None:
             super().__post_init__()
             Mixer.require_config("DecoderBlock", "mixer", self.mixer)
-            ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
+            if self.mlp is not None:
+                ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
             Norm.require_config("DecoderBlock", "norm", self.norm)
 
     @config_or_fields(Config, _signatures.DecoderBlock)
@@ -88,8 +89,10 @@ class DecoderBlock(Layer, Stateful):
         if config.cross is not None:
             self.cross_attention_layernorm = config.norm.build(device=device, dtype=dtype)
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
-        self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
-        self.mlp = config.mlp.build(device=device, dtype=dtype)
+        self.mlp: torch.nn.Module | None = None
+        if config.mlp is not None:
+            self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            self.mlp = config.mlp.build(device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout_p)
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
@@ -135,6 +138,8 @@ class DecoderBlock(Layer, Stateful):
         if self.cross_attn is not None:
             y, residual = self.cross_attention_layernorm(x, residual)
             x = self.dropout(self.cross_attn(y, memory, state=memory_state))
+        if self.mlp is None:
+            return x, residual
         y, residual = self.post_attention_layernorm(x, residual)
         return self.dropout(self.mlp(y, **after)), residual
 
