@@ -116,6 +116,8 @@ _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 24, "window_size": 4}
 _SWIN |= {"depths": [2, 2], "num_heads": [3, 6]}
 #: What the patterns do not get right, by type.
 _GIVEN: dict[str, dict[str, Any]] = {
+    # The states of xLSTMModel have the sizes of its layers where those are multiples of 64.
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "bamba": _ONE_OF_TWO,
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "hunyuan_vl": {"text_config": {"head_dim": 16}},

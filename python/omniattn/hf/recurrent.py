@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ __all__ = ["recurrent_forward"]
 @functools.cache
 def recurrent_forward(kind: Any) -> Finding:
     """The forward of a layer with our functions in place of its module's: short convolutions, the
-    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, and the weighted mean of RWKV."""
+    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, the weighted mean of RWKV; and of
+    the module that is the cell of xLSTM."""
+    if kind.__name__ == "xLSTMBackend":
+        return _xlstm_cell(kind)
     scope = getattr(inspect.unwrap(kind.forward), "__globals__", {})
     used = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
     ours: dict[str, Forward] = {}
@@ -143,6 +147,74 @@ def _wkv(original: Forward) -> Forward:
         return y, list(after.unbind(1)) if return_state or state is not None else None
 
     return rwkv_linear_attention
+
+
+def _xlstm_cell(kind: Any) -> Finding:
+    """The forward of a module that is the cell of mLSTM alone."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        igate: Tensor,
+        fgate: Tensor,
+        c_initial: Tensor | None = None,
+        n_initial: Tensor | None = None,
+        m_initial: Tensor | None = None,
+        return_last_states: bool | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
+        states, how = (c_initial, n_initial, m_initial), mode or self.config.mode
+        given = [t for t in states if t is not None]
+        if not _takes(query) or how not in ("train", "inference") or len(given) not in (0, 3):
+            gates = {"igate": igate, "fgate": fgate}
+            initial = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
+            options = {"return_last_states": return_last_states, "mode": mode}
+            return kind.forward(self, query, key, value, **gates, **initial, **options)
+        h, (c, n, m) = functional.mlstm(
+            (query * query.shape[-1] ** -0.5).transpose(1, 2),  # which theirs scales, not the key
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            igate.mT,
+            fgate.mT,
+            scale=1.0,
+            eps=self.config.eps,
+            initial_state=(given[0], given[1], given[2][..., 0]) if given else None,
+        )
+        if how == "train" and return_last_states is None:
+            return_last_states = self.config.return_last_states
+        h = h.transpose(1, 2)
+        return (h, (c, n, m[..., None])) if how == "inference" or return_last_states else h
+
+    further = set(inspect.signature(kind.forward).parameters) - set(
+        inspect.signature(forward).parameters
+    )
+    if further:
+        return Left(f"its forward takes {', '.join(sorted(further))}")
+    return forward if _same_cell(kind, forward) else Left("its cell computes something else")
+
+
+def _same_cell(kind: Any, ours: Forward) -> bool:
+    """Whether the two give the same on a probe, from a state and of one step too."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = dict.fromkeys(("autocast_kernel_dtype", "inference_state_dtype"), "float32")
+    options = {"mode": "inference", "chunk_size": 16, "eps": 1e-6, "return_last_states": True}
+    cell = kind(SimpleNamespace(**dtypes, **options))
+    states: dict[Forward, dict[str, Tensor]] = {kind.forward: {}, ours: {}}
+    for steps in (19, 1):
+        rows = [torch.randn(1, 2, steps, 4, generator=generator) for _ in range(3)]
+        gates = [torch.randn(1, 2, steps, generator=generator) for _ in range(2)]
+        found = []
+        for forward, before in states.items():
+            h, after = forward(cell, *rows, *gates, **before)
+            before |= zip(("c_initial", "n_initial", "m_initial"), after, strict=True)
+            found.append((h, *after))
+        for theirs, own in zip(*found, strict=True):
+            if not torch.allclose(theirs, own, rtol=1e-3, atol=1e-4):
+                return False
+    return True
 
 
 _HEADS = _delta_rule(functional.gated_delta_rule)
