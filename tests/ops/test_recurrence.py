@@ -165,6 +165,31 @@ def test_linear_attention_of_a_function():
     assert state.shape == (2, 2, 16, 5)
 
 
+def test_gates_of_linear_attention():
+    """A mean whose weights decay, for each feature: token by token."""
+    q, k, v = qkv()
+    g, beta = decays(*k.shape), draw(*k.shape).sigmoid()
+    num, den, every = 0, 0, []
+    for t in range(k.shape[1]):
+        new = beta[:, t] * (nnf.elu(k[:, t]) + 1)
+        num = g[:, t, :, :, None].exp() * num + new[..., None] * v[:, t, :, None]
+        den = g[:, t].exp() * den + new
+        phi = nnf.elu(q[:, t]) + 1
+        expected = torch.einsum("bhk,bhkv->bhv", phi, num) / (phi * den).sum(-1, keepdim=True)
+        o, _ = F.linear_attention(
+            *(x[:, : t + 1] for x in (q, k, v)), g=g[:, : t + 1], beta=beta[:, : t + 1]
+        )
+        torch.testing.assert_close(o[:, t], expected)
+
+
+def test_gates_of_linear_attention_are_checked():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"beta must have shape .*, got beta.shape=\(2,\)"):
+        F.linear_attention(q, k, v, beta=torch.ones(2))
+    with pytest.raises(ValueError, match=r"g must be None where causal=False, got g.shape="):
+        F.linear_attention(q, k, v, g=decays(*k.shape), causal=False)
+
+
 def test_small_denominators_keep_their_sign():
     q, k, v = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), -1e-9), torch.ones(1, 1, 1, 1)
     o, _ = F.linear_attention(q, k, v, feature_map="identity", normalize=True, eps=1e-3)

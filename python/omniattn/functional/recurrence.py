@@ -16,15 +16,13 @@ from omniattn.functional._checks import (
 from omniattn.functional._recurrence import require_heads, run, widened
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
+from omniattn.reference.recurrence import SIGNED as SIGNED
 
 __all__ = [
     "gated_linear_attention",
     "linear_attention",
     "retention",
 ]
-
-#: Feature maps whose products are positive, so that dividing by their sum is a mean.
-_POSITIVE = ("elu1", "relu", "squared_relu", "exp", "softmax", "taylor")
 
 
 def linear_attention(
@@ -36,6 +34,8 @@ def linear_attention(
     causal: bool = True,
     normalize: bool | None = None,
     scale: float | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     eps: float = 1e-6,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -45,7 +45,8 @@ def linear_attention(
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
     if not causal; without the denominator if not `normalize`. In O(T) time and memory, from the
-    state ``S_t = S_{t-1} + phi(k_t) [v_t, 1]^T``, whose last column is for the denominator.
+    state ``S_t = S_{t-1} + phi(k_t) [v_t, 1]^T``, whose last column is for the denominator. With
+    gates ``S_t = diag(exp(g_t)) S_{t-1} + (beta_t * phi(k_t)) [v_t, 1]^T``.
 
     Args:
         q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
@@ -58,6 +59,8 @@ def linear_attention(
         causal: whether tokens see earlier ones and themselves only.
         normalize: whether to divide; default: yes, but not for "identity" or a function.
         scale: q and k are multiplied by its square root before phi; default 1.
+        g: logarithms of the decays, <= 0: (B, T, Hv, K') or (B, T, Hv); only if causal.
+        beta: factors of the keys' features: (B, T, H, K') or (B, T, H).
         eps: the least size of the denominator; smaller ones keep their sign.
         initial_state: (N, Hv, K', V + 1), or V where nothing is divided; computed in float32
             (float64 for float64); only if causal. N is B, or the number of sequences.
@@ -89,7 +92,7 @@ def linear_attention(
     require_bool(op, "causal", causal)
     if isinstance(feature_map, str) or not callable(feature_map):
         require_choice(op, "feature_map", feature_map, FEATURE_MAPS)
-        phi, positive = FEATURE_MAPS[feature_map], feature_map in _POSITIVE
+        phi, positive = FEATURE_MAPS[feature_map], feature_map not in SIGNED
     else:
         phi, positive = feature_map, False
     divide = positive if normalize is None else normalize
@@ -101,19 +104,28 @@ def linear_attention(
     if scale is not None:
         require_number(op, "scale", scale, 0)
         q, k = q * scale**0.5, k * scale**0.5
-    features = phi(q), phi(k)
+    q, k = phi(q), phi(k)
+    if beta is not None:
+        beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
+        k = k * (beta if beta.ndim == 4 else beta[..., None])
+    if g is not None:
+        g = widened(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
     if divide:
         v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     if causal:
-        o, state = run(op, *features, v, None, 1.0, initial_state, cu_seqlens, backend)
+        o, state = run(op, q, k, v, g, 1.0, initial_state, cu_seqlens, backend)
     else:
         if initial_state is not None:
             raise ValueError(
                 f"{op}: initial_state must be None where causal=False, got a state of shape "
                 f"{tuple(initial_state.shape)}"
             )
+        if g is not None:
+            raise ValueError(
+                f"{op}: g must be None where causal=False, got g.shape={tuple(g.shape)}"
+            )
         use_reference(op, backend, q)
-        o, state = _totals(op, *features, v, cu_seqlens, backend)
+        o, state = _totals(op, q, k, v, cu_seqlens, backend)
     if divide:
         o, den = o[..., :-1], o[..., -1:]
         tiny = den.abs() < eps

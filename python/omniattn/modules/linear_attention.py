@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.masks import Mask
-from omniattn.functional.recurrence import FEATURE_MAPS, feature_size
+from omniattn.functional.recurrence import FEATURE_MAPS, SIGNED, feature_size
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -101,7 +101,7 @@ class LinearAttention(Mixer):
             raise ValueError("LinearAttention: a state must have causal=True, got causal=False")
         like = zeros_of_states(self.o_proj.weight, storage)
         size = c.head_dim or c.dim // c.num_heads
-        divided = c.feature_map != "identity" if c.normalize is None else c.normalize
+        divided = c.feature_map not in SIGNED if c.normalize is None else c.normalize
         shape = (batch, c.num_heads, feature_size(c.feature_map, size), size + divided)
         return RecurrentState(s=like.new_zeros(shape))
 

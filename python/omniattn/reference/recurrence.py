@@ -96,6 +96,9 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
 }
 
+#: Those whose products may be negative, so that dividing by their sum is no mean.
+SIGNED = frozenset(("identity",))
+
 
 def linear_attention(
     q: Tensor,
@@ -106,6 +109,8 @@ def linear_attention(
     causal: bool = True,
     normalize: bool | None = None,
     scale: float | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     eps: float = 1e-6,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -113,17 +118,20 @@ def linear_attention(
     """o = num / den of num_t = sum_s (phi(q_t) . phi(k_s)) v_s and den_t, the same without v, over
     s <= t or over all s; den is at least eps in size.
 
-    The state is sum phi(k) [v, 1]^T, or without the 1 where nothing is divided.
+    The state is sum phi(k) [v, 1]^T, or without the 1 where nothing is divided. It decays by
+    exp(g), and beta multiplies phi(k).
     """
     phi = feature_map if callable(feature_map) else FEATURE_MAPS[feature_map]
     if normalize is None:
-        normalize = isinstance(feature_map, str) and feature_map != "identity"
+        normalize = isinstance(feature_map, str) and feature_map not in SIGNED
     root = 1.0 if scale is None else scale**0.5
     q, k = (phi(widen(t) * root) for t in (q, k))
+    if beta is not None:
+        k = k * widen(beta if beta.dim() == 4 else beta[..., None])
     values = widen(v)
     if normalize:
         values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
-    o, state = recurrence(q, k, values, *_NONE, initial_state, cu_seqlens, 1.0)
+    o, state = recurrence(q, k, values, g, *_NONE[1:], initial_state, cu_seqlens, 1.0)
     if not causal:
         o = _read(q, state, cu_seqlens)
     if normalize:

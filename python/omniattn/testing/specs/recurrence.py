@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn import reference
+from omniattn.reference.recurrence import SIGNED
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
@@ -71,6 +72,16 @@ def _low_rank(g: str) -> Callable[[Case, Random], dict[str, Tensor]]:
     return made
 
 
+def _feature_gates(case: Case, random: Random) -> dict[str, Tensor]:
+    """g and beta of gated linear attention, for features or heads."""
+    if not case.label.startswith("gated"):
+        return {}
+    b, t, h, hv, k = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K"))
+    width = () if case.label == "gated heads" else (k,)
+    g = nnf.logsigmoid(3 + 2 * random.normal(b, t, hv, *width))
+    return {"g": g, "beta": random.normal(b, t, h, *width).sigmoid()}
+
+
 def _inputs(
     gates: Callable[[Case, Random], dict[str, Tensor]], q: str = "q"
 ) -> Callable[[Case, Random], dict[str, Tensor]]:
@@ -87,7 +98,7 @@ def _inputs(
             tensors["cu_seqlens"] = nnf.pad(inner, (1, 0))
             tensors["cu_seqlens"] = torch.cat((tensors["cu_seqlens"], torch.tensor([t])))
         if "initial_state" in case.tensors:
-            ones = case.options.get("feature_map") not in (None, "identity")
+            ones = case.options.get("feature_map") not in (None, *SIGNED)
             features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
             tensors["initial_state"] = random.normal(n, hv, features, v + ones).abs()
         return tensors
@@ -216,8 +227,12 @@ SPECS = (
             _case("exp", 1, 40, 2, 8, 8, feature_map="exp"),
             _case("softmax", 1, 40, 2, 8, 8, feature_map="softmax"),
             _case("taylor", 1, 40, 2, 4, 8, STATE, feature_map="taylor"),
+            _case("gated", 2, 40, 2, 8, 8, STATE, Hv=4, feature_map="elu1"),
+            _case("gated heads", 2, 20, 2, 8, 8, feature_map="elu1"),
             _case("all", 2, 40, 2, 8, 8, causal=False, Hv=4),
             _case("all packed", 1, 40, 2, 8, 8, ("cu_seqlens",), N=3, causal=False),
         ),
+        inputs=_inputs(_feature_gates),
+        differentiable=("q", "k", "v", "g", "beta", "initial_state"),
     ),
 )
