@@ -49,7 +49,19 @@ def delta_rule(
     """
     op = "delta_rule"
     k, v = require_heads(op, q, k, v)
-    return delta(op, q, k, v, None, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+    return delta(
+        op,
+        q,
+        k,
+        v,
+        beta,
+        g=None,
+        scale=scale,
+        l2norm=l2norm,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
 
 
 def gated_delta_rule(
@@ -93,7 +105,19 @@ def gated_delta_rule(
     op = "gated_delta_rule"
     k, v = require_heads(op, q, k, v)
     g = widened(op, "g", g, v, (v.shape[:3],))
-    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+    return delta(
+        op,
+        q,
+        k,
+        v,
+        beta,
+        g=g,
+        scale=scale,
+        l2norm=l2norm,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
 
 
 def kimi_delta_attention(
@@ -137,7 +161,19 @@ def kimi_delta_attention(
     op = "kimi_delta_attention"
     k, v = require_heads(op, q, k, v)
     g = widened(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
-    return delta(op, q, k, v, g, beta, scale, l2norm, initial_state, cu_seqlens, backend)
+    return delta(
+        op,
+        q,
+        k,
+        v,
+        beta,
+        g=g,
+        scale=scale,
+        l2norm=l2norm,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
 
 
 def dplr_delta_rule(
