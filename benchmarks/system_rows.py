@@ -54,6 +54,21 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "mixture of experts, dropless or with capacity, on one or several processes": (
         ("moe_experts", "mixtral"),
     ),
+    "linear attention with features of any kind, random ones too": (
+        ("linear_attention", "head64"),
+    ),
+    "decaying linear attention: retention, GLA": (
+        *(("gated_linear_attention", "head64"), ("retention", "head64")),
+    ),
+    "delta rules: DeltaNet, Gated DeltaNet, Kimi Delta Attention": (
+        *(
+            ("delta_rule", "head64"),
+            ("gated_delta_rule", "head64"),
+            ("kimi_delta_attention", "head64"),
+        ),
+    ),
+    "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
+    "xLSTM": (("mlstm", "model"), ("slstm", "model")),
     "LayerNorm": (("layer_norm", "plain"),),
     "RMSNorm": (("rms_norm", "plain"),),
     "gated RMSNorm, before or after the gate": (

@@ -36,8 +36,9 @@ def test_distributed():
     run(__file__, "distributed", 2)
 
 
-def test_caches(one_thread):
-    run_page("docs/caches.md")
+@pytest.mark.parametrize("page", ["caches", "hybrids"])
+def test_pages_of_decoding(page, one_thread):
+    run_page(f"docs/{page}.md")
 
 
 @pytest.mark.parametrize("package", ["functional", "modules", "models", "training", "hf"])

@@ -43,10 +43,12 @@ class Trace:
         return len(self.tensors) - 1
 
     def fail(self, what: str) -> Any:
+        # Operators, such as add and radd, are arithmetic.
+        names = sorted(n for n in FUNCTIONS if not hasattr(Tensor, f"__{n}__"))
         raise NotImplementedError(
-            f"{self.name}: {what}; allowed are arithmetic, comparisons, & | ^ ~, where, and "
-            f"{', '.join(sorted(FUNCTIONS))} of score, b, h, q and k, and captured tensors indexed "
-            "by integers made of these"
+            f"{self.name}: {what}; allowed are arithmetic, comparisons, & | ^ ~, abs, "
+            f"{', '.join(names)} of score, b, h, q and k, and captured tensors indexed by integers "
+            "made of these"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -44,9 +45,25 @@ def trace_function(
     """What `function` does with `arguments`, names of score, b, h, q and k."""
     trace = Trace(name, dtype)
     inputs = [trace.add("f" if n == "score" else "i", "input", n) for n in arguments]
-    with _Indexing():
-        found = function(*inputs)
+    try:
+        with _Indexing():
+            found = function(*inputs)
+    except TypeError as error:
+        if _takes(function, len(inputs)):
+            raise
+        raise TypeError(f"{name} must be a function of ({', '.join(arguments)}): {error}") from None
     return trace, lift(trace, found)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function takes `count` arguments, as far as it tells."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        pass
+    return True
 
 
 def _float(trace: Trace, x: Any) -> Value:

@@ -39,6 +39,10 @@ class BlocksConfig(Decoder.Config):
         if not self.blocks:
             raise ValueError("BlocksConfig: blocks must not be empty, got blocks=()")
         for block in self.blocks:
+            if not isinstance(block, DecoderBlock.Config):
+                raise TypeError(
+                    f"BlocksConfig: blocks must be configs of DecoderBlock, got {block!r}"
+                )
             for name in ("mixer", "norm"):
                 dim = getattr(block, name).dim
                 if dim != self.dim:

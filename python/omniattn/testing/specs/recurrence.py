@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 
 from omniattn import reference
 from omniattn.reference.recurrence import SIGNED
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
 STATE = ("initial_state",)
@@ -234,5 +234,33 @@ SPECS = (
         ),
         inputs=_inputs(_feature_gates),
         differentiable=("q", "k", "v", "g", "beta", "initial_state"),
+    ),
+)
+
+VARIANTS = (
+    Variant(
+        "linear attention with features of any kind, random ones too",
+        ("linear_attention", "LinearAttention", "random_features", "Performer"),
+        "Katharopoulos et al. 2020, arXiv 2006.16236",
+    ),
+    Variant(
+        "decaying linear attention: retention, GLA",
+        ("gated_linear_attention", "retention", "GatedLinearAttention", "MultiScaleRetention"),
+        "Yang et al. 2023, arXiv 2312.06635",
+    ),
+    Variant(
+        "delta rules: DeltaNet, Gated DeltaNet, Kimi Delta Attention",
+        ("delta_rule", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"),
+        "Yang et al. 2024, arXiv 2412.06464",
+    ),
+    Variant(
+        "RWKV-4 to 7",
+        ("rwkv4", "rwkv6", "rwkv7", "RWKV4TimeMix", "RWKV7TimeMix", "RWKVChannelMix"),
+        "Peng et al. 2025, arXiv 2503.14456",
+    ),
+    Variant(
+        "xLSTM",
+        ("mlstm", "slstm", "MLSTM", "SLSTM"),
+        "Beck et al. 2024, arXiv 2405.04517",
     ),
 )
