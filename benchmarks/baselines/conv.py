@@ -16,10 +16,11 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     (_, steps, channels), taps = x.shape, weight.shape[1]
-    lacks(empty=x.numel() == 0)
+    lacks(cu_seqlens=cu_seqlens is not None, empty=x.numel() == 0)
     inputs = x.transpose(1, 2)
     if initial_state is None and not return_final_state:
         y = F.conv1d(inputs, weight[:, None], bias, padding=taps - 1, groups=channels)[..., :steps]
