@@ -23,6 +23,11 @@ SWAPPED = {
     "jamba": 1,
     "rwkv": 2,
     "xlstm": 2,
+    "mamba2": 2,
+    "bamba": 1,
+    "falcon_h1": 2,
+    "nemotron_h": 1,
+    "granitemoehybrid": 1,
 }
 
 

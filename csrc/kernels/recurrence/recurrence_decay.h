@@ -25,13 +25,14 @@ struct ChunkGradient {
 template <class C>
 struct HeadDecay {
   C *w, *in, *out;    // of each token; products from the start and to the end of the chunk
-  C* sums;            // of each token, for the backward
+  C *dg, *entering;   // of each token, for the backward
   Matrix<C> between;  // D, zero above the diagonal
   C end = 1;          // over the whole chunk
 
   HeadDecay(const Recurrence& p, Room<C>& room) {
     const int64_t size = recurrence_chunk(p.channel_decay);
-    w = room.take(size), in = room.take(size), out = room.take(size), sums = room.take(size);
+    w = room.take(size), in = room.take(size), out = room.take(size);
+    dg = room.take(size), entering = room.take(size);
     between = room.rows(size, size);
   }
 
@@ -56,21 +57,37 @@ struct HeadDecay {
                [&](int64_t j, auto part) { part.store(state + j, part.load(state + j) * end); });
   }
 
-  void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, C* dg, int64_t stride) {
+  // The factor of token t is in all products from before t to t or later: those of a state at the
+  // start, of a key before t with the state at the end, and of such a key with a query from t on.
+  // Their gradients are added as they are. Differences of the sums over all queries and over all
+  // keys would give the same with less work, and lose what is small beside other tokens' shares.
+  void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, C* grad, int64_t stride) {
     const int64_t n = c.rows;
     const Matrix<C> of_n = d.scores, of_p = d.scores.at(n);
     const Matrix<C> as_key = d.made, as_query = d.met, dq = d.met.at(n);
+    if (grad != nullptr) across(c, of_n, of_p);
     decay_scores(c, of_n, of_p);
-    C sum = 0;
-    for (int64_t i = 0; i < c.K; ++i) sum += d.carried[i];
+    C leaving = 0;
+    for (int64_t i = 0; i < c.K; ++i) leaving += d.carried[i];
     for (int64_t i = 0; i < n; ++i) {
-      for_row<C>(c.K, [&](int64_t j, auto part) {
-        if (c.delta) part.store(as_query.row(i) + j, part.load(as_query.row(i) + j) * in[i]);
-        part.store(dq.row(i) + j, part.load(dq.row(i) + j) * in[i]);
+      entering[i] = row_sum<C>(c.K, [&](int64_t j, auto part) {
+        const Vec<C> query = part.load(dq.row(i) + j) * in[i];
+        part.store(dq.row(i) + j, query);
         part.store(as_key.row(i) + j, part.load(as_key.row(i) + j) * out[i]);
+        Vec<C> sum = part.load(c.q.row(i) + j) * query;
+        if (c.delta) {
+          const Vec<C> probe = part.load(as_query.row(i) + j) * in[i];
+          part.store(as_query.row(i) + j, probe);
+          sum = fma(part.load(c.k.row(i) + j), probe, sum);
+        }
+        return sum;
       });
-      sum += dot(c.k.row(i), as_key.row(i), c.K);
+      dg[i] += leaving;
+      leaving += dot(c.k.row(i), as_key.row(i), c.K);
     }
+    C sum = 0;
+    for (int64_t i = n; grad != nullptr && i-- > 0;)
+      grad[i * stride] = dg[i] + (sum += entering[i]);
     multiply_lower(of_p, c.k, dq, n, c.K);
     multiply_lower_transposed(of_p, c.q, as_key, n, c.K, Into::add);
     if (c.delta) {
@@ -78,18 +95,35 @@ struct HeadDecay {
       multiply_lower_transposed(of_n, c.k, as_key, n, c.K, Into::add);
     }
     for (int64_t i = 0; i < n; ++i) {
-      sums[i] = row_sum<C>(c.K, [&](int64_t j, auto part) {
-        const Vec<C> key = part.load(as_key.row(i) + j), query = part.load(dq.row(i) + j);
-        const Vec<C> both = c.delta ? part.load(as_query.row(i) + j) : zero<C>();
-        part.store(d.dk.row(i) + j, part.load(d.dk.row(i) + j) + (key + both));
-        part.store(d.dq.row(i) + j, part.load(d.dq.row(i) + j) + query);
-        return fma(part.load(c.q.row(i) + j), query, part.load(c.k.row(i) + j) * (both - key));
+      for_row<C>(c.K, [&](int64_t j, auto part) {
+        Vec<C> key = part.load(as_key.row(i) + j);
+        if (c.delta) key += part.load(as_query.row(i) + j);
+        part.store(d.dk.row(i) + j, part.load(d.dk.row(i) + j) + key);
+        part.store(d.dq.row(i) + j, part.load(d.dq.row(i) + j) + part.load(dq.row(i) + j));
       });
     }
-    for (int64_t i = n; dg != nullptr && i-- > 0;) dg[i * stride] = sum += sums[i];
   }
 
  private:
+  // dg of the scores of queries from t on with keys before t: sums over columns below row t.
+  void across(const Chunk<C>& c, Matrix<C> of_n, Matrix<C> of_p) {
+    constexpr int kVectors = recurrence_chunk(false) / Vec<C>::kWidth;
+    Vec<C> columns[kVectors];
+#pragma GCC unroll 16
+    for (auto& column : columns) column = zero<C>();
+    for (int64_t t = c.rows; t-- > 0;) {
+      Vec<C> sum = zero<C>();
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t j = v * Vec<C>::kWidth;
+        columns[v] = fma(load(of_p.row(t) + j), load(c.P.row(t) + j), columns[v]);
+        if (c.delta) columns[v] = fma(load(of_n.row(t) + j), load(c.N.row(t) + j), columns[v]);
+        sum += select(lanes_below<C>(t - j), columns[v], zero<C>());
+      }
+      dg[t] = reduce_add(sum);
+    }
+  }
+
   void load_factors(const Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
     constexpr int kWidth = Vec<C>::kWidth;
     const int64_t n = c.rows;

@@ -78,6 +78,7 @@ from omniattn.functional.rwkv import rwkv6, rwkv7
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
+from omniattn.functional.ssd import ssd
 from omniattn.functional.topk import top_k
 from omniattn.reference.rope_scaling import (
     DynamicNTKScaling,
@@ -182,6 +183,7 @@ __all__ = [
     "sinusoidal",
     "slstm",
     "softmax_top_k",
+    "ssd",
     "swiglu",
     "top_k",
     "top_k_softmax",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Finding", "Forward", "Left", "same", "twin"]
+__all__ = ["Finding", "Forward", "Left", "draws", "same", "takes", "twin"]
 
 Forward = Callable[..., Any]
 
@@ -24,6 +24,17 @@ class Left:
 
 
 Finding = Forward | Left | None
+
+
+def takes(x: Tensor, activation: str | None = None) -> bool:
+    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
+    return x.is_cpu and activation in (None, "silu", "swish")
+
+
+def draws() -> Callable[..., Tensor]:
+    """The same random tensors each time, by their sizes."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator)
 
 
 def twin(module: nn.Module, dtype: torch.dtype, modules: dict[str, nn.Module]) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.hf.probe import Finding, Forward, Left
+from omniattn.hf.probe import Finding, Forward, Left, draws, takes
 from omniattn.hf.rescope import rescoped
+from omniattn.hf.scans import SCANS, same_scan
 
 __all__ = ["recurrent_forward"]
 
@@ -21,8 +22,8 @@ __all__ = ["recurrent_forward"]
 @functools.cache
 def recurrent_forward(kind: Any) -> Finding:
     """The forward of a layer with our functions in place of its module's: short convolutions, the
-    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, the weighted mean of RWKV; and of
-    the module that is the cell of xLSTM."""
+    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, the weighted mean of RWKV, the
+    scans of state-space models; and of the module that is the cell of xLSTM."""
     if kind.__name__ == "xLSTMBackend":
         return _xlstm_cell(kind)
     scope = getattr(inspect.unwrap(kind.forward), "__globals__", {})
@@ -44,11 +45,6 @@ def recurrent_forward(kind: Any) -> Finding:
     return rescoped(kind.forward, ours) if ours else None
 
 
-def _takes(x: Tensor, activation: str | None = None) -> bool:
-    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
-    return x.is_cpu and activation in (None, "silu", "swish")
-
-
 def _convolution(original: Forward) -> Forward:
     def causal_conv1d_fn(
         hidden_states: Tensor,
@@ -58,7 +54,7 @@ def _convolution(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states (B, D, T), weight (D, K) -> the same."""
-        if not _takes(hidden_states, activation):
+        if not takes(hidden_states, activation):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         y = functional.causal_conv1d(
             hidden_states.to(weight.dtype).mT, weight, bias, activation=activation and "silu"
@@ -79,7 +75,7 @@ def _convolution_step(original: Forward) -> Forward:
     ) -> Tensor:
         """hidden_states (B, D, T) that follow the inputs in conv_state, which is updated."""
         before = weight.shape[-1] - 1
-        if not _takes(hidden_states, activation) or conv_state.shape[-1] < before:
+        if not takes(hidden_states, activation) or conv_state.shape[-1] < before:
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         x, length = hidden_states.to(weight.dtype), conv_state.shape[-1]
         y = functional.causal_conv1d(
@@ -110,7 +106,7 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
             """As in `functional`; chunk_size changes nothing."""
-            if not _takes(query):
+            if not takes(query):
                 kwargs["initial_state"] = initial_state
                 kwargs["output_final_state"] = output_final_state
                 kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
@@ -137,7 +133,7 @@ def _wkv(original: Forward) -> Forward:
         return_state: bool = False,
     ) -> tuple[Tensor, list[Tensor] | None]:
         """key and value (B, T, C); a state is numerator, denominator and maximum, each (B, C)."""
-        if not _takes(key):
+        if not takes(key):
             theirs: tuple[Tensor, list[Tensor] | None] = original(
                 time_decay, time_first, key, value, state=state, return_state=return_state
             )
@@ -168,7 +164,7 @@ def _xlstm_cell(kind: Any) -> Finding:
         """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
         states, how = (c_initial, n_initial, m_initial), mode or self.config.mode
         given = [t for t in states if t is not None]
-        if not _takes(query) or how not in ("train", "inference") or len(given) not in (0, 3):
+        if not takes(query) or how not in ("train", "inference") or len(given) not in (0, 3):
             gates = {"igate": igate, "fgate": fgate}
             initial = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
             options = {"return_last_states": return_last_states, "mode": mode}
@@ -228,19 +224,17 @@ _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "chunk_kimi_delta_attention": _CHANNELS,
     "recurrent_kimi_delta_attention": _CHANNELS,
     "rwkv_linear_attention": _wkv,
+    **SCANS,
 }
 
 
 def _same(name: str, original: Forward, ours: Forward) -> bool:
     """Whether the two give the same on a probe."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    if name.startswith("causal_conv1d"):
+    draw = draws()
+    if name in SCANS:
+        calls: list[tuple[Tensor, ...]] = same_scan(name, original, ours)
+    elif name.startswith("causal_conv1d"):
         x, weight, state = draw(1, 6, 5), draw(6, 4), draw(1, 6, 4)
-        calls: list[tuple[Tensor, ...]]
         if name == "causal_conv1d_fn":
             calls = [(f(x, weight, activation="silu"),) for f in (original, ours)]
         else:

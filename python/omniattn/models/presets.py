@@ -27,6 +27,7 @@ from omniattn.modules import (
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
+    Mamba2,
     MultiScaleRetention,
     Performer,
     RMSNorm,
@@ -51,6 +52,13 @@ def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -
         blocks=(DecoderBlock.Config(mixer, mlp, norm),),
         rope=rope,
     )
+
+
+def _mamba(mixer: LayerConfig) -> BlocksConfig:
+    """A decoder of twice the layers of "llama", each a mixer alone."""
+    base = LlamaConfig()
+    block = DecoderBlock.Config(mixer, None, RMSNorm.Config(base.dim))
+    return BlocksConfig(dim=base.dim, num_layers=2 * base.num_layers, blocks=(block,))
 
 
 def _rwkv(version: int) -> BlocksConfig:
@@ -115,6 +123,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv6": _rwkv(6),
     "rwkv7": _rwkv(7),
     "xlstm": _xlstm(),
+    "mamba2": _mamba(Mamba2.Config(192, d_state=64, headdim=48)),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.

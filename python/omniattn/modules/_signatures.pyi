@@ -17,6 +17,7 @@ import omniattn.modules.gau
 import omniattn.modules.layer
 import omniattn.modules.linear
 import omniattn.modules.linear_attention
+import omniattn.modules.mamba2
 import omniattn.modules.mla
 import omniattn.modules.mlp
 import omniattn.modules.moe
@@ -512,6 +513,33 @@ def MLSTM(
     inner_dim: int | None = ...,
     block_size: int = ...,
     eps: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Mamba2(
+    self: torch.nn.Module,
+    config: omniattn.modules.mamba2.Mamba2.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Mamba2(
+    self: torch.nn.Module,
+    dim: int,
+    d_state: int = ...,
+    d_conv: int = ...,
+    expand: int = ...,
+    headdim: int = ...,
+    ngroups: int = ...,
+    dt_limit: tuple[float, float] = ...,
+    bias: bool = ...,
+    conv_bias: bool = ...,
+    norm_eps: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

@@ -58,6 +58,7 @@ from omniattn.reference.recurrence import (
     retention,
     rwkv6,
     rwkv7,
+    ssd,
 )
 from omniattn.reference.rope import (
     apply_rotary,
@@ -149,6 +150,7 @@ __all__ = [
     "sincos_2d",
     "sinusoidal",
     "slstm",
+    "ssd",
     "swiglu",
     "top_k",
     "uniform_like",

@@ -262,6 +262,43 @@ def rwkv7(
     return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
 
 
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = (h_t C_t + D x_t) silu(z_t).
+
+    x, z (B, T, H, P), B, C (B, T, G, N), states (N, H, P, N), D (H) or (H, P).
+    """
+    wide = widen(x)
+    step = dt.to(wide.dtype)
+    if dt_bias is not None:
+        step = step + dt_bias.to(wide.dtype)
+    if dt_softplus:
+        step = nnf.softplus(step)
+    step = step.clamp(*dt_limit)
+    before = None if initial_state is None else initial_state.mT
+    gates = (step * A.to(wide.dtype), *_NONE[1:])
+    taken = wide * step[..., None]
+    y, state = recurrence(widen(C), widen(B), taken, *gates, before, cu_seqlens, 1.0)
+    if D is not None:
+        y = y + wide * (D if D.dim() == 2 else D[:, None]).to(wide.dtype)
+    if z is not None:
+        y = y * nnf.silu(widen(z))
+    return y.to(x.dtype), state.mT
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return scale if scale is not None else max(1, q.shape[-1]) ** -0.5
 

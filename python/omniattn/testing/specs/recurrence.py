@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,9 +95,7 @@ def _inputs(
         } | gates(case, random)
         n = case.sizes.get("N", b)
         if "cu_seqlens" in case.tensors:
-            inner = random.integers(t + 1, n - 1).sort().values
-            tensors["cu_seqlens"] = nnf.pad(inner, (1, 0))
-            tensors["cu_seqlens"] = torch.cat((tensors["cu_seqlens"], torch.tensor([t])))
+            tensors["cu_seqlens"] = _boundaries(n, t, random)
         if "initial_state" in case.tensors:
             ones = case.options.get("feature_map") not in (None, *SIGNED)
             features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
@@ -104,6 +103,51 @@ def _inputs(
         return tensors
 
     return made
+
+
+def _ssd(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    P: int,
+    N: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    G: int = 1,
+    S: int | None = None,
+    **options: Any,
+) -> Case:
+    """S sequences where they are packed."""
+    sizes = {"B": B, "T": T, "H": H, "P": P, "N": N, "G": G}
+    return Case(label, sizes if S is None else sizes | {"S": S}, tensors, options)
+
+
+def _ssd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, h, p, n, groups = (case.sizes[name] for name in "BTHPNG")
+    soft = "dt_softplus" in case.options
+    dt = random.normal(b, t, h)
+    tensors = {
+        "x": random.normal(b, t, h, p),
+        "dt": dt - 3 if soft else 0.1 * dt.abs(),
+        "A": -1 - 4 * random.normal(h).abs(),
+        "B": random.normal(b, t, groups, n),
+        "C": random.normal(b, t, groups, n) / max(1, n) ** 0.5,
+    }
+    optional = {
+        "D": lambda: random.normal(h),
+        "z": lambda: random.normal(b, t, h, p),
+        "dt_bias": lambda: random.normal(h),
+        "initial_state": lambda: random.normal(case.sizes.get("S", b), h, p, n),
+        "cu_seqlens": lambda: _boundaries(case.sizes["S"], t, random),
+    }
+    return tensors | {name: optional[name]() for name in case.tensors}
+
+
+def _boundaries(count: int, steps: int, random: Random) -> Tensor:
+    """(count + 1,) of sequences from the first token to the last."""
+    inner = random.integers(steps + 1, count - 1).sort().values
+    return torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([steps])))
 
 
 def _flops(products: int) -> Callable[[Case, Pass], float]:
@@ -237,6 +281,38 @@ SPECS = (
     ),
 )
 
+_ALL = ("D", "z", "dt_bias", "initial_state")
+SSD = OpSpec(
+    name="ssd",
+    family="recurrence",
+    cuda="emulated",
+    paper="Dao and Gu 2024, arXiv 2405.21060",
+    inputs=_ssd_inputs,
+    differentiable=("x", "dt", "A", "B", "C", *_ALL),
+    flops=lambda case, pass_: 4.0 * math.prod(case.sizes[name] for name in "BTHPN") * SWEEPS[pass_],
+    second_order=True,
+    special=("packed", "groups"),
+    cases=(
+        _ssd("tiny", 2, 3, 1, 2, 3, STATE),
+        _ssd("plain", 2, 70, 2, 32, 16),
+        _ssd("all", 1, 129, 4, 12, 20, _ALL, G=2, dt_softplus=True),
+        _ssd("groups", 2, 33, 6, 17, 16, ("D", *STATE), G=3),
+        _ssd("limits", 2, 40, 2, 8, 8, ("dt_bias",), dt_softplus=True, dt_limit=(0.02, 0.2)),
+        _ssd("packed", 1, 150, 2, 16, 9, ("z", *PACKED), S=5),
+        _ssd("step", 3, 1, 2, 24, 32, _ALL, dt_softplus=True),
+        _ssd("nosteps", 2, 0, 2, 3, 4, _ALL, dt_softplus=True),
+        _ssd("nobatch", 0, 5, 2, 3, 4),
+        _ssd("nowidth", 2, 5, 2, 0, 4, STATE),
+    ),
+    benchmarks=(
+        Benchmark(_ssd("state64", 1, 2048, 8, 64, 64), (F32, BF16), BOTH, "compute"),
+        Benchmark(_ssd("state128", 1, 2048, 8, 64, 128), (F32,), BOTH, "compute"),
+        Benchmark(_ssd("step", 8, 1, 24, 64, 128, STATE), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (*SPECS, SSD)
+
 VARIANTS = (
     Variant(
         "linear attention with features of any kind, random ones too",
@@ -247,6 +323,11 @@ VARIANTS = (
         "decaying linear attention: retention, GLA",
         ("gated_linear_attention", "retention", "GatedLinearAttention", "MultiScaleRetention"),
         "Yang et al. 2023, arXiv 2312.06635",
+    ),
+    Variant(
+        "state-space duality: Mamba-2",
+        ("ssd", "Mamba2"),
+        "Dao and Gu 2024, arXiv 2405.21060",
     ),
     Variant(
         "delta rules: DeltaNet, Gated DeltaNet, Kimi Delta Attention",

@@ -1,0 +1,152 @@
+"""The state-space duality of Mamba-2: a recurrence of a matrix state with one decay per head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.functional._checks import (
+    cast_like,
+    require_bool,
+    require_float,
+    require_number,
+    require_shape,
+)
+from omniattn.functional._recurrence import run, sequence_count, widened
+from omniattn.reference.precision import widen
+
+__all__ = ["ssd"]
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The state-space layer of Mamba-2, with one decay for each head and token.
+
+    With ``dt = clamp(softplus(dt + dt_bias), *dt_limit)``, where softplus is an option:
+
+    ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``, ``y_t = (h_t C_t + D x_t) * silu(z_t)``.
+
+    Args:
+        x: (B, T, H, P), float64, float32, bfloat16 or float16, any strides.
+        dt: (B, T, H), floating-point: the step sizes, or what softplus makes them of. Steps,
+            decays and states are computed in float32 (float64 for float64).
+        A: (H,), floating-point, at most 0 for a state that does not grow.
+        B: (B, T, G, N) of x's dtype; H is a multiple of G, and head h reads group h // (H / G).
+        C: (B, T, G, N) of x's dtype.
+        D: (H,) or (H, P), floating-point: factors of x in y.
+        z: (B, T, H, P) of x's dtype: the gate of y.
+        dt_bias: (H,), floating-point.
+        dt_softplus: whether steps are the softplus of dt + dt_bias.
+        dt_limit: least and largest step.
+        initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
+            sequences.
+        cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
+            are sequence s, with a state of its own.
+        backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        y (B, T, H, P) of x's dtype, and the state (S, H, P, N) after the last token in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        The kernels are those of `gated_linear_attention`, with q = C, k = B, v = dt x, g = dt A.
+        y is rounded once. Gradients flow to all tensors, from y and from the final state; they do
+        not depend on the number of threads. Second and forward-mode derivatives go through the
+        eager definition.
+
+    Reference:
+        Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
+
+    Example:
+        >>> one = torch.ones(1, 3, 1, 1)
+        >>> y, state = ssd(one, one[..., 0], torch.tensor([0.5]).log(), one, one)
+        >>> y.flatten()
+        tensor([1.0000, 1.5000, 1.7500])
+    """
+    op = "ssd"
+    require_float(op, "x", x)
+    if x.ndim != 4:
+        raise ValueError(f"{op}: x must have shape (B, T, H, P), got x.shape={tuple(x.shape)}")
+    batch, steps, heads, size = x.shape
+    B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
+    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or (heads % max(1, B.shape[2])):
+        raise ValueError(
+            f"{op}: B must have shape (B, T, G, N) with B and T of x and G a divisor of its heads, "
+            f"got B.shape={tuple(B.shape)}, x.shape={tuple(x.shape)}"
+        )
+    if B.shape[2] == 0 and heads > 0:
+        raise ValueError(f"{op}: B must have groups, got B.shape={tuple(B.shape)}")
+    require_shape(op, "C", C, tuple(B.shape))
+    A = widened(op, "A", A, x, ((heads,),), "x")
+    dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
+    if dt_bias is not None:
+        dt = dt + widened(op, "dt_bias", dt_bias, x, ((heads,),), "x")
+    require_bool(op, "dt_softplus", dt_softplus)
+    if dt_softplus:
+        dt = nnf.softplus(dt)
+    least, largest = _limits(op, dt_limit)
+    if least > 0 or largest < math.inf:
+        dt = dt.clamp(least, largest)
+    if D is not None:
+        D = widened(op, "D", D, x, ((heads,), (heads, size)), "x")
+        D = D if D.ndim == 2 else D[:, None]
+    if z is not None:
+        z = cast_like(op, "z", z, x, "x")
+        require_shape(op, "z", z, tuple(x.shape))
+    count = sequence_count(op, x, cu_seqlens, "x")
+    if initial_state is not None:
+        shape = (count, heads, size, B.shape[3])
+        initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x").mT
+    wide = widen(x)
+    y, state = run(
+        op,
+        widen(C),
+        widen(B),
+        wide * dt[..., None],
+        dt * A,
+        1.0,
+        initial_state,
+        cu_seqlens,
+        backend,
+        q_name="C",
+    )
+    if D is not None:
+        y = torch.addcmul(y, wide, D)
+    if z is not None:
+        y = y * nnf.silu(widen(z))
+    return y.to(x.dtype), state.mT
+
+
+def _limits(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
+        raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
+    least, largest = dt_limit
+    for bound in (least, largest):
+        if bound != math.inf:
+            require_number(op, "dt_limit", bound, 0)
+    if least > largest:
+        raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
+    return float(least), float(largest)

@@ -1,0 +1,141 @@
+"""The scans of transformers' state-space models by this package's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.hf.probe import Forward, draws, takes
+
+__all__ = ["SCANS", "same_scan"]
+
+
+def _chunks(original: Forward) -> Forward:
+    def mamba2_chunk_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
+        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        if not takes(hidden_states):
+            states = {"initial_states": initial_states, "return_final_states": return_final_states}
+            return original(hidden_states, dt, A, B, C, chunk_size, **options, **states, **kwargs)
+        x, B, C = hidden_states.float(), B.float(), C.float()
+        y, state = functional.ssd(x, dt, A, B, C, initial_state=initial_states, **options)
+        return (y, state) if return_final_states else y
+
+    return mamba2_chunk_scan
+
+
+def _head_step(original: Forward) -> Forward:
+    def mamba2_selective_state_update(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states and dt (B, H, P), A (H, P, N), D and dt_bias (H, P), B and C (B, G, N);
+        state (B, H, P, N) is updated. dt, dt_bias and A are one number for each head, expanded."""
+        given = [(dt, (2,)), (A, (1, 2))] + ([] if dt_bias is None else [(dt_bias, (1,))])
+        if not takes(hidden_states) or not all(_expanded(*each) for each in given):
+            options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
+            theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
+            return theirs
+        x = hidden_states[:, None]
+        y, after = functional.ssd(
+            x,
+            dt[:, None, :, 0],
+            A[:, 0, 0],
+            B[:, None].to(x.dtype),
+            C[:, None].to(x.dtype),
+            D=D,
+            z=None if z is None else z[:, None].to(x.dtype),
+            dt_bias=None if dt_bias is None else dt_bias[:, 0],
+            dt_softplus=dt_softplus,
+            initial_state=state,
+        )
+        state.copy_(after)
+        return y[:, 0]
+
+    return mamba2_selective_state_update
+
+
+def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:
+    return all(t.stride(d) == 0 or t.shape[d] == 1 for d in dims)
+
+
+#: What makes our function, by the name of theirs.
+SCANS: dict[str, Callable[[Forward], Forward]] = {
+    "mamba2_chunk_scan": _chunks,
+    "mamba2_selective_state_update": _head_step,
+}
+
+
+def same_scan(name: str, original: Forward, ours: Forward) -> list[tuple[Tensor, ...]]:
+    """What the two give on a probe."""
+    return [tuple(_PROBES[name](function)) for function in (original, ours)]
+
+
+def _probe_chunks(function: Forward) -> tuple[Tensor, ...]:
+    draw = draws()
+    y, state = function(
+        draw(1, 19, 4, 3),
+        draw(1, 19, 4),
+        -draw(4).exp(),
+        draw(1, 19, 2, 5),
+        draw(1, 19, 2, 5),
+        8,
+        D=draw(4),
+        dt_bias=draw(4),
+        initial_states=draw(1, 4, 3, 5),
+        dt_softplus=True,
+        dt_limit=(0.1, 2.0),
+        return_final_states=True,
+    )
+    return y, state
+
+
+def _probe_head_step(function: Forward) -> tuple[Tensor, ...]:
+    draw = draws()
+    state = draw(2, 4, 3, 5)
+    y = function(
+        state,
+        draw(2, 4, 3),
+        draw(2, 4, 1).expand(-1, -1, 3),
+        -draw(4, 1, 1).exp().expand(-1, 3, 5),
+        draw(2, 2, 5),
+        draw(2, 2, 5),
+        draw(4, 1).expand(-1, 3),
+        dt_bias=draw(4, 1).expand(-1, 3),
+        dt_softplus=True,
+        z=None,
+    )
+    return y, state
+
+
+_PROBES: dict[str, Callable[[Forward], tuple[Tensor, ...]]] = {
+    "mamba2_chunk_scan": _probe_chunks,
+    "mamba2_selective_state_update": _probe_head_step,
+}

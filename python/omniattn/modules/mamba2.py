@@ -1,0 +1,191 @@
+"""The layer of Mamba-2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
+from omniattn.modules.cache import storage_like
+from omniattn.modules.delta_net import draw_rates
+from omniattn.modules.layer import LayerConfig, config_or_fields
+from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.norm import RMSNormGated
+from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
+from omniattn.modules.short_conv import ShortConvolution
+from omniattn.modules.state import RecurrentState, State, Storage
+
+
+class Mamba2(Mixer):
+    """A state-space layer with one decay for each head and token.
+
+    With ``[z, u, dt] = x W_in`` and ``[v, B, C] = silu(conv(u))``:
+
+    ``h_t = exp(dt_t A) h_{t-1} + dt_t v_t B_t^T``, ``y_t = h_t C_t + D v_t`` with
+    ``dt = softplus(dt + dt_bias)`` and ``A = -exp(A_log)`` of each head, and at last
+    ``W_out norm(y * silu(z))``.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters; A_log, D and dt_bias are made in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters in_proj, conv1d, dt_bias, A_log, D, norm and out_proj:
+        names and shapes as in mamba-ssm and transformers.
+
+    Reference:
+        Dao and Gu, Transformers are SSMs, 2024, arXiv 2405.21060.
+
+    Example:
+        >>> Mamba2(dim=8, d_state=4, headdim=8)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y.
+            d_state: N, the size of B and C.
+            d_conv: taps of the causal convolution.
+            expand: the width of v is expand * dim.
+            headdim: P, the size of a head of v.
+            ngroups: groups of heads that share B and C; each is normalised alone.
+            dt_limit: least and largest dt.
+            bias, conv_bias: whether in_proj and out_proj, and the convolution, have one.
+            norm_eps: of the gated norm.
+            init_std: of the projections.
+            backend: as in Attention.
+        """
+
+        dim: int
+        d_state: int = 128
+        d_conv: int = 4
+        expand: int = 2
+        headdim: int = 64
+        ngroups: int = 1
+        dt_limit: tuple[float, float] = (0.0, math.inf)
+        bias: bool = False
+        conv_bias: bool = True
+        norm_eps: float = 1e-5
+        init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("dim", "d_state", "d_conv", "expand", "headdim", "ngroups"):
+                if getattr(self, name) < 1:
+                    raise ValueError(
+                        f"Mamba2: {name} must be at least 1, got {name}={getattr(self, name)}"
+                    )
+            if self.width % self.headdim:
+                raise ValueError(
+                    "Mamba2: expand * dim must be a multiple of headdim, got "
+                    f"expand={self.expand}, dim={self.dim}, headdim={self.headdim}"
+                )
+            if self.num_heads % self.ngroups:
+                raise ValueError(
+                    "Mamba2: ngroups must divide the number of heads, got "
+                    f"ngroups={self.ngroups}, expand * dim / headdim={self.num_heads}"
+                )
+
+        @property
+        def width(self) -> int:
+            """Of v and z."""
+            return self.expand * self.dim
+
+        @property
+        def num_heads(self) -> int:
+            return self.width // self.headdim
+
+        @property
+        def conv_width(self) -> int:
+            """Of v, B and C."""
+            return self.width + 2 * self.ngroups * self.d_state
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.Mamba2)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        parts = c.width + c.conv_width + c.num_heads
+        own = {"bias": c.bias, "init_std": c.init_std, "backend": c.backend}
+        self.in_proj = Linear(c.dim, parts, **own, **factory)
+        conv = ShortConvolution.Config(c.conv_width, c.d_conv, c.conv_bias, backend=c.backend)
+        self.conv1d = ShortConvolution(conv, **factory)
+        like = torch.empty(c.num_heads, device=device, dtype=fp32(dtype))
+        self.dt_bias, self.A_log, self.D = (nn.Parameter(like.clone()) for _ in range(3))
+        norm = RMSNormGated.Config(
+            c.width, c.norm_eps, False, num_groups=c.ngroups, casting="llama", backend=c.backend
+        )
+        self.norm = RMSNormGated(norm, **factory)
+        self.out_proj = Linear(c.width, c.dim, **own, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws -A from (1, 16) and softplus(dt_bias) from 1e-3 to 0.1, both ends in ln; D is 1."""
+        draw_rates(self.A_log, self.dt_bias, 1.0)
+        nn.init.ones_(self.D)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
+        """Zeros: `s` (B, H, P, N) in fp32 (fp64 for fp64), and `conv`, its last inputs."""
+        c = self.config
+        wide = zeros_of_states(self.in_proj.weight, storage)
+        like = wide.new_zeros(0, dtype=storage_like(self.in_proj.weight, **storage)["dtype"])
+        # The kernels keep a state as (N, P).
+        s = wide.new_zeros(batch, c.num_heads, c.d_state, c.headdim).mT
+        return RecurrentState(s=s, conv=self.conv1d.new_state(batch, like))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`.
+            state: from `new_state`; updated to the state after x.
+            rope: not used.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        state = require_recurrence("Mamba2", x, state, mask)
+        z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
+        before = None if state is None else state["conv"].to(u.dtype)
+        u, conv = self.conv1d(u, before)
+        shared = c.ngroups * c.d_state
+        v, B, C = u.split((c.width, shared, shared), -1)
+        y, s = functional.ssd(
+            v.unflatten(-1, (c.num_heads, c.headdim)),
+            dt,
+            -self.A_log.exp(),
+            B.unflatten(-1, (c.ngroups, c.d_state)),
+            C.unflatten(-1, (c.ngroups, c.d_state)),
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=c.dt_limit,
+            initial_state=None if state is None else state["s"],
+            backend=c.backend,
+        )
+        if state is not None:
+            state.advance(x.shape[1], s=s, conv=conv)
+        out: Tensor = self.out_proj(self.norm(y.flatten(-2), z))
+        return out
