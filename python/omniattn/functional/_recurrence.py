@@ -22,6 +22,8 @@ from omniattn.ops import recurrence as ops
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
+#: Key heads that keep the threads of a backward busy.
+_KEY_HEADS = 16
 
 
 def require_heads(
@@ -146,9 +148,26 @@ def run(
         scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
     else:
         require_number(op, "scale", scale)
+    if torch.is_grad_enabled():
+        count = _copies(q.shape[2], v.shape[2])
+        q, k = _repeated(q, count), _repeated(k, count)
+        a, b = (t if t is None else _repeated(t, count) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale)
     return o, state
+
+
+def _copies(heads: int, v_heads: int) -> int:
+    """Of each key head where they are few, for parts of its value heads: the backward gives a
+    thread all value heads of a key head."""
+    group = v_heads // max(1, heads)
+    enough = (n for n in range(1, group) if group % n == 0 and heads * n >= _KEY_HEADS)
+    return next(enough, max(1, group)) if heads < _KEY_HEADS else 1
+
+
+def _repeated(t: Tensor, count: int) -> Tensor:
+    """Heads of (B, T, H, K), each `count` times; a single one takes no memory."""
+    return t if count == 1 else t[:, :, :, None].expand(-1, -1, -1, count, -1).flatten(2, 3)
 
 
 def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:
