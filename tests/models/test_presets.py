@@ -15,6 +15,7 @@ from omniattn.models import (
     BertConfig,
     DeepSeekConfig,
     GPT2Config,
+    Mamba2Config,
     MixtralConfig,
     Model,
     SwinConfig,
@@ -51,6 +52,9 @@ SMALL = {
     ),
     "gpt2": GPT2Config(**_SIZES, max_positions=40, dropout_p=0.1),
     "gpt2-untied": GPT2Config(**_SIZES, max_positions=40, tie_embeddings=False),
+    "mamba2": Mamba2Config(
+        vocab_size=97, dim=48, num_layers=2, d_state=12, headdim=8, ngroups=2, dt_limit=(0.01, 2.0)
+    ),
     "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
     "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
     "bert": BertConfig(**_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1),
@@ -158,8 +162,9 @@ def test_transformers_gives_the_same_logits(name):
     if name in ("mixtral", "deepseek"):
         theirs.set_experts_implementation("eager")  # the default one has no fp64
     given = inputs(ours.config)
-    # 1e-5: theirs computes rotary tables, some norms and routers in fp32.
-    torch.testing.assert_close(ours(*given.values()), theirs(**given).logits, rtol=1e-5, atol=1e-5)
+    expected = theirs(**given).logits.double()  # those of Mamba-2 are fp32
+    # 1e-5: theirs computes rotary tables, scans, some norms and routers in fp32.
+    torch.testing.assert_close(ours(*given.values()), expected, rtol=1e-5, atol=1e-5)
 
     back = Model.from_hf(theirs)
     assert not back.training
@@ -174,6 +179,7 @@ def test_transformers_gives_the_same_logits(name):
         ("deepseek", "norm_topk_prob", False),
         ("gpt2", "attn_pdrop", 0.2),
         ("gpt2", "n_inner", 50),
+        ("mamba2", "hidden_act", "gelu"),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
         ("bert-classifier", "classifier_dropout", 0.3),
@@ -245,7 +251,9 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
     assert torch.equal(out[:, 1:], full)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-moe", "gpt2", "mla", "differential"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek-moe", "gpt2", "mla", "differential", "mamba2"]
+)
 @torch.no_grad()
 def test_prefill_and_steps_equal_the_full_forward(name):
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.llama import LlamaConfig
+from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
@@ -27,7 +28,6 @@ from omniattn.modules import (
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
-    Mamba2,
     MultiScaleRetention,
     Performer,
     RMSNorm,
@@ -52,13 +52,6 @@ def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -
         blocks=(DecoderBlock.Config(mixer, mlp, norm),),
         rope=rope,
     )
-
-
-def _mamba(mixer: LayerConfig) -> BlocksConfig:
-    """A decoder of twice the layers of "llama", each a mixer alone."""
-    base = LlamaConfig()
-    block = DecoderBlock.Config(mixer, None, RMSNorm.Config(base.dim))
-    return BlocksConfig(dim=base.dim, num_layers=2 * base.num_layers, blocks=(block,))
 
 
 def _rwkv(version: int) -> BlocksConfig:
@@ -123,7 +116,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv6": _rwkv(6),
     "rwkv7": _rwkv(7),
     "xlstm": _xlstm(),
-    "mamba2": _mamba(Mamba2.Config(192, d_state=64, headdim=48)),
+    "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.
