@@ -1,11 +1,14 @@
 """omniattn.compat: the functions of fla and causal-conv1d against loops with their arguments."""
 
+import itertools
+
 import libraries
 import pytest
 import torch
 from torch.nn import functional as nnf
 
 from omniattn import compat
+from omniattn import functional as F
 
 FLA = libraries.NAMES["fla"]
 B, T, H, K, V = 2, 9, 2, 4, 6
@@ -255,3 +258,44 @@ def test_gradients():
     )
     loss.backward()
     assert all(t.grad.abs().max() > 0 for name, t in x.items() if name != "state")
+
+
+@pytest.mark.parametrize("how", ["rows", "seq_idx", "cu_seqlens"])
+def test_mamba_chunk_scan_combined(how):
+    """Sequences of 5 and 4 steps, each computed alone."""
+    torch.manual_seed(0)
+    rows = 1 if how == "cu_seqlens" else B
+    x, dt = torch.randn(rows, T, 4, 3), torch.rand(rows, T, 4)
+    keys, queries = torch.randn(2, rows, T, 2, 5).unbind()
+    A, D, bias, z = -torch.rand(4), torch.randn(4), torch.randn(4), torch.randn(rows, T, 4, 3)
+    start = None if how == "cu_seqlens" else torch.randn(rows, 4, 3, 5)
+    options = {"D": D, "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 1.0)}
+
+    def alone(row, first, last, state):
+        part = [t[row : row + 1, first:last] for t in (x, dt, keys, queries, z)]
+        own, steps, k, q, gate = part
+        return F.ssd(own, steps, A, k, q, z=gate, initial_state=state, **options)
+
+    bounds = (0, 9) if how == "rows" else (0, 5, 9)
+    expected, ends = [], []
+    for row in range(rows):
+        state = None if start is None else start[row : row + 1]
+        for first, last in itertools.pairwise(bounds):
+            y, end = alone(row, first, last, state)
+            expected.append(y)
+            ends.append(end)
+            state = None
+    more = {"initial_states": start, "z": z, "return_final_states": True} | options
+    if how == "seq_idx":
+        more["seq_idx"] = torch.tensor([[0] * 5 + [1] * 4, [3] * 5 + [2] * 4])
+    if how == "cu_seqlens":
+        more |= {"cu_seqlens": torch.tensor(bounds), "return_varlen_states": True}
+    y, final, *varlen = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
+    torch.testing.assert_close(y.flatten(0, 1), torch.cat(expected, 1)[0])
+    torch.testing.assert_close(final, torch.cat(ends[len(bounds) - 2 :: len(bounds) - 1]))
+    if varlen:
+        torch.testing.assert_close(varlen[0], torch.cat(ends))
+    del more["return_final_states"]
+    more.pop("return_varlen_states", None)
+    alone_y = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
+    torch.testing.assert_close(alone_y, y)

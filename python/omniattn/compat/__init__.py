@@ -6,6 +6,7 @@ honour raises, and names itself; one that changes speed alone, such as a chunk s
 nothing. The losses of Liger are in `omniattn.modules` under their names.
 """
 
+from omniattn.compat._mamba2 import mamba_chunk_scan_combined
 from omniattn.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from omniattn.compat.fla import (
     chunk_delta_rule,
@@ -53,4 +54,5 @@ __all__ = [
     "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
+    "mamba_chunk_scan_combined",
 ]

@@ -53,7 +53,7 @@ def causal_conv1d_fn(
             )
         rows = x.mT.flatten(0, 1)[None]
         y = functional.causal_conv1d(
-            rows, weight, bias, activation=activation, cu_seqlens=_boundaries(seq_idx)
+            rows, weight, bias, activation=activation, cu_seqlens=boundaries(seq_idx)
         )
         y = y.view(x.shape[0], x.shape[2], x.shape[1]).mT
         return torch.where(seq_idx[:, None] < 0, 0, y)
@@ -142,7 +142,7 @@ def _activation(op: str, activation: str | None) -> str | None:
     return None if activation is None else "silu"
 
 
-def _boundaries(seq_idx: Tensor) -> Tensor:
+def boundaries(seq_idx: Tensor) -> Tensor:
     """(N + 1,): where rows or numbers of sequences change."""
     first = torch.ones_like(seq_idx, dtype=torch.bool)
     first[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
