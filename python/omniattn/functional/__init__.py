@@ -78,6 +78,7 @@ from omniattn.functional.rwkv import rwkv6, rwkv7
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
+from omniattn.functional.structured import cauchy, vandermonde
 from omniattn.functional.topk import top_k
 from omniattn.reference.rope_scaling import (
     DynamicNTKScaling,
@@ -110,6 +111,7 @@ __all__ = [
     "attention_weights",
     "axial_frequencies",
     "bilinear",
+    "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
     "cpo_loss",
@@ -188,4 +190,5 @@ __all__ = [
     "uniform_like",
     "update_default_vectors",
     "update_router_bias",
+    "vandermonde",
 ]
