@@ -44,7 +44,7 @@ def _power_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 VANDERMONDE = OpSpec(
     name="vandermonde",
     family="structured",
-    cuda="planned",
+    cuda="emulated",
     paper="Gu et al. 2022, arXiv 2206.11893",
     inputs=_power_inputs,
     differentiable=("c", "x"),
@@ -83,7 +83,7 @@ def _pole_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 CAUCHY = OpSpec(
     name="cauchy",
     family="structured",
-    cuda="planned",
+    cuda="emulated",
     paper="Gu, Goel and Re 2021, arXiv 2111.00396",
     inputs=_pole_inputs,
     differentiable=("v", "w"),
