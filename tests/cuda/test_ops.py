@@ -73,6 +73,9 @@ SCANS = tuple(
 )
 FEW_SCANS = tuple(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm"))
 
+#: They have no 16-bit dtypes.
+STRUCTURED = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family == "structured")
+
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
 #: whose bits depend on the number of threads on some processors (Zen 4).
 TORCHS = ("linear_cross_entropy", "linear_log_prob", "linear_jsd", "glu_mlp-clamped")
@@ -108,6 +111,8 @@ RUNS = [
     ("value", "descending shuffled", FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
     ("race", "ascending", FEW_SCANS, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_SCANS, (*VALUES, "strided"), ("bf16",)),
+    ("race", "ascending", STRUCTURED, VALUES, ("f32",)),
+    ("sanitized", "shuffled", STRUCTURED, (*VALUES, "strided"), ("f32",)),
 ]
 
 

@@ -79,6 +79,7 @@ from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.ssd import ssd
+from omniattn.functional.structured import cauchy, vandermonde
 from omniattn.functional.topk import top_k
 from omniattn.reference.rope_scaling import (
     DynamicNTKScaling,
@@ -111,6 +112,7 @@ __all__ = [
     "attention_weights",
     "axial_frequencies",
     "bilinear",
+    "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
     "cpo_loss",
@@ -190,4 +192,5 @@ __all__ = [
     "uniform_like",
     "update_default_vectors",
     "update_router_bias",
+    "vandermonde",
 ]

@@ -80,6 +80,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, slstm
+from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "attention_weights",
     "axial_frequencies",
     "bilinear",
+    "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
     "cross_entropy",
@@ -154,4 +156,5 @@ __all__ = [
     "swiglu",
     "top_k",
     "uniform_like",
+    "vandermonde",
 ]

@@ -1,0 +1,149 @@
+// vandermonde and cauchy.
+#include <tuple>
+
+#include "kernels/structured/cauchy.h"
+#include "kernels/structured/vandermonde.h"
+#include "ops/device.h"
+#include "ops/registry.h"
+#include "ops/stage.h"
+
+namespace omniattn::ops::structured {
+namespace {
+
+// Tensors (H, N, 2) of pairs: those of the terms of each row.
+struct Terms {
+  const char* op;
+  DType dtype;
+  int64_t rows, terms;
+  Tensor first, second;
+
+  Terms(const char* op_, const char* a_name, const Tensor& a, const char* b_name, const Tensor& b)
+      : op(op_), dtype(dtype_of(op, a_name, a)) {
+    require(size_of(dtype) >= 4, op, a_name, " must be float64 or float32, got ", name_of(dtype));
+    require(a.dim() == 3 && a.size(2) == 2, op, a_name, " must have shape (H, N, 2), got ",
+            Shape{a.sizes().data(), a.sizes().size()});
+    rows = a.size(0), terms = a.size(1);
+    first = dense(a_name, a, a.sizes());
+    second = dense(b_name, b, a.sizes());
+  }
+  Tensor dense(const char* name, const Tensor& t, Sizes sizes) const {
+    require_tensor(op, name, t, dtype);
+    require_sizes(op, name, t, sizes);
+    return as_dense(t);
+  }
+  Tensor gradient() const { return empty_tensor({rows, terms, 2}, dtype); }
+
+  // A kernel over the rows, on the CPU.
+  template <class Params, class Kernel>
+  void run(const Params& params, int64_t bytes, const Kernel& kernel) const {
+    const ThreadMemory memory(std::min<int64_t>(rows, torch::stable::get_num_threads()), bytes);
+    run_stage(std::span(&params, 1), [&](const Params&) { return rows; }, memory, kernel);
+  }
+};
+
+Vandermonde vandermonde_of(const Terms& p, int64_t length) {
+  return {.dtype = p.dtype,
+          .rows = p.rows,
+          .terms = p.terms,
+          .length = length,
+          .c = p.first.const_data_ptr(),
+          .x = p.second.const_data_ptr()};
+}
+
+Tensor vandermonde(const Tensor& c, const Tensor& x, int64_t length) {
+  const DeviceScope scope(c);
+  const Terms p("vandermonde", "c", c, "x", x);
+  require(length >= 0, p.op, "length must be >= 0, got length=", length);
+  const Tensor y = empty_tensor({p.rows, length}, p.dtype);
+  const VandermondeParams params{.sums = vandermonde_of(p, length), .y = y.mutable_data_ptr()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_vandermonde(params, stream()));
+  } else {
+    const VandermondeKernels& kernels = vandermonde_kernels();
+    p.run(params, kernels.bytes(params.sums), kernels.forward);
+  }
+  return y;
+}
+
+std::tuple<Tensor, Tensor> vandermonde_backward(const Tensor& c, const Tensor& x,
+                                                const Tensor& grad_y) {
+  const DeviceScope scope(c);
+  const Terms p("vandermonde_backward", "c", c, "x", x);
+  require(grad_y.dim() == 2, p.op, "grad_y must have 2 dimensions, got ", grad_y.dim());
+  const Tensor g = p.dense("grad_y", grad_y, {p.rows, grad_y.size(1)});
+  const Tensor dc = p.gradient(), dx = p.gradient();
+  const VandermondeBackwardParams params{.sums = vandermonde_of(p, g.size(1)),
+                                         .grad_y = g.const_data_ptr(),
+                                         .dc = dc.mutable_data_ptr(),
+                                         .dx = dx.mutable_data_ptr()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_vandermonde_backward(params, stream()));
+  } else {
+    const VandermondeKernels& kernels = vandermonde_kernels();
+    p.run(params, kernels.bytes(params.sums), kernels.backward);
+  }
+  return {dc, dx};
+}
+
+// z (L, 2), which all rows share.
+Tensor points(const Terms& p, const Tensor& z) {
+  require(z.dim() == 2, p.op, "z must have 2 dimensions, got ", z.dim());
+  return p.dense("z", z, {z.size(0), 2});
+}
+Cauchy cauchy_of(const Terms& p, const Tensor& z) {
+  return {.dtype = p.dtype,
+          .rows = p.rows,
+          .terms = p.terms,
+          .length = z.size(0),
+          .v = p.first.const_data_ptr(),
+          .w = p.second.const_data_ptr(),
+          .z = z.const_data_ptr()};
+}
+
+Tensor cauchy(const Tensor& v, const Tensor& z, const Tensor& w) {
+  const DeviceScope scope(v);
+  const Terms p("cauchy", "v", v, "w", w);
+  const Tensor at = points(p, z);
+  const Tensor y = empty_tensor({p.rows, at.size(0), 2}, p.dtype);
+  const CauchyParams params{.sums = cauchy_of(p, at), .y = y.mutable_data_ptr()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_cauchy(params, stream()));
+  } else {
+    const CauchyKernels& kernels = cauchy_kernels();
+    p.run(params, kernels.bytes(params.sums), kernels.forward);
+  }
+  return y;
+}
+
+std::tuple<Tensor, Tensor> cauchy_backward(const Tensor& v, const Tensor& z, const Tensor& w,
+                                           const Tensor& grad_y) {
+  const DeviceScope scope(v);
+  const Terms p("cauchy_backward", "v", v, "w", w);
+  const Tensor at = points(p, z);
+  const Tensor g = p.dense("grad_y", grad_y, {p.rows, at.size(0), 2});
+  const Tensor dv = p.gradient(), dw = p.gradient();
+  const CauchyBackwardParams params{.sums = cauchy_of(p, at),
+                                    .grad_y = g.const_data_ptr(),
+                                    .dv = dv.mutable_data_ptr(),
+                                    .dw = dw.mutable_data_ptr()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_cauchy_backward(params, stream()));
+  } else {
+    const CauchyKernels& kernels = cauchy_kernels();
+    p.run(params, kernels.bytes(params.sums), kernels.backward);
+  }
+  return {dv, dw};
+}
+
+// c, x, v, w (H, N, 2) and z (L, 2) of pairs, y (H, L) or (H, L, 2), in fp32 or fp64.
+const Registry registry([](Registry& ops) {
+  ops.add<vandermonde>("vandermonde(Tensor c, Tensor x, SymInt length) -> Tensor", differentiable);
+  ops.add<vandermonde_backward>(
+      "vandermonde_backward(Tensor c, Tensor x, Tensor grad_y) -> (Tensor dc, Tensor dx)");
+  ops.add<cauchy>("cauchy(Tensor v, Tensor z, Tensor w) -> Tensor", differentiable);
+  ops.add<cauchy_backward>(
+      "cauchy_backward(Tensor v, Tensor z, Tensor w, Tensor grad_y) -> (Tensor dv, Tensor dw)");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::structured
