@@ -130,7 +130,7 @@ def attention(
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype, and with return_lse lse (B, Hq, Tq) in float32 (float64 for
         float64), the sink included. A query that sees no key gives O = 0, lse = -inf (the sink, if
-        there is one) and zero gradients.
+        there is one) and zero gradients. A logit of NaN or +inf makes O and lse of its row NaN.
 
     Raises:
         TypeError: a dtype that is unsupported or does not fit the others.
