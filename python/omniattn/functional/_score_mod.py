@@ -13,6 +13,7 @@ from omniattn.encoding.masks import Rule
 from omniattn.encoding.score_compiler import Compiled, compile_program
 from omniattn.encoding.score_program import Node, Program, domain_of
 from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate
+from omniattn.functional import _traced_nn as _traced_nn  # it adds functions
 from omniattn.functional._checks import require_device
 from omniattn.functional._traced import trace_function
 from omniattn.ops._autograd import may_need_gradient
