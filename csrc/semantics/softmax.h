@@ -1,7 +1,9 @@
 // Online softmax: a row keeps its running maximum m in the unit of logits (see score.h), the sum l
 // of e^(s - m) and the unnormalised output. The result of a row without a visible key is defined
-// here and nowhere else: output 0, lse -inf, gradients 0. A sink is a key with value 0 that a row
-// sees before all others. Other normalisers (see score_rules.h) need no m and l; their lse is 0.
+// here and nowhere else: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
+// with it the output and lse of its row; m alone may have lost a NaN. A sink is a key with value 0
+// that a row sees before all others. Other normalisers (see score_rules.h) need no m and l; their
+// lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -21,16 +23,16 @@ OMNIATTN_FN T softmax_shift(T m) {
   return m == negative_infinity<T>() ? T(0) : m;
 }
 
-// l of a row before its first key: 1 for a sink with logit m, 0 without a sink (m = -inf).
+// l of a row before its first key: e^(m - m) for a sink with logit m, 0 without a sink (m = -inf).
 template <class T>
 OMNIATTN_FN T softmax_initial_sum(T m) {
-  return m == negative_infinity<T>() ? T(0) : T(1);
+  return m == negative_infinity<T>() ? T(0) : T(1) + (m - m);
 }
 
 // The final factor of the unnormalised output.
 template <class T>
 OMNIATTN_FN T softmax_normaliser(T l) {
-  return l > T(0) ? T(1) / l : T(0);
+  return l == T(0) ? T(0) : T(1) / l;
 }
 
 // The lse of a row in natural units, and what was lost in rounding it: near the ends of the range
@@ -41,7 +43,7 @@ struct Lse {
 };
 template <class T>
 OMNIATTN_FN Lse<T> softmax_lse(const Score& score, T m, T l, T ln_l) {
-  if (!(l > T(0))) return {negative_infinity<T>(), T(0)};
+  if (l == T(0)) return {negative_infinity<T>(), T(0)};
   const T value = from_logit(score, m) + ln_l;
   return {value, score.natural ? (m - value) + ln_l : T(0)};
 }

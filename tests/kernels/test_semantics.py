@@ -404,6 +404,8 @@ def test_softmax_rules_of_an_empty_row():
     for rules in ([], [BIAS]):
         assert kernels.softmax_lse(rules, -inf, 0.0, -inf) == (-inf, 0)
         assert kernels.softmax_backward_shift(rules, -inf) == inf
+        assert math.isnan(kernels.softmax_lse(rules, 1.0, math.nan, math.nan)[0])
+    assert math.isnan(kernels.softmax_normaliser(math.nan))
     lse, tail = kernels.softmax_lse([], 1.0, 8.0, math.log(8))
     assert lse == pytest.approx(4 * math.log(2)) and tail == 0
 

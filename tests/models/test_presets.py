@@ -304,6 +304,22 @@ def test_configs_check_their_fields():
             replace(SMALL["vit"], **{field: value})
 
 
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_tokens_outside_the_vocabulary_are_named(wrong):
+    tokens, bad = torch.tensor([[3, 4, 5, 1]]), torch.tensor([[3, wrong, 5, 1]])
+    low, high = min(wrong, 1), max(wrong, 5)
+    message = rf"Embedding: tokens must be in \[0, 97\), got tokens from {low} to {high}"
+    calls = [(name, (bad,)) for name in ("mixtral", "gpt2", "bert")]
+    calls += [("t5", (tokens, bad)), ("t5", (bad, tokens))]
+    for name, arguments in calls:
+        with pytest.raises(ValueError, match=message):
+            SMALL[name].build()(*arguments)
+    with pytest.raises(TypeError, match=r"tokens must be integers, got tokens.dtype=torch.float32"):
+        SMALL["gpt2"].build()(tokens.float())
+    with pytest.raises(ValueError, match=r"token_types must be in \[0, 2\), got token_types from"):
+        SMALL["bert"].build()(tokens, token_types=tokens)
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert"])
 def test_shapes_without_weights(name):
     """On the meta device, which has no autocast, every op says what it would give."""

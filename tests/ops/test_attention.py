@@ -135,6 +135,26 @@ def test_hidden_keys_may_hold_nan(tq):
         torch.testing.assert_close(a, w, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "bias", "sinks"])
+@pytest.mark.parametrize("tq,tk", [(130, 300), (1, 3000), (3, 5)], ids=["tiles", "decode", "few"])
+@pytest.mark.parametrize("dtype", [F32, F64, torch.bfloat16], ids=str)
+def test_rows_whose_logits_are_not_numbers_have_an_lse_of_nan(bad, where, tq, tk, dtype):
+    q, k, v = qkv(2, tq, tk, 2, 1, 16, dtype=dtype)
+    q.abs_()  # so that inf in a key gives +inf
+    bias, sinks = torch.zeros(2, 2, tq, tk, dtype=dtype), torch.zeros(2)
+    {"q": q[1, -1, 1], "k": k[1, 2, 0], "bias": bias[1, 1, -1], "sinks": sinks}[where][1] = bad
+    options = {"bias": bias, "sinks": sinks, "return_lse": True}
+    out, lse = attention(q, k, v, **options)
+    want, want_lse = reference.attention(q, k, v, **options)
+    assert lse[1, 1, -1].isnan() and not lse[0, 0].isnan().any()
+    assert torch.equal(lse.isnan(), want_lse.isnan())
+    assert torch.equal(out.isnan(), want.isnan())
+    hidden, lse = attention(q, k, v, mask=torch.zeros(1, 1, 1, tk, dtype=torch.bool), **options)
+    if where != "sinks":
+        assert (hidden == 0).all() and (lse == 0).all()
+
+
 def test_masks_combine():
     q, k, v = qkv(2, 50, 90, 2, 2, 8)
     real = torch.rand(2, 90) < 0.8

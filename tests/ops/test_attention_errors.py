@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omniattn.encoding.masks import MaskKind
 from omniattn.encoding.options import ScoreKind
-from omniattn.functional import attention, masks
+from omniattn.functional import attention, attention_weights, masks
 
 
 def test_the_gradient_of_a_parameter_is_wanted_once():
@@ -57,6 +57,19 @@ def test_errors_name_argument_and_value(shapes, options, error, message):
     sizes = {"q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8)} | shapes
     with pytest.raises(error, match="attention: .*" + message):
         attention(*(torch.zeros(sizes[n]) for n in "qkv"), **options)
+
+
+def test_options_of_other_libraries_are_pointed_to_ours():
+    q = torch.zeros(1, 2, 1, 4)
+    for name, ours in (
+        ("is_causal", "causal"),
+        ("softmax_scale", "scale"),
+        ("dropout", "dropout_p"),
+    ):
+        with pytest.raises(TypeError, match=f"attention.*argument '{name}'; did you mean '{ours}'"):
+            attention(q, q, q, **{name: 1})
+    with pytest.raises(TypeError, match=r"attention_weights.*argument 'dropout'$"):
+        attention_weights(q, q, torch.zeros(1, 1, 2), dropout=0.1)
 
 
 sizes = st.integers(0, 70)

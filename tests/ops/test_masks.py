@@ -6,6 +6,13 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 
 from omniattn import functional, reference
 from omniattn.encoding.masks import MaskKind
@@ -169,7 +176,7 @@ def test_decode_sees_the_last_rows(name):
 def test_any_predicate_becomes_blocks(name):
     _, predicate = MASKS[name]
     blocks = masks.from_predicate(
-        lambda b, h, q, k: predicate(b, h, q, k, q + TK - TQ).expand(B, H, len(q), TK),
+        lambda b, h, q, k: predicate(b, h, q, k, q + TK - TQ),
         TQ,
         TK,
         batch=B,
@@ -318,8 +325,52 @@ def test_tensors_of_another_type(make, message):
         make()
 
 
+TABLE = torch.arange(40 * 7).view(40, 7) % 5 > 1
+
+#: mask_mods of flex_attention, of which most mean something else for tensors with dimensions.
+MASK_MODS = {
+    "noop": noop_mask,
+    "causal": lambda b, h, q, k: q >= k,
+    "of b and h": lambda b, h, q, k: (b + h) % 2 == 0,
+    "and": and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: q - k < 9),
+    "or": or_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < 3),
+    "sum of a row": lambda b, h, q, k: TABLE[q].sum() > 4,
+    "any of a row": lambda b, h, q, k: (TABLE[q] & TABLE[k]).any(),
+    "all of a row": lambda b, h, q, k: ~TABLE[k].all(),
+    "row and column": lambda b, h, q, k: TABLE[q, k % 7],
+    "column": lambda b, h, q, k: TABLE[:, k % 7].sum() > q + 2,
+    "one number": lambda b, h, q, k: TABLE[q, 2],
+    "local tensor": lambda b, h, q, k: torch.tensor([3, 30])[b] <= q + k,
+    "maximum": lambda b, h, q, k: torch.stack([q, k, h]).max() > 20,
+    "any of one": lambda b, h, q, k: (q < k).any(),
+    "sum of one": lambda b, h, q, k: (q - k).sum() > 4,
+    "positions of a range": lambda b, h, q, k: (torch.arange(7) == q % 7).sum() == (k < 9),
+    "scalar tensors": lambda b, h, q, k: torch.where(h == 0, q >= k, q <= k),
+    "new_ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("size", [(2, 3, 40, 33), (1, 1, 1, 7)])
+def test_a_predicate_is_called_as_flex_attention_calls_it(name, size):
+    batch, heads, tq, tk = size
+    want = create_mask(MASK_MODS[name], *size, device="cpu").expand(size)
+    got = masks.from_predicate(MASK_MODS[name], tq, tk, batch=batch, heads=heads)
+    assert torch.equal(got.dense(tq, tk, heads=heads).expand(size), want)
+    blocks = create_block_mask(MASK_MODS[name], *size, device="cpu", BLOCK_SIZE=16)
+    got = masks.from_block_mask(blocks)
+    assert torch.equal(got.dense(tq, tk, heads=heads).expand(size), want)
+
+
+@pytest.mark.parametrize("size", [(0, 3, 40, 33), (2, 0, 40, 33), (2, 3, 0, 33), (2, 3, 40, 0)])
+def test_a_predicate_of_no_pairs(size):
+    batch, heads, tq, tk = size
+    mask = masks.from_predicate(lambda b, h, q, k: q >= k, tq, tk, batch=batch, heads=heads)
+    assert mask.codes.numel() == 0 or mask.codes.sum() == 0
+
+
 def test_a_predicate_must_return_a_value_for_each_pair():
-    with pytest.raises(ValueError, match=r"queries, keys\)=\(1, 1, 4, 5\), got shape=\(3,\)"):
+    with pytest.raises(ValueError, match=r"predicate must return .* without .* shape=\(3,\)"):
         masks.from_predicate(lambda b, h, q, k: torch.ones(3, dtype=torch.bool), 4, 5)
 
 

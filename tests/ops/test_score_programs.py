@@ -40,7 +40,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsigmoid": torch.nn.functional.logsigmoid,
     "softplus": torch.nn.functional.softplus,
     "silu": torch.nn.functional.silu,
+    "softplus_beta": lambda s: torch.nn.functional.softplus(s, 3, 2.0),
     "relu": torch.nn.functional.relu,
+    "leaky_relu": lambda s: torch.nn.functional.leaky_relu(s, 0.2),
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda s: torch.nn.functional.gelu(s, approximate="tanh"),
+    "elu": torch.nn.functional.elu,
+    "elu_alpha": lambda s: torch.nn.functional.elu(s * 300, 0.5),
+    "module": torch.nn.GELU(),
     "sin": torch.sin,
     "cos": torch.cos,
     "erf": torch.erf,
@@ -59,6 +66,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda s: torch.maximum(s, -0.5 * s),
     "divide": lambda s: 1 / (2 + s * s) - s / 3,
     "remainder": lambda s: (s * 2) % 3 + s.detach() // 2,
+    "negative remainder": lambda s: (s * 2) % -3 - 7 % (s.detach().abs() + 0.3),
+    "fmod": lambda s: torch.fmod(s * 3, 2) - torch.fmod(s * 3, -2),
+    "floor_divide": lambda s: s + s.detach() // 0.317 + s.detach().floor_divide(-0.7331),
     "integer": lambda s: s * s.to(torch.int64).abs(),
 }
 
@@ -106,6 +116,21 @@ def test_numbers_do_not_depend_on_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
 
 
+def test_tensors_read_at_tensors() -> None:
+    """Indices that tensors hold, negative ones and those made of two, as in flex_attention."""
+    q, k, v = make_qkv()
+    order, near = torch.randperm(v.shape[1]), torch.randint(-4, 4, (v.shape[1],))
+    table = torch.randn(v.shape[1], 4, dtype=torch.float64, requires_grad=True)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        row = table[order[k]]
+        return s + row[near[q]] * table[order[(order[q] + k) % 50], -1] + near[order[k]]
+
+    leaves = [q, k, v, table]
+    both = [f(q, k, v, score_mod=mod) for f in (F.attention, reference.attention)]
+    assert_same(*([o, *gradients_of(o, leaves)] for o in both))
+
+
 def test_outside_a_tensor_is_nan() -> None:
     q, k, v = make_qkv()
     table = torch.randn(8, dtype=torch.float64)
@@ -127,6 +152,10 @@ def test_outside_a_tensor_is_nan() -> None:
         (lambda s, b, h, q, k: s + torch.ones(3)[s], "integers"),
         (lambda s, b, h, q, k: "text", "text"),
         (lambda s, b, h, q, k: s.half(), "half"),
+        (lambda s, b, h, q, k: torch.nn.functional.selu(s), "cannot trace selu;"),
+        (lambda s, b, h, q, k: torch.nn.functional.gelu(s, approximate="x"), "cannot trace gelu"),
+        (lambda s, b, h, q, k: s + torch.ones(3, 4).gather(0, q), "cannot trace gather;"),
+        (lambda s, b, h, q, k: s + torch.fmod(q, 3), "div of integers"),
         (lambda s, b, h, q, k: s.mean(), "mean"),
         (lambda s, b, h, q, k: s + torch.ones(3, 4)[h].sum(), "indexed in all dimensions"),
         (lambda s, b, h, q, k: torch.add(s, s, alpha=2), r"add\(Value, Value, alpha=...\)"),

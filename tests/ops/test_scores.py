@@ -210,3 +210,5 @@ def test_tables_without_a_meaning():
     ):
         with pytest.raises(ValueError, match=r"(table|num_buckets) must"):
             make()
+    with pytest.raises(ValueError, match=r"zero must be an int >= 0 and <= 6, got zero=7"):
+        scores.DistanceBias(torch.zeros(7, 4), 7)

@@ -24,7 +24,8 @@ FOLDER = os.environ.get("OMNIATTN_PEERS")
 
 
 class Missing:
-    """Stands for a name of a peer that we lack: a test that uses it is skipped."""
+    """Stands for a name of a peer that we lack: a test that uses it is skipped, and the name listed
+    at the end of the run."""
 
     def __init__(self, name: str, *_: object) -> None:
         self.__dict__["missing"] = name

@@ -188,11 +188,26 @@ def transform_of(options: Options) -> tuple[str, float] | None:
     return found
 
 
+#: Options by their names in torch, flash-attn and transformers.
+_NAMES_ELSEWHERE = {
+    "is_causal": "causal",
+    "attn_mask": "mask",
+    "attention_mask": "mask",
+    "block_mask": "mask",
+    "softmax_scale": "scale",
+    "dropout": "dropout_p",
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
+}
+
+
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
     """The options of a call of `op`, which takes those of `names`."""
     if not options.keys() <= names.__annotations__.keys():
         unknown = next(name for name in options if name not in names.__annotations__)
-        raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}")
+        ours = _NAMES_ELSEWHERE.get(unknown)
+        hint = f"; did you mean {ours!r}?" if ours in names.__annotations__ else ""
+        raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}{hint}")
     return _with_mask_mod(Options(**options))
 
 

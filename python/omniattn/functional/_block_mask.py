@@ -12,6 +12,7 @@ from torch import Tensor
 from omniattn.encoding.masks import BLOCK, MaskKind, Rule
 from omniattn.functional._checks import require_int, require_integers, require_pair, shown
 from omniattn.functional._mask import Mask, require_bool_mask
+from omniattn.reference.score_mod import at_each_pair
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -60,25 +61,18 @@ def from_predicate(
 ) -> Blocks:
     """Any mask: `predicate(b, h, q, k)` as bool, True = attend, for a fixed (tq, tk).
 
-    The predicate is called once per 64 queries with int64 index tensors that broadcast to (batch,
-    heads, 64, tk); those of flex_attention work unchanged. The result runs fused in both passes,
-    takes 1 bit per pair in partial blocks and nothing elsewhere, and can be reused for any number
-    of calls. batch or heads of 1 broadcast.
+    The predicate is a mask_mod of flex_attention: a function of four int64 tensors without
+    dimensions, which runs under `torch.vmap` and so must not read their values. The result runs
+    fused in both passes, takes 1 bit per pair in partial blocks and nothing elsewhere, and can be
+    reused for any number of calls. batch or heads of 1 broadcast.
 
     Raises:
         TypeError: the predicate does not return a bool tensor.
-        ValueError: it returns one of another shape.
+        ValueError: the tensor that it returns has dimensions.
     """
     for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
         require_int("from_predicate", name, n, 0)
-    b, h = (torch.arange(n, device=device) for n in (batch, heads))
-    k = torch.arange(tk, device=device)
-
-    def seen(first: int, last: int) -> Tensor:
-        q = torch.arange(first, last, device=device)
-        found = predicate(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        return _checked(found, (batch, heads, len(q), tk))
-
+    seen = _seen("from_predicate: predicate", predicate, (batch, heads, tk), device)
     return blocks_of_rows(seen, tq, tk, device)
 
 
@@ -98,17 +92,15 @@ def from_block_mask(block_mask: BlockMask) -> Blocks:
         is_listed = torch.arange(indices.shape[-1], device=counts.device) < counts[..., None]
         marks = torch.zeros_like(full, dtype=torch.int64)
         full = marks.scatter_add(-1, indices.long(), is_listed.long()) > 0
-    batch, heads = listed.shape[:2]
     device = listed.device
-    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    name = "from_block_mask: mask_mod"
+    by_mod = _seen(name, block_mask.mask_mod, (*listed.shape[:2], tk), device)
     k = torch.arange(tk, device=device)
 
     def seen(first: int, last: int) -> Tensor:
         q = torch.arange(first, last, device=device)
-        found = block_mask.mask_mod(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        found = _checked(found, (batch, heads, len(q), tk))
         places = (slice(None), slice(None), q[:, None] // rows, k // columns)
-        return listed[places] & (found | full[places])
+        return listed[places] & (by_mod(first, last) | full[places])
 
     return blocks_of_rows(seen, tq, tk, device)
 
@@ -130,17 +122,31 @@ def blocks_of_rows(
     return Blocks(torch.stack(codes, 2), torch.cat(bits), (tq, tk))
 
 
-def _checked(seen: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """What a predicate has returned, in full."""
-    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-        raise TypeError(f"from_predicate: predicate must return a bool tensor, got {shown(seen)}")
-    try:
-        return seen.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            "from_predicate: predicate must return a tensor broadcastable to (batch, heads, "
-            f"queries, keys)={shape}, got shape={tuple(seen.shape)}"
-        ) from None
+def _seen(
+    name: str,
+    predicate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    shape: tuple[int, int, int],
+    device: torch.device | str,
+) -> Callable[[int, int], Tensor]:
+    """The rows (B, Hq, rows, Tk) of a predicate, shape (B, Hq, Tk); for `blocks_of_rows`."""
+
+    def checked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found = predicate(b, h, q, k)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            raise TypeError(f"{name} must return a bool tensor, got {shown(found)}")
+        if found.dim() > 0:
+            raise ValueError(
+                f"{name} must return a tensor without dimensions, got shape={tuple(found.shape)}"
+            )
+        return found
+
+    def seen(first: int, last: int) -> Tensor:
+        if 0 in shape:
+            return torch.zeros(*shape[:2], last - first, shape[2], dtype=torch.bool, device=device)
+        b, h, k = (torch.arange(n, device=device) for n in shape)
+        return at_each_pair(checked, (b, h, torch.arange(first, last, device=device), k))
+
+    return seen
 
 
 def _encoded(seen: Tensor, partials: int) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,24 @@ def require_integers(op: str, name: str, x: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
 
 
+def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
+    """`index` must be in [0, rows), where its values can be read without waiting for a device."""
+    if not index.is_cpu or index.numel() == 0 or is_traced():
+        return
+    low, high = (int(t) for t in index.aminmax())
+    if low < 0 or high >= rows:
+        raise ValueError(f"{op}: {name} must be in [0, {rows}), got {name} from {low} to {high}")
+
+
+def is_traced() -> bool:
+    """Whether a call is part of a trace or of a transform of torch.func."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     """`t` must be a tensor of the dtype and device of `x`."""
     if type(t) not in _PLAIN:

@@ -13,7 +13,8 @@ from omniattn.encoding.masks import Rule
 from omniattn.encoding.score_compiler import Compiled, compile_program
 from omniattn.encoding.score_program import Node, Program, domain_of
 from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate
-from omniattn.functional._checks import require_device
+from omniattn.functional import _traced_nn as _traced_nn  # it adds functions
+from omniattn.functional._checks import is_traced, require_device
 from omniattn.functional._traced import trace_function
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.reference.precision import compute_dtype
@@ -41,9 +42,7 @@ def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
     domain = extents.domain
     if (
         extents.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_traced()
         or extents.batch * extents.heads * (domain.queries + domain.keys) > 1 << 16
     ):
         return {}

@@ -1,4 +1,7 @@
-"""A score_mod or mask_mod, called once: what each function of torch does to the values it sees."""
+"""A score_mod or mask_mod, called once: what each function of torch does to the values it sees.
+
+Those of torch.nn.functional are in _traced_nn.py.
+"""
 
 from __future__ import annotations
 
@@ -235,12 +238,6 @@ def _cast(trace: Trace, a: Any, dtype: torch.dtype) -> Value:
     return Value(trace, x.node, "i")
 
 
-def _softplus(trace: Trace, a: Any, beta: float = 1, threshold: float = 20) -> Value:
-    x = _mul(trace, _float(trace, a), float(beta))
-    soft = _log1p(trace, _exp(trace, _minimum(trace, x, float(threshold))))
-    return _divide(trace, _where(trace, _less(trace, float(threshold), x), x, soft), float(beta))
-
-
 def _log2(trace: Trace, a: Any) -> Value:
     """log(a) / log(2), exact at powers of two: users round it to buckets."""
     x = _float(trace, a)
@@ -279,6 +276,9 @@ _NAMED: dict[str, Handler] = {
     "div": _divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,
+    "fmod": lambda trace, a, b: _sub(
+        trace, a, _mul(trace, _divide(trace, a, b, rounding_mode="trunc"), b)
+    ),
     "pow": _power,
     "square": lambda trace, a: _mul(trace, a, a),
     "reciprocal": lambda trace, a: _divide(trace, 1.0, a),
@@ -298,9 +298,6 @@ _NAMED: dict[str, Handler] = {
     "rsqrt": lambda trace, a: _divide(trace, 1.0, _sqrt(trace, a)),
     "tanh": _unary("tanh"),
     "sigmoid": _sigmoid,
-    "softplus": _softplus,
-    "logsigmoid": lambda trace, a: _negative(trace, _softplus(trace, _negative(trace, a))),
-    "silu": lambda trace, a, inplace=False: _mul(trace, a, _sigmoid(trace, a)),
     "sin": _unary("sin"),
     "cos": _unary("cos"),
     "erf": _unary("erf"),
@@ -364,23 +361,11 @@ _OTHER_NAMES: dict[str, Handler] = {
     "clamp_min": _clamp,
     "clamp_max": lambda trace, a, max: _clamp(trace, a, max=max),
     "rsub": lambda trace, a, b: _sub(trace, b, a),
-    "log_sigmoid": _NAMED["logsigmoid"],
 }
 _REVERSED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _OPERATORS = (
     *_REVERSED,
-    "lshift",
-    "rshift",
-    "lt",
-    "le",
-    "eq",
-    "gt",
-    "ge",
-    "ne",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
+    *("lshift", "rshift", "lt", "le", "eq", "gt", "ge", "ne", "neg", "pos", "abs", "invert"),
 )
 
 

@@ -111,11 +111,13 @@ def attention(
             it once, with values that record what it does to them, and the kernels run that over the
             rows of a tile: no (Tq, Tk) tensor is made. It may use arithmetic, comparisons, & | ^ ~,
             where, most pointwise functions, and captured tensors indexed by integers made of b, h,
-            q and k, which get gradients. q and k are row numbers; in packed batches those of the
-            sequence, in caches q is the position among the keys. Floats are of the compute type,
-            integers have 32 bits (64 for float64), in which captured ones must fit and beyond which
-            arithmetic wraps around; what lies outside a tensor is NaN, or 0 of integers. Hidden
-            pairs add nothing to any gradient, whatever tensors hold there. But torch computes and
+            q and k, which get gradients. For floats a // b is floor(a / b) and a % b is a - floor(a
+            / b) b: where a / b rounds to an integer, torch, which computes both exactly, may give
+            the one below. q and k are row numbers; in packed batches those of the sequence, in
+            caches q is the position among the keys. Floats are of the compute type, integers have
+            32 bits (64 for float64), in which captured ones must fit and beyond which arithmetic
+            wraps around; what lies outside a tensor is NaN, or 0 of integers. Hidden pairs add
+            nothing to any gradient, whatever tensors hold there. But torch computes and
             differentiates before what depends on one of q, k and k - q alone: if only hidden pairs
             read t[k] = 0, the gradient of log(t[k]) there is 0 / 0, NaN, as in torch.
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
@@ -130,7 +132,7 @@ def attention(
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype, and with return_lse lse (B, Hq, Tq) in float32 (float64 for
         float64), the sink included. A query that sees no key gives O = 0, lse = -inf (the sink, if
-        there is one) and zero gradients.
+        there is one) and zero gradients. A logit of NaN or +inf makes O and lse of its row NaN.
 
     Raises:
         TypeError: a dtype that is unsupported or does not fit the others.

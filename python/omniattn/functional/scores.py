@@ -63,12 +63,12 @@ class DistanceBias(RelativeBias):
 
     def __post_init__(self) -> None:
         require_float("DistanceBias", "table", self.table)
-        require_int("DistanceBias", "zero", self.zero, 0)
         if self.table.dim() != 2 or self.table.shape[0] < 1:
             raise ValueError(
                 f"DistanceBias: table must have shape (rows >= 1, Hq), "
                 f"got table.shape={tuple(self.table.shape)}"
             )
+        require_int("DistanceBias", "zero", self.zero, 0, self.table.shape[0] - 1)
 
     def rule(self) -> ScoreRule:
         return (ScoreKind.DISTANCES, self.table[None], (float(self.zero), 0.0))

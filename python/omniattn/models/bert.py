@@ -153,8 +153,8 @@ class BertEncoder(Model):
         c = config
         norm = c.layer_norm(c.dim)
 
-        def table(rows: int) -> Embedding:
-            return Embedding(rows, c.dim, c.init_std, device=device, dtype=dtype)
+        def table(name: str, rows: int) -> Embedding:
+            return Embedding(rows, c.dim, c.init_std, name=name, device=device, dtype=dtype)
 
         def post_norm(layer: nn.Module) -> Residual:
             placement = Residual.Config(norm, "post", c.dropout_p)
@@ -162,7 +162,8 @@ class BertEncoder(Model):
 
         attention = c.attention(c.dim, c.num_heads, c.dropout_p)
         mlp = c.mlp(c.dim, c.hidden_dim)
-        self.embed_tokens, self.embed_types = table(c.vocab_size), table(c.token_types)
+        self.embed_tokens = table("tokens", c.vocab_size)
+        self.embed_types = table("token_types", c.token_types)
         positions = LearnedPositional.Config(c.max_positions, c.dim, c.init_std)
         self.embed_positions = LearnedPositional(positions, device=device, dtype=dtype)
         self.embed_norm = LayerNorm(norm, device=device, dtype=dtype)

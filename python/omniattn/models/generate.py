@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_number
+from omniattn.functional._checks import require_int, require_integers, require_number, require_rows
 
 
 class Sized(Protocol):
@@ -96,12 +96,7 @@ def _check(
     require_int(op, "seed", seed)
     if eos is not None:
         require_int(op, "eos", eos, 0, vocab - 1)
-    if tokens.numel() > 0:
-        low, high = (int(t) for t in tokens.aminmax())
-        if low < 0 or high >= vocab:
-            raise ValueError(
-                f"{op}: tokens must be in [0, {vocab}), got tokens from {low} to {high}"
-            )
+    require_rows(op, "tokens", tokens.cpu(), vocab)
 
 
 def _encoder(model: Generator) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from omniattn.functional._checks import require_integers, require_rows
 from omniattn.models.hf import Counterpart, copy_weights
 from omniattn.modules.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Embedding(nn.Embedding):
-    """torch.nn.Embedding whose rows are drawn from N(0, init_std^2)."""
+    """torch.nn.Embedding whose rows are drawn from N(0, init_std^2).
+
+    `name`: what errors call the indices, which are checked on the CPU; torch asserts them on CUDA.
+    """
 
     def __init__(
         self,
@@ -27,15 +31,23 @@ class Embedding(nn.Embedding):
         dim: int,
         init_std: float,
         *,
+        name: str = "tokens",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.name = name
         self.init_std = init_std  # before the constructor, which draws
         super().__init__(rows, dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draws the rows."""
         nn.init.normal_(self.weight, std=self.init_std)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        """index (...) int -> (..., dim)."""
+        require_integers("Embedding", self.name, index)
+        require_rows("Embedding", self.name, index, self.num_embeddings)
+        return super().forward(index)
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers
+from omniattn.functional._checks import require_int, require_integers, require_rows
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
@@ -194,13 +194,7 @@ class LearnedPositional(Layer):
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
         """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
         p = _token_positions(self, x, positions)
-        if p.is_cpu and p.numel() and not torch.compiler.is_compiling():
-            low, high = int(p.min()), int(p.max())
-            if low < 0 or high >= self.config.max_positions:
-                raise ValueError(
-                    f"LearnedPositional: positions must be in [0, {self.config.max_positions}), "
-                    f"got positions from {low} to {high}"
-                )
+        require_rows("LearnedPositional", "positions", p, self.config.max_positions)
         return x + nn.functional.embedding(p, self.weight)
 
     def interpolate(self, length: int) -> LearnedPositional:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,13 @@ class _TensorIndices(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             t, index = args
             indices = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(i, Tensor) and i.dtype != torch.bool for i in indices):
-                found = [i if isinstance(i, Tensor) else torch.tensor(i) for i in indices]
-                return torch.ops.aten.index(t, found)
+            if any(isinstance(i, Tensor) and i.dtype != torch.bool for i in indices) and all(
+                isinstance(i, (Tensor, int)) or i == slice(None) for i in indices
+            ):
+                found = [torch.tensor(i) if isinstance(i, int) else i for i in indices]
+                return torch.ops.aten.index(
+                    t, [i if isinstance(i, Tensor) else None for i in found]
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -49,11 +53,19 @@ def apply_score_mod(
         return score
     if isinstance(score_mod, PairMod):
         return score_mod.of_pairs(score, first_batch, first_q)
-    over: ScoreMod = score_mod
-    for dim in range(4, 0, -1):
-        dims = tuple(0 if n in (0, dim) else None for n in range(5))
-        over = torch.vmap(over, in_dims=dims)
     positions = [torch.arange(n, device=score.device) for n in score.shape]
     positions[0], positions[2] = positions[0] + first_batch, positions[2] + first_q
+    return at_each_pair(score_mod, positions, score).to(score.dtype)
+
+
+def at_each_pair(
+    mod: Callable[..., Tensor], positions: Sequence[Tensor], *scores: Tensor
+) -> Tensor:
+    """mod(*scores, b, h, q, k), called with tensors without dimensions as torch does, at each b, h,
+    q and k of `positions`; these may not be empty."""
+    over = mod
+    for dim in range(3, -1, -1):
+        one = tuple(0 if n == dim else None for n in range(4))
+        over = torch.vmap(over, in_dims=(*(0 for _ in scores), *one))
     with _TensorIndices():
-        return over(score, *positions).to(score.dtype)
+        return over(*scores, *positions)
