@@ -67,7 +67,9 @@ template <class S>
 template <class S>
 OMNIATTN_INLINE Vec<compute_t<S>> load(const S* p) {
   if constexpr (sizeof(S) == sizeof(compute_t<S>)) {
-    return map_lanes_unrolled<S>([&](int i) { return p[i]; });
+    Vec<S> x;
+    __builtin_memcpy(&x.v, p, sizeof(x.v));
+    return x;
   } else {
     return load_widened(p);
   }
@@ -75,8 +77,7 @@ OMNIATTN_INLINE Vec<compute_t<S>> load(const S* p) {
 template <class S>
 OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) {
   if constexpr (sizeof(S) == sizeof(compute_t<S>)) {
-#pragma GCC unroll 16
-    for (int i = 0; i < x.kWidth; ++i) p[i] = x.v[i];
+    __builtin_memcpy(p, &x.v, sizeof(x.v));
   } else {
     store_narrowed(p, x);
   }

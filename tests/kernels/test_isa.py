@@ -91,7 +91,7 @@ endforeach()
     result = subprocess.run(command, cwd=table, capture_output=True, text=True, check=True)
     found = dict(re.findall(r"(\w+): (.*)", result.stderr))
     extensions = {
-        name: [f for f in flags.split(";") if not f.startswith(("-O", "-mprefer", "$"))]
+        name: [f for f in flags.split(";") if not f.startswith(("-O", "-W", "-mprefer", "$"))]
         for name, flags in found.items()
     }
     assert extensions == {
