@@ -35,6 +35,8 @@ TOKEN_WISE = {
     "layer_norm-residual": lambda x: F.layer_norm(x, residual=x),
     "group_norm": lambda x: F.group_norm(x, 2, weight),
     "rms_norm_gated": lambda x: F.rms_norm_gated(x, 2 * x, weight),
+    "linear": lambda x: F.linear(x, up, gate[:, 0]),
+    "random_features": lambda x: F.random_features(x, up),
     "mlp": lambda x: F.mlp(x, up, gate.T, up_bias=up[:, 0]),
     "glu_mlp": lambda x: F.glu_mlp(x=x, gate_weight=gate, up_weight=up, down_weight=up.T),
     "swiglu": lambda x: F.swiglu(x, 2 * x),
@@ -107,13 +109,192 @@ def test_attention_names_what_is_not_jagged():
         F.attention(q, q, jagged(4, 8, lengths=KEYS))
 
 
+def gate_of(x: torch.Tensor, *size: int) -> torch.Tensor:
+    """Logarithms of decays."""
+    return torch.nested.nested_tensor_from_jagged(-like(x, *size).values().abs(), x.offsets())
+
+
+constant = -torch.rand(2, 4, dtype=torch.float64)
+filters = torch.randn(8, 4, dtype=torch.float64)
+recurrent = torch.randn(4, 2, 3, 3, dtype=torch.float64)
+
+#: By name, a function and its arguments of q, k and v (B, j, 2, 4); those nested are of tokens.
+RECURRENT = {
+    "linear_attention": lambda q, k, v: (F.linear_attention, (q, k, v), {}),
+    "linear_attention-gates": lambda q, k, v: (
+        F.linear_attention,
+        (q, k, v),
+        {"g": gate_of(q, 2), "beta": like(q, 2), "feature_map": "relu"},
+    ),
+    "linear_attention-both": lambda q, k, v: (F.linear_attention, (q, k, v), {"causal": False}),
+    "gated_linear_attention": lambda q, k, v: (
+        F.gated_linear_attention,
+        (q, k, v, gate_of(q, 2, 4)),
+        {},
+    ),
+    "retention": lambda q, k, v: (F.retention, (q, k), {"v": v}),
+    "delta_rule": lambda q, k, v: (F.delta_rule, (q, k, v, like(q, 2)), {"l2norm": True}),
+    "gated_delta_rule": lambda q, k, v: (
+        F.gated_delta_rule,
+        (q, k, v, gate_of(q, 2), like(q, 2)),
+        {"l2norm": True},
+    ),
+    "kimi_delta_attention": lambda q, k, v: (
+        F.kimi_delta_attention,
+        (q, k, v),
+        {"g": gate_of(q, 2, 4), "beta": like(q, 2), "l2norm": True},
+    ),
+    "dplr_delta_rule": lambda q, k, v: (F.dplr_delta_rule, (q, k, v, q, k, gate_of(q, 2)), {}),
+    "rwkv6": lambda q, k, v: (F.rwkv6, (q, k, v, gate_of(q, 2, 4), constant), {}),
+    "rwkv6-constant": lambda q, k, v: (F.rwkv6, (q, k, v, constant, constant), {}),
+    "rwkv7": lambda q, k, v: (F.rwkv7, (q, gate_of(q, 2, 4), k, v, q, k), {}),
+    "rwkv4": lambda q, k, v: (
+        F.rwkv4,
+        (-constant.flatten(), constant.flatten(), k.flatten(2), v.flatten(2)),
+        {},
+    ),
+    "slstm": lambda q, k, v: (F.slstm, (like(q, 4, 2, 3), recurrent), {}),
+    "mlstm": lambda q, k, v: (F.mlstm, (q, k, v, like(q, 2)), {"f": like(q, 2)}),
+    "causal_conv1d": lambda q, k, v: (
+        F.causal_conv1d,
+        (q.flatten(2), filters),
+        {"return_final_state": True},
+    ),
+}
+
+
+def states(of: object) -> list[torch.Tensor]:
+    return list(of) if isinstance(of, tuple) else [of]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrences_of_each_sequence_alone(name):
+    q, k, v = (jagged(2, 4) for _ in range(3))
+    k, v = (torch.nested.nested_tensor_from_jagged(t.values(), q.offsets()) for t in (k, v))
+    function, args, options = RECURRENT[name](q, k, v)
+    out, final = function(*args, **options)
+    assert out.shape[:2] == q.shape[:2]
+    for n, (found, state) in enumerate(
+        zip(out.unbind(), zip(*states(final), strict=True), strict=True)
+    ):
+
+        def alone(t, n=n):
+            return t.unbind()[n][None] if isinstance(t, torch.Tensor) and t.is_nested else t
+
+        named = {key: alone(t) for key, t in options.items()}
+        want, last = function(*map(alone, args), **named)
+        torch.testing.assert_close(found, want[0])
+        for a, b in zip(state, states(last), strict=True):
+            torch.testing.assert_close(a, b[0])
+    total = out.values().square().sum()
+    nested = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor) and t.is_nested]
+    leaves = [t for t in (q, k, v) if any(t is u for u in nested)]
+    assert all(g.shape == t.shape for g, t in zip(grads(total, leaves), leaves, strict=True))
+
+
+def grads(total: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(total, leaves) if leaves else ()
+
+
+def test_states_continue_jagged_sequences():
+    x = jagged(8)
+    _, state = F.causal_conv1d(x, filters, return_final_state=True)
+    got = F.causal_conv1d(x, filters, initial_state=state)
+    for row, before, found in zip(x.unbind(), state, got.unbind(), strict=True):
+        want = F.causal_conv1d(row[None], filters, initial_state=before[None])
+        torch.testing.assert_close(found, want[0])
+
+
+def test_recurrences_name_what_is_not_jagged():
+    q = jagged(2, 4)
+    dense, other = torch.randn(3, 5, 2, 4, dtype=torch.float64), jagged(2, 4, lengths=KEYS)
+    for wrong in (dense, other):
+        with pytest.raises(ValueError, match="retention: k must be jagged with the bound"):
+            F.retention(q, wrong, q)
+    with pytest.raises(ValueError, match="cu_seqlens must be None where q is nested, got"):
+        F.retention(q, q, q, cu_seqlens=q.offsets())
+    with pytest.raises(TypeError, match=r"retention: k must not be nested .* k.layout="):
+        F.retention(dense, q, q)
+    with pytest.raises(TypeError, match=r"causal_conv1d: weight must not be nested"):
+        F.causal_conv1d(q.flatten(2), q)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_functions_that_take_no_nested_tensors_say_so(layout):
+    dense = torch.randn(3, 5, 2, 4, dtype=torch.float64)
+    rows = [torch.randn(n, 2, 4, dtype=torch.float64) for n in LENGTHS]
+    x, cu = torch.nested.nested_tensor(rows, layout=layout), torch.tensor([0, 2])
+    for name, call in {
+        "q": lambda: F.attention_varlen(x, x, x, cu, cu),
+        "k": lambda: F.attention(dense, x, x),
+        "bias": lambda: F.attention(dense, dense, dense, bias=x),
+        "weight": lambda: F.linear(dense, x),
+        "initial_state": lambda: F.retention(dense, dense, dense, initial_state=x),
+        "x": lambda: F.uniform_like(x),
+        "scores": lambda: F.top_k(x, 1),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name} must not be nested .*{name}.layout={layout}"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(n, 8) for n in LENGTHS])
+    heads = torch.nested.nested_tensor([torch.randn(n, 2, 4) for n in LENGTHS])
+    for name, call in {
+        "linear: x": lambda: F.linear(x, torch.randn(3, 8)),
+        "causal_conv1d: x": lambda: F.causal_conv1d(x, torch.randn(8, 4)),
+        "retention: q": lambda: F.retention(heads, heads, heads),
+        "retention: k": lambda: F.retention(jagged(2, 4), heads, heads),
+        "attention: q": lambda: F.attention(heads, heads, heads),
+        "scaled_dot_product_attention: query": lambda: F.scaled_dot_product_attention(
+            heads, heads, heads
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} must be .*jagged.*layout=torch.strided"):
+            call()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_scaled_dot_product_attention_takes_what_torch_s_takes(is_causal, kv_heads):
+    q = jagged(4, 8)
+    k, v = like(q, kv_heads, 8), like(q, kv_heads, 6)
+    by_heads = [t.transpose(1, 2) for t in (q, k, v)]
+    options = {"is_causal": is_causal, "enable_gqa": kv_heads == 2, "scale": 0.3}
+    out = F.scaled_dot_product_attention(*by_heads, **options)
+    assert out.shape == (3, 4, q.shape[1], 6)
+    torch_s = torch.nn.functional.scaled_dot_product_attention
+    for a, b, c, o in zip(*(t.unbind() for t in (*by_heads, out)), strict=True):
+        torch.testing.assert_close(o, torch_s(a, b, c, **options))
+    grads = torch.autograd.grad(out.transpose(1, 2).values().sum(), (q, k, v))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_scaled_dot_product_attention_of_wrong_jagged_tensors():
+    q = jagged(4, 8)
+    t = q.transpose(1, 2)
+    few = like(q, 2, 8).transpose(1, 2)
+    sdpa = F.scaled_dot_product_attention
+    for message, call in {
+        r"query must be a jagged nested tensor \(B, H, j, D\)": lambda: sdpa(q, q, q),
+        "key must be a jagged": lambda: sdpa(t, torch.zeros(3, 4, 5, 8), t),
+        "attn_mask must be None where query is nested": lambda: sdpa(t, t, t, torch.ones(5, 5)),
+        "the heads must be equal where enable_gqa=False, got": lambda: sdpa(t, few, few),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_one_graph_for_all_lengths():
     torch._dynamo.reset()
 
     def block(x):
         x, _ = F.rms_norm(x, weight, residual=x)
         heads = x.unflatten(-1, (2, 4))
-        return F.attention(heads, heads, heads, causal=True)
+        y, _ = F.retention(heads, heads, F.attention(heads, heads, heads, causal=True))
+        return F.linear(F.causal_conv1d(y.flatten(2), filters), up)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for lengths in (LENGTHS, KEYS):

@@ -87,10 +87,14 @@ def require_float(op: str, name: str, x: Tensor) -> None:
             f"got {name}.dtype={x.dtype}"
         )
     if x.is_nested:
-        raise TypeError(
-            f"{op}: {name} must not be nested (its values() are packed rows, and its offsets() "
-            f"the cu_seqlens of attention_varlen), got {name}.layout={x.layout}"
-        )
+        refuse_nested(op, name, x)
+
+
+def refuse_nested(op: str, name: str, x: Tensor) -> None:
+    raise TypeError(
+        f"{op}: {name} must not be nested (its values() are packed rows, and its offsets() the "
+        f"cu_seqlens of attention_varlen), got {name}.layout={x.layout}"
+    )
 
 
 def require_integers(op: str, name: str, x: Tensor) -> None:
@@ -126,6 +130,8 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
             f"{op}: {name} must have the dtype of {x_name}, got {name}.dtype={t.dtype}, "
             f"{x_name}.dtype={x.dtype}"
         )
+    if t.is_nested:
+        refuse_nested(op, name, t)
     if not (t.is_cpu and x.is_cpu):
         require_device(op, name, t, x, x_name)
 
@@ -134,7 +140,7 @@ def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Te
     """`t`, which must be like `x`; under autocast it is cast to the dtype of `x`."""
     if type(t) not in _PLAIN:
         require_tensor(op, name, t)
-    if t.dtype == x.dtype and t.is_cpu and x.is_cpu:
+    if t.dtype == x.dtype and t.is_cpu and x.is_cpu and not t.is_nested:
         return t
     if t.dtype in FLOATS and autocast_dtype(x) is not None:
         t = t.to(x.dtype)

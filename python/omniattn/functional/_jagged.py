@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+
+from omniattn.functional._checks import shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,34 +67,67 @@ def token_wise(*others: str, batched: bool = False) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        op, names = function.__name__, list(inspect.signature(function).parameters)
-
-        @wraps(function)
-        def on_values(*args: Any, **named: Any) -> Any:
-            x: Any = args[0] if args else named.get(names[0])
-            if not is_jagged(x):
-                return function(*args, **named)
-            require_ragged(op, names[0], x)
-
-            def values(name: str, t: Any) -> Any:
-                if t is None or (name not in others and name != names[0]):
-                    return t
-                if not is_jagged(t) or t.shape[:2] != x.shape[:2]:
-                    raise ValueError(
-                        f"{op}: {name} must be jagged with the boundaries of {names[0]}, "
-                        f"got {name}.shape={t.shape}, {names[0]}.shape={x.shape}"
-                    )
-                return t.values()[None] if batched else t.values()
-
-            def restored(t: Tensor | None) -> Tensor | None:
-                return t if t is None else with_boundaries(t[0] if batched else t, x)
-
-            y = function(
-                *(values(name, t) for name, t in zip(names, args, strict=False)),
-                **{name: values(name, t) for name, t in named.items()},
-            )
-            return tuple(map(restored, y)) if isinstance(y, tuple) else restored(y)
-
-        return cast(F, on_values)
+        first = next(iter(inspect.signature(function).parameters))
+        return _on_values(function, (first, *others), (), batched=batched, packed=False)
 
     return decorate
+
+
+def over_sequences(*tokens: str, either: Sequence[str] = ()) -> Callable[[F], F]:
+    """Makes a function of packed sequences take jagged nested tensors in place of cu_seqlens.
+
+    It is given cu_seqlens and the values (1, total, ...) of the arguments `tokens`, which must be
+    of the same sequences; those of `either` may also be ordinary tensors. Its output gets their
+    boundaries. A state that it returns as well has one entry for each sequence.
+    """
+
+    def decorate(function: F) -> F:
+        return _on_values(function, tokens, either, batched=True, packed=True)
+
+    return decorate
+
+
+def _on_values(
+    function: F, tokens: Sequence[str], either: Sequence[str], *, batched: bool, packed: bool
+) -> F:
+    """The function, called with values where the first of `tokens` is nested; see above."""
+    op, names = function.__name__, list(inspect.signature(function).parameters)
+    first, at = tokens[0], names.index(tokens[0])
+
+    @wraps(function)
+    def on_values(*args: Any, **named: Any) -> Any:
+        x: Any = args[at] if len(args) > at else named.get(first)
+        if not is_jagged(x):
+            return function(*args, **named)
+        require_ragged(op, first, x)
+        if packed and named.get("cu_seqlens") is not None:
+            raise ValueError(
+                f"{op}: cu_seqlens must be None where {first} is nested, "
+                f"got cu_seqlens={shown(named['cu_seqlens'])}"
+            )
+
+        def values(name: str, t: Any) -> Any:
+            if t is None or (name not in tokens and not (name in either and is_jagged(t))):
+                return t
+            if is_jagged(t):
+                require_ragged(op, name, t)
+            if not is_jagged(t) or t.shape[:2] != x.shape[:2]:
+                raise ValueError(
+                    f"{op}: {name} must be jagged with the boundaries of {first}, "
+                    f"got {name}.shape={t.shape}, {first}.shape={x.shape}"
+                )
+            return t.values()[None] if batched else t.values()
+
+        def restored(t: Tensor | None) -> Tensor | None:
+            return t if t is None else with_boundaries(t[0] if batched else t, x)
+
+        given = [values(name, t) for name, t in zip(names, args, strict=False)]
+        named = {name: values(name, t) for name, t in named.items()}
+        if packed:
+            named["cu_seqlens"] = x.offsets()
+        y = function(*given, **named)
+        if not isinstance(y, tuple):
+            return restored(y)
+        return (restored(y[0]), *y[1:]) if packed else tuple(map(restored, y))
+
+    return cast(F, on_values)

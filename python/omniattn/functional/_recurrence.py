@@ -9,6 +9,7 @@ from omniattn.functional._checks import (
     FLOATS,
     cast_like,
     implementation,
+    refuse_nested,
     require_bool,
     require_device,
     require_float,
@@ -63,6 +64,8 @@ def widened(
     require_tensor(op, name, t)
     if t.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+    if t.is_nested:
+        refuse_nested(op, name, t)
     if tuple(t.shape) not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(

@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
     require_float,
     require_shape,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count
 from omniattn.ops import conv as ops
 
@@ -56,6 +57,7 @@ def causal_conv1d(
     return_final_state: bool,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@over_sequences("x")
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -82,7 +84,8 @@ def causal_conv1d(
         initial_state: (N, D, K - 1) of x's dtype, the inputs before x with the oldest first;
             None for zeros. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and rows cu_seqlens[n] .. cu_seqlens[n + 1] are
-            sequence n, with a state of its own. Rows in no sequence give zeros.
+            sequence n, with a state of its own. Rows in no sequence give zeros. A jagged nested x
+            (B, j, D) has its own boundaries, and y is nested, too.
         return_final_state: whether to return the state that continues after x.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.

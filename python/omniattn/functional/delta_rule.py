@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import delta, low_rank, require_heads, widened
 
 __all__ = ["delta_rule", "dplr_delta_rule", "gated_delta_rule", "kimi_delta_attention"]
 
 
+@over_sequences("q", "k", "v", "beta")
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -64,6 +66,7 @@ def delta_rule(
     )
 
 
+@over_sequences("q", "k", "v", "g", "beta")
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -120,6 +123,7 @@ def gated_delta_rule(
     )
 
 
+@over_sequences("q", "k", "v", "g", "beta")
 def kimi_delta_attention(
     q: Tensor,
     k: Tensor,
@@ -176,6 +180,7 @@ def kimi_delta_attention(
     )
 
 
+@over_sequences("q", "k", "v", "a", "b", "g")
 def dplr_delta_rule(
     q: Tensor,
     k: Tensor,

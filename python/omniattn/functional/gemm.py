@@ -12,12 +12,14 @@ from omniattn.functional._checks import (
     require_like,
     require_shape,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.ops import gemm as ops
 from omniattn.ops.gemm_choice import native_is_faster
 
 __all__ = ["linear"]
 
 
+@token_wise()
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
@@ -26,8 +28,8 @@ def linear(
     ``y = x weight^T + bias``
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16, any strides. Under autocast all tensors
-            are cast to its dtype.
+        x: (..., K), float64, float32, bfloat16 or float16, any strides; or a jagged nested tensor
+            (B, j, ..., K), as y then is. Under autocast all tensors are cast to its dtype.
         weight: (N, K) of x's dtype.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel that was measured to be faster on this kind of machine, this

@@ -10,6 +10,7 @@ from omniattn.functional._checks import (
     require_choice,
     require_number,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import require_heads, run, sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.precision import widen
@@ -20,6 +21,7 @@ __all__ = ["mlstm"]
 State = tuple[Tensor, Tensor, Tensor]
 
 
+@over_sequences("q", "k", "v", "i", "f")
 def mlstm(
     q: Tensor,
     k: Tensor,
@@ -55,7 +57,8 @@ def mlstm(
         initial_state: (C, n, m) of shapes (N, H, K, V), (N, H, K) and (N, H); None for zeros. N is
             B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernels of q's device, "cpu" or "cuda" to insist on them,
             "reference" for the eager definition.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     implementation,
+    refuse_nested,
     require_float,
     require_number,
     require_seed,
@@ -108,6 +109,8 @@ def uniform_like(x: Tensor, *, seed: Tensor | None = None, backend: str | None =
     """
     op = "uniform_like"
     require_tensor(op, "x", x)
+    if x.is_nested:
+        refuse_nested(op, "x", x)
     seed = require_seed(op, seed, x)
     u: Tensor = implementation(op, backend, x, ops.uniform_like)(x.detach(), seed)
     return u

@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_int,
     require_number,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.functional.recurrence import gated_linear_attention
 from omniattn.reference.precision import compute_dtype, widen
 
@@ -74,6 +75,7 @@ def orthogonal_gaussian(
     return (directions * math.sqrt(size)).to(dtype)
 
 
+@token_wise()
 def random_features(
     x: Tensor, weight: Tensor, *, kind: str = "positive", scale: float | None = None
 ) -> Tensor:
@@ -89,7 +91,8 @@ def random_features(
     - "exp_random": ``exp(W y) / sqrt(m)``: the kernel ``exp(|y_q + y_k|^2 / 2)``.
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16.
+        x: (..., K), float64, float32, bfloat16 or float16; or a jagged nested tensor, as the result
+            then is.
         weight: (m, K), floating-point, see `orthogonal_gaussian`.
         kind: one of the above.
         scale: of the kernel; default K^-0.5, and 1 for "exp_random".

@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_number,
     use_reference,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import require_heads, run, widened
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 
+@over_sequences("q", "k", "v", "g", "beta")
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -65,7 +67,8 @@ def linear_attention(
         initial_state: (N, Hv, K', V + 1), or V where nothing is divided; computed in float32
             (float64 for float64); only if causal. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -133,6 +136,7 @@ def linear_attention(
     return o.to(dtype), state
 
 
+@over_sequences("q", "k", "v", "g")
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -158,7 +162,8 @@ def gated_linear_attention(
         initial_state: (N, Hv, K, V), computed in float32 (float64 for float64); None for zeros. N
             is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -194,6 +199,7 @@ def gated_linear_attention(
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
 
 
+@over_sequences("q", "k", "v")
 def retention(
     q: Tensor,
     k: Tensor,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import low_rank, require_heads, run, sequence_count, widened
 
 __all__ = ["rwkv6", "rwkv7"]
 
 
+@over_sequences("r", "k", "v", either=("w",))
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -38,7 +40,8 @@ def rwkv6(
         initial_state: (N, Hv, K, V), computed in float32 (float64 for float64); None for zeros. N
             is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of r's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -74,6 +77,7 @@ def rwkv6(
     return run(op, r, k, v, w, scale, initial_state, cu_seqlens, backend, bonus=bonus, q_name="r")
 
 
+@over_sequences("r", "w", "k", "v", "a", "b")
 def rwkv7(
     r: Tensor,
     w: Tensor,

@@ -11,6 +11,7 @@ from omniattn.functional._checks import (
     require_float,
     require_shape,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.scan import FORGET_GATES
@@ -18,6 +19,7 @@ from omniattn.reference.scan import FORGET_GATES
 __all__ = ["rwkv4", "slstm"]
 
 
+@over_sequences("k", "v")
 def rwkv4(
     w: Tensor,
     u: Tensor,
@@ -42,7 +44,8 @@ def rwkv4(
         initial_state: (N, 3, C): the numerator and the denominator, both times ``e^-max``, and max.
             None for the state of no tokens, (0, 0, -1e38). N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of k's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -85,6 +88,7 @@ def rwkv4(
     return implementation(op, backend, k, ops.rwkv4)(w, u, k, v, initial_state, cu_seqlens)
 
 
+@over_sequences("x")
 def slstm(
     x: Tensor,
     r: Tensor,
@@ -113,7 +117,8 @@ def slstm(
             for zeros. Where n is 0 nothing of c, n and m is kept: m_1 = i. N is B, or the number of
             sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

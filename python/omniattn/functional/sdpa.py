@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from omniattn.functional._attention import (
     require_broadcastable,
     run,
 )
-from omniattn.functional._checks import require_bool
+from omniattn.functional._checks import require_bool, shown
+from omniattn.functional._jagged import is_jagged
+from omniattn.functional.attention import attention
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
 
 __all__ = ["scaled_dot_product_attention"]
@@ -39,7 +42,8 @@ def scaled_dot_product_attention(
     """Drop-in for torch.nn.functional.scaled_dot_product_attention, computed by :func:`attention`.
 
     Args:
-        query: (..., Hq, Tq, D) or (Tq, D).
+        query: (..., Hq, Tq, D) or (Tq, D). All three may be jagged nested tensors (B, H, j, D), as
+            `transpose(1, 2)` makes them of (B, j, H, D), without attn_mask.
         key: (..., Hkv, Tk, D) or (Tk, D). All dimensions before T of the three are broadcast.
         value: (..., Hkv, Tk, Dv) or (Tk, Dv).
         attn_mask: bool (True = attend) or additive float, broadcastable to (..., Hq, Tq, Tk), or a
@@ -64,13 +68,21 @@ def scaled_dot_product_attention(
         tensor([1., 1.])
     """
     op = "scaled_dot_product_attention"
-    query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
     require_bool(op, "is_causal", is_causal)
     require_bool(op, "enable_gqa", enable_gqa)
+    mask: Mask | None = SlidingWindow(-1, 0, top_left=True) if is_causal else None
+    if is_jagged(query):
+        if attn_mask is not None:
+            raise ValueError(
+                f"{op}: attn_mask must be None where query is nested, "
+                f"got attn_mask={shown(attn_mask)}"
+            )
+        more = {"mask": mask, "scale": scale, "dropout_p": dropout_p, "backend": backend}
+        return _of_jagged(op, query, key, value, enable_gqa, more)
+    query, key, value = autocast(op, query, key, value, ("query", "key", "value"))
     lead = _leading_shape(op, query, key, value, enable_gqa)
     *batch, heads = lead or (1,)
     full = (*batch, heads, query.shape[-2], key.shape[-2])
-    mask: Mask | None = SlidingWindow(-1, 0, top_left=True) if is_causal else None
     bias: Tensor | None = None
     if isinstance(attn_mask, CausalBias):
         if is_causal:
@@ -94,6 +106,27 @@ def scaled_dot_product_attention(
     options = Options(mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     out, _ = run(op, q, k, v, full_shape(q, k), options, False, backend)
     return out.transpose(1, 2).reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _of_jagged(
+    op: str, query: Any, key: Any, value: Any, enable_gqa: bool, options: dict[str, Any]
+) -> Tensor:
+    """Of nested query, key and value (B, H, j, D)."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        jagged = t.is_nested and t.layout == torch.jagged
+        if not jagged or t.dim() != 4 or t._ragged_idx != 2:
+            got = f"layout={t.layout}" if t.is_nested and not jagged else f"shape={t.shape}"
+            raise ValueError(
+                f"{op}: {name} must be a jagged nested tensor (B, H, j, D) where query is nested, "
+                f"got {name}.{got}"
+            )
+    if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
+        raise ValueError(
+            f"{op}: the heads must be equal where enable_gqa=False, got query.shape={query.shape}, "
+            f"key.shape={key.shape}, value.shape={value.shape}"
+        )
+    out: Tensor = attention(*(t.transpose(1, 2) for t in (query, key, value)), **options)
+    return out.transpose(1, 2)
 
 
 def _leading_shape(
