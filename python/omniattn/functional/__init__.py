@@ -75,10 +75,12 @@ from omniattn.functional.routing import (
     update_router_bias,
 )
 from omniattn.functional.rwkv import rwkv6, rwkv7
+from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.ssd import ssd
+from omniattn.functional.state_space import discretize, hippo_legs, nplr, ssm_init
 from omniattn.functional.structured import cauchy, vandermonde
 from omniattn.functional.topk import top_k
 from omniattn.reference.rope_scaling import (
@@ -120,6 +122,7 @@ __all__ = [
     "cv_squared",
     "default_vector_gradient",
     "delta_rule",
+    "discretize",
     "dplr_delta_rule",
     "dpo_loss",
     "drop_over_capacity",
@@ -129,6 +132,7 @@ __all__ = [
     "expert_choice",
     "expert_counts",
     "expert_importance",
+    "fft_conv",
     "gated_delta_rule",
     "gated_linear_attention",
     "geglu",
@@ -137,6 +141,7 @@ __all__ = [
     "grid_positions",
     "group_norm",
     "grpo_loss",
+    "hippo_legs",
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
@@ -158,6 +163,7 @@ __all__ = [
     "mrope_axes",
     "noisy_top_k",
     "normal_like",
+    "nplr",
     "orpo_loss",
     "orthogonal_gaussian",
     "packed_positions",
@@ -174,6 +180,10 @@ __all__ = [
     "rwkv4",
     "rwkv6",
     "rwkv7",
+    "s4",
+    "s4_kernel",
+    "s4d",
+    "s4d_kernel",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",
@@ -186,6 +196,7 @@ __all__ = [
     "slstm",
     "softmax_top_k",
     "ssd",
+    "ssm_init",
     "swiglu",
     "top_k",
     "top_k_softmax",

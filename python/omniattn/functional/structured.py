@@ -55,7 +55,7 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
         tensor([[2.0000, 1.0000, 0.5000, 0.2500]])
     """
     op = "vandermonde"
-    c = as_pairs(op, "c", c)
+    c = _as_pairs(op, "c", c)
     x = _terms_like(op, "x", x, c, "c")
     require_int(op, "length", length, 0)
     y: Tensor = implementation(op, backend, c, ops.vandermonde)(c, x, length)
@@ -99,7 +99,7 @@ def cauchy(v: Tensor, z: Tensor, w: Tensor, *, backend: str | None = None) -> Te
     """
     op = "cauchy"
     is_complex = isinstance(v, Tensor) and v.is_complex()
-    v = as_pairs(op, "v", v)
+    v = _as_pairs(op, "v", v)
     z = _real(op, "z", z, v, "v")
     if z.ndim != 2 or z.shape[1] != 2:
         raise ValueError(
@@ -120,7 +120,7 @@ def _real(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor
     return t
 
 
-def as_pairs(op: str, name: str, t: Tensor) -> Tensor:
+def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
     """(H, N) complex, or (H, N, 2) real, as the latter."""
     require_tensor(op, name, t)
     if t.dtype not in (torch.complex64, torch.complex128, torch.float32, torch.float64):

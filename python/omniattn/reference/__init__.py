@@ -80,6 +80,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, slstm
+from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
 
@@ -153,6 +154,8 @@ __all__ = [
     "sinusoidal",
     "slstm",
     "ssd",
+    "ssm_kernel",
+    "ssm_recurrence",
     "swiglu",
     "top_k",
     "uniform_like",

@@ -1,0 +1,188 @@
+"""Of S4 and S4D: states, step by step and many tokens at a time; checks of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import (
+    require_bool,
+    require_choice,
+    require_device,
+    require_float,
+    require_shape,
+    require_tensor,
+)
+from omniattn.functional.state_space import discretize
+from omniattn.reference.precision import compute_dtype
+
+MODES = ("conv", "recurrent")
+#: An output and the state after it.
+State: TypeAlias = tuple[Tensor, Tensor]
+#: Tokens whose inputs go into a state, or outputs come from one, by one product.
+CHUNK = 64
+
+
+def by_recurrence(
+    u: Tensor,
+    D: Tensor | None,
+    step: Callable[[Tensor, Tensor], State],
+    initial_state: Tensor | None,
+    like: Tensor,
+) -> State:
+    """(y, state) = step(state, u of a token) over u (B, T, H); states (B, H, N) as `like`."""
+    x = u.to(like.real.dtype)
+    state = initial_state
+    if state is None:
+        state = like.new_zeros(u.shape[0], *like.shape)
+    outputs = []
+    for each in x.unbind(1):
+        y, state = step(state, each)
+        outputs.append(y)
+    y = torch.stack(outputs, 1) if outputs else x
+    if D is not None:
+        y = y + D * x
+    return y.to(u.dtype), state
+
+
+def final_state(x: Tensor, log_ab: Tensor, bb: Tensor, initial_state: Tensor | None) -> Tensor:
+    """The state (B, H, N) of a diagonal system after x (B, T, H): of each chunk, then of all."""
+    batch, steps = x.shape[:2]
+    chunks = -(-steps // CHUNK)
+    # Backwards in time, the distance to the end is the index.
+    distances = torch.arange(max(CHUNK, chunks), dtype=x.dtype, device=x.device)
+    within = (log_ab[..., None] * distances[:CHUNK]).exp()  # (H, N, CHUNK)
+    between = (log_ab[..., None] * (CHUNK * distances[:chunks])).exp()
+    late = torch.nn.functional.pad(x.flip(1), (0, 0, 0, chunks * CHUNK - steps))
+    late = late.unflatten(1, (chunks, CHUNK)).permute(3, 0, 1, 2).flatten(1, 2)  # (H, B K, CHUNK)
+    each = (late.to(within.dtype) @ within.mT).unflatten(1, (batch, chunks))  # (H, B, K, N)
+    state = bb * (each * between.mT[:, None]).sum(2).transpose(0, 1)
+    if initial_state is None:
+        return state
+    return state + (log_ab * steps).exp() * initial_state
+
+
+def real_system(
+    Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The bilinear Ab (H, 2 N, 2 N), Bb and C (H, 2 N) over real and imaginary parts of a state.
+
+    Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s).
+    """
+    re, im = torch.diag_embed(Lambda.real), torch.diag_embed(Lambda.imag)
+    p, b, c = (torch.cat((t.real, t.imag), -1) for t in (P, B, C))
+    a = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)
+    ab, bb = discretize(a - 2 * p[..., None] * p[..., None, :], b, dt, "bilinear")
+    return ab, bb, 2 * c
+
+
+def real_system_states(
+    x: Tensor, ab: Tensor, bb: Tensor, c: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """What the initial state adds to y (B, T, H), and the final state (B, H, N)."""
+    batch, steps, channels = x.shape
+    inputs = _krylov(ab, bb, min(CHUNK, steps))  # Ab^j Bb
+    outputs = _krylov(ab.mT, (c[:, None] @ ab)[:, 0], min(CHUNK, steps)).mT  # C Ab^(j + 1)
+    # (H, 2 N, B): with the input, and without.
+    state = x.new_zeros(channels, bb.shape[1], batch)
+    free = None
+    if initial_state is not None:
+        state = torch.cat((initial_state.real, initial_state.imag), -1).permute(1, 2, 0)
+        free = state
+    decayed = []
+    for chunk in x.permute(2, 1, 0).split(CHUNK, 1):  # (H, t, B)
+        count = chunk.shape[1]
+        power = torch.linalg.matrix_power(ab, count)
+        state = power @ state + inputs[..., :count].flip(-1) @ chunk
+        if free is not None:
+            decayed.append(outputs[:, :count] @ free)
+            free = power @ free
+    final = torch.complex(*state.permute(2, 0, 1).chunk(2, -1))
+    if free is None or not decayed:
+        return None, final
+    return torch.cat(decayed, 1).permute(2, 1, 0), final
+
+
+def _krylov(a: Tensor, b: Tensor, count: int) -> Tensor:
+    """b, a b, .., a^(count - 1) b as the columns of (H, M, count)."""
+    columns, power = b[..., None], a
+    while columns.shape[-1] < count:
+        columns = torch.cat((columns, power @ columns), -1)
+        power = power @ power
+    return columns[..., :count]
+
+
+def require_input(op: str, u: Tensor) -> torch.dtype:
+    """The dtype of the parameters of a model over u."""
+    require_float(op, "u", u)
+    if u.ndim != 3:
+        raise ValueError(f"{op}: u must have shape (B, T, H), got u.shape={tuple(u.shape)}")
+    return compute_dtype(u)
+
+
+def require_parameter(op: str, name: str, t: Tensor, u: Tensor, dtype: torch.dtype) -> None:
+    if t.dtype != dtype:
+        raise TypeError(
+            f"{op}: {name} must be {dtype} with u.dtype={u.dtype}, got {name}.dtype={t.dtype}"
+        )
+    require_device(op, name, t, u, "u")
+
+
+def require_skip(op: str, D: Tensor | None, u: Tensor, dtype: torch.dtype) -> None:
+    if D is not None:
+        require_tensor(op, "D", D)
+        require_parameter(op, "D", D, u, dtype)
+        require_shape(op, "D", D, (u.shape[2],))
+
+
+def require_terms(
+    op: str, A: Tensor, vectors: dict[str, Tensor], dt: Tensor, name: str = "A"
+) -> None:
+    require_tensor(op, name, A)
+    if A.dtype not in (torch.complex64, torch.complex128):
+        raise TypeError(f"{op}: {name} must be complex64 or complex128, got {name}.dtype={A.dtype}")
+    if A.ndim != 2:
+        raise ValueError(f"{op}: {name} must have shape (H, N), got {name}.shape={tuple(A.shape)}")
+    real = torch.float64 if A.dtype == torch.complex128 else torch.float32
+    wanted = {n: (t, A.dtype, tuple(A.shape)) for n, t in vectors.items()}
+    for key, (t, dtype, shape) in {**wanted, "dt": (dt, real, (A.shape[0],))}.items():
+        require_tensor(op, key, t)
+        if t.dtype != dtype:
+            raise TypeError(
+                f"{op}: {key} must be {dtype} with {name}.dtype={A.dtype}, "
+                f"got {key}.dtype={t.dtype}"
+            )
+        require_shape(op, key, t, shape)
+        require_device(op, key, t, A, name)
+
+
+def require_call(
+    op: str,
+    u: Tensor,
+    A: Tensor,
+    vectors: dict[str, Tensor],
+    dt: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    mode: str,
+    name: str = "A",
+) -> None:
+    dtype = require_input(op, u)
+    require_terms(op, A, vectors, dt, name)
+    require_parameter(op, "dt", dt, u, dtype)
+    if A.shape[0] != u.shape[2]:
+        raise ValueError(
+            f"{op}: {name} must have the H of u, "
+            f"got {name}.shape={tuple(A.shape)}, u.shape={tuple(u.shape)}"
+        )
+    require_skip(op, D, u, dtype)
+    if initial_state is not None:
+        require_tensor(op, "initial_state", initial_state)
+        require_parameter(op, "initial_state", initial_state, u, A.dtype)
+        require_shape(op, "initial_state", initial_state, (u.shape[0], *A.shape))
+    require_bool(op, "output_final_state", output_final_state)
+    require_choice(op, "mode", mode, MODES)

@@ -1,0 +1,351 @@
+"""S4 and S4D: convolutions by the kernels of state-space models, and the same step by step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn.functional._checks import require_bool, require_choice, require_int, require_tensor
+from omniattn.functional._s4 import (
+    State,
+    by_recurrence,
+    final_state,
+    real_system,
+    real_system_states,
+    require_call,
+    require_input,
+    require_parameter,
+    require_skip,
+    require_terms,
+)
+from omniattn.functional.state_space import RULES, discretize
+from omniattn.functional.structured import cauchy, vandermonde
+
+__all__ = ["fft_conv", "s4", "s4_kernel", "s4d", "s4d_kernel"]
+
+#: Bytes of the complex numbers of a block of channels, for a level-2 cache.
+_BLOCK_BYTES = 1 << 20
+
+
+def fft_conv(
+    u: Tensor, kernel: Tensor, D: Tensor | None = None, *, delayed: bool = False
+) -> Tensor:
+    """Causal convolution of each channel with a filter as long as the sequence, by FFT.
+
+    ``y[t] = sum_{j <= t} kernel[:, j] u[t - j] + D u[t]``.
+
+    Args:
+        u: (B, T, H), float64, float32, bfloat16 or float16.
+        kernel: (H, L) float32 (float64 for a float64 u); taps from T on are not used.
+        D: (H,) of the kernel's dtype, or None.
+        delayed: ``kernel[:, j]`` multiplies ``u[t - 1 - j]``: outputs are read from the state
+            before it has seen the input of their step.
+
+    Returns:
+        y of u's shape and dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit u's.
+        ValueError: a shape or device that does not fit.
+
+    Note:
+        Transforms of length 2 T in fp32 (fp64 for fp64), of a few channels at a time, so that the
+        complex numbers of a block stay in the caches. The result is rounded once.
+
+    Reference:
+        Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
+        arXiv:2111.00396.
+
+    Example:
+        >>> u = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
+        >>> fft_conv(u, torch.tensor([[1.0, 10.0]])).flatten().round()
+        tensor([ 1., 12., 23.])
+    """
+    op = "fft_conv"
+    dtype = require_input(op, u)
+    steps, channels = u.shape[1:]
+    require_tensor(op, "kernel", kernel)
+    if kernel.ndim != 2 or kernel.shape[0] != channels:
+        raise ValueError(
+            f"{op}: kernel must have shape (H, L) with the H of u, "
+            f"got kernel.shape={tuple(kernel.shape)}, u.shape={tuple(u.shape)}"
+        )
+    require_parameter(op, "kernel", kernel, u, dtype)
+    require_skip(op, D, u, dtype)
+    require_bool(op, "delayed", delayed)
+    taps = kernel[:, :steps]
+    if delayed:
+        taps = torch.nn.functional.pad(taps[:, : max(steps - 1, 0)], (1, 0))
+    x = u.to(dtype)
+    if u.numel() == 0 or taps.shape[1] == 0:
+        y = x * 0 + kernel.sum() * 0
+    else:
+        block = max(1, _BLOCK_BYTES // (2 * steps * u.shape[0] * x.element_size()))
+        parts = zip(x.mT.split(block, 1), taps.split(block), strict=True)
+        y = torch.cat([_convolved(*part) for part in parts], 1).mT
+    if D is not None:
+        y = y + D * x
+    return y.to(u.dtype)
+
+
+def _convolved(x: Tensor, taps: Tensor) -> Tensor:
+    """x (B, C, T), taps (C, L <= T)."""
+    size = 2 * x.shape[-1]
+    product = torch.fft.rfft(x, n=size) * torch.fft.rfft(taps, n=size)
+    return torch.fft.irfft(product, n=size)[..., : x.shape[-1]]
+
+
+def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zoh") -> Tensor:
+    """The convolution kernel of a diagonal state-space model.
+
+    ``K[h, l] = 2 Re sum_n C[h, n] Ab[h, n]^l Bb[h, n]``, with Ab and Bb from :func:`discretize` of
+    A and B = 1.
+
+    Args:
+        A: (H, N) complex64 or complex128: of each pair of conjugates one, with a negative real
+            part.
+        C: (H, N) of A's dtype.
+        dt: (H,) float32 (float64 for complex128), the step sizes, above 0.
+        length: L.
+        rule: of :func:`discretize`.
+
+    Returns:
+        K (H, L) of dt's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit A's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        By :func:`vandermonde`, which never stores (H, N, L) numbers.
+
+    Reference:
+        Gu et al., On the Parameterization and Initialization of Diagonal State Space Models, 2022,
+        arXiv:2206.11893.
+
+    Example:
+        >>> A = torch.tensor([[-1 + 0j]])
+        >>> s4d_kernel(A, A * 0 + 1, torch.tensor([2.0]).log(), 3)
+        tensor([[1.0000, 0.5000, 0.2500]])
+    """
+    op = "s4d_kernel"
+    require_terms(op, A, {"C": C}, dt)
+    require_int(op, "length", length, 0)
+    log_ab, bb = _diagonal(op, A, dt, rule)[1:]
+    return vandermonde(C * bb, log_ab, length)
+
+
+def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Ab, its logarithm, and Bb."""
+    require_choice(op, "rule", rule, RULES)
+    ab, bb = discretize(A, torch.ones_like(A), dt, rule)
+    if rule in ("zoh", "mamba"):
+        return ab, A * dt[:, None], bb
+    # 0 has no logarithm; a power of the smallest number is as good as one of 0.
+    return ab, torch.where(ab == 0, torch.finfo(dt.dtype).tiny, ab).log(), bb
+
+
+def s4d(
+    u: Tensor,
+    A: Tensor,
+    C: Tensor,
+    dt: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    mode: str = "conv",
+    rule: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A diagonal state-space model for each channel.
+
+    ``s_t = Ab s_{t-1} + Bb u_t``, ``y_t = 2 Re sum_n C_n s_{t,n} + D u_t``, with Ab and Bb from
+    :func:`discretize` of A and B = 1.
+
+    Args:
+        u: (B, T, H), float64, float32, bfloat16 or float16.
+        A, C, dt: as in :func:`s4d_kernel`, for a u of float64 in complex128 and float64, else in
+            complex64 and float32.
+        D: (H,) of dt's dtype, or None.
+        initial_state: (B, H, N) of A's dtype; None for zeros.
+        output_final_state: whether to return the state after the last token.
+        mode: "conv" computes the kernel and convolves by FFT, in O(T log T); "recurrent" takes one
+            step after another, which is for decoding. Both give the same.
+        rule: of :func:`discretize`.
+
+    Returns:
+        y of u's shape and dtype; with output_final_state the pair (y, state).
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit u's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        In "conv" an initial state adds ``2 Re sum_n C_n Ab_n^{t+1} s_n``, by :func:`vandermonde`.
+
+    Reference:
+        As :func:`s4d_kernel`.
+
+    Example:
+        >>> A, dt = torch.tensor([[-1 + 0j]]), torch.tensor([2.0]).log()
+        >>> y, state = s4d(torch.ones(1, 2, 1), A, A * 0 + 1, dt, output_final_state=True)
+        >>> y.flatten(), state.real.flatten()
+        (tensor([1.0000, 1.5000]), tensor([0.7500]))
+    """
+    op = "s4d"
+    require_call(op, u, A, {"C": C}, dt, D, initial_state, output_final_state, mode)
+    ab, log_ab, bb = _diagonal(op, A, dt, rule)
+    if mode == "recurrent":
+
+        def step(s: Tensor, x: Tensor) -> State:
+            s = ab * s + bb * x[..., None]
+            return 2 * (C * s).real.sum(-1), s
+
+        y, state = by_recurrence(u, D, step, initial_state, A)
+        return (y, state) if output_final_state else y
+    steps = u.shape[1]
+    y = fft_conv(u, vandermonde(C * bb, log_ab, steps), D)
+    if initial_state is not None:
+        first = (C * ab * initial_state).flatten(0, 1)
+        powers = log_ab.expand_as(initial_state).flatten(0, 1)
+        decayed = vandermonde(first, powers, steps).unflatten(0, u.shape[::2])
+        y = (y + decayed.mT).to(u.dtype)
+    if not output_final_state:
+        return y
+    return y, final_state(u.to(dt.dtype), log_ab, bb, initial_state)
+
+
+def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, length: int) -> Tensor:
+    """The convolution kernel of a state-space model whose matrix is diagonal minus rank one.
+
+    ``K[h, l] = 2 Re sum_n conj(C[h, n]) (Ab^l Bb)[h, n]`` of the bilinear Ab and Bb of
+    ``A = diag(Lambda) - P P*``, which is a matrix over both conjugates of each pair.
+
+    Args:
+        Lambda: (H, N) complex64 or complex128: of each pair of conjugates one.
+        P, B, C: (H, N) of Lambda's dtype. C is conjugated, as in the paper; state-spaces/s4 has the
+            conjugate of it.
+        dt: (H,) float32 (float64 for complex128), the step sizes, above 0.
+        length: L.
+
+    Returns:
+        K (H, L) of dt's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit Lambda's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        The transform of K is four sums of :func:`cauchy` at the roots of unity, and Woodbury's
+        identity. Cutting K off after L taps takes ``Ab^L``, a dense power in O(N^3 log L) for each
+        channel. Never stores (H, N, L) numbers.
+
+    Reference:
+        Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
+        arXiv:2111.00396, section 4.
+
+    Example:
+        >>> Lambda, one = torch.tensor([[-1 + 0j]]), torch.tensor([[1 + 0j]])
+        >>> s4_kernel(Lambda, one * 0, one, one, torch.tensor([2 / 3]), 3)
+        tensor([[1.0000, 0.5000, 0.2500]])
+    """
+    op = "s4_kernel"
+    require_terms(op, Lambda, {"P": P, "B": B, "C": C}, dt, "Lambda")
+    require_int(op, "length", length, 0)
+    if length == 0 or Lambda.numel() == 0:
+        return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
+    with torch.autocast(Lambda.device.type, enabled=False):
+        ab, _, c = real_system(Lambda, P, B, C, dt)
+        cut = c - (c[:, None] @ torch.linalg.matrix_power(ab, length))[:, 0]
+    C = torch.complex(*(cut / 2).chunk(2, -1))
+    # z = 2 (1 - w) / (1 + w) = 2 i tan(a / 2) at w = e^(-i a); there is no z at w = -1.
+    angles = torch.arange((length + 1) // 2, dtype=torch.float64, device=dt.device)
+    tan = (angles * (math.pi / length)).tan().to(dt.dtype)
+    z = torch.stack((torch.zeros_like(tan), 2 * tan), -1)
+    pairs = torch.cat((C.conj() * B, C.conj() * P, P.conj() * P, P.conj() * B))
+    poles = (dt[:, None] * Lambda).repeat(4, 1)
+    sums = cauchy(torch.view_as_real(pairs), z, torch.view_as_real(poles))
+    cb, cp, pp, pb = (torch.view_as_complex(sums) * dt.repeat(4)[:, None]).chunk(4)
+    transform = torch.complex(torch.ones_like(tan), tan) * (cb - cp * pb / (1 + pp))
+    if length % 2 == 0:
+        last = dt * (C.conj() * B).real.sum(-1)
+        transform = torch.cat((transform, torch.complex(last, torch.zeros_like(last))[:, None]), 1)
+    return torch.fft.irfft(transform, n=length)
+
+
+def s4(
+    u: Tensor,
+    Lambda: Tensor,
+    P: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    mode: str = "conv",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A state-space model whose matrix is diagonal minus rank one, for each channel.
+
+    ``s_t = Ab s_{t-1} + Bb u_t``, ``y_t = 2 Re sum_n conj(C_n) s_{t,n} + D u_t``.
+
+    Args:
+        u: (B, T, H), float64, float32, bfloat16 or float16.
+        Lambda, P, B, C, dt: as in :func:`s4_kernel`, for a u of float64 in complex128 and float64,
+            else in complex64 and float32.
+        D, initial_state, output_final_state, mode: as in :func:`s4d`.
+
+    Returns:
+        y of u's shape and dtype; with output_final_state the pair (y, state (B, H, N)).
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit u's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        A step costs O(N) by Woodbury's identity. In "conv" states go in and out by dense powers,
+        64 tokens at a time.
+
+    Reference:
+        As :func:`s4_kernel`.
+
+    Example:
+        >>> Lambda, one = torch.tensor([[-1 + 0j]]), torch.tensor([[1 + 0j]])
+        >>> dt = torch.tensor([2 / 3])
+        >>> s4(torch.ones(1, 2, 1), Lambda, one * 0, one, one, dt).flatten()
+        tensor([1.0000, 1.5000])
+    """
+    op = "s4"
+    vectors = {"P": P, "B": B, "C": C}
+    require_call(op, u, Lambda, vectors, dt, D, initial_state, output_final_state, mode, "Lambda")
+    if mode == "recurrent":
+        # (1 - x / 2) and its inverse times P, x = dt Lambda; p* s over both conjugates is a real
+        # number.
+        x, size = dt[:, None] * Lambda, dt[:, None]
+        below = 1 - x / 2
+        turned = P / below
+        factor = 1 / (2 / size + 2 * (P.conj() * turned).real.sum(-1, keepdim=True))
+
+        def along(s: Tensor) -> Tensor:
+            return 2 * (P.conj() * s).real.sum(-1, keepdim=True)
+
+        def step(s: Tensor, v: Tensor) -> State:
+            s = s + x / 2 * s - size / 2 * P * along(s) + size * B * v[..., None]
+            s = s / below
+            s = s - turned * (factor * along(s))
+            return 2 * (C.conj() * s).real.sum(-1), s
+
+        y, state = by_recurrence(u, D, step, initial_state, Lambda)
+        return (y, state) if output_final_state else y
+    y = fft_conv(u, s4_kernel(Lambda, P, B, C, dt, u.shape[1]), D)
+    if initial_state is None and not output_final_state:
+        return y
+    with torch.autocast(u.device.type, enabled=False):
+        system = real_system(Lambda, P, B, C, dt)
+        decayed, state = real_system_states(u.to(dt.dtype), *system, initial_state)
+    if decayed is not None:
+        y = (y + decayed).to(u.dtype)
+    return (y, state) if output_final_state else y
