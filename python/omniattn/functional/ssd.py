@@ -15,12 +15,14 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import run, sequence_count, widened
 from omniattn.reference.precision import widen
 
 __all__ = ["ssd"]
 
 
+@over_sequences("x", "dt", "B", "C", "z")
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -58,7 +60,8 @@ def ssd(
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
-            are sequence s, with a state of its own.
+            are sequence s, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) have theirs, and the output is nested, too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
