@@ -112,6 +112,9 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 _ONE_OF_TWO = {"attn_layer_indices": [1]}
+# The second hybrid layer shares the attention of the first one, which is twice as wide as the model.
+_ZAMBA = {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"]}
+_ZAMBA |= {"attention_hidden_size": 128, "attention_head_dim": 32}
 _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 24, "window_size": 4}
 _SWIN |= {"depths": [2, 2], "num_heads": [3, 6]}
 #: What the patterns do not get right, by type.
@@ -129,6 +132,9 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "zamba": _ZAMBA | {"n_mamba_heads": 2},
+    "zamba2": _ZAMBA
+    | {"hybrid_layer_ids": [1, 2], "num_mem_blocks": 1, "mamba_ngroups": 2, "n_mamba_heads": 8},
     "donut-swin": _SWIN,
     "swin": _SWIN,
     "swinv2": _SWIN,

@@ -14,6 +14,68 @@ from omniattn.hf.probe import Forward, draws, takes
 __all__ = ["SCANS", "same_scan"]
 
 
+def _channels(original: Forward) -> Forward:
+    def mamba_selective_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """hidden_states, dt and z (B, D, T), B and C (B, N, T) -> y (B, D, T). The last two options
+        choose among their forms."""
+        options = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        if not takes(hidden_states):
+            how = {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
+            how["return_last_state"] = return_last_state
+            return original(hidden_states, dt, A, B, C, D, z, **options, **how, **kwargs)
+        dt, B, C = (t.to(hidden_states.dtype).mT for t in (dt, B, C))
+        gate = None if z is None else z.to(hidden_states.dtype).mT
+        y, state = functional.selective_scan(hidden_states.mT, dt, A, B, C, D, gate, **options)
+        return (y.mT, state) if return_last_state else y.mT
+
+    return mamba_selective_scan
+
+
+def _channel_step(original: Forward) -> Forward:
+    def mamba_selective_state_update(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states, dt and z (B, D), B and C (B, N); state (B, D, N) is updated."""
+        if not takes(hidden_states):
+            options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
+            theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
+            return theirs
+        x = hidden_states[:, None]
+        steps, keys, queries = (t.to(x.dtype)[:, None] for t in (dt, B, C))
+        gate = None if z is None else z.to(x.dtype)[:, None]
+        y, after = functional.selective_scan(
+            x, steps, A, keys, queries, D, gate, dt_bias, dt_softplus, initial_state=state
+        )
+        state.copy_(after)
+        return y[:, 0]
+
+    return mamba_selective_state_update
+
+
 def _chunks(original: Forward) -> Forward:
     def mamba2_chunk_scan(
         hidden_states: Tensor,
@@ -88,6 +150,8 @@ def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:
 
 #: What makes our function, by the name of theirs.
 SCANS: dict[str, Callable[[Forward], Forward]] = {
+    "mamba_selective_scan": _channels,
+    "mamba_selective_state_update": _channel_step,
     "mamba2_chunk_scan": _chunks,
     "mamba2_selective_state_update": _head_step,
 }
@@ -96,6 +160,32 @@ SCANS: dict[str, Callable[[Forward], Forward]] = {
 def same_scan(name: str, original: Forward, ours: Forward) -> list[tuple[Tensor, ...]]:
     """What the two give on a probe."""
     return [tuple(_PROBES[name](function)) for function in (original, ours)]
+
+
+def _probe_channels(function: Forward) -> tuple[Tensor, ...]:
+    draw = draws()
+    y, state = function(
+        draw(1, 6, 19),
+        draw(1, 6, 19),
+        -draw(6, 4).exp(),
+        draw(1, 4, 19),
+        draw(1, 4, 19),
+        draw(6),
+        z=draw(1, 6, 19),
+        delta_bias=draw(6),
+        delta_softplus=True,
+        return_last_state=True,
+    )
+    return y, state
+
+
+def _probe_channel_step(function: Forward) -> tuple[Tensor, ...]:
+    draw = draws()
+    state = draw(2, 6, 4)
+    rows, A = [draw(2, 6) for _ in range(3)], -draw(6, 4).exp()
+    options = {"z": rows[2], "dt_bias": draw(6), "dt_softplus": True}
+    y = function(state, rows[0], rows[1], A, draw(2, 4), draw(2, 4), draw(6), **options)
+    return y, state
 
 
 def _probe_chunks(function: Forward) -> tuple[Tensor, ...]:
@@ -136,6 +226,8 @@ def _probe_head_step(function: Forward) -> tuple[Tensor, ...]:
 
 
 _PROBES: dict[str, Callable[[Forward], tuple[Tensor, ...]]] = {
+    "mamba_selective_scan": _probe_channels,
+    "mamba_selective_state_update": _probe_channel_step,
     "mamba2_chunk_scan": _probe_chunks,
     "mamba2_selective_state_update": _probe_head_step,
 }
