@@ -71,7 +71,10 @@ SCANS = tuple(
     if spec.family == "scan"
     for case in ("tiny", "group", "packed", "step", "nosteps", "nobatch")
 )
-FEW_SCANS = tuple(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm"))
+FEW_SCANS = (
+    *(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm", "selective_scan")),
+    *("-selective_scan-group-", "-selective_scan-constant-"),
+)
 
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
 #: whose bits depend on the number of threads on some processors (Zen 4).

@@ -29,6 +29,11 @@ from omniattn.compat.fla import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from omniattn.compat.mamba_ssm import (
+    selective_scan_fn,
+    selective_scan_ref,
+    selective_state_update,
+)
 
 __all__ = [
     "causal_conv1d_fn",
@@ -53,4 +58,7 @@ __all__ = [
     "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
+    "selective_scan_fn",
+    "selective_scan_ref",
+    "selective_state_update",
 ]

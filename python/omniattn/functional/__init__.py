@@ -78,6 +78,7 @@ from omniattn.functional.rwkv import rwkv6, rwkv7
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
+from omniattn.functional.selective_scan import selective_scan
 from omniattn.functional.topk import top_k
 from omniattn.reference.rope_scaling import (
     DynamicNTKScaling,
@@ -175,6 +176,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selective_scan",
     "sequence_log_prob",
     "sigmoid_top_k",
     "simpo_loss",

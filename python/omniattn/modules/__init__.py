@@ -34,6 +34,7 @@ from omniattn.modules.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.mamba import Mamba
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import MLP, GatedMLP
@@ -109,6 +110,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
+    "Mamba",
     "Mixer",
     "MoE",
     "MultiHeadLatentAttention",

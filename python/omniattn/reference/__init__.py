@@ -78,7 +78,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
-from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, slstm
+from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
 from omniattn.reference.topk import top_k
 
 __all__ = [
@@ -146,6 +146,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selective_scan",
     "sincos_2d",
     "sinusoidal",
     "slstm",
