@@ -1,5 +1,5 @@
 """Scans as models without a kernel run them: loops over the tokens in eager torch, and the chunk
-form of mLSTM in transformers."""
+form of mLSTM and the selective scan in transformers."""
 
 from __future__ import annotations
 
@@ -84,8 +84,77 @@ def mlstm(
     return h.transpose(1, 2), C / root, n / root, m[..., 0]
 
 
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens one by one, with a state of all channels."""
+    lacks(cu_seqlens=cu_seqlens is not None, groups=B.dim() == 4 or C.dim() == 4)
+    lacks(empty=u.shape[1] == 0)
+    dt = delta.float() if delta_bias is None else delta + delta_bias
+    if delta_softplus:
+        dt = F.softplus(dt)
+    h = A.new_zeros(len(u), *A.shape) if initial_state is None else initial_state
+    drive, out = dt * u, []
+    for t in range(u.shape[1]):
+        b, c = (x if x.dim() == 2 else x[:, t, None] for x in (B, C))
+        h = torch.exp(dt[:, t, :, None] * A) * h + drive[:, t, :, None] * b
+        out.append((h * c).sum(-1))
+    y = torch.stack(out, 1)
+    if D is not None:
+        y = y + D * u
+    return (y if z is None else y * F.silu(z)).to(u.dtype), h
+
+
+def mamba(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What MambaMixer of transformers runs without the kernels of mamba-ssm."""
+    from transformers.models.mamba import modeling_mamba
+
+    lacks(cu_seqlens=cu_seqlens is not None, initial_state=initial_state is not None)
+    lacks(groups=B.dim() == 4 or C.dim() == 4, constants=B.dim() == 2 or C.dim() == 2)
+    lacks(empty=u.shape[1] == 0, other_dtypes=u.dtype != torch.float32)
+    u, delta, B, C = (t.transpose(1, 2) for t in (u, delta, B, C))
+    y, state = modeling_mamba.mamba_selective_scan(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        None if z is None else z.transpose(1, 2),
+        delta_bias,
+        delta_softplus,
+        return_last_state=True,
+    )
+    return y.transpose(1, 2), state
+
+
 BASELINES = {
     "rwkv4": {"hf": rwkv4},
     "slstm": {"aten": slstm},
     "mlstm": {"hf": mlstm},
+    "selective_scan": {"aten": selective_scan, "hf": mamba},
 }

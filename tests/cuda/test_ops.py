@@ -71,7 +71,10 @@ SCANS = tuple(
     if spec.family == "scan"
     for case in ("tiny", "group", "packed", "step", "nosteps", "nobatch")
 )
-FEW_SCANS = tuple(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm"))
+FEW_SCANS = (
+    *(f"-{name}-packed-" for name in ("rwkv4", "slstm", "mlstm", "selective_scan")),
+    *("-selective_scan-group-", "-selective_scan-constant-"),
+)
 
 #: They have no 16-bit dtypes.
 STRUCTURED = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family == "structured")

@@ -15,6 +15,10 @@ template <class C>
 OMNIATTN_FN C select(bool condition, C a, C b) {
   return condition ? a : b;
 }
+template <class C>
+OMNIATTN_FN C reciprocal(C x) {
+  return C(1) / x;
+}
 #endif
 
 // e^(x - max(x, 0)) and e^(0 - max(x, 0)): one of them is 1.
@@ -124,6 +128,32 @@ OMNIATTN_FN GatesGradient<V> gates_back(V decay, V factor, V ddecay, V dfactor, 
   const V of_factor = dfactor * factor, most = dm - ddecay - of_factor;
   const V kept = select(decay < V(0), V(0), select(factor < V(1), V(1), V(0.5)));
   return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
+}
+
+// softplus(x) = log(1 + e^x), x itself above 20 as in torch, and its derivative.
+template <class V>
+struct Softplus {
+  V value, slope;
+};
+template <class V>
+OMNIATTN_FN Softplus<V> softplus(V x) {
+  const V e = exp(-abs(x)), sum = V(1) + e, part = reciprocal(sum);
+  const auto is_positive = x > V(0), is_linear = x > V(20);
+  const V tail = fma(e - (sum - V(1)), part, log(sum));  // log(1 + e), with the digits sum lost
+  return {select(is_linear, x, select(is_positive, x, V(0)) + tail),
+          select(is_linear, V(1), select(is_positive, V(1), e) * part)};
+}
+
+// silu(z) = z sigmoid(z) and its derivative.
+template <class V>
+struct Silu {
+  V value, slope;
+};
+template <class V>
+OMNIATTN_FN Silu<V> silu(V z) {
+  const V e = exp(-abs(z));
+  const V share = select(z > V(0), V(1), e) * reciprocal(V(1) + e), value = z * share;
+  return {value, fma(value, V(1) - share, share)};
 }
 
 // sLSTM, see slstm.h. A state with n = 0 is empty: nothing of it is kept.

@@ -30,6 +30,11 @@ from omniattn.compat.fla import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from omniattn.compat.mamba_ssm import (
+    selective_scan_fn,
+    selective_scan_ref,
+    selective_state_update,
+)
 
 __all__ = [
     "causal_conv1d_fn",
@@ -55,4 +60,7 @@ __all__ = [
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "mamba_chunk_scan_combined",
+    "selective_scan_fn",
+    "selective_scan_ref",
+    "selective_state_update",
 ]

@@ -34,6 +34,7 @@ from omniattn.modules.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.mamba import Mamba
 from omniattn.modules.mamba2 import Mamba2
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
@@ -110,6 +111,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Mixer",
     "MoE",

@@ -1,4 +1,4 @@
-"""Scans: rwkv4, slstm, and the gates of mLSTM."""
+"""Scans: rwkv4, slstm, the gates of mLSTM, and the selective scan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["exponential_gates", "rwkv4", "slstm"]
+__all__ = ["exponential_gates", "rwkv4", "selective_scan", "slstm"]
 
 #: As kScanChunk in csrc/kernels/scan/scan.h.
 CHUNK = 32
@@ -19,14 +19,16 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
     return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
 
 
-def _wkv_states(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """As scan_slots in csrc/kernels/scan/scan.h."""
-    batch, steps, channels = k.shape
+    batch, steps = x.shape[:2]
     if cu_seqlens is None:
-        slots = batch * ((steps + CHUNK - 1) // CHUNK)
-    else:
-        slots = steps // CHUNK + len(cu_seqlens) - 1
-    return k.new_empty((slots, 4, channels), dtype=compute_dtype(k))
+        return batch * ((steps + CHUNK - 1) // CHUNK)
+    return steps // CHUNK + len(cu_seqlens) - 1
+
+
+def _wkv_states(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return k.new_empty((_slots(k, cu_seqlens), 4, k.shape[2]), dtype=compute_dtype(k))
 
 
 def _wkv_state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -88,4 +90,36 @@ slstm = DifferentiableOp(
         cu_seqlens=cu_seqlens,
     ),
     fold=Fold(("x", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)
+
+
+def _selective_state(u: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return A.new_empty((_sequences(u, cu_seqlens), *A.shape))
+
+
+def _selective_states(u: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return A.new_empty((_slots(u, cu_seqlens), A.shape[1], A.shape[0]))
+
+
+#: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus)
+#: -> (y, final_state)
+selective_scan = DifferentiableOp(
+    "selective_scan",
+    fakes={
+        "y": lambda u: u.new_empty(u.shape),
+        "final_state": _selective_state,
+        "states": _selective_states,
+        "dinitial_state": _selective_state,
+        # Without the argument they are empty, of the dtypes that they would have.
+        "dD": lambda A, D: A.new_empty(0 if D is None else D.shape),
+        "ddelta_bias": lambda A, delta_bias: A.new_empty(
+            0 if delta_bias is None else delta_bias.shape
+        ),
+    },
+    private=("states",),
+    formula=reference.selective_scan,
+    fold=Fold(
+        ("u", "delta", "z", "initial_state"),
+        when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,
+    ),
 )

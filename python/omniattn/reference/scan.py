@@ -117,6 +117,59 @@ def exponential_gates(
     return *outputs, final  # type: ignore[return-value]
 
 
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    delta_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """h_t = e^(dt A) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t), and the last h.
+
+    u, delta, z (B, T, D), A (D, N), B, C (B, T, N), (B, T, G, N) or (D, N), states (N, D, N). dt =
+    delta + delta_bias, or softplus of it. Of complex h, y has 2 Re(C . h).
+    """
+    dtype = compute_dtype(u)
+    wide = dtype.to_complex() if A.is_complex() else dtype
+    A, wide_u, dt = A.to(wide), u.to(dtype), delta.to(dtype)
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dtype)
+    if delta_softplus:
+        dt = nnf.softplus(dt)
+    if initial_state is None:
+        initial_state = A.new_zeros(_count(u, cu_seqlens), *A.shape, dtype=wide)
+
+    def of_channels(x: Tensor) -> Tensor:
+        """(N, G, N) or (D, N) as one that has all channels."""
+        return x if x.dim() == 2 else x.repeat_interleave(A.shape[0] // max(1, x.shape[1]), 1)
+
+    def step(state: State, u: Tensor, dt: Tensor, *varying: Tensor) -> tuple[State, State]:
+        rest = list(varying)
+        b, c = (of_channels(rest.pop(0) if x.dim() == 4 else x) for x in (wide_b, wide_c))
+        h = (dt[..., None] * A).exp() * state[0] + (dt * u)[..., None] * b
+        y = (h * c).sum(-1)
+        return (2 * y.real if y.is_complex() else y,), (h,)
+
+    wide_b, wide_c = (x.unsqueeze(2) if x.dim() == 3 else x for x in (B, C))
+    wide_b, wide_c = (x if x.is_complex() else x.to(dtype) for x in (wide_b, wide_c))
+    steps = [x for x in (wide_b, wide_c) if x.dim() == 4]
+    constants = (A, *(x for x in (wide_b, wide_c) if x.dim() == 2))
+    inputs = (wide_u, dt, *steps)
+    outputs, (final,) = over_time(step, inputs, (initial_state.to(wide),), cu_seqlens, constants)
+    y = outputs[0] if outputs else wide_u + dt + sum(x.sum() * 0 for x in constants).real
+    if D is not None:
+        y = y + D.to(dtype) * wide_u
+    if z is not None:
+        y = y * nnf.silu(z.to(dtype))
+    return y.to(u.dtype), final
+
+
 #: The logarithm of the forget gate.
 FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": nnf.logsigmoid,

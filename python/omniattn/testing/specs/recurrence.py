@@ -344,4 +344,5 @@ VARIANTS = (
         ("mlstm", "slstm", "MLSTM", "SLSTM"),
         "Beck et al. 2024, arXiv 2405.04517",
     ),
+    Variant("Mamba", ("selective_scan", "Mamba"), "Gu and Dao 2023, arXiv 2312.00752"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
 
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
+ALL = ("D", "z", "delta_bias")
+CONSTANT = ("constant_B", "constant_C", "D", "initial_state")
 
 
 def _boundaries(case: Case, random: Random) -> dict[str, Tensor]:
@@ -223,4 +226,96 @@ SLSTM = OpSpec(
     ),
 )
 
-SPECS = (RWKV4, MLSTM, SLSTM)
+
+def _selective(
+    label: str,
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    tensors: tuple[str, ...] = ALL,
+    *,
+    delta: float = 0.0,
+    decay: float = 1.0,
+    G: int | None = None,
+    sequences: int | None = None,
+    softplus: bool = True,
+) -> Case:
+    """`delta` is added to the steps, `decay` multiplies A."""
+    options = {"delta_softplus": True} if softplus else {}
+    sizes = {"B": B, "T": T, "D": D, "N": N}
+    sizes |= {} if G is None else {"G": G}
+    sizes |= {} if sequences is None else {"S": sequences}
+    return _SelectiveCase(label, sizes, tensors, options, delta, decay)
+
+
+@dataclass(frozen=True)
+class _SelectiveCase(Case):
+    delta: float = 0.0
+    decay: float = 1.0
+
+
+def _selective_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    assert isinstance(case, _SelectiveCase)
+    b, t, d, n = (case.sizes[letter] for letter in "BTDN")
+    varying = (b, t, n) if "G" not in case.sizes else (b, t, case.sizes["G"], n)
+
+    def weights(name: str) -> Tensor:
+        return random.normal(*((d, n) if f"constant_{name}" in case.tensors else varying))
+
+    delta = random.normal(b, t, d)
+    tensors = {
+        "u": random.normal(b, t, d),
+        "delta": delta + case.delta if case.options else delta.abs() + 0.1,
+        "A": -(random.normal(d, n) / 2).exp() * case.decay,
+        "B": weights("B"),
+        "C": weights("C"),
+    }
+    others = {"D": (d,), "z": (b, t, d), "delta_bias": (d,)}
+    others["initial_state"] = (case.sizes.get("S", b), d, n)
+    tensors |= {
+        name: random.normal(*shape) for name, shape in others.items() if name in case.tensors
+    }
+    if "cu_seqlens" in case.tensors:
+        inner = random.integers(t + 1, case.sizes["S"] - 1).sort().values
+        tensors["cu_seqlens"] = torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([t])))
+    return tensors
+
+
+SELECTIVE_SCAN = OpSpec(
+    name="selective_scan",
+    family="scan",
+    cuda="emulated",
+    paper="Gu and Dao 2023, arXiv 2312.00752",
+    inputs=_selective_inputs,
+    differentiable=("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+    flops=_flops(9, "B", "T", "D", "N"),
+    second_order=True,
+    special=("group", "packed", "constant"),
+    cases=(
+        _selective("tiny", 2, 3, 3, 2, (*ALL, *STATE)),
+        _selective("plain", 2, 37, 35, 16),
+        _selective("bare", 2, 9, 20, 5, (), softplus=False),
+        _selective("group", 1, 35, 42, 7, (*ALL, *STATE), G=3),
+        _selective("blocks", 1, 5, 150, 4, (*ALL, *STATE)),
+        _selective("packed", 1, 70, 9, 4, (*ALL, *PACKED), sequences=5),
+        _selective("constant", 2, 12, 19, 5, CONSTANT, softplus=False),
+        _selective("input", 2, 12, 19, 9, ("constant_B", "z"), G=1),
+        _selective("strong", 1, 40, 17, 4, (*ALL, *STATE), delta=20.0, decay=1e4),
+        _selective("weak", 1, 70, 17, 4, (*ALL, *STATE), delta=-12.0),
+        _selective("wide", 1, 9, 5, 70, (*ALL, *STATE)),
+        _selective("long", 1, 200, 5, 16),
+        _selective("step", 3, 1, 40, 16, (*ALL, *STATE)),
+        _selective("nosteps", 2, 0, 4, 3, (*ALL, *STATE)),
+        _selective("nobatch", 0, 5, 4, 3),
+        _selective("nochannels", 2, 5, 0, 3),
+        _selective("nostates", 2, 5, 3, 0),
+    ),
+    benchmarks=(
+        Benchmark(_selective("model", 1, 1024, 1536, 16), (F32, BF16), BOTH, "compute"),
+        Benchmark(_selective("batch", 4, 512, 1536, 16), (F32,), BOTH, "compute"),
+        Benchmark(_selective("step", 8, 1, 1536, 16, (*ALL, *STATE)), (F32,), FORWARD),
+    ),
+)
+
+SPECS = (RWKV4, MLSTM, SLSTM, SELECTIVE_SCAN)

@@ -1,0 +1,278 @@
+// The selective scan on CUDA, see selective.h: a thread for each channel of each sequence walks
+// over its steps, with all its states. The backward computes the states of a chunk again into
+// memory that neighbouring threads read together; dB and dC are sums over the channels of a block
+// in a fixed order.
+#include "kernels/scan/selective.h"
+
+#include "kernels/scan/scan_rules.h"
+#include "runtime/dispatch.h"
+#include "runtime/gpu_row.h"
+
+namespace omniattn {
+namespace {
+
+constexpr int kThreads = kSelectiveThreads, kWarps = kThreads / 32;
+constexpr int64_t kMostStates = 256;
+// States of a loop that is unrolled, so that they are in registers.
+template <class C, int kMost>
+constexpr int kUnrolled = kMost * sizeof(C) <= 64 ? kMost : 1;
+
+// A channel of a sequence, from the place of this thread; one past the end of its block reads
+// zeros.
+template <class T>
+struct Channel : SelectiveItem {
+  using C = compute_t<T>;
+  const Selective& p;
+  int64_t c;
+  bool exists;
+
+  __device__ Channel(const Selective& scan)
+      : SelectiveItem(selective_item(scan, blockIdx.x)), p(scan), c(first + threadIdx.x) {
+    exists = static_cast<int64_t>(threadIdx.x) < width;
+    GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.rows.steps,
+                "selective_scan: cu_seqlens must grow within the rows");
+  }
+  __device__ __forceinline__ C input(const ScanView& x, int64_t t) const {
+    return exists ? gpu::widen(x.row<T>(s.batch, s.begin + t)[c]) : C(0);
+  }
+  __device__ __forceinline__ void put(void* x, int64_t t, C value) const {
+    if (!exists) return;
+    static_cast<T*>(x)[(s.batch * p.rows.steps + s.begin + t) * p.channels + c] =
+        gpu::narrow<T>(value);
+  }
+  __device__ __forceinline__ C vector(const void* x) const {
+    return x != nullptr && exists ? static_cast<const C*>(x)[c] : C(0);
+  }
+  // Element n of entry i of (.., D, N), zero where there is no such tensor; and of (.., rows, D).
+  __device__ __forceinline__ C table(const void* x, int64_t i, int64_t n) const {
+    if (x == nullptr || !exists) return C(0);
+    return static_cast<const C*>(x)[(i * p.channels + c) * p.states + n];
+  }
+  __device__ __forceinline__ C& row(void* x, int64_t i, int64_t rows, int64_t r) const {
+    return static_cast<C*>(x)[(i * rows + r) * p.channels + c];
+  }
+  __device__ __forceinline__ C weight(const SelectiveWeights& w, int64_t t, int64_t n) const {
+    if (w.constant) return table(w.rows.data, 0, n);
+    return gpu::widen(w.rows.row<T>(s.batch, s.begin + t)[group * p.states + n]);
+  }
+  __device__ __forceinline__ scan_rules::Softplus<C> step(int64_t t) const {
+    const C x = input(p.delta, t) + vector(p.bias);
+    if (p.softplus) return scan_rules::softplus(x);
+    return {x, C(1)};
+  }
+};
+
+template <class T, int kMost>
+__global__ void __launch_bounds__(kThreads)
+    selective_forward_kernel(const __grid_constant__ SelectiveParams params) {
+  using C = compute_t<T>;
+  [[maybe_unused]] constexpr int kUnroll = kUnrolled<C, kMost>;
+  const Selective& p = params.scan;
+  const Channel<T> x(p);
+  if (!x.exists) return;
+  const C skip = x.vector(p.skip);
+  C h[kMost], decay[kMost];
+#pragma unroll kUnroll
+  for (int n = 0; n < kMost; ++n) {
+    if (n >= p.states) continue;
+    h[n] = x.table(p.initial_state, x.sequence, n);
+    decay[n] = x.table(p.decay, 0, n);
+  }
+  for (int64_t t = 0; t < x.s.count; ++t) {
+    const bool keeps = params.states != nullptr && t % kScanChunk == 0;
+    const int64_t slot = x.s.slot + t / kScanChunk;
+    const C dt = x.step(t).value, u = x.input(p.u, t), drive = dt * u;
+    C y = skip * u;
+#pragma unroll kUnroll
+    for (int n = 0; n < kMost; ++n) {
+      if (n >= p.states) continue;
+      if (keeps) x.row(params.states, slot, p.states, n) = h[n];
+      h[n] = fma(exp(dt * decay[n]), h[n], drive * x.weight(p.b, t, n));
+      y = fma(h[n], x.weight(p.c, t, n), y);
+    }
+    if (p.z.data != nullptr) y *= scan_rules::silu(x.input(p.z, t)).value;
+    x.put(params.y, t, y);
+  }
+#pragma unroll kUnroll
+  for (int n = 0; n < kMost; ++n) {
+    if (n >= p.states) continue;
+    static_cast<C*>(params.final_state)[(x.sequence * p.channels + x.c) * p.states + n] = h[n];
+  }
+}
+
+// The states before the steps [t, end) of a chunk, and after the last of them, into memory
+// (N, kScanChunk + 1, states, D).
+constexpr int64_t kKept = kScanChunk + 1;
+template <class T>
+__device__ void recompute_chunk(const SelectiveBackwardParams& params, const Channel<T>& x,
+                                compute_t<T>* kept, int64_t t, int64_t end) {
+  using C = compute_t<T>;
+  const Selective& p = x.p;
+  if (!x.exists) return;
+  const int64_t slot = x.s.slot + t / kScanChunk, rows = kKept * p.states;
+  for (int64_t n = 0; n < p.states; ++n) {
+    C h = static_cast<const C*>(params.states)[(slot * p.states + n) * p.channels + x.c];
+    const C decay = x.table(p.decay, 0, n);
+    for (int64_t j = 0; t + j < end; ++j) {
+      x.row(kept, x.sequence, rows, j * p.states + n) = h;
+      const C dt = x.step(t + j).value;
+      h = fma(exp(dt * decay), h, dt * x.input(p.u, t + j) * x.weight(p.b, t + j, n));
+    }
+    x.row(kept, x.sequence, rows, (end - t) * p.states + n) = h;
+  }
+}
+
+// Sums over the channels of a block. `parts` has a number for each warp, B and C, and state.
+template <int kMost, class C>
+struct ChannelSums {
+  C* parts;
+
+  __device__ __forceinline__ void add(int of_c, int n, C x) const {
+    x = gpu::warp_reduce(x, [](C a, C b) { return a + b; });
+    if (threadIdx.x % 32 == 0) parts[(threadIdx.x / 32 * 2 + of_c) * kMost + n] = x;
+  }
+  __device__ void store(const SelectiveItem& x, const Selective& p, int64_t t, void* to,
+                        int of_c) const {
+    if (to == nullptr) return;
+    const int64_t rows = p.rows.steps * (p.rows.boundaries == nullptr ? p.rows.sequences : 1);
+    const int64_t row = x.block * rows + x.s.batch * p.rows.steps + x.s.begin + t;
+    for (int64_t n = threadIdx.x; n < p.states; n += kThreads) {
+      C sum = 0;
+      for (int warp = 0; warp < kWarps; ++warp) sum += parts[(warp * 2 + of_c) * kMost + n];
+      static_cast<C*>(to)[(row * p.groups + x.group) * p.states + n] = sum;
+    }
+  }
+};
+
+template <class T, int kMost>
+__global__ void __launch_bounds__(kThreads, 1)
+    selective_backward_kernel(const __grid_constant__ SelectiveBackwardParams params,
+                              compute_t<T>* kept) {
+  using C = compute_t<T>;
+  [[maybe_unused]] constexpr int kUnroll = kUnrolled<C, kMost>;
+  GPU_SHARED(C, parts, kWarps * 2 * kMost);
+  const ChannelSums<kMost, C> sums{parts};
+  const Selective& p = params.scan;
+  const Channel<T> x(p);
+  const C skip = x.vector(p.skip);
+  const auto partial = [&](int64_t row) -> C& {
+    return x.row(params.partial, x.sequence, selective_rows(p), row);
+  };
+  // To dB or dC: of all steps, or of this one.
+  const auto add = [&](bool constant, int of_c, int64_t first_row, int n, C term) {
+    if (!constant) {
+      sums.add(of_c, n, term);
+    } else if (x.exists) {
+      partial(first_row + n) += term;
+    }
+  };
+  C decay[kMost], dh[kMost], da[kMost], dskip = 0, dbias = 0;
+#pragma unroll kUnroll
+  for (int n = 0; n < kMost; ++n) {
+    if (n >= p.states) continue;
+    decay[n] = x.table(p.decay, 0, n);
+    dh[n] = x.table(params.grad_final_state, x.sequence, n);
+    da[n] = 0;
+    if (p.b.constant && x.exists) partial(selective_row_of_b(p) + n) = 0;
+    if (p.c.constant && x.exists) partial(selective_row_of_c(p) + n) = 0;
+  }
+  for (int64_t t = round_up(x.s.count, kScanChunk) - 1; t >= 0; --t) {
+    if (t % kScanChunk == kScanChunk - 1) {
+      const int64_t begin = t / kScanChunk * kScanChunk;
+      recompute_chunk(params, x, kept, begin, smaller(t + 1, x.s.count));
+    }
+    if (t >= x.s.count) continue;
+    const auto dt = x.step(t);
+    const C u = x.input(p.u, t), drive = dt.value * u;
+    C dy = x.input(params.grad_y, t), y = skip * u, of_decay = 0, of_input = 0, gate = 0;
+    if (p.z.data != nullptr) {
+      const auto silu = scan_rules::silu(x.input(p.z, t));
+      gate = dy * silu.slope;
+      dy *= silu.value;
+    }
+#pragma unroll kUnroll
+    for (int n = 0; n < kMost; ++n) {
+      if (n >= p.states) continue;
+      const int64_t rows = kKept * p.states, row = t % kScanChunk * p.states + n;
+      const C before = x.exists ? x.row(kept, x.sequence, rows, row) : C(0);
+      const C after = x.exists ? x.row(kept, x.sequence, rows, row + p.states) : C(0);
+      const C weight = x.weight(p.c, t, n);
+      dh[n] = fma(dy, weight, dh[n]);
+      y = fma(after, weight, y);
+      of_input = fma(dh[n], x.weight(p.b, t, n), of_input);
+      add(p.b.constant, 0, selective_row_of_b(p), n, dh[n] * drive);
+      add(p.c.constant, 1, selective_row_of_c(p), n, dy * after);
+      dh[n] *= exp(dt.value * decay[n]);
+      const C lost = dh[n] * before;
+      of_decay = fma(lost, decay[n], of_decay);
+      da[n] = fma(lost, dt.value, da[n]);
+    }
+    __syncthreads();
+    sums.store(x, p, t, params.db, 0);
+    sums.store(x, p, t, params.dc, 1);
+    __syncthreads();  // the next step reuses the parts
+    const C ddelta = fma(of_input, u, of_decay) * dt.slope;
+    x.put(params.du, t, fma(of_input, dt.value, skip * dy));
+    x.put(params.ddelta, t, ddelta);
+    if (p.z.data != nullptr) x.put(params.dz, t, gate * y);
+    dskip = fma(dy, u, dskip);
+    dbias += ddelta;
+  }
+  if (!x.exists) return;
+#pragma unroll kUnroll
+  for (int n = 0; n < kMost; ++n) {
+    if (n >= p.states) continue;
+    static_cast<C*>(params.dinitial_state)[(x.sequence * p.channels + x.c) * p.states + n] = dh[n];
+    partial(n) = da[n];
+  }
+  partial(p.states) = dskip;
+  partial(p.states + 1) = dbias;
+}
+
+// f(kMost) with kMost states at least.
+template <int kMost>
+struct Most {
+  static constexpr int value = kMost;
+};
+template <class F>
+Status with_states(const Selective& p, const F& f) {
+  if (p.items() == 0) return nullptr;
+  if (p.states > kMostStates) return "at most 256 states";
+  if (p.states <= 16) {
+    f(Most<16>{});
+  } else if (p.states <= 64) {
+    f(Most<64>{});
+  } else {
+    f(Most<static_cast<int>(kMostStates)>{});
+  }
+  return gpu::launch_status();
+}
+
+}  // namespace
+
+int64_t selective_backward_elements(const Selective& p) {
+  return kKept * p.states * p.rows.sequences * p.channels;
+}
+
+Status launch_selective(const SelectiveParams& params, Stream stream) {
+  const auto grid = static_cast<unsigned>(params.scan.items());
+  return with_states(params.scan, [&](auto most) {
+    dispatch(params.scan.dtype, [&]<class T>(T) {
+      GPU_LAUNCH((selective_forward_kernel<T, decltype(most)::value>), grid, kThreads, 0, stream,
+                 params);
+    });
+  });
+}
+
+Status launch_selective_backward(const SelectiveBackwardParams& params, void* memory,
+                                 Stream stream) {
+  const auto grid = static_cast<unsigned>(params.scan.items());
+  return with_states(params.scan, [&](auto most) {
+    dispatch(params.scan.dtype, [&]<class T>(T) {
+      GPU_LAUNCH((selective_backward_kernel<T, decltype(most)::value>), grid, kThreads, 0, stream,
+                 params, static_cast<compute_t<T>*>(memory));
+    });
+  });
+}
+
+}  // namespace omniattn

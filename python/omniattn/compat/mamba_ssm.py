@@ -1,0 +1,217 @@
+"""mamba-ssm 2: the selective scan with the channels before the steps, and its step in place."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+
+__all__ = ["selective_scan_fn", "selective_scan_ref", "selective_state_update"]
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`functional.selective_scan` of u (B, D, T).
+
+    Args:
+        u, delta, z: (B, D, T); steps next to each other in memory are copied.
+        A: (D, N), real or complex.
+        B, C: (B, N, T), (B, G, N, T) or (D, N); with a complex A the last dimension of those that
+            vary is 2 T, real and imaginary parts in turn.
+        D, delta_bias: (D,).
+        delta_softplus: whether dt is softplus(delta + delta_bias).
+        return_last_state: whether to return (y, last state) in place of y, both with gradients.
+        backend: of functional.selective_scan.
+
+    Returns:
+        y (B, D, T) of u's dtype, or with the last state (B, D, N) in fp32 (fp64 for fp64). Tensors
+        of several dtypes are computed in the widest one.
+    """
+    op = "selective_scan_fn"
+    for name, t in (("u", u), ("delta", delta), ("z", z)):
+        if t is not None and t.ndim != 3:
+            raise ValueError(
+                f"{op}: {name} must have shape (B, D, T), got {name}.shape={tuple(t.shape)}"
+            )
+
+    def rows(name: str, w: Tensor) -> Tensor:
+        if w.ndim == 2:
+            return w
+        if w.ndim not in (3, 4):
+            raise ValueError(
+                f"{op}: {name} must have shape (B, N, T), (B, G, N, T) or (D, N), got "
+                f"{name}.shape={tuple(w.shape)}"
+            )
+        if A.is_complex() and not w.is_complex():
+            if w.shape[-1] != 2 * u.shape[2]:
+                raise ValueError(
+                    f"{op}: {name} must have 2 T={2 * u.shape[2]} as its last size with a complex "
+                    f"A, got {name}.shape={tuple(w.shape)}"
+                )
+            w = torch.view_as_complex(w.unflatten(-1, (-1, 2)).contiguous())
+        return w.movedim(-1, 1)
+
+    y, state = _scan(
+        u.mT,
+        delta.mT,
+        A,
+        rows("B", B),
+        rows("C", C),
+        D,
+        None if z is None else z.mT,
+        delta_bias,
+        delta_softplus,
+        None,
+        backend,
+    )
+    return (y.mT, state) if return_last_state else y.mT
+
+
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`selective_scan_fn` by the eager definition, one step after another."""
+    return selective_scan_fn(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        delta_softplus,
+        return_last_state,
+        backend="reference",
+    )
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """The step x that follows `state`, which is updated.
+
+    Args:
+        state: (B, D, N), or (B, H, D, N) with heads; of any floating-point dtype. With
+            `state_batch_indices` its first size is that of a pool.
+        x, dt, z: (B, D), or (B, H, D).
+        A: (D, N), or (H, D, N).
+        B, C: (B, N), or (B, G, N) with heads, of which head h reads group h // (H / G).
+        D, dt_bias: (D,), or (H, D).
+        dt_softplus: whether dt is softplus(dt + dt_bias).
+        state_batch_indices: (B,) int, the rows of `state` that are read and written.
+
+    Returns:
+        y of x's shape and dtype.
+    """
+    op = "selective_state_update"
+    if x.ndim not in (2, 3) or state.ndim != x.ndim + 1:
+        raise ValueError(
+            f"{op}: x must have shape (B, D) or (B, H, D) and state (B, D, N) or (B, H, D, N), got "
+            f"x.shape={tuple(x.shape)}, state.shape={tuple(state.shape)}"
+        )
+    indices = None if state_batch_indices is None else state_batch_indices.long()
+    own = state if indices is None else state[indices]
+    if own.shape[:-1] != x.shape:
+        raise ValueError(
+            f"{op}: state must have the B and D of x, got state.shape={tuple(own.shape)}, "
+            f"x.shape={tuple(x.shape)}"
+        )
+    heads = x.ndim == 3
+
+    def channels(t: Tensor, first: int) -> Tensor:
+        """(.., H, D) -> (.., H D)."""
+        return t.flatten(first, first + 1) if heads else t
+
+    y, after = _scan(
+        channels(x, 1)[:, None],
+        channels(dt, 1)[:, None],
+        channels(A, 0),
+        B[:, None],
+        C[:, None],
+        None if D is None else channels(D, 0),
+        None if z is None else channels(z, 1)[:, None],
+        None if dt_bias is None else channels(dt_bias, 0),
+        dt_softplus,
+        channels(own, 1),
+        None,
+    )
+    with torch.no_grad():
+        if indices is None:
+            state.copy_(after.view(state.shape))
+        else:
+            state[indices] = after.view(own.shape).to(state.dtype)
+    return y.view(x.shape)
+
+
+def _scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    state: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """functional.selective_scan of (B, T, D), in the widest dtype of what varies."""
+    given = (u, delta, B, C, *(() if z is None else (z,)))
+    dtype = reduce(torch.promote_types, (t.dtype for t in given if _varies(t)))
+    wide_u, wide_delta, B, C, *gate = (t.to(dtype) if _varies(t) else t for t in given)
+    wide_z = gate[0] if gate else None
+    y, final = functional.selective_scan(
+        wide_u,
+        wide_delta,
+        A,
+        B,
+        C,
+        D,
+        wide_z,
+        delta_bias,
+        delta_softplus,
+        initial_state=state,
+        backend=backend,
+    )
+    return y.to(u.dtype), final
+
+
+def _varies(t: Tensor) -> bool:
+    """Whether t is real and has steps."""
+    return t.ndim > 2 and not t.is_complex()

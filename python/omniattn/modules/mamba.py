@@ -1,0 +1,209 @@
+"""Mamba: a selective scan behind a causal convolution, with a gate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
+from omniattn.modules.cache import storage_like
+from omniattn.modules.layer import LayerConfig, config_or_fields
+from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.norm import RMSNorm
+from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
+from omniattn.modules.short_conv import ShortConvolution
+from omniattn.modules.state import RecurrentState, State, Storage
+
+__all__ = ["Mamba"]
+
+
+class Mamba(Mixer):
+    """``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)`` of ``u = silu(conv(x W_u))``.
+
+    ``z = x W_z``, ``[r, B, C] = u W_x`` and ``dt = softplus(r W_dt + b_dt)``, see
+    :func:`functional.selective_scan`. A block of such layers needs no feed-forward layer. Decoding
+    takes one step of the scan for each token, whatever their number.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters; A_log and D are made in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv),
+        x_proj (rank + 2 N, inner), dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj
+        (dim, inner): names and shapes as in mamba-ssm and transformers; with `norm_eps` also
+        dt_layernorm, b_layernorm and c_layernorm of Jamba.
+
+    Reference:
+        Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+        arXiv 2312.00752; the norms: Lieber et al., Jamba, 2024, arXiv 2403.19887.
+
+    Example:
+        >>> Mamba(dim=8)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y, d_model of mamba-ssm.
+            d_state: N, the states of each channel.
+            d_conv: taps of the causal convolution.
+            expand: inner is expand * dim.
+            inner_dim: inner, where it is not that.
+            dt_rank: width of r; None ("auto" of mamba-ssm) for dim / 16, rounded up.
+            dt_min, dt_max: range of softplus(b_dt), which is drawn evenly in its logarithm.
+            dt_init_floor: the least softplus(b_dt).
+            dt_init: "random" for W_dt from +- dt_scale rank^-0.5, "constant" for that bound.
+            dt_scale: of W_dt.
+            conv_bias: whether conv1d has a bias.
+            bias: whether in_proj and out_proj have one.
+            norm_eps: of RMS norms over r, B and C, as Jamba has them; None for no norms.
+            init_std, out_init_std, backend: as in Attention.
+        """
+
+        dim: int
+        d_state: int = 16
+        d_conv: int = 4
+        expand: int = 2
+        inner_dim: int | None = None
+        dt_rank: int | None = None
+        dt_min: float = 1e-3
+        dt_max: float = 0.1
+        dt_init: str = "random"
+        dt_scale: float = 1.0
+        dt_init_floor: float = 1e-4
+        conv_bias: bool = True
+        bias: bool = False
+        norm_eps: float | None = None
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.dt_init not in ("random", "constant"):
+                raise ValueError(
+                    f"Mamba: dt_init must be 'random' or 'constant', got dt_init={self.dt_init!r}"
+                )
+            if not 0 < self.dt_min <= self.dt_max or self.dt_init_floor <= 0:
+                raise ValueError(
+                    "Mamba: dt_min must be in (0, dt_max] and dt_init_floor above 0, got "
+                    f"dt_min={self.dt_min}, dt_max={self.dt_max}, "
+                    f"dt_init_floor={self.dt_init_floor}"
+                )
+
+        @property
+        def inner(self) -> int:
+            return self.inner_dim or self.expand * self.dim
+
+        @property
+        def rank(self) -> int:
+            return self.dt_rank or math.ceil(self.dim / 16)
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.Mamba)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(n_in: int, n_out: int, bias: bool = False, std: float = c.init_std) -> Linear:
+            return Linear(Linear.Config(n_in, n_out, bias, std, c.backend), **factory)
+
+        self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
+        conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
+        self.conv1d = conv.build(**factory)
+        self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
+        self.dt_proj = linear(c.rank, c.inner, True)
+        wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
+        self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
+        self.D = nn.Parameter(torch.empty(c.inner, **wide))
+        self.out_proj = linear(c.inner, c.dim, c.bias, c.out_init_std)
+        if c.norm_eps is not None:
+            for name, size in (("dt", c.rank), ("b", c.d_state), ("c", c.d_state)):
+                norm = RMSNorm.Config(size, c.norm_eps, backend=c.backend)
+                self.add_module(f"{name}_layernorm", norm.build(**factory))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A of state n is -n, D is 1; W_dt and b_dt as Config says."""
+        c = self.config
+        rates = torch.arange(1, c.d_state + 1, dtype=torch.float64)
+        self.A_log.copy_(rates.log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+        bound = c.rank**-0.5 * c.dt_scale
+        if c.dt_init == "constant":
+            nn.init.constant_(self.dt_proj.weight, bound)
+        else:
+            nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        assert self.dt_proj.bias is not None
+        dt = torch.empty_like(self.dt_proj.bias, dtype=self.D.dtype)
+        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
+        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
+        """Zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64), and the last inputs of conv1d."""
+        c = self.config
+        wide = zeros_of_states(self.out_proj.weight, storage)
+        dtype = storage_like(self.out_proj.weight, **storage)["dtype"]
+        conv = self.conv1d.new_state(batch, wide.new_zeros(0, dtype=dtype))
+        return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`.
+            state: from `new_state`; updated to the state after x.
+            rope: not used.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        state = require_recurrence("Mamba", x, state, mask)
+        u, z = self.in_proj(x).chunk(2, -1)
+        u, conv = self.conv1d(u, None if state is None else state["conv"].to(u.dtype))
+        parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
+        if c.norm_eps is not None:
+            names = ("dt_layernorm", "b_layernorm", "c_layernorm")
+            parts = [self.get_submodule(n)(t) for n, t in zip(names, parts, strict=True)]
+        r, b, rows = parts
+        delta = functional.linear(r, self.dt_proj.weight, backend=c.backend)
+        y, ssm = functional.selective_scan(
+            u,
+            delta,
+            -self.A_log.exp(),
+            b,
+            rows,
+            self.D,
+            z,
+            self.dt_proj.bias,
+            True,
+            initial_state=None if state is None else state["ssm"],
+            backend=c.backend,
+        )
+        if state is not None:
+            state.advance(x.shape[1], ssm=ssm, conv=conv)
+        out: Tensor = self.out_proj(y)
+        return out

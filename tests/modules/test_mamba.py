@@ -1,0 +1,139 @@
+"""The layer of Mamba: its formula, transformers' mixers, steps and how its parameters begin."""
+
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn.modules import Mamba
+
+DIM = 12
+
+
+def layer(**options) -> Mamba:
+    torch.manual_seed(0)
+    made = Mamba(DIM, d_state=5, **{"init_std": 0.3} | options, dtype=torch.float64)
+    torch.nn.init.normal_(made.D)
+    torch.nn.init.normal_(made.A_log)
+    return made
+
+
+def direct(m: Mamba, x: torch.Tensor) -> torch.Tensor:
+    c = m.config
+    u, z = m.in_proj(x).chunk(2, -1)
+    steps = x.shape[1]
+    u = nnf.silu(
+        nnf.conv1d(u.mT, m.conv1d.weight, m.conv1d.bias, padding=c.d_conv - 1, groups=c.inner)
+    ).mT[:, :steps]
+    r, b, rows = m.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
+    if c.norm_eps is not None:
+        r, b, rows = m.dt_layernorm(r), m.b_layernorm(b), m.c_layernorm(rows)
+    dt = nnf.softplus(m.dt_proj(r))
+    h, out = torch.zeros(len(x), c.inner, c.d_state, dtype=x.dtype), []
+    for t in range(steps):
+        h = (dt[:, t, :, None] * -m.A_log.exp()).exp() * h
+        h = h + (dt * u)[:, t, :, None] * b[:, t, None]
+        out.append((h * rows[:, t, None]).sum(-1))
+    return m.out_proj((torch.stack(out, 1) + m.D * u) * nnf.silu(z))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_eps": 1e-6},
+        {"bias": True, "conv_bias": False, "d_conv": 2, "dt_rank": 3, "inner_dim": 20},
+    ],
+)
+def test_mamba_is_its_formula(options):
+    m = layer(**options)
+    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    torch.testing.assert_close(m(x), direct(m, x))
+
+
+@torch.no_grad()
+def test_states_are_wide_and_small():
+    m = Mamba(DIM).to(torch.bfloat16)
+    m.A_log.data, m.D.data = m.A_log.float(), m.D.float()
+    state = m.new_state(2, 100)
+    assert state["ssm"].dtype == torch.float32 and state["ssm"].shape == (2, 2 * DIM, 16)
+    assert state["conv"].dtype == torch.bfloat16 and state["conv"].shape == (2, 2 * DIM, 3)
+    x = torch.randn(2, 5, DIM, dtype=torch.bfloat16)
+    steps = torch.cat([m(part, state=state) for part in x.split(2, 1)], 1)
+    torch.testing.assert_close(steps, m(x), rtol=2e-2, atol=2e-2)
+
+
+def test_how_it_begins():
+    m = Mamba(64, dt_init_floor=2e-3)
+    dt = nnf.softplus(m.dt_proj.bias)
+    assert m.config.rank == 4 and m.dt_proj.weight.abs().max() <= 0.5
+    assert dt.min() > 1.9e-3 and 0.05 < dt.max() < 0.101
+    torch.testing.assert_close(m.A_log.exp()[7], torch.arange(1.0, 17.0))
+    assert torch.equal(m.D, torch.ones(128))
+    assert torch.all(Mamba(64, dt_init="constant", dt_scale=2.0).dt_proj.weight == 1)
+    assert Mamba(64, dtype=torch.bfloat16).A_log.dtype == torch.float32
+
+
+def their_mixer(bias: bool = False, conv_bias: bool = True):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mamba import modeling_mamba
+
+    config = transformers.MambaConfig(
+        vocab_size=31,
+        hidden_size=DIM,
+        state_size=5,
+        num_hidden_layers=1,
+        use_bias=bias,
+        use_conv_bias=conv_bias,
+    )
+    torch.manual_seed(0)
+    theirs = modeling_mamba.MambaMixer(config, layer_idx=0).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return theirs, config
+
+
+def their_cache(config):
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache(config=config)
+
+
+@pytest.mark.parametrize(("bias", "conv_bias"), [(False, True), (True, False)])
+def test_the_mixer_of_transformers(bias, conv_bias):
+    theirs, _ = their_mixer(bias, conv_bias)
+    ours = Mamba(DIM, d_state=5, bias=bias, conv_bias=conv_bias)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, DIM)
+    found, expected = ours(x), theirs(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        b = dict(theirs.named_parameters())[name]
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@torch.no_grad()
+def test_steps_of_the_mixer_of_transformers():
+    theirs, config = their_mixer()
+    ours = Mamba(DIM, d_state=5)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, DIM)
+    cache, state = their_cache(config), ours.new_state(2, 9)
+    for part in (x[:, :6], *x[:, 6:].split(1, 1)):
+        expected = theirs(part, cache_params=cache)
+        torch.testing.assert_close(ours(part, state=state), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Mamba(8, dt_init="zero"), "dt_init must be 'random' or 'constant', got dt_init="),
+        (lambda: Mamba(8, dt_min=1.0), r"dt_min must be in \(0, dt_max\]"),
+        (lambda: Mamba(8)(torch.ones(1, 2, 8), mask=torch.ones(1)), "mask must be None"),
+        (lambda: Mamba(8)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\), got x.shape"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=f"Mamba: {message}"):
+        call()

@@ -1,0 +1,146 @@
+"""omniattn.compat: the functions of mamba-ssm against loops with their arguments."""
+
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn import compat
+
+B, D, N, T, G = 2, 6, 3, 9, 2
+
+
+def tensors(groups: int | None = G, *, constant: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    rows = (D, N) if constant else (B, N, T) if groups is None else (B, groups, N, T)
+    return {
+        "u": torch.randn(B, D, T),
+        "delta": torch.randn(B, D, T),
+        "A": -torch.rand(D, N) - 0.1,
+        "B": torch.randn(rows),
+        "C": torch.randn(rows),
+        "D": torch.randn(D),
+        "z": torch.randn(B, D, T),
+        "delta_bias": torch.randn(D),
+    }
+
+
+def theirs(u, delta, A, B, C, D, z, delta_bias):
+    """A loop over the steps (.., T) of all channels."""
+
+    def of_channels(w, t):
+        if w.ndim == 2:
+            return w
+        w = w[..., t] if w.ndim == 4 else w[:, None, :, t]
+        return w.repeat_interleave(len(A) // w.shape[1], 1)
+
+    dt = nnf.softplus(delta + delta_bias[:, None])
+    h, out = torch.zeros(len(u), *A.shape, dtype=A.dtype), []
+    for t in range(u.shape[2]):
+        drive = (dt * u)[..., t, None] * of_channels(B, t)
+        h = (dt[..., t, None] * A).exp() * h + drive
+        out.append((h * of_channels(C, t)).sum(-1))
+    y = torch.stack(out, 2)
+    y = 2 * y.real if y.is_complex() else y
+    return (y + D[:, None] * u) * nnf.silu(z), h
+
+
+@pytest.mark.parametrize("function", [compat.selective_scan_fn, compat.selective_scan_ref])
+@pytest.mark.parametrize("options", [{}, {"groups": None}, {"constant": True}])
+def test_selective_scan_fn(function, options):
+    given = {name: t.requires_grad_() for name, t in tensors(**options).items()}
+    y, state = function(*given.values(), True, return_last_state=True)
+    expected, h = theirs(**given)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, h, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(y.square().sum() + state.sum(), list(given.values()))
+    exact = torch.autograd.grad(expected.square().sum() + h.sum(), list(given.values()))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    only = function(*given.values(), delta_softplus=True)
+    assert torch.equal(only, y)
+
+
+def test_selective_scan_fn_of_a_complex_A():
+    given = tensors(None)
+    given["A"] = given["A"] + 1j * torch.randn(D, N)
+    parts = {name: torch.randn(B, N, T, dtype=torch.complex64) for name in "BC"}
+    flat = {name: torch.view_as_real(t).flatten(-2) for name, t in parts.items()}
+    y, state = compat.selective_scan_fn(**given | flat, delta_softplus=True, return_last_state=True)
+    expected, h = theirs(**given | parts)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, h, rtol=1e-5, atol=1e-5)
+
+
+def test_selective_scan_fn_of_several_dtypes():
+    given = tensors()
+    mixed = given | {"u": given["u"].bfloat16(), "z": given["z"].bfloat16()}
+    y = compat.selective_scan_fn(**mixed, delta_softplus=True)
+    assert y.dtype == torch.bfloat16
+    exact = compat.selective_scan_fn(
+        **given | {name: mixed[name].float() for name in ("u", "z")}, delta_softplus=True
+    )
+    assert torch.equal(y, exact.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_update_the_state(dtype):
+    given = tensors(None)
+    expected, h = theirs(**given)
+    state, out = torch.zeros(B, D, N, dtype=dtype), []
+    for t in range(T):
+        rows = {"x": "u", "dt": "delta", "B": "B", "C": "C", "z": "z"}
+        step = {name: given[theirs_][..., t] for name, theirs_ in rows.items()}
+        step |= {"A": given["A"], "D": given["D"], "dt_bias": given["delta_bias"]}
+        out.append(compat.selective_state_update(state, **step, dt_softplus=True))
+    bounds = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    torch.testing.assert_close(torch.stack(out, 2), expected, **bounds)
+    torch.testing.assert_close(state, h.to(dtype), **bounds)
+
+
+def test_a_step_of_heads_of_a_pool():
+    """Heads are channels, those of a group next to each other."""
+    torch.manual_seed(0)
+    heads, pool = 4, torch.randn(5, 4, 3, N)
+    index = torch.tensor([3, 1])
+    x, dt, z = torch.randn(3, B, heads, 3)
+    a, d, bias = -torch.rand(heads, 3, N), torch.randn(heads, 3), torch.randn(heads, 3)
+    b, c = torch.randn(2, B, G, N)
+    before = pool.clone()
+    y = compat.selective_state_update(
+        pool, x, dt, a, b, c, d, z, bias, True, state_batch_indices=index
+    )
+    step = nnf.softplus(dt + bias)[..., None]
+    b, c = (w.repeat_interleave(heads // G, 1)[:, :, None] for w in (b, c))
+    h = (step * a).exp() * before[index] + step * b * x[..., None]
+    torch.testing.assert_close(y, ((h * c).sum(-1) + d * x) * nnf.silu(z))
+    torch.testing.assert_close(pool[index], h)
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: compat.selective_scan_fn(*[torch.ones(2, 3)] * 5),
+            r"selective_scan_fn: u must have shape \(B, D, T\), got u.shape=\(2, 3\)",
+        ),
+        (
+            lambda: compat.selective_scan_fn(**tensors() | {"B": torch.ones(3)}),
+            r"selective_scan_fn: B must have shape \(B, N, T\), \(B, G, N, T\) or \(D, N\), got",
+        ),
+        (
+            lambda: compat.selective_scan_fn(**tensors() | {"A": torch.ones(D, N) + 0j}),
+            r"selective_scan_fn: B must have 2 T=18 as its last size with a complex A, got B.shape",
+        ),
+        (
+            lambda: compat.selective_state_update(*[torch.ones(2, 3)] * 6),
+            r"selective_state_update: x must have shape \(B, D\) or \(B, H, D\) and state",
+        ),
+        (
+            lambda: compat.selective_state_update(torch.ones(2, 3, 4), *[torch.ones(1, 3)] * 5),
+            r"selective_state_update: state must have the B and D of x, got state.shape=\(2, 3, 4",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
