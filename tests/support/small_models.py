@@ -112,7 +112,7 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 _ONE_OF_TWO = {"attn_layer_indices": [1]}
-# The second hybrid layer shares the attention of the first one, which is twice as wide as the model.
+# The hybrid layers share one attention, which is twice as wide as the model.
 _ZAMBA = {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"]}
 _ZAMBA |= {"attention_hidden_size": 128, "attention_head_dim": 32}
 _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 24, "window_size": 4}

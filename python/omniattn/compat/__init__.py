@@ -6,7 +6,6 @@ honour raises, and names itself; one that changes speed alone, such as a chunk s
 nothing. The losses of Liger are in `omniattn.modules` under their names.
 """
 
-from omniattn.compat._mamba2 import mamba_chunk_scan_combined
 from omniattn.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from omniattn.compat.fla import (
     chunk_delta_rule,
@@ -31,6 +30,7 @@ from omniattn.compat.fla import (
     fused_recurrent_rwkv7,
 )
 from omniattn.compat.mamba_ssm import (
+    mamba_chunk_scan_combined,
     selective_scan_fn,
     selective_scan_ref,
     selective_state_update,

@@ -32,7 +32,7 @@ def _channels(original: Forward) -> Forward:
     ) -> Any:
         """hidden_states, dt and z (B, D, T), B and C (B, N, T) -> y (B, D, T). The last two options
         choose among their forms."""
-        options = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        options: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         if not takes(hidden_states):
             how = {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
             how["return_last_state"] = return_last_state
@@ -93,7 +93,8 @@ def _chunks(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Any:
         """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
-        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        options: dict[str, Any] = {"D": D, "dt_bias": dt_bias}
+        options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
         if not takes(hidden_states):
             states = {"initial_states": initial_states, "return_final_states": return_final_states}
             return original(hidden_states, dt, A, B, C, chunk_size, **options, **states, **kwargs)

@@ -17,6 +17,7 @@ import omniattn.modules.gau
 import omniattn.modules.layer
 import omniattn.modules.linear
 import omniattn.modules.linear_attention
+import omniattn.modules.mamba
 import omniattn.modules.mamba2
 import omniattn.modules.mla
 import omniattn.modules.mlp
@@ -513,6 +514,38 @@ def MLSTM(
     inner_dim: int | None = ...,
     block_size: int = ...,
     eps: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Mamba(
+    self: torch.nn.Module,
+    config: omniattn.modules.mamba.Mamba.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def Mamba(
+    self: torch.nn.Module,
+    dim: int,
+    d_state: int = ...,
+    d_conv: int = ...,
+    expand: int = ...,
+    inner_dim: int | None = ...,
+    dt_rank: int | None = ...,
+    dt_min: float = ...,
+    dt_max: float = ...,
+    dt_init: str = ...,
+    dt_scale: float = ...,
+    dt_init_floor: float = ...,
+    conv_bias: bool = ...,
+    bias: bool = ...,
+    norm_eps: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

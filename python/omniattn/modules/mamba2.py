@@ -122,7 +122,7 @@ class Mamba2(Mixer):
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         parts = c.width + c.conv_width + c.num_heads
-        own = {"bias": c.bias, "init_std": c.init_std, "backend": c.backend}
+        own: dict[str, Any] = {"bias": c.bias, "init_std": c.init_std, "backend": c.backend}
         self.in_proj = Linear(c.dim, parts, **own, **factory)
         conv = ShortConvolution.Config(c.conv_width, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = ShortConvolution(conv, **factory)

@@ -214,6 +214,36 @@ def _cases(**options: Any) -> tuple[Case, ...]:
     )
 
 
+_ALL = ("D", "z", "dt_bias", "initial_state")
+SSD = OpSpec(
+    name="ssd",
+    family="recurrence",
+    cuda="emulated",
+    paper="Dao and Gu 2024, arXiv 2405.21060",
+    inputs=_ssd_inputs,
+    differentiable=("x", "dt", "A", "B", "C", *_ALL),
+    flops=lambda case, pass_: 4.0 * math.prod(case.sizes[name] for name in "BTHPN") * SWEEPS[pass_],
+    second_order=True,
+    special=("packed", "groups"),
+    cases=(
+        _ssd("tiny", 2, 3, 1, 2, 3, STATE),
+        _ssd("plain", 2, 70, 2, 32, 16),
+        _ssd("all", 1, 129, 4, 12, 20, _ALL, G=2, dt_softplus=True),
+        _ssd("groups", 2, 33, 6, 17, 16, ("D", *STATE), G=3),
+        _ssd("limits", 2, 40, 2, 8, 8, ("dt_bias",), dt_softplus=True, dt_limit=(0.02, 0.2)),
+        _ssd("packed", 1, 150, 2, 16, 9, ("z", *PACKED), S=5),
+        _ssd("step", 3, 1, 2, 24, 32, _ALL, dt_softplus=True),
+        _ssd("nosteps", 2, 0, 2, 3, 4, _ALL, dt_softplus=True),
+        _ssd("nobatch", 0, 5, 2, 3, 4),
+        _ssd("nowidth", 2, 5, 2, 0, 4, STATE),
+    ),
+    benchmarks=(
+        Benchmark(_ssd("state64", 1, 2048, 8, 64, 64), (F32, BF16), BOTH, "compute"),
+        Benchmark(_ssd("state128", 1, 2048, 8, 64, 128), (F32,), BOTH, "compute"),
+        Benchmark(_ssd("step", 8, 1, 24, 64, 128, STATE), (F32,), FORWARD),
+    ),
+)
+
 SPECS = (
     _spec(
         "gated_linear_attention",
@@ -279,39 +309,8 @@ SPECS = (
         inputs=_inputs(_feature_gates),
         differentiable=("q", "k", "v", "g", "beta", "initial_state"),
     ),
+    SSD,
 )
-
-_ALL = ("D", "z", "dt_bias", "initial_state")
-SSD = OpSpec(
-    name="ssd",
-    family="recurrence",
-    cuda="emulated",
-    paper="Dao and Gu 2024, arXiv 2405.21060",
-    inputs=_ssd_inputs,
-    differentiable=("x", "dt", "A", "B", "C", *_ALL),
-    flops=lambda case, pass_: 4.0 * math.prod(case.sizes[name] for name in "BTHPN") * SWEEPS[pass_],
-    second_order=True,
-    special=("packed", "groups"),
-    cases=(
-        _ssd("tiny", 2, 3, 1, 2, 3, STATE),
-        _ssd("plain", 2, 70, 2, 32, 16),
-        _ssd("all", 1, 129, 4, 12, 20, _ALL, G=2, dt_softplus=True),
-        _ssd("groups", 2, 33, 6, 17, 16, ("D", *STATE), G=3),
-        _ssd("limits", 2, 40, 2, 8, 8, ("dt_bias",), dt_softplus=True, dt_limit=(0.02, 0.2)),
-        _ssd("packed", 1, 150, 2, 16, 9, ("z", *PACKED), S=5),
-        _ssd("step", 3, 1, 2, 24, 32, _ALL, dt_softplus=True),
-        _ssd("nosteps", 2, 0, 2, 3, 4, _ALL, dt_softplus=True),
-        _ssd("nobatch", 0, 5, 2, 3, 4),
-        _ssd("nowidth", 2, 5, 2, 0, 4, STATE),
-    ),
-    benchmarks=(
-        Benchmark(_ssd("state64", 1, 2048, 8, 64, 64), (F32, BF16), BOTH, "compute"),
-        Benchmark(_ssd("state128", 1, 2048, 8, 64, 128), (F32,), BOTH, "compute"),
-        Benchmark(_ssd("step", 8, 1, 24, 64, 128, STATE), (F32,), FORWARD),
-    ),
-)
-
-SPECS = (*SPECS, SSD)
 
 VARIANTS = (
     Variant(
