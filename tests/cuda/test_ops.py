@@ -177,6 +177,10 @@ def test_attention_fits_into_99_kib_of_shared_memory(run_emulated):
     run_emulated("value", "ascending", selection, "test_specs", OMNIATTN_TEST_SHARED_MEMORY=limit)
 
 
+def test_attention_of_logits_that_are_not_numbers(run_emulated):
+    run_emulated("value", "ascending", "not_numbers and few", "test_attention")
+
+
 def test_attention_passes_the_tests_of_tables_sinks_and_sequences(run_emulated):
     tables = "tables_match and 100-130 and bfloat16"
     rest = "ends_of or sink or tables_are_shared or rows_of_no"

@@ -12,12 +12,10 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.functional.masks import Mask
 from omniattn.functional.recurrence import FEATURE_MAPS, SIGNED, feature_size
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
 from omniattn.modules.recurrent import (
     Device,
     RecurrentConfig,
@@ -25,13 +23,13 @@ from omniattn.modules.recurrent import (
     Result,
     fp32,
     low_rank,
-    require_recurrence,
     zeros_of_states,
 )
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 
-class LinearAttention(Mixer):
+class LinearAttention(StateMixer):
     """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
 
     ``o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s / sum_{s <= t} phi(q_t) . phi(k_s)``; over all s
@@ -105,24 +103,10 @@ class LinearAttention(Mixer):
         shape = (batch, c.num_heads, feature_size(c.feature_map, size), size + divided)
         return RecurrentState(s=like.new_zeros(shape))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        state = require_recurrence("LinearAttention", x, state, mask)
         q, k, v = (
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
@@ -137,10 +121,7 @@ class LinearAttention(Mixer):
             initial_state=None if state is None else state["s"],
             backend=c.backend,
         )
-        if state is not None:
-            state.advance(x.shape[1], s=s)
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
+        return self.o_proj(o.flatten(-2)), {"s": s}
 
 
 class GatedLinearAttention(RecurrentMixer):

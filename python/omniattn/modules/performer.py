@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.functional.masks import Mask
 from omniattn.functional.random_features import (
     FEATURES,
     empty_state,
@@ -20,12 +20,12 @@ from omniattn.functional.random_features import (
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
-from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 
-class Performer(Mixer):
+class Performer(StateMixer):
     """Softmax attention estimated in O(T) by products of random features: FAVOR+.
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
@@ -147,24 +147,10 @@ class Performer(Mixer):
         like = zeros_of_states(self.o_proj.weight, storage)
         return RecurrentState(**empty_state(like, batch, c.num_heads, c.rows, c.size, c.kind))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        state = require_recurrence("Performer", x, state, mask)
         q, k, v = (
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
@@ -182,7 +168,4 @@ class Performer(Mixer):
             initial_state=None if state is None else (state["s"], state["m"]),
             backend=c.backend,
         )
-        if state is not None:
-            state.advance(x.shape[1], s=s, m=m)
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
+        return self.o_proj(o.flatten(-2)), {"s": s, "m": m}

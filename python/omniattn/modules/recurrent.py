@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
-from omniattn.functional.masks import Mask
 from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm, RMSNormGated
 from omniattn.modules.short_conv import ShortConvolution
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
+from omniattn.modules.state_mixer import require_recurrence as require_recurrence
 
 Device: TypeAlias = "torch.device | str | None"
 #: Outputs and the final state.
@@ -94,7 +94,7 @@ class RecurrentConfig(LayerConfig):
         return self.v_head_dim or self.k_size * self.expand
 
 
-class RecurrentMixer(Mixer):
+class RecurrentMixer(StateMixer):
     """``y = W_o (norm(o) * act(x W_g))`` of a recurrence o over q, k, v, each ``silu(conv(x W))``.
 
     A subclass has a `Config` that is a RecurrentConfig, and says in `recur` what the recurrence is.
@@ -147,35 +147,23 @@ class RecurrentMixer(Mixer):
                 tensors[f"{name}_conv"] = self._conv(name).new_state(batch, like)
         return RecurrentState(**tensors)
 
-    def forward(
+    def _mix(
         self,
         x: Tensor,
+        state: RecurrentState | None,
         *,
-        state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used, except by MultiScaleRetention.
-            mask: must be None; padding goes to the end of the sequences.
-        """
+        **_: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        state = require_recurrence(type(self).__name__, x, state, mask)
         after: dict[str, Tensor] = {}
         q, k, v = (self._part(name, x, state, after) for name in "qkv")
         if rope is not None:
             q, k = self.rotated(q, k, rope)
         before = None if state is None else state["s"]
         o, after["s"] = self.recur(q, k, v, x, initial_state=before, backend=c.backend)
-        if state is not None:
-            state.advance(x.shape[1], **after)
         gates = () if c.gate is None else (self.g_proj(x).unflatten(-1, (c.v_heads, c.v_size)),)
-        y: Tensor = self.o_proj(self.o_norm(o, *gates).flatten(-2))
-        return y
+        return self.o_proj(self.o_norm(o, *gates).flatten(-2)), after
 
     def _conv(self, name: str) -> ShortConvolution:
         return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))
@@ -222,19 +210,3 @@ def zeros_of_states(weight: Tensor, storage: Storage) -> Tensor:
     """An empty tensor of the device and the dtype of a matrix state."""
     like = storage_like(weight, **storage)
     return weight.new_zeros(0, device=like["device"], dtype=fp32(like["dtype"]))
-
-
-def require_recurrence(
-    op: str, x: Tensor, state: State | None, mask: Tensor | Mask | None
-) -> RecurrentState | None:
-    """The state, after checks of what a recurrence is called with."""
-    if mask is not None:
-        raise ValueError(
-            f"{op}: mask must be None, because a recurrence reads every token, got a mask"
-        )
-    if x.is_nested or x.ndim != 3:
-        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
-        raise ValueError(f"{op}: x must have shape (B, T, dim), got {got}")
-    if state is not None and not isinstance(state, RecurrentState):
-        raise TypeError(f"{op}: state must be a RecurrentState, got {type(state).__name__}")
-    return state

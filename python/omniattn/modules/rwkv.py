@@ -17,9 +17,10 @@ from omniattn.modules._rwkv_init import ramp, zigzag
 from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import ChannelMixer, Mixer
+from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
-from omniattn.modules.state import RecurrentState, Stateful, Storage
+from omniattn.modules.state import RecurrentState, State, Stateful, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 
@@ -119,7 +120,7 @@ def reset_old_shifts(layer: Shifted) -> None:
         layer.get_parameter(f"x_{part}").copy_(1 - kept)
 
 
-class TimeMix(Shifted, Mixer):
+class TimeMix(Shifted, StateMixer):
     """A recurrence over receptance, key and value."""
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
@@ -136,7 +137,7 @@ class TimeMix(Shifted, Mixer):
         """The state before the first token."""
 
     @abstractmethod
-    def _mix(
+    def _recur(
         self,
         x: Tensor,
         difference: Tensor,
@@ -150,7 +151,7 @@ class TimeMix(Shifted, Mixer):
         self,
         x: Tensor,
         *,
-        state: RecurrentState | None = None,
+        state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
         shared: dict[str, Tensor] | None = None,
@@ -164,13 +165,20 @@ class TimeMix(Shifted, Mixer):
             mask: must be None; padding goes to the end of the sequences.
             shared: what the layers of a model share in one call (RWKV-7: the values of the first).
         """
-        state = require_recurrence(type(self).__name__, x, state, mask)
+        return self._run(x, state, mask, shared=shared)
+
+    def _mix(
+        self,
+        x: Tensor,
+        state: RecurrentState | None,
+        *,
+        shared: dict[str, Tensor] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         before = (None, None) if state is None else (state["shift"], state["wkv"])
         difference, inputs, last = self._mixed(x, before[0])
-        y, wkv = self._mix(x, difference, inputs, before[1], shared)
-        if state is not None:
-            state.advance(x.shape[1], shift=last, wkv=wkv)
-        return y
+        y, wkv = self._recur(x, difference, inputs, before[1], shared)
+        return y, {"shift": last, "wkv": wkv}
 
 
 class RWKV4TimeMix(TimeMix):
@@ -231,7 +239,7 @@ class RWKV4TimeMix(TimeMix):
         state[:, 2] = -1e38
         return state
 
-    def _mix(
+    def _recur(
         self,
         x: Tensor,
         difference: Tensor,

@@ -122,7 +122,7 @@ class RWKV5TimeMix(_HeadsTimeMix):
         reset_old_shifts(self)
         _reset_decay_and_bonus(self)
 
-    def _mix(
+    def _recur(
         self,
         x: Tensor,
         difference: Tensor,
@@ -193,7 +193,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
             nn.init.zeros_(self.get_parameter(f"{weights}_w1"))
             nn.init.uniform_(self.get_parameter(f"{weights}_w2"), -0.01, 0.01)
 
-    def _mix(
+    def _recur(
         self,
         x: Tensor,
         difference: Tensor,
@@ -344,7 +344,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
             nn.init.uniform_(self.get_parameter(f"{name}.weight"), -bound, bound)
         self._reset_norm()
 
-    def _mix(
+    def _recur(
         self,
         x: Tensor,
         difference: Tensor,

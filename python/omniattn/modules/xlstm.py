@@ -13,15 +13,14 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
-from omniattn.modules.recurrent import Device, require_recurrence, zeros_of_states
+from omniattn.modules.recurrent import Device, zeros_of_states
 from omniattn.modules.short_conv import ShortConvolution
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 __all__ = ["MLSTM", "SLSTM"]
 
@@ -57,7 +56,7 @@ class XLSTMConfig(LayerConfig):
             )
 
 
-class _XLSTM(Mixer):
+class _XLSTM(StateMixer):
     """A layer with a convolution of `inner` channels and a norm of their heads."""
 
     config: XLSTMConfig
@@ -102,32 +101,6 @@ class _XLSTM(Mixer):
     @abstractmethod
     def _empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """The states of the recurrence before the first token."""
-
-    @abstractmethod
-    def _mix(self, x: Tensor, state: RecurrentState | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """y and the states after x."""
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
-        state = require_recurrence(type(self).__name__, x, state, mask)
-        y, after = self._mix(x, state)
-        if state is not None:
-            state.advance(x.shape[1], **after)
-        return y
 
 
 class Headwise(nn.Module):
@@ -233,7 +206,9 @@ class MLSTM(_XLSTM):
         shapes = {"c": (size, size), "n": (size,), "m": ()}
         return {name: like.new_zeros(batch, heads, *shape) for name, shape in shapes.items()}
 
-    def _mix(self, x: Tensor, state: RecurrentState | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         u, z = self.proj_up(x).chunk(2, -1)
         conv, after = self._convolved(u, state)
@@ -318,7 +293,9 @@ class SLSTM(_XLSTM):
     def _empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         return {"s": like.new_zeros(batch, *self.bias.shape)}
 
-    def _mix(self, x: Tensor, state: RecurrentState | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         conv, after = self._convolved(x, state)
         inputs = {"igate": conv, "fgate": conv, "zgate": x, "ogate": x}

@@ -1,0 +1,326 @@
+"""Linear attention, retention and RWKV of fla.ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.compat._fla import Result, run
+from omniattn.reference.precision import widen
+
+__all__ = [
+    "chunk_gla",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_rwkv6",
+    "chunk_rwkv7",
+    "fused_mul_recurrent_rwkv7",
+    "fused_recurrent_gla",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_rwkv4",
+    "fused_recurrent_rwkv6",
+    "fused_recurrent_rwkv7",
+]
+
+
+def _linear(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    initial_state: Any,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, Any]:
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    given: dict[str, Any] = {"feature_map": "identity", "normalize": normalize, "eps": 1e-10}
+    if normalize and initial_state is not None:
+        matrix, total = initial_state
+        initial_state = torch.cat((matrix, total.squeeze(1)[..., None].to(matrix.dtype)), -1)
+    o, state = run(
+        op,
+        functional.linear_attention,
+        (q, k, v),
+        initial_state,
+        output_final_state or normalize,
+        cu_seqlens,
+        reverse=reverse,
+        **given,
+    )
+    if not normalize:
+        return o, state
+    assert state is not None
+    return o, (state[..., :-1] if output_final_state else None, state[..., -1][:, None])
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """:func:`functional.linear_attention` of features q and k.
+
+    With `normalize` states are pairs: (N, H, K, V) and the sum of the keys (N, 1, H, K). The
+    denominator is at least 1e-10 in size, where fla adds that.
+    """
+    state = (initial_state, output_final_state)
+    return _linear("chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """As `chunk_linear_attn`; `reverse` goes from the last token to the first."""
+    state = (initial_state, output_final_state)
+    op = "fused_recurrent_linear_attn"
+    return _linear(op, q, k, v, scale, *state, normalize, cu_seqlens, reverse)
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.gated_linear_attention`."""
+    return run(
+        "chunk_gla",
+        functional.gated_linear_attention,
+        (q, k, v, g),
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        state_v_first=state_v_first,
+        options=options,
+        scale=scale,
+    )
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.gated_linear_attention`; gv, decays of the values, must be None."""
+    return run(
+        "fused_recurrent_gla",
+        functional.gated_linear_attention,
+        (q, k, v, widen(q).new_zeros(v.shape[:3]) if gk is None else gk),
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        options=options | {"gv": gv},
+        scale=scale,
+    )
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.retention`."""
+    state = (initial_state, output_final_state, cu_seqlens)
+    call = functional.retention
+    return run("chunk_retention", call, (q, k, v), *state, options=options, scale=scale)
+
+
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.retention`."""
+    return run(
+        "fused_recurrent_retention",
+        functional.retention,
+        (q, k, v),
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        options=options,
+        scale=scale,
+    )
+
+
+def chunk_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
+    state = (initial_state, output_final_state, cu_seqlens)
+    return _rwkv6("chunk_rwkv6", r, k, v, w, u, scale, *state, False, options)
+
+
+def fused_recurrent_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
+    state = (initial_state, output_final_state, cu_seqlens)
+    return _rwkv6("fused_recurrent_rwkv6", r, k, v, w, u, scale, *state, reverse, options)
+
+
+def _rwkv6(
+    op: str,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    options: dict[str, Any],
+) -> Result:
+    def call(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        return functional.rwkv6(r, k, v, w, u, scale=scale, **given)
+
+    state = (initial_state, output_final_state, cu_seqlens)
+    return run(op, call, (r, k, v, w), *state, reverse=reverse, options=options)
+
+
+def chunk_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.rwkv7`. `safe_gate` and `lower_bound`, promises about w, change nothing."""
+    for promise in ("safe_gate", "lower_bound"):
+        options.pop(promise, None)
+    state = (initial_state, output_final_state, cu_seqlens)
+    tensors = (r, w, k, v, a, b)
+    return run("chunk_rwkv7", functional.rwkv7, tensors, *state, options=options, scale=scale)
+
+
+def fused_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.rwkv7`, whose scale is K^-0.5 by default here."""
+    state = (initial_state, output_final_state, cu_seqlens)
+    op, tensors = "fused_recurrent_rwkv7", (r, w, k, v, a, b)
+    return run(op, functional.rwkv7, tensors, *state, options=options, scale=scale)
+
+
+def fused_mul_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Result:
+    """:func:`functional.rwkv7` of a = -kk and b = kk * a."""
+    return run(
+        "fused_mul_recurrent_rwkv7",
+        functional.rwkv7,
+        (r, w, k, v, -kk, kk * a),
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        reverse=reverse,
+        options=options,
+        scale=scale,
+    )
+
+
+def fused_recurrent_rwkv4(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`functional.rwkv4` of exp(w), with states (B, 3, 1, C)."""
+    y, after = functional.rwkv4(w.exp(), u, k, v, initial_state=state.squeeze(2))
+    return y, after[:, :, None]

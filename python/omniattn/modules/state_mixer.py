@@ -1,0 +1,66 @@
+"""Token mixers that carry a RecurrentState from token to token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from omniattn.functional.masks import Mask
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.state import RecurrentState, State
+
+
+class StateMixer(Mixer):
+    """A mixer that reads every token in order; a subclass says how in `_mix` and `new_state`."""
+
+    @abstractmethod
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **given: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """y, and all tensors of the state after x; `given`: what forward gives to `_run`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`.
+            state: from `new_state`; updated to the state after x.
+            rope: not used, except by MultiScaleRetention.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        return self._run(x, state, mask, rope=rope)
+
+    def _run(
+        self, x: Tensor, state: State | None, mask: Tensor | Mask | None, **given: Any
+    ) -> Tensor:
+        """The steps of a forward."""
+        state = require_recurrence(type(self).__name__, x, state, mask)
+        y, after = self._mix(x, state, **given)
+        if state is not None:
+            state.advance(x.shape[1], **after)
+        return y
+
+
+def require_recurrence(
+    op: str, x: Tensor, state: State | None, mask: Tensor | Mask | None
+) -> RecurrentState | None:
+    """The state, after checks of what a recurrence is called with."""
+    if mask is not None:
+        raise ValueError(
+            f"{op}: mask must be None, because a recurrence reads every token, got a mask"
+        )
+    if x.is_nested or x.ndim != 3:
+        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
+        raise ValueError(f"{op}: x must have shape (B, T, dim), got {got}")
+    if state is not None and not isinstance(state, RecurrentState):
+        raise TypeError(f"{op}: state must be a RecurrentState, got {type(state).__name__}")
+    return state
