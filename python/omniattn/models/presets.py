@@ -18,6 +18,7 @@ from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.modules import (
     MLSTM,
+    S4D,
     SLSTM,
     DecoderBlock,
     DeltaNet,
@@ -114,6 +115,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv5": _rwkv(5),
     "rwkv6": _rwkv(6),
     "rwkv7": _rwkv(7),
+    "s4d": _recurrent(S4D.Config(192)),
     "xlstm": _xlstm(),
     "t5": T5Config(),
     "bert": BertConfig(),
