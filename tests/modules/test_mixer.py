@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
 from omniattn.modules import (
     MLSTM,
+    S4,
+    S4D,
     SLSTM,
     Attention,
     CrossCache,
@@ -180,6 +182,8 @@ MIXERS = [
     Mamba.Config(24, 3, norm_eps=1e-6, init_std=0.5),
     Performer.Config(24, 2, init_std=0.5),
     RWKV4TimeMix.Config(24, init_std=0.5),
+    S4.Config(24, 8, init_std=0.5),
+    S4D.Config(24, 8, init_std=0.5),
     SLSTM.Config(24, 2),
     RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),

@@ -155,6 +155,8 @@ FIELDS = {
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},
+    "S4": {"dim": 8},
+    "S4D": {"dim": 8},
     "SLSTM": {"dim": 8, "num_heads": 2},
     "Performer": {"dim": 8, "num_heads": 2},
     "RMSNorm": {"dim": 8, "eps": 1e-3},

@@ -19,6 +19,7 @@ from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.modules import (
     MLSTM,
+    S4D,
     SLSTM,
     DecoderBlock,
     DeltaNet,
@@ -115,6 +116,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv5": _rwkv(5),
     "rwkv6": _rwkv(6),
     "rwkv7": _rwkv(7),
+    "s4d": _recurrent(S4D.Config(192)),
     "xlstm": _xlstm(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
     "t5": T5Config(),

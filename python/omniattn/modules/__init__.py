@@ -62,6 +62,7 @@ from omniattn.modules.router import Router
 from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
+from omniattn.modules.s4 import S4, S4D
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
@@ -72,6 +73,8 @@ from omniattn.modules.xlstm import MLSTM, SLSTM
 __all__ = [
     "MLP",
     "MLSTM",
+    "S4",
+    "S4D",
     "SLSTM",
     "ALiBi",
     "Attention",

@@ -33,6 +33,7 @@ import omniattn.modules.rope
 import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
+import omniattn.modules.s4
 import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
@@ -977,6 +978,50 @@ def Router(
     capacity_at_eval: bool = ...,
     bias_rate: float = ...,
     init_std: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def S4(
+    self: torch.nn.Module,
+    config: omniattn.modules.s4.S4.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def S4(
+    self: torch.nn.Module,
+    dim: int,
+    state_size: int = ...,
+    dt_min: float = ...,
+    dt_max: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def S4D(
+    self: torch.nn.Module,
+    config: omniattn.modules.s4.S4D.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def S4D(
+    self: torch.nn.Module,
+    dim: int,
+    state_size: int = ...,
+    dt_min: float = ...,
+    dt_max: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    init: str = ...,
+    rule: str = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

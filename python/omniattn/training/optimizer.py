@@ -74,16 +74,19 @@ class WarmupCosine(LRScheduler):
 
 
 def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Matrices whose rows are looked up."""
+    """Matrices whose rows are looked up, and what layers list as `undecayed`."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | LearnedPositional | T5RelativeBias):
             yield module.weight
         elif isinstance(module, WindowAttention):
             yield module.relative_position_bias_table
+        for name in getattr(module, "undecayed", ()):
+            yield module.get_parameter(name)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay on matrices; none on vectors (norms, biases) and tables (embeddings).
+    """Weight decay on matrices; none on vectors (norms, biases), tables (embeddings) and the
+    time scales of state-space models.
 
     For torch.optim.AdamW, of any module; parameters that need no gradient are left out.
 
