@@ -142,6 +142,7 @@ FIELDS = {
     "LearnedPositional": {"max_positions": 4, "dim": 8},
     "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
     "LinearAttention": {"dim": 8, "num_heads": 2},
+    "Mamba": {"dim": 8},
     "Mamba2": {"dim": 8, "d_state": 4, "headdim": 8},
     "Linear": {"in_features": 8, "out_features": 4},
     "MLSTM": {"dim": 8, "num_heads": 2},

@@ -11,21 +11,20 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
-from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.short_conv import ShortConvolution
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 __all__ = ["Mamba"]
 
 
-class Mamba(Mixer):
+class Mamba(StateMixer):
     """``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)`` of ``u = silu(conv(x W_u))``.
 
     ``z = x W_z``, ``[r, B, C] = u W_x`` and ``dt = softplus(r W_dt + b_dt)``, see
@@ -164,24 +163,10 @@ class Mamba(Mixer):
         conv = self.conv1d.new_state(batch, wide.new_zeros(0, dtype=dtype))
         return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        state = require_recurrence("Mamba", x, state, mask)
         u, z = self.in_proj(x).chunk(2, -1)
         u, conv = self.conv1d(u, None if state is None else state["conv"].to(u.dtype))
         parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
@@ -203,7 +188,4 @@ class Mamba(Mixer):
             initial_state=None if state is None else state["ssm"],
             backend=c.backend,
         )
-        if state is not None:
-            state.advance(x.shape[1], ssm=ssm, conv=conv)
-        out: Tensor = self.out_proj(y)
-        return out
+        return self.out_proj(y), {"ssm": ssm, "conv": conv}

@@ -11,20 +11,19 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.delta_net import draw_rates
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNormGated
-from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.short_conv import ShortConvolution
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 
-class Mamba2(Mixer):
+class Mamba2(StateMixer):
     """A state-space layer with one decay for each head and token.
 
     With ``[z, u, dt] = x W_in`` and ``[v, B, C] = silu(conv(u))``:
@@ -149,24 +148,10 @@ class Mamba2(Mixer):
         s = wide.new_zeros(batch, c.num_heads, c.d_state, c.headdim).mT
         return RecurrentState(s=s, conv=self.conv1d.new_state(batch, like))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        state = require_recurrence("Mamba2", x, state, mask)
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
         before = None if state is None else state["conv"].to(u.dtype)
         u, conv = self.conv1d(u, before)
@@ -185,7 +170,4 @@ class Mamba2(Mixer):
             initial_state=None if state is None else state["s"],
             backend=c.backend,
         )
-        if state is not None:
-            state.advance(x.shape[1], s=s, conv=conv)
-        out: Tensor = self.out_proj(self.norm(y.flatten(-2), z))
-        return out
+        return self.out_proj(self.norm(y.flatten(-2), z)), {"s": s, "conv": conv}

@@ -13,14 +13,13 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional.masks import Mask
 from omniattn.functional.state_space import INITS, RULES
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
-from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
-from omniattn.modules.state import RecurrentState, State, Storage
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
+from omniattn.modules.state import RecurrentState, Storage
+from omniattn.modules.state_mixer import StateMixer
 
 __all__ = ["S4", "S4D"]
 
@@ -58,7 +57,7 @@ class SSMConfig(LayerConfig):
             )
 
 
-class _SSM(Mixer):
+class _SSM(StateMixer):
     """``y = GLU(W gelu(ssm(x)) + b)`` of a state-space model for each channel.
 
     Parameters are real, complex ones as pairs: what torch.compile, optimizers and files take.
@@ -106,8 +105,8 @@ class _SSM(Mixer):
                 nn.init.normal_(parameter, std=math.sqrt(0.5))
 
     @abstractmethod
-    def _run(
-        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
+    def _system(
+        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
         """The function of the layer."""
 
@@ -116,24 +115,9 @@ class _SSM(Mixer):
         zeros = zeros_of_states(self.D, storage)
         return RecurrentState(s=zeros.new_zeros(batch, self.config.dim, *self.C.shape[1:]))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: State | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
-
-        Args:
-            x: tokens, after those in `state`; one of them is a step of the recurrence, more are a
-                convolution.
-            state: from `new_state`; updated to the state after x.
-            rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
-        """
-        state = require_recurrence(type(self).__name__, x, state, mask)
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         wide = fp32(x.dtype)
         A = torch.complex(-self.log_A_real.to(wide).exp(), self.A_imag.to(wide))
         vectors = [_complex(self.get_parameter(name), wide) for name in self.vectors]
@@ -144,11 +128,12 @@ class _SSM(Mixer):
                 "output_final_state": True,
                 "mode": "recurrent" if x.shape[1] == 1 else "conv",
             }
-        y = self._run(x, A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide), **options)
+        y = self._system(x, A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide), **options)
+        after: dict[str, Tensor] = {}
         if state is not None:
-            y, after = y
-            state.advance(x.shape[1], s=torch.view_as_real(after))
-        return nnf.glu(self.out_proj(nnf.gelu(y)), -1)
+            y, final = y
+            after["s"] = torch.view_as_real(final)
+        return nnf.glu(self.out_proj(nnf.gelu(y)), -1), after
 
 
 def _complex(pairs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -212,8 +197,8 @@ class S4D(_SSM):
         c = self.config
         return functional.ssm_init(c.init, c.state_size, dtype=torch.complex128), {}
 
-    def _run(
-        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
+    def _system(
+        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
         return functional.s4d(x, A, *vectors, dt, D, rule=self.config.rule, **options)
 
@@ -263,7 +248,7 @@ class S4(_SSM):
         Lambda, P, B, _ = functional.nplr(self.config.state_size, dtype=torch.complex128)
         return Lambda, {"P": P, "B": B}
 
-    def _run(
-        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
+    def _system(
+        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
         return functional.s4(x, A, *vectors, dt, D, **options)
