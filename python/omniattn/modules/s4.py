@@ -106,14 +106,16 @@ class _SSM(StateMixer):
 
     @abstractmethod
     def _system(
-        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
+        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
         """The function of the layer."""
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Zeros: `s` (B, dim, N / 2, 2) of pairs in fp32 (fp64 for fp64)."""
         zeros = zeros_of_states(self.D, storage)
-        return RecurrentState(s=zeros.new_zeros(batch, self.config.dim, *self.C.shape[1:]))
+        return RecurrentState(
+            s=zeros.new_zeros(batch, self.config.dim, *self.get_parameter("C").shape[1:])
+        )
 
     def _mix(
         self, x: Tensor, state: RecurrentState | None, **_: Any
@@ -198,9 +200,10 @@ class S4D(_SSM):
         return functional.ssm_init(c.init, c.state_size, dtype=torch.complex128), {}
 
     def _system(
-        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
+        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
-        return functional.s4d(x, A, *vectors, dt, D, rule=self.config.rule, **options)
+        (C,) = vectors
+        return functional.s4d(x, A, C, dt, D, rule=self.config.rule, **options)
 
 
 class S4(_SSM):
@@ -249,6 +252,7 @@ class S4(_SSM):
         return Lambda, {"P": P, "B": B}
 
     def _system(
-        self, x: Tensor, A: Tensor, vectors: Any, dt: Tensor, D: Tensor, **options: Any
+        self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
-        return functional.s4(x, A, *vectors, dt, D, **options)
+        P, B, C = vectors
+        return functional.s4(x, A, P, B, C, dt, D, **options)
