@@ -15,6 +15,7 @@ from omniattn.models import (
     BertConfig,
     DeepSeekConfig,
     GPT2Config,
+    JambaConfig,
     Mamba2Config,
     MixtralConfig,
     Model,
@@ -54,6 +55,18 @@ SMALL = {
     "gpt2-untied": GPT2Config(**_SIZES, max_positions=40, tie_embeddings=False),
     "mamba2": Mamba2Config(
         vocab_size=97, dim=48, num_layers=2, d_state=12, headdim=8, ngroups=2, dt_limit=(0.01, 2.0)
+    ),
+    "jamba": JambaConfig(
+        vocab_size=97,
+        dim=48,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=40,
+        attention_period=3,
+        attention_offset=1,
+        experts=4,
+        d_state=5,
+        dt_rank=4,
     ),
     "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
     "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
@@ -159,7 +172,7 @@ def test_transformers_gives_the_same_logits(name):
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     theirs = ours.to_hf()
-    if name in ("mixtral", "deepseek"):
+    if name in ("mixtral", "deepseek", "jamba"):
         theirs.set_experts_implementation("eager")  # the default one has no fp64
     given = inputs(ours.config)
     expected = theirs(**given).logits.double()  # those of Mamba-2 are fp32
@@ -180,6 +193,7 @@ def test_transformers_gives_the_same_logits(name):
         ("gpt2", "attn_pdrop", 0.2),
         ("gpt2", "n_inner", 50),
         ("mamba2", "hidden_act", "gelu"),
+        ("jamba", "hidden_act", "gelu"),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
         ("bert-classifier", "classifier_dropout", 0.3),
@@ -252,7 +266,8 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek-moe", "gpt2", "mla", "differential", "mamba2"]
+    "name",
+    ["mixtral", "deepseek-moe", "gpt2", "mla", "differential", "mamba2", "jamba", "samba", "s4d"],
 )
 @torch.no_grad()
 def test_prefill_and_steps_equal_the_full_forward(name):

@@ -12,6 +12,7 @@ from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import LlamaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
@@ -21,6 +22,7 @@ from omniattn.modules import (
     MLSTM,
     S4D,
     SLSTM,
+    Attention,
     DecoderBlock,
     DeltaNet,
     GatedDeltaNet,
@@ -29,6 +31,7 @@ from omniattn.modules import (
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
+    Mamba,
     MultiScaleRetention,
     Performer,
     RMSNorm,
@@ -52,6 +55,20 @@ def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -
         num_layers=base.num_layers,
         blocks=(DecoderBlock.Config(mixer, mlp, norm),),
         rope=rope,
+    )
+
+
+def _samba() -> BlocksConfig:
+    """A decoder of the size of "llama" from Mamba and attention to the last tokens in turn."""
+    base = LlamaConfig()
+    mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
+    near = Attention.Config(base.dim, base.num_heads, base.num_kv_heads, window_size=(63, 0))
+    mixers: tuple[LayerConfig, ...] = (Mamba.Config(base.dim), near)
+    return BlocksConfig(
+        dim=base.dim,
+        num_layers=base.num_layers,
+        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
+        rope=RotaryEmbedding.Config(base.dim // base.num_heads),
     )
 
 
@@ -119,6 +136,9 @@ TRAINED: dict[str, ModelConfig] = {
     "s4d": _recurrent(S4D.Config(192)),
     "xlstm": _xlstm(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
+    # Half of the published period, so that four layers have all kinds.
+    "jamba": JambaConfig(attention_period=4, attention_offset=2, hidden_dim=256, experts=4),
+    "samba": _samba(),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.

@@ -127,7 +127,7 @@ class Mamba(StateMixer):
         conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = conv.build(**factory)
         self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
-        self.dt_proj = linear(c.rank, c.inner, True)
+        self.dt_proj = _StepProjection(c, **factory)
         wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
         self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
         self.D = nn.Parameter(torch.empty(c.inner, **wide))
@@ -140,20 +140,10 @@ class Mamba(StateMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A of state n is -n, D is 1; W_dt and b_dt as Config says."""
-        c = self.config
-        rates = torch.arange(1, c.d_state + 1, dtype=torch.float64)
+        """A of state n is -n, D is 1."""
+        rates = torch.arange(1, self.config.d_state + 1, dtype=torch.float64)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
-        bound = c.rank**-0.5 * c.dt_scale
-        if c.dt_init == "constant":
-            nn.init.constant_(self.dt_proj.weight, bound)
-        else:
-            nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        assert self.dt_proj.bias is not None
-        dt = torch.empty_like(self.dt_proj.bias, dtype=self.D.dtype)
-        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
-        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64), and the last inputs of conv1d."""
@@ -189,3 +179,24 @@ class Mamba(StateMixer):
             backend=c.backend,
         )
         return self.out_proj(y), {"ssm": ssm, "conv": conv}
+
+
+class _StepProjection(Linear):
+    """W_dt and b_dt, which begin as Mamba.Config says."""
+
+    def __init__(self, config: Mamba.Config, **factory: Any) -> None:
+        self.steps = config
+        super().__init__(Linear.Config(config.rank, config.inner, True), **factory)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        c = self.steps
+        bound = c.rank**-0.5 * c.dt_scale
+        if c.dt_init == "constant":
+            nn.init.constant_(self.weight, bound)
+        else:
+            nn.init.uniform_(self.weight, -bound, bound)
+        assert self.bias is not None
+        dt = torch.empty_like(self.bias, dtype=fp32(self.bias.dtype))
+        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
+        self.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
