@@ -10,6 +10,7 @@ from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.llama import Llama, LlamaConfig
+from omniattn.models.mamba import MambaConfig
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
@@ -32,6 +33,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "MLAConfig",
+    "MambaConfig",
     "MixtralConfig",
     "Model",
     "ModelConfig",
