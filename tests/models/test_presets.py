@@ -17,6 +17,7 @@ from omniattn.models import (
     GPT2Config,
     JambaConfig,
     Mamba2Config,
+    MambaConfig,
     MixtralConfig,
     Model,
     SwinConfig,
@@ -68,6 +69,10 @@ SMALL = {
         d_state=5,
         dt_rank=4,
     ),
+    "mamba": MambaConfig(vocab_size=97, dim=48, num_layers=2, d_state=5, dt_rank=7, bias=True),
+    "mamba-tied": MambaConfig(
+        vocab_size=97, dim=48, num_layers=2, conv_bias=False, tie_embeddings=True
+    ),
     "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
     "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
     "bert": BertConfig(**_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1),
@@ -90,6 +95,7 @@ SMALL = {
         ("gpt2-medium", 354_823_168),
         ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
+        ("mamba-130m", 129_135_360),
         ("bert-base", 109_514_298),
         ("t5-small", 60_506_624),
         ("t5-base", 222_903_552),
@@ -120,6 +126,7 @@ def test_a_config_survives_json(name):
 FILES = {
     "llama-2-7b": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "gpt2-small": {},
+    "mamba-130m": {"num_hidden_layers": 24},
     "bert-base": {},
     "t5-small": {},
     "t5-v1.1-base": {
@@ -194,6 +201,7 @@ def test_transformers_gives_the_same_logits(name):
         ("gpt2", "n_inner", 50),
         ("mamba2", "hidden_act", "gelu"),
         ("jamba", "hidden_act", "gelu"),
+        ("mamba", "hidden_act", "gelu"),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
         ("bert-classifier", "classifier_dropout", 0.3),
@@ -267,7 +275,18 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "deepseek-moe", "gpt2", "mla", "differential", "mamba2", "jamba", "samba", "s4d"],
+    [
+        "mixtral",
+        "deepseek-moe",
+        "gpt2",
+        "mla",
+        "differential",
+        "mamba",
+        "mamba2",
+        "jamba",
+        "samba",
+        "s4d",
+    ],
 )
 @torch.no_grad()
 def test_prefill_and_steps_equal_the_full_forward(name):
@@ -277,6 +296,18 @@ def test_prefill_and_steps_equal_the_full_forward(name):
     cache = model.new_state(2, 20)
     parts = [model(tokens[:, a:b], state=cache) for a, b in ((0, 13), (13, 14), (14, 20))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_mamba_generates_what_transformers_generates():
+    torch.manual_seed(0)
+    model = SMALL["mamba"].build().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    theirs, tokens = model.to_hf().eval(), torch.randint(1, 97, (2, 7))
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert torch.equal(generate(model, tokens, 12), expected)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -335,7 +366,7 @@ def test_tokens_outside_the_vocabulary_are_named(wrong):
         SMALL["bert"].build()(tokens, token_types=tokens)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert", "mamba"])
 def test_shapes_without_weights(name):
     """On the meta device, which has no autocast, every op says what it would give."""
     model = SMALL[name].build(device="meta")

@@ -455,10 +455,8 @@ struct Backward {
       const auto block = [&](int64_t n, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         for (int64_t k = 0; k < kStates; ++k) {
-          const bool is_there = n + k < p.states;
-          store(
-              m.before + k * kWidth,
-              is_there ? part.load(x.row_of(params.states, slot, p.states, n + k) + i) : zero<C>());
+          const C* const before = x.row_of(params.states, slot, p.states, n + k) + i;
+          store(m.before + k * kWidth, part.load(before));
         }
         const int64_t at = of_vector + n * kWidth;
         const Sums<C> db = p.b.constant ? Sums<C>{m.db_table + at, 0}

@@ -11,6 +11,7 @@ from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import Llama, LlamaConfig
+from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
@@ -36,6 +37,7 @@ __all__ = [
     "LlamaConfig",
     "MLAConfig",
     "Mamba2Config",
+    "MambaConfig",
     "MixtralConfig",
     "Model",
     "ModelConfig",

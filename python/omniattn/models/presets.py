@@ -14,6 +14,7 @@ from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import LlamaConfig
+from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
@@ -139,6 +140,7 @@ TRAINED: dict[str, ModelConfig] = {
     # Half of the published period, so that four layers have all kinds.
     "jamba": JambaConfig(attention_period=4, attention_offset=2, hidden_dim=256, experts=4),
     "samba": _samba(),
+    "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.
@@ -187,6 +189,14 @@ _T5 = T5Config(
     dropout_p=0.1,
 )
 _T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
+_MAMBA = MambaConfig(
+    vocab_size=50280,
+    dim=768,
+    num_layers=24,
+    init_std=0.1,
+    residual_in_fp32=True,
+    tie_embeddings=True,
+)
 _VIT = ViTConfig(
     classes=1000, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
 )
@@ -224,6 +234,11 @@ PRESETS: dict[str, ModelConfig] = TRAINED | {
     "t5-base": _T5_BASE,
     "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
     "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
+    "mamba-130m": _MAMBA,
+    "mamba-370m": replace(_MAMBA, dim=1024, num_layers=48),
+    "mamba-790m": replace(_MAMBA, dim=1536, num_layers=48),
+    "mamba-1.4b": replace(_MAMBA, dim=2048, num_layers=48),
+    "mamba-2.8b": replace(_MAMBA, dim=2560, num_layers=64),
     "vit-b-16": _VIT,
     "vit-l-16": replace(_VIT, dim=1024, num_layers=24, num_heads=16),
     "vit-h-14": replace(_VIT, patch=14, dim=1280, num_layers=32, num_heads=16),

@@ -24,6 +24,34 @@ from omniattn.modules.state_mixer import StateMixer
 __all__ = ["Mamba"]
 
 
+class StepProjection(nn.Module):
+    """W_dt (inner, rank) and b_dt (inner) of a Mamba, whose scan adds b_dt."""
+
+    def __init__(self, config: Mamba.Config, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.inner, config.rank, **factory))
+        self.bias = nn.Parameter(torch.empty(config.inner, **factory))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws both as the config says."""
+        c = self.config
+        bound = c.rank**-0.5 * c.dt_scale
+        if c.dt_init == "constant":
+            nn.init.constant_(self.weight, bound)
+        else:
+            nn.init.uniform_(self.weight, -bound, bound)
+        dt = torch.empty_like(self.bias, dtype=fp32(self.bias.dtype))
+        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
+        self.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    def forward(self, r: Tensor) -> Tensor:
+        """r (B, T, rank) -> r W_dt (B, T, inner), without b_dt."""
+        return functional.linear(r, self.weight, backend=self.config.backend)
+
+
 class Mamba(StateMixer):
     """``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)`` of ``u = silu(conv(x W_u))``.
 
@@ -127,7 +155,7 @@ class Mamba(StateMixer):
         conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = conv.build(**factory)
         self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
-        self.dt_proj = _StepProjection(c, **factory)
+        self.dt_proj = StepProjection(c, **factory)
         wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
         self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
         self.D = nn.Parameter(torch.empty(c.inner, **wide))
@@ -140,7 +168,7 @@ class Mamba(StateMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A of state n is -n, D is 1."""
+        """A of state n is -n, and D is 1."""
         rates = torch.arange(1, self.config.d_state + 1, dtype=torch.float64)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
@@ -164,10 +192,9 @@ class Mamba(StateMixer):
             names = ("dt_layernorm", "b_layernorm", "c_layernorm")
             parts = [self.get_submodule(n)(t) for n, t in zip(names, parts, strict=True)]
         r, b, rows = parts
-        delta = functional.linear(r, self.dt_proj.weight, backend=c.backend)
         y, ssm = functional.selective_scan(
             u,
-            delta,
+            self.dt_proj(r),
             -self.A_log.exp(),
             b,
             rows,
@@ -179,24 +206,3 @@ class Mamba(StateMixer):
             backend=c.backend,
         )
         return self.out_proj(y), {"ssm": ssm, "conv": conv}
-
-
-class _StepProjection(Linear):
-    """W_dt and b_dt, which begin as Mamba.Config says."""
-
-    def __init__(self, config: Mamba.Config, **factory: Any) -> None:
-        self.steps = config
-        super().__init__(Linear.Config(config.rank, config.inner, True), **factory)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        c = self.steps
-        bound = c.rank**-0.5 * c.dt_scale
-        if c.dt_init == "constant":
-            nn.init.constant_(self.weight, bound)
-        else:
-            nn.init.uniform_(self.weight, -bound, bound)
-        assert self.bias is not None
-        dt = torch.empty_like(self.bias, dtype=fp32(self.bias.dtype))
-        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
-        self.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
