@@ -114,7 +114,7 @@ class _SSM(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Zeros: `s` (B, dim, N / 2, 2) of pairs in fp32 (fp64 for fp64)."""
         zeros = zeros_of_states(self.D, storage)
-        return RecurrentState(s=zeros.new_zeros(batch, self.config.dim, *self.C.shape[1:]))
+        return RecurrentState(s=zeros.new_zeros(batch, *self.A_imag.shape, 2))
 
     def forward(
         self,
@@ -215,7 +215,8 @@ class S4D(_SSM):
     def _run(
         self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
-        return functional.s4d(x, A, *vectors, dt, D, rule=self.config.rule, **options)
+        (C,) = vectors
+        return functional.s4d(x, A, C, dt, D, rule=self.config.rule, **options)
 
 
 class S4(_SSM):
@@ -266,4 +267,5 @@ class S4(_SSM):
     def _run(
         self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
-        return functional.s4(x, A, *vectors, dt, D, **options)
+        P, B, C = vectors
+        return functional.s4(x, A, P, B, C, dt, D, **options)
