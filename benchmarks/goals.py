@@ -39,6 +39,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,
     "experts": goal_rows.expert_rows,
+    "state space": goal_rows.state_space_rows,
     **llama_groups(),
 }
 

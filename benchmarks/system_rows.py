@@ -68,6 +68,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
+    "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step": (
+        *(("vandermonde", "s4d"), ("cauchy", "s4")),
+    ),
     "xLSTM": (("mlstm", "model"), ("slstm", "model")),
     "LayerNorm": (("layer_norm", "plain"),),
     "RMSNorm": (("rms_norm", "plain"),),

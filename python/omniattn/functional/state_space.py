@@ -198,7 +198,7 @@ def nplr(
     Example:
         >>> Lambda, P, B, V = nplr(4)
         >>> Lambda
-        tensor([-0.5000+0.9370j, -0.5000+4.3788j])
+        tensor([-0.5000+0.5565j, -0.5000+4.6033j])
     """
     op = "nplr"
     _require_even(op, state_size)

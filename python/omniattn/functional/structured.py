@@ -95,7 +95,7 @@ def cauchy(v: Tensor, z: Tensor, w: Tensor, *, backend: str | None = None) -> Te
     Example:
         >>> z = torch.tensor([1j, 2 + 0j])
         >>> cauchy(torch.tensor([[1 + 0j]]), z, torch.tensor([[-1 + 0j]]))
-        tensor([[1.0000-1.0000j, 0.6667+0.0000j]])
+        tensor([[1.0000-1.j, 0.6667+0.j]])
     """
     op = "cauchy"
     is_complex = isinstance(v, Tensor) and v.is_complex()

@@ -113,9 +113,7 @@ class _SSM(StateMixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Zeros: `s` (B, dim, N / 2, 2) of pairs in fp32 (fp64 for fp64)."""
         zeros = zeros_of_states(self.D, storage)
-        return RecurrentState(
-            s=zeros.new_zeros(batch, self.config.dim, *self.get_parameter("C").shape[1:])
-        )
+        return RecurrentState(s=zeros.new_zeros(batch, *self.A_imag.shape, 2))
 
     def _mix(
         self, x: Tensor, state: RecurrentState | None, **_: Any

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BOTH, F32, SWEEPS
 
 
@@ -105,3 +105,11 @@ CAUCHY = OpSpec(
 )
 
 SPECS = (VANDERMONDE, CAUCHY)
+
+VARIANTS = (
+    Variant(
+        "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step",
+        ("s4", "s4d", "s4_kernel", "s4d_kernel", "discretize", "hippo_legs", "S4", "S4D"),
+        "Gu et al. 2022, arXiv 2206.11893",
+    ),
+)
