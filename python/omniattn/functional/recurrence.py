@@ -120,8 +120,8 @@ def linear_attention(
     else:
         if initial_state is not None:
             raise ValueError(
-                f"{op}: initial_state must be None where causal=False, got a state of shape "
-                f"{tuple(initial_state.shape)}"
+                f"{op}: initial_state must be None where causal=False, got "
+                f"initial_state.shape={tuple(initial_state.shape)}"
             )
         if g is not None:
             raise ValueError(
