@@ -51,7 +51,7 @@ class Computed(Mask):
 
 @dataclass(frozen=True)
 class AnyOf(Computed):
-    """Pairs allowed by one of `masks` or more; `a | b` makes one."""
+    """Pairs allowed by at least one of `masks`; `a | b` makes one."""
 
     masks: tuple[Mask, ...]
 
