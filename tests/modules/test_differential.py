@@ -101,8 +101,8 @@ def test_bfloat16_keeps_lambda_in_fp32():
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
         ({"dim": 50}, "dim=50"),
-        ({"form": "x"}, "form must be one of .* 'x'"),
-        ({"gqa_map": "y"}, "gqa_map must be one of .* 'y'"),
+        ({"form": "x"}, "form must be one of .* got form='x'"),
+        ({"gqa_map": "y"}, "gqa_map must be one of .* got gqa_map='y'"),
         ({"form": "hf", "gqa_map": "naive"}, "with form='hf'"),
     ],
 )

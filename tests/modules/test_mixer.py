@@ -250,7 +250,9 @@ def test_states_reject_what_does_not_fit():
     with pytest.raises(ValueError, match=r"missing=\['length'\]"):
         state.load_state_dict({"h": torch.zeros(2, 3)})
     assert state.length == 0
-    with pytest.raises(TypeError, match="Attention: state must be a Cache, got RecurrentState"):
+    with pytest.raises(
+        TypeError, match=r"Attention: state must be a Cache, got type\(state\)=RecurrentState"
+    ):
         Attention(8, 2)(torch.zeros(1, 2, 8), state=state)
 
 

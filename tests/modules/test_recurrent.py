@@ -222,7 +222,7 @@ def test_short_convolution():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-    with pytest.raises(TypeError, match="state must be a RecurrentState, got dict"):
+    with pytest.raises(TypeError, match=r"state must be a RecurrentState, got type\(state\)=dict"):
         DeltaNet(8, 2)(torch.ones(1, 2, 8), state={})
 
 

@@ -251,5 +251,5 @@ def test_older_names_of_parameters():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-    with pytest.raises(TypeError, match="state must be a RecurrentState, got dict"):
+    with pytest.raises(TypeError, match=r"state must be a RecurrentState, got type\(state\)=dict"):
         RWKVChannelMix(8)(torch.ones(1, 2, 8), state={})

@@ -105,7 +105,7 @@ CASES = [
     (lambda: F.scaled_dot_product_attention(X[0], X, X), f"{SDPA}: query must have at least 2"),
     (
         lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 3)),
-        rf"{SDPA}: attn_mask must be made for \(Tq, Tk\)=\(2, 2\), got a CausalBias of \(2, 3\)",
+        rf"{SDPA}: attn_mask must be made for \(Tq, Tk\)=\(2, 2\), got attn_mask=CausalBias",
     ),
     (
         lambda: F.scaled_dot_product_attention(Q, Q, Q, causal_upper_left(2, 2), is_causal=True),
@@ -115,7 +115,7 @@ CASES = [
     (lambda: F.scaled_dot_product_attention(Q, Q, Q, enable_gqa=1), f"{SDPA}: enable_gqa must be"),
     (
         lambda: F.attention(Q, Q, Q, mask=causal_upper_left(3, 4)),
-        r"attention: mask must be made for \(Tq, Tk\)=\(3, 3\), got a CausalBias of \(3, 4\)",
+        r"attention: mask must be made for \(Tq, Tk\)=\(3, 3\), got mask=CausalBias of \(3, 4\)",
     ),
     (
         lambda: F.scaled_dot_product_attention(Q, Q, Q, 1),

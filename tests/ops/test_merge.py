@@ -54,9 +54,9 @@ def test_merge_derivatives():
 
 def test_wrong_parts():
     out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 3, 2)
-    with pytest.raises(ValueError, match="same length >= 1, got 0 and 0"):
+    with pytest.raises(ValueError, match=r"same length >= 1, got len\(outs\)=0, len\(lses\)=0"):
         merge_attention([], [])
-    with pytest.raises(ValueError, match=r"and \(1, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"lse.shape=\(1, 2, 3\)"):
         merge_attention([out], [lse.transpose(1, 2)])
     with pytest.raises(ValueError, match=r"sinks must have shape \(3,\)"):
         merge_attention([out], [lse], sinks=torch.zeros(2))

@@ -192,7 +192,7 @@ def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> 
     size = (bias.seq_len_q, bias.seq_len_kv)
     if size != full[-2:]:
         raise ValueError(
-            f"{op}: {name} must be made for (Tq, Tk)={full[-2:]}, got a CausalBias of {size}"
+            f"{op}: {name} must be made for (Tq, Tk)={full[-2:]}, got {name}=CausalBias of {size}"
         )
     return SlidingWindow(-1, 0, top_left=bias.variant == CausalVariant.UPPER_LEFT)
 
@@ -328,11 +328,14 @@ def require_parameter(
     require_float(op, name, t)
     if t.device != q.device:
         raise ValueError(
-            f"{op}: {name} must be on the device of q, got {t.device}, q.device={q.device}"
+            f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
+            f"q.device={q.device}"
         )
     if tuple(t.shape) not in shapes:
         wanted = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(t.shape)}")
+        raise ValueError(
+            f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
+        )
 
 
 def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:

@@ -26,7 +26,7 @@ class Blocks(Mask):
         codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
             partial, by bits[n].
         bits: int64 (N, 64): bit k of word q of block n.
-        size: (Tq, Tk) that it was made for, None for any in these blocks.
+        size: (Tq, Tk) that it was made for, None for any size that has these blocks.
     """
 
     codes: Tensor
@@ -77,8 +77,8 @@ def from_predicate(
 
 
 def from_block_mask(block_mask: BlockMask) -> Blocks:
-    """The mask of flex_attention's BlockMask: the blocks that it lists, and its mask_mod in those
-    that it does not call full."""
+    """The mask of flex_attention's BlockMask: the blocks that it lists; in those that it does not
+    list as full, its mask_mod decides."""
     if not hasattr(block_mask, "mask_mod"):
         raise TypeError(
             f"from_block_mask: block_mask must be a BlockMask, got block_mask={shown(block_mask)}"

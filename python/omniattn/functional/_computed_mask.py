@@ -51,13 +51,15 @@ class Computed(Mask):
 
 @dataclass(frozen=True)
 class AnyOf(Computed):
-    """Pairs allowed by one of `masks` or more; `a | b` makes one."""
+    """Pairs allowed by at least one of `masks`; `a | b` makes one."""
 
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
         if not self.masks or not all(isinstance(mask, Mask) for mask in self.masks):
-            raise TypeError(f"AnyOf: masks must be masks, at least one, got {shown(self.masks)}")
+            raise TypeError(
+                f"AnyOf: masks must be masks, at least one, got masks={shown(self.masks)}"
+            )
 
     def pairs(
         self,
@@ -84,7 +86,7 @@ class Not(Computed):
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
-            raise TypeError(f"Not: mask must be a mask, got {shown(self.mask)}")
+            raise TypeError(f"Not: mask must be a mask, got mask={shown(self.mask)}")
 
     def pairs(
         self,

@@ -124,7 +124,8 @@ class All(Mask):
         for mask in self.masks:
             if not isinstance(mask, Mask):
                 raise TypeError(
-                    f"All: masks must be masks (BoolMask makes one of a tensor), got {shown(mask)}"
+                    "All: masks must be masks (BoolMask makes one of a tensor), "
+                    f"got mask={shown(mask)}"
                 )
 
     def rules(self) -> list[Rule]:

@@ -102,7 +102,10 @@ def _readable(op: str, t: Tensor, dtype: torch.dtype) -> Tensor:
             f"{op}: int64 tensors of score_mod must fit in 32 bits where q is not float64",
         )
     if t.is_floating_point() and t.dtype.itemsize < 2:
-        raise TypeError(f"{op}: tensors of score_mod cannot be {t.dtype}")
+        raise TypeError(
+            f"{op}: tensors of score_mod must be integers, bool or floats of 16 bits and more, "
+            f"got dtype={t.dtype}"
+        )
     if t.is_floating_point() or t.dtype in (torch.bool, torch.uint8, torch.int32, torch.int64):
         return t
     return t.to(torch.int32)

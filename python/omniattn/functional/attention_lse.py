@@ -79,7 +79,8 @@ def attention_weights(
     widest = torch.float64 if q.dtype == torch.float64 else torch.float32
     if lse.dtype != widest or lse.device != q.device:
         raise TypeError(
-            f"{op}: lse must be {widest} on the device of q, got {lse.dtype}, {lse.device}"
+            f"{op}: lse must be {widest} on the device of q, got lse.dtype={lse.dtype}, "
+            f"lse.device={lse.device}, q.device={q.device}"
         )
     require_shape(op, "lse", lse, full[:3])
     codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
@@ -127,7 +128,8 @@ def merge_attention(
             require_float(op, f"each of {name}", part)
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(
-            f"{op}: outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
+            f"{op}: outs and lses must have the same length >= 1, got len(outs)={len(outs)}, "
+            f"len(lses)={len(lses)}"
         )
     if outs[0].dim() != 4:
         raise ValueError(
@@ -138,7 +140,7 @@ def merge_attention(
         if out.shape != outs[0].shape or lse.shape != (b, h, t):
             raise ValueError(
                 f"{op}: all must have shapes {tuple(outs[0].shape)} and {(b, h, t)}, "
-                f"got {tuple(out.shape)} and {tuple(lse.shape)}"
+                f"got out.shape={tuple(out.shape)}, lse.shape={tuple(lse.shape)}"
             )
     if sinks is not None:
         require_parameter(op, "sinks", sinks, outs[0], [(h,)])

@@ -48,8 +48,8 @@ def glu_mlp(
     ``y = dropout(act(x W_gate^T + b_gate) * (x W_up^T + b_up)) W_down^T + b_down``
 
     Args:
-        x: (..., d), float64, float32, bfloat16 or float16; or a jagged nested tensor (B, j, d), as
-            y then is. Under autocast all tensors are cast to its dtype.
+        x: (..., d), float64, float32, bfloat16 or float16; or a jagged nested tensor (B, j, d), and
+            then so is y. Under autocast all tensors are cast to its dtype.
         gate_weight, up_weight: (F, d) of x's dtype.
         down_weight: (n, F) of x's dtype.
         gate_bias, up_bias, down_bias: (F,), (F,), (n,), or None.

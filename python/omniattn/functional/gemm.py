@@ -29,7 +29,7 @@ def linear(
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, any strides; or a jagged nested tensor
-            (B, j, ..., K), as y then is. Under autocast all tensors are cast to its dtype.
+            (B, j, ..., K), and then so is y. Under autocast all tensors are cast to its dtype.
         weight: (N, K) of x's dtype.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel that was measured to be faster on this kind of machine, this

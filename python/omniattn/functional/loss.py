@@ -113,7 +113,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of ``x weight^T + bias``, whose logits exist for a chunk of tokens at a time.
+    """Cross entropy of ``x weight^T + bias``, with the logits of a chunk of tokens at a time.
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16. Under autocast x, weight and bias are
@@ -170,8 +170,8 @@ def linear_log_prob(
 ) -> Tensor:
     """Log-probability of each target under ``softmax((x weight^T + bias) / temperature)``.
 
-    What losses of preferences and policies are made of (:mod:`omniattn.functional.preference`),
-    without logits of all tokens.
+    The basis of preference and policy losses (:mod:`omniattn.functional.preference`). The logits of
+    all tokens are never held at once.
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, cast by autocast as in

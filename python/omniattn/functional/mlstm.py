@@ -58,7 +58,7 @@ def mlstm(
             B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and the output has them, too.
         backend: None for the native kernels of q's device, "cpu" or "cuda" to insist on them,
             "reference" for the eager definition.
 

@@ -351,7 +351,9 @@ def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance"
     op = "alibi_bias"
     require_float(op, "slopes", slopes)
     if slopes.dim() != 1:
-        raise ValueError(f"{op}: slopes must have shape (H,), got {tuple(slopes.shape)}")
+        raise ValueError(
+            f"{op}: slopes must have shape (H,), got slopes.shape={tuple(slopes.shape)}"
+        )
     _require_sizes(op, q_len=q_len, k_len=k_len)
     require_choice(op, "form", form, ("distance", "bloom"))
     return reference.alibi_bias(slopes, q_len, k_len, form=form)

@@ -127,7 +127,7 @@ def dpo_loss(
 
     Args:
         chosen: (...) log-probabilities of the preferred completions, of any floating dtype.
-        rejected: (...) those of the others.
+        rejected: (...) of the rejected completions.
         ref_chosen, ref_rejected: (...) of the reference model, or None for 0.
         beta: above 0.
         loss_type: one of `DPO_LOSSES`.
@@ -221,7 +221,7 @@ def simpo_loss(
     Args:
         chosen, rejected: (...) log-probabilities averaged over the tokens.
         beta: above 0.
-        gamma: the margin that is asked for.
+        gamma: the target margin.
         label_smoothing: e in [0, 1].
 
     Returns:

@@ -33,13 +33,13 @@ def orthogonal_gaussian(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Gaussian vectors of which every `size` in a row are orthogonal.
+    """Gaussian vectors; each group of `size` consecutive ones is orthogonal.
 
     Args:
         rows, size: number of vectors and of their elements.
         row_norm: "chi", the length of Gaussian vectors, so that each vector alone has their
             distribution; or "sqrt_d" for the length sqrt(size), which makes estimates biased.
-        generator: of the numbers.
+        generator: of the random numbers.
         device, dtype: of the result.
 
     Returns:
@@ -91,8 +91,8 @@ def random_features(
     - "exp_random": ``exp(W y) / sqrt(m)``: the kernel ``exp(|y_q + y_k|^2 / 2)``.
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16; or a jagged nested tensor, as the result
-            then is.
+        x: (..., K), float64, float32, bfloat16 or float16; or a jagged nested tensor, and then
+            so is the result.
         weight: (m, K), floating-point, see `orthogonal_gaussian`.
         kind: one of the above.
         scale: of the kernel; default K^-0.5, and 1 for "exp_random".

@@ -68,7 +68,7 @@ def linear_attention(
             (float64 for float64); only if causal. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and the output has them, too.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -120,8 +120,8 @@ def linear_attention(
     else:
         if initial_state is not None:
             raise ValueError(
-                f"{op}: initial_state must be None where causal=False, got a state of shape "
-                f"{tuple(initial_state.shape)}"
+                f"{op}: initial_state must be None where causal=False, got "
+                f"initial_state.shape={tuple(initial_state.shape)}"
             )
         if g is not None:
             raise ValueError(
@@ -163,7 +163,7 @@ def gated_linear_attention(
             is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and the output has them, too.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

@@ -45,7 +45,7 @@ def rwkv4(
             None for the state of no tokens, (0, 0, -1e38). N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and the output has them, too.
         backend: None for the native kernel of k's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -118,7 +118,7 @@ def slstm(
             sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and the output has them, too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

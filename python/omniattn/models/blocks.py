@@ -41,7 +41,7 @@ class BlocksConfig(Decoder.Config):
         for block in self.blocks:
             if not isinstance(block, DecoderBlock.Config):
                 raise TypeError(
-                    f"BlocksConfig: blocks must be configs of DecoderBlock, got {block!r}"
+                    f"BlocksConfig: blocks must be configs of DecoderBlock, got block={block!r}"
                 )
             for name in ("mixer", "norm"):
                 dim = getattr(block, name).dim

@@ -108,7 +108,7 @@ def load_model(
     if architecture is None:
         raise CheckpointError(
             f"checkpoint: architecture must be one of {', '.join(known)}, "
-            f"got {metadata.get('architecture')!r}"
+            f"got architecture={metadata.get('architecture')!r}"
         )
     config = architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})
     model = config.build(device="meta")

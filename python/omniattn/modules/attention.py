@@ -144,7 +144,9 @@ class Attention(Mixer):
                 ("normaliser", self.normaliser, ("softmax", "sigmoid")),
             ):
                 if value not in known:
-                    raise ValueError(f"Attention: {name} must be one of {known}, got {value!r}")
+                    raise ValueError(
+                        f"Attention: {name} must be one of {known}, got {name}={value!r}"
+                    )
             if self.qk_norm == "l2" and (self.head_scale or self.scale is not None):
                 raise ValueError(
                     'Attention: qk_norm="l2" has a scale of its own, '

@@ -117,7 +117,7 @@ def require_cache(op: str, state: State | None) -> Cache | None:
     """`state`, which must be a Cache."""
     if state is None or isinstance(state, Cache):
         return state
-    raise TypeError(f"{op}: state must be a Cache, got {type(state).__name__}")
+    raise TypeError(f"{op}: state must be a Cache, got type(state)={type(state).__name__}")
 
 
 def storage_like(

@@ -88,7 +88,8 @@ class DifferentialAttention(Mixer):
             ):
                 if value not in known:
                     raise ValueError(
-                        f"DifferentialAttention: {name} must be one of {known}, got {value!r}"
+                        f"DifferentialAttention: {name} must be one of {known}, "
+                        f"got {name}={value!r}"
                     )
             if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
                 raise ValueError(
@@ -97,7 +98,8 @@ class DifferentialAttention(Mixer):
                 )
             if self.form == "hf" and self.gqa_map == "naive":
                 raise ValueError(
-                    "DifferentialAttention: gqa_map must be 'flash' with form='hf', got 'naive'"
+                    "DifferentialAttention: gqa_map must be 'flash' with form='hf', "
+                    "got gqa_map='naive'"
                 )
             if self.head_dim is None and self.dim % (2 * self.num_heads):
                 raise ValueError(

@@ -71,7 +71,7 @@ class ExpertParallel(DefaultVectors):
         if outside.numel() > 0:
             raise RuntimeError(
                 f"ExpertParallel: routing.experts must be in [0, {self.config.experts}) or -1 for "
-                f"none, got {int(outside[0])}"
+                f"none, got routing.experts={int(outside[0])}"
             )
         # Rows in the order of their expert, and so of their rank; slots without one are left out.
         rows = chosen.masked_fill(chosen < 0, self.config.experts).sort(stable=True).indices

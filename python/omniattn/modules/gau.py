@@ -82,7 +82,7 @@ class GatedAttentionUnit(Mixer):
             ):
                 if value not in known:
                     raise ValueError(
-                        f"GatedAttentionUnit: {name} must be one of {known}, got {value!r}"
+                        f"GatedAttentionUnit: {name} must be one of {known}, got {name}={value!r}"
                     )
 
     @config_or_fields(Config, _signatures.GatedAttentionUnit)

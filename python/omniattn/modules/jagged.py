@@ -89,7 +89,7 @@ def sequences_of(
         return x, Sequences()
     require_ragged(op, name, x)
     if state is not None:
-        raise ValueError(f"{op}: state must be None where {name} is nested, got {state!r}")
+        raise ValueError(f"{op}: state must be None where {name} is nested, got state={state!r}")
     return x.values()[None], Sequences(x)
 
 

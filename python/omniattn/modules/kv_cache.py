@@ -156,7 +156,9 @@ class CrossCache(Cache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the source, once."""
         if self._kv is not None:
-            raise ValueError(f"CrossCache: must hold one source, got another of {tuple(k.shape)}")
+            raise ValueError(
+                f"CrossCache: must hold one source, got another with k.shape={tuple(k.shape)}"
+            )
         if k.requires_grad or v.requires_grad:
             raise RuntimeError("CrossCache: is for inference, wrap the call in torch.no_grad()")
         # One head's keys contiguous, as in KVCache.

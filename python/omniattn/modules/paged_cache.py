@@ -250,7 +250,10 @@ class PagedCache(Cache):
     def join(caches: Sequence[PagedCache]) -> PagedCache:
         """One cache of all sequences of `caches`, which are empty afterwards."""
         if len({id(cache.pool) for cache in caches}) != 1:
-            raise ValueError("PagedCache: caches to join must be of one pool")
+            raise ValueError(
+                f"PagedCache: caches to join must be of one pool, got {len(caches)} caches of "
+                f"{len({id(cache.pool) for cache in caches})} pools"
+            )
         joined = PagedCache(caches[0].pool, 0)
         for cache in caches:
             joined._pages += cache._pages

@@ -114,7 +114,9 @@ class Router(Float32Buffers, Layer):
         def _check_capacity(self) -> None:
             room = f"capacity={self.capacity}, capacity_factor={self.capacity_factor}"
             if self.router == "expert_choice" and self.capacity_factor is None:
-                raise ValueError("Router: router='expert_choice' needs a capacity_factor, got None")
+                raise ValueError(
+                    f"Router: router='expert_choice' needs a capacity_factor, got {room}"
+                )
             if self.capacity is not None and self.capacity_factor is not None:
                 raise ValueError(
                     f"Router: capacity and capacity_factor must not both be given, got {room}"
@@ -127,7 +129,7 @@ class Router(Float32Buffers, Layer):
             for name in ("capacity_per_sequence", "capacity_by_score", "capacity_at_eval"):
                 if getattr(self, name) and not self.limited:
                     raise ValueError(
-                        f"Router: {name} needs capacity or capacity_factor, got None of both"
+                        f"Router: {name} needs capacity or capacity_factor, got {room}"
                     )
 
         @property

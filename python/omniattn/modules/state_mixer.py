@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.state import RecurrentState, State
@@ -56,11 +57,14 @@ def require_recurrence(
     """The state, after checks of what a recurrence is called with."""
     if mask is not None:
         raise ValueError(
-            f"{op}: mask must be None, because a recurrence reads every token, got a mask"
+            f"{op}: mask must be None, because a recurrence reads every token, got "
+            f"mask={shown(mask)}"
         )
     if x.is_nested or x.ndim != 3:
         got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
         raise ValueError(f"{op}: x must have shape (B, T, dim), got {got}")
     if state is not None and not isinstance(state, RecurrentState):
-        raise TypeError(f"{op}: state must be a RecurrentState, got {type(state).__name__}")
+        raise TypeError(
+            f"{op}: state must be a RecurrentState, got type(state)={type(state).__name__}"
+        )
     return state
