@@ -177,8 +177,16 @@ def test_masked_weights_are_exactly_zero():
 
 
 WRONG = [
-    ({"sinks": torch.zeros(3)}, ValueError, r"sinks must have shape \(4,\), got \(3,\)"),
-    ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"\(4,\) or \(2, 4\), got \(3, 4\)"),
+    (
+        {"sinks": torch.zeros(3)},
+        ValueError,
+        r"sinks must have shape \(4,\), got sinks.shape=\(3,\)",
+    ),
+    (
+        {"alibi_slopes": torch.zeros(3, 4)},
+        ValueError,
+        r"\(4,\) or \(2, 4\), got alibi_slopes.shape=",
+    ),
     ({"head_scale": torch.zeros(4).int()}, TypeError, "head_scale must be float64"),
     ({"normaliser": "sparsemax"}, ValueError, "got normaliser='sparsemax'"),
     ({"normaliser": "relu2", "sinks": torch.zeros(4)}, ValueError, "sinks need softmax"),
