@@ -44,6 +44,7 @@ from omniattn.modules import (
     RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
+    SimpleSelectiveSSM,
     State,
     TransformerXLAttention,
 )
@@ -188,6 +189,8 @@ MIXERS = [
     RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),
+    SimpleSelectiveSSM.Config(24, 5, init_std=0.5),
+    SimpleSelectiveSSM.Config(24, 5, a_dep=True, init_std=0.5),
     TransformerXLAttention.Config(24, 4, init_std=0.5),
     TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
 ]

@@ -63,6 +63,7 @@ from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.s4 import S4, S4D
+from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
@@ -142,6 +143,7 @@ __all__ = [
     "Router",
     "RouterState",
     "ShortConvolution",
+    "SimpleSelectiveSSM",
     "SinCosPositional2d",
     "SinusoidalPositional",
     "SpatialReductionAttention",

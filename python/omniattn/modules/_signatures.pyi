@@ -34,6 +34,7 @@ import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
 import omniattn.modules.s4
+import omniattn.modules.selective_ssm
 import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
@@ -1063,6 +1064,27 @@ def ShortConvolution(
     kernel_size: int = ...,
     bias: bool = ...,
     activation: str | None = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SimpleSelectiveSSM(
+    self: torch.nn.Module,
+    config: omniattn.modules.selective_ssm.SimpleSelectiveSSM.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SimpleSelectiveSSM(
+    self: torch.nn.Module,
+    dim: int,
+    d_state: int = ...,
+    hidden_dim: int | None = ...,
+    a_dep: bool = ...,
+    init_std: float = ...,
     backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
