@@ -343,5 +343,9 @@ VARIANTS = (
         ("mlstm", "slstm", "MLSTM", "SLSTM"),
         "Beck et al. 2024, arXiv 2405.04517",
     ),
-    Variant("Mamba", ("selective_scan", "Mamba"), "Gu and Dao 2023, arXiv 2312.00752"),
+    Variant(
+        "Mamba",
+        ("selective_scan", "Mamba", "SimpleSelectiveSSM"),
+        "Gu and Dao 2023, arXiv 2312.00752",
+    ),
 )
