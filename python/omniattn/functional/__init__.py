@@ -19,6 +19,7 @@ from omniattn.functional.delta_rule import (
 from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gemm import linear
+from omniattn.functional.linear_system import ssm_kernel, ssm_recurrence
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
 from omniattn.functional.mlstm import mlstm
 from omniattn.functional.moe import moe_experts
@@ -199,6 +200,8 @@ __all__ = [
     "softmax_top_k",
     "ssd",
     "ssm_init",
+    "ssm_kernel",
+    "ssm_recurrence",
     "swiglu",
     "top_k",
     "top_k_softmax",
