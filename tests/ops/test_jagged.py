@@ -156,6 +156,16 @@ RECURRENT = {
     "slstm": lambda q, k, v: (F.slstm, (like(q, 4, 2, 3), recurrent), {}),
     "ssd": lambda q, k, v: (F.ssd, (v, gate_of(q, 2), torch.ones(2), q, k), {"z": v}),
     "mlstm": lambda q, k, v: (F.mlstm, (q, k, v, like(q, 2)), {"f": like(q, 2)}),
+    "selective_scan": lambda q, k, v: (
+        F.selective_scan,
+        (q.flatten(2), k.flatten(2), constant.mT.reshape(8, 1), like(q, 1), like(q, 1)),
+        {"z": v.flatten(2), "delta_softplus": True},
+    ),
+    "selective_scan-constant": lambda q, k, v: (
+        F.selective_scan,
+        (q.flatten(2), k.flatten(2), constant.view(8, 1), constant.view(8, 1)),
+        {"C": like(q, 1), "delta_softplus": True},
+    ),
     "causal_conv1d": lambda q, k, v: (
         F.causal_conv1d,
         (q.flatten(2), filters),

@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_shape,
     require_tensor,
 )
+from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.precision import compute_dtype
@@ -20,6 +21,7 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["selective_scan"]
 
 
+@over_sequences("u", "delta", "z", either=("B", "C"))
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -59,7 +61,8 @@ def selective_scan(
         delta_softplus: whether dt is softplus(delta + delta_bias), which is linear above 20.
         initial_state: (N, D, N), None for zeros; the first N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own.
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) bring their own boundaries, and y has them, too.
         backend: None for the native kernel of u's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

@@ -61,7 +61,7 @@ def ssd(
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
             are sequence s, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) have theirs, and the output is nested, too.
+            (B, T, ...) bring their own boundaries, and y has them, too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
