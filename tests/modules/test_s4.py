@@ -65,6 +65,15 @@ def test_formula(name):
 
 
 @PARAMETERS
+def test_the_reference_runs_step_by_step(name, monkeypatch):
+    layer, u = made(name), inputs()
+    y = layer(u)
+    layer.config = layer.config.with_backend("reference")
+    monkeypatch.delattr(torch.fft, "rfft")
+    torch.testing.assert_close(layer(u), y)
+
+
+@PARAMETERS
 @torch.no_grad()
 def test_steps_are_the_whole(name):
     layer, u = made(name), inputs()

@@ -332,6 +332,28 @@ def test_compiled_without_breaks(function, system, dense):
     torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs))
 
 
+def test_transforms():
+    (A, C, dt, D), u = s4d_system(), draw(B, 12, H)
+    whole = F.s4d(u, A, C, dt, D)
+    mapped = torch.vmap(lambda each: F.s4d(each[None], A, C, dt, D)[0])(u)
+    torch.testing.assert_close(mapped, whole)
+    mapped = torch.vmap(lambda size: F.s4d(u, A, C, size, D))(torch.stack((dt, 2 * dt)))
+    torch.testing.assert_close(mapped[1], F.s4d(u, A, C, 2 * dt, D))
+    inputs = [t.clone().requires_grad_() for t in (u[:1, :4], dt)]
+    assert torch.autograd.gradgradcheck(lambda u, size: F.s4d(u, A, C, size, D), inputs)
+    _, slope = torch.func.jvp(lambda size: F.s4d(u, A, C, size, D), (dt,), (dt,))
+    close = (F.s4d(u, A, C, dt * (1 + 1e-6), D) - F.s4d(u, A, C, dt * (1 - 1e-6), D)) / 2e-6
+    torch.testing.assert_close(slope, close, rtol=1e-6, atol=1e-6)
+
+
+def test_compiled_for_any_length():
+    (A, C, dt, D) = s4d_system()
+    compiled = torch.compile(lambda u: F.s4d(u, A, C, dt, D), fullgraph=True)
+    for steps in (9, 20, 33):
+        u = draw(B, steps, H)
+        torch.testing.assert_close(compiled(u), F.s4d(u, A, C, dt, D))
+
+
 def _wrong():
     u, (A, C, dt, D) = draw(B, T, H).float(), map(narrow, s4d_system())
     good = {"u": u, "A": A, "C": C, "dt": dt, "D": D}

@@ -46,6 +46,21 @@ def test_the_error_does_not_grow_with_the_length():
     torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["vandermonde", "cauchy"])
+def test_memory_is_that_of_the_results(op):
+    """A number for each of 8 channels, 64 terms and 20000 places would take 80 MiB."""
+    v, w = (draw(8, 64, seed=s, dtype=C64).requires_grad_() for s in (0, 1))
+    x = torch.complex(-w.real.detach().abs(), w.imag.detach()).requires_grad_()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        if op == "vandermonde":
+            y = F.vandermonde(v, 1e-3 * x, 20_000)
+        else:
+            y = F.cauchy(v, draw(20_000, seed=2, dtype=C64) + 3, x)
+        torch.autograd.grad(y.abs().sum(), (v, x))
+    taken = [event.self_cpu_memory_usage for event in profile.key_averages()]
+    assert 0 < sum(n for n in taken if n > 0) < 16 * y.nbytes
+
+
 def test_powers_that_grow_stay_within_the_length():
     """Those past the end would be infinite."""
     c, x = draw(1, 2, dtype=C64), torch.full((1, 2), 3 + 1j, dtype=C64)

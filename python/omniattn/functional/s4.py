@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from omniattn.functional._checks import require_bool, require_choice, require_int, require_tensor
 from omniattn.functional._s4 import (
@@ -83,6 +84,8 @@ def fft_conv(
         y = x * 0 + kernel.sum() * 0
     else:
         block = max(1, _BLOCK_BYTES // (2 * steps * u.shape[0] * x.element_size()))
+        if is_compiling():  # a graph has a node for each operation of each block
+            block = channels
         parts = zip(x.mT.split(block, 1), taps.split(block), strict=True)
         y = torch.cat([_convolved(*part) for part in parts], 1).mT
     if D is not None:

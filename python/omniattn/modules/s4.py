@@ -33,7 +33,7 @@ class SSMConfig(LayerConfig):
         state_size: N, even; pairs of conjugates take two.
         dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
         init_std: of the weight of the linear layer.
-        backend: of the linear layer; the sums over states run on native kernels.
+        backend: as in Attention; with "reference" the system runs step by step, in plain torch.
     """
 
     dim: int
@@ -123,11 +123,9 @@ class _SSM(StateMixer):
         vectors = [_complex(self.get_parameter(name), wide) for name in self.vectors]
         options: dict[str, Any] = {}
         if state is not None:
-            options = {
-                "initial_state": _complex(state["s"], wide),
-                "output_final_state": True,
-                "mode": "recurrent" if x.shape[1] == 1 else "conv",
-            }
+            options = {"initial_state": _complex(state["s"], wide), "output_final_state": True}
+        if self.config.backend == "reference" or (state is not None and x.shape[1] == 1):
+            options["mode"] = "recurrent"
         y = self._system(x, A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide), **options)
         after: dict[str, Tensor] = {}
         if state is not None:
