@@ -9,6 +9,7 @@ from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import Llama, LlamaConfig
 from omniattn.models.mamba import MambaConfig
 from omniattn.models.model import Model, ModelConfig
@@ -30,6 +31,7 @@ __all__ = [
     "DeepSeekConfig",
     "DifferentialConfig",
     "GPT2Config",
+    "JambaConfig",
     "Llama",
     "LlamaConfig",
     "MLAConfig",

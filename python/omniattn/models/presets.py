@@ -12,6 +12,7 @@ from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import LlamaConfig
 from omniattn.models.mamba import MambaConfig
 from omniattn.models.model import ModelConfig
@@ -117,6 +118,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv7": _rwkv(7),
     "xlstm": _xlstm(),
     "mamba": MambaConfig(num_layers=8),
+    "jamba": JambaConfig(attention_period=4, attention_offset=2, experts=4, hidden_dim=256),
     "t5": T5Config(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.
