@@ -63,6 +63,8 @@ struct Problem : ScanProblem {
     require(groups > 0 ? channels % groups == 0 : channels == 0, op,
             "the channels of u must be a multiple of the groups of B and C, got ", channels,
             " and ", groups);
+    require(!kOnCuda || states <= kSelectiveStates, op, "A must have at most ", kSelectiveStates,
+            " states on CUDA, got ", states);
     const std::array<int64_t, 4> varying{batch, steps, groups, states};
     const std::array<int64_t, 2> fixed{channels, states};
     const Sizes of_steps{varying.data(), varying.size()}, of_all{fixed.data(), fixed.size()};
@@ -242,8 +244,8 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
     const Tensor memory = scratch(selective_backward_elements(scan), p.acc);
     require_launched(p.op, launch_selective_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const SelectiveKernels& kernels = selective_kernels();
-    p.run(params, scan.items(), kernels.backward_bytes(scan), kernels.backward);
+    const SelectiveBackwardKernels& kernels = selective_backward_kernels();
+    p.run(params, scan.items(), kernels.bytes(scan), kernels.backward);
   }
   return {du.tensor(),
           ddelta.tensor(),

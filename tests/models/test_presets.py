@@ -57,22 +57,21 @@ SMALL = {
     "mamba2": Mamba2Config(
         vocab_size=97, dim=48, num_layers=2, d_state=12, headdim=8, ngroups=2, dt_limit=(0.01, 2.0)
     ),
+    "mamba": MambaConfig(vocab_size=97, dim=48, num_layers=2, d_state=5, dt_rank=7, bias=True),
+    "mamba-tied": MambaConfig(
+        vocab_size=97, dim=48, num_layers=2, conv_bias=False, tie_embeddings=True
+    ),
     "jamba": JambaConfig(
-        vocab_size=97,
-        dim=48,
-        num_layers=4,
-        num_heads=4,
+        **_SIZES | {"num_layers": 4},
+        num_kv_heads=2,
         hidden_dim=40,
         attention_period=3,
         attention_offset=1,
         experts=4,
         d_state=5,
-        dt_rank=4,
+        dt_rank=7,
     ),
-    "mamba": MambaConfig(vocab_size=97, dim=48, num_layers=2, d_state=5, dt_rank=7, bias=True),
-    "mamba-tied": MambaConfig(
-        vocab_size=97, dim=48, num_layers=2, conv_bias=False, tie_embeddings=True
-    ),
+    "jamba-dense": JambaConfig(**_SIZES, hidden_dim=40, attention_offset=0, experts=1),
     "t5": T5Config(**_SIZES | {"num_heads": 5}, hidden_dim=40, head_dim=12, dropout_p=0.1),
     "t5-gated": T5Config(**_SIZES, hidden_dim=40, head_dim=12, gated=True),
     "bert": BertConfig(**_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1),
@@ -200,8 +199,8 @@ def test_transformers_gives_the_same_logits(name):
         ("gpt2", "attn_pdrop", 0.2),
         ("gpt2", "n_inner", 50),
         ("mamba2", "hidden_act", "gelu"),
-        ("jamba", "hidden_act", "gelu"),
         ("mamba", "hidden_act", "gelu"),
+        ("jamba", "attention_dropout", 0.1),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
         ("bert-classifier", "classifier_dropout", 0.3),
@@ -299,9 +298,10 @@ def test_prefill_and_steps_equal_the_full_forward(name):
 
 
 @torch.no_grad()
-def test_mamba_generates_what_transformers_generates():
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_recurrences_generate_what_transformers_generates(name):
     torch.manual_seed(0)
-    model = SMALL["mamba"].build().eval()
+    model = SMALL[name].build().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     theirs, tokens = model.to_hf().eval(), torch.randint(1, 97, (2, 7))
@@ -335,6 +335,18 @@ def test_reset_parameters_draws_as_the_constructor_does(name):
         std = want.std(correction=0).item()
         assert got.mean().item() == pytest.approx(want.mean().item(), abs=2 * noise * std), path
         assert got.std(correction=0).item() == pytest.approx(std, rel=2 * noise), path
+
+
+def test_the_layers_of_jamba():
+    config = TRAINED["jamba"]
+    mixers = [type(config.block(layer).mixer).__qualname__ for layer in range(4)]
+    assert mixers == ["Mamba.Config", "Mamba.Config", "Attention.Config", "Mamba.Config"]
+    mlps = [type(config.block(layer).mlp).__qualname__ for layer in range(4)]
+    assert mlps == ["GatedMLP.Config", "MoE.Config"] * 2
+    with pytest.raises(ValueError, match=r"expert_offset must be in \[0, expert_period\), got "):
+        replace(config, expert_offset=2)
+    with pytest.raises(ValueError, match="attention_period=0"):
+        replace(config, attention_period=0)
 
 
 def test_configs_check_their_fields():

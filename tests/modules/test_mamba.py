@@ -129,6 +129,7 @@ def test_steps_of_the_mixer_of_transformers():
     ("call", "message"),
     [
         (lambda: Mamba(8, dt_init="zero"), "dt_init must be 'random' or 'constant', got dt_init="),
+        (lambda: Mamba(8, expand=0), "expand must be >= 1, got expand=0"),
         (lambda: Mamba(8, dt_min=1.0), r"dt_min must be in \(0, dt_max\]"),
         (lambda: Mamba(8)(torch.ones(1, 2, 8), mask=torch.ones(1)), "mask must be None"),
         (lambda: Mamba(8)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\), got x.shape"),

@@ -88,17 +88,22 @@ OMNIATTN_FN SelectiveItem selective_item(const Selective& p, int64_t item) {
           .s = scan_sequence(p.rows, n)};
 }
 
+// Of the items of a scan; `memory` has as many bytes as these say.
 struct SelectiveKernels {
-  // Of the items of a scan; `memory` has as many bytes as these say.
   int64_t (*bytes)(const Selective&);
   void (*forward)(const SelectiveParams&, void* memory, int64_t begin, int64_t end);
-  int64_t (*backward_bytes)(const Selective&);
-  void (*backward)(const SelectiveBackwardParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(SelectiveKernels, selective_kernels)
 
-// On CUDA: the channels of an item, and the elements of A that a backward works in.
-inline constexpr int64_t kSelectiveThreads = 64;
+struct SelectiveBackwardKernels {
+  int64_t (*bytes)(const Selective&);
+  void (*backward)(const SelectiveBackwardParams&, void* memory, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(SelectiveBackwardKernels, selective_backward_kernels)
+
+// On CUDA: the channels of an item, the most states, and the elements of A that a backward works
+// in.
+inline constexpr int64_t kSelectiveThreads = 64, kSelectiveStates = 256;
 int64_t selective_backward_elements(const Selective& p);
 Status launch_selective(const SelectiveParams& p, Stream stream);
 Status launch_selective_backward(const SelectiveBackwardParams& p, void* memory, Stream stream);

@@ -12,10 +12,19 @@ namespace omniattn {
 namespace {
 
 constexpr int kThreads = kSelectiveThreads, kWarps = kThreads / 32;
-constexpr int64_t kMostStates = 256;
-// States of a loop that is unrolled, so that they are in registers.
-template <class C, int kMost>
-constexpr int kUnrolled = kMost * sizeof(C) <= 64 ? kMost : 1;
+// f(n) for all states. Few are unrolled, so that arrays of them are in registers.
+template <class C, int kMost, class F>
+__device__ __forceinline__ void for_states(const Selective& p, const F& f) {
+  if constexpr (kMost * sizeof(C) <= 64) {
+#pragma unroll
+    for (int n = 0; n < kMost; ++n) {
+      if (n < p.states) f(n);
+    }
+  } else {
+#pragma unroll 1
+    for (int n = 0; n < p.states; ++n) f(n);
+  }
+}
 
 // A channel of a sequence, from the place of this thread; one past the end of its block reads
 // zeros.
@@ -48,6 +57,9 @@ struct Channel : SelectiveItem {
     if (x == nullptr || !exists) return C(0);
     return static_cast<const C*>(x)[(i * p.channels + c) * p.states + n];
   }
+  __device__ __forceinline__ C& table_at(void* x, int64_t i, int64_t n) const {
+    return static_cast<C*>(x)[(i * p.channels + c) * p.states + n];
+  }
   __device__ __forceinline__ C& row(void* x, int64_t i, int64_t rows, int64_t r) const {
     return static_cast<C*>(x)[(i * rows + r) * p.channels + c];
   }
@@ -66,38 +78,29 @@ template <class T, int kMost>
 __global__ void __launch_bounds__(kThreads)
     selective_forward_kernel(const __grid_constant__ SelectiveParams params) {
   using C = compute_t<T>;
-  [[maybe_unused]] constexpr int kUnroll = kUnrolled<C, kMost>;
   const Selective& p = params.scan;
   const Channel<T> x(p);
   if (!x.exists) return;
   const C skip = x.vector(p.skip);
   C h[kMost], decay[kMost];
-#pragma unroll kUnroll
-  for (int n = 0; n < kMost; ++n) {
-    if (n >= p.states) continue;
+  for_states<C, kMost>(p, [&](int n) {
     h[n] = x.table(p.initial_state, x.sequence, n);
     decay[n] = x.table(p.decay, 0, n);
-  }
+  });
   for (int64_t t = 0; t < x.s.count; ++t) {
     const bool keeps = params.states != nullptr && t % kScanChunk == 0;
     const int64_t slot = x.s.slot + t / kScanChunk;
     const C dt = x.step(t).value, u = x.input(p.u, t), drive = dt * u;
     C y = skip * u;
-#pragma unroll kUnroll
-    for (int n = 0; n < kMost; ++n) {
-      if (n >= p.states) continue;
+    for_states<C, kMost>(p, [&](int n) {
       if (keeps) x.row(params.states, slot, p.states, n) = h[n];
       h[n] = fma(exp(dt * decay[n]), h[n], drive * x.weight(p.b, t, n));
       y = fma(h[n], x.weight(p.c, t, n), y);
-    }
+    });
     if (p.z.data != nullptr) y *= scan_rules::silu(x.input(p.z, t)).value;
     x.put(params.y, t, y);
   }
-#pragma unroll kUnroll
-  for (int n = 0; n < kMost; ++n) {
-    if (n >= p.states) continue;
-    static_cast<C*>(params.final_state)[(x.sequence * p.channels + x.c) * p.states + n] = h[n];
-  }
+  for_states<C, kMost>(p, [&](int n) { x.table_at(params.final_state, x.sequence, n) = h[n]; });
 }
 
 // The states before the steps [t, end) of a chunk, and after the last of them, into memory
@@ -144,44 +147,41 @@ struct ChannelSums {
   }
 };
 
+// What a thread of the backward has of its channel.
 template <class T, int kMost>
-__global__ void __launch_bounds__(kThreads, 1)
-    selective_backward_kernel(const __grid_constant__ SelectiveBackwardParams params,
-                              compute_t<T>* kept) {
+struct ChannelGradient {
   using C = compute_t<T>;
-  [[maybe_unused]] constexpr int kUnroll = kUnrolled<C, kMost>;
-  GPU_SHARED(C, parts, kWarps * 2 * kMost);
-  const ChannelSums<kMost, C> sums{parts};
-  const Selective& p = params.scan;
-  const Channel<T> x(p);
-  const C skip = x.vector(p.skip);
-  const auto partial = [&](int64_t row) -> C& {
+  const SelectiveBackwardParams& params;
+  const Selective& p;
+  Channel<T> x;
+  ChannelSums<kMost, C> sums;
+  C* kept;
+  C decay[kMost], dh[kMost], da[kMost], skip, dskip = 0, dbias = 0;
+
+  __device__ __forceinline__ ChannelGradient(const SelectiveBackwardParams& all, C* parts,
+                                             C* memory)
+      : params(all), p(all.scan), x(all.scan), sums{parts}, kept(memory), skip(x.vector(p.skip)) {
+    for_states<C, kMost>(p, [&](int n) {
+      decay[n] = x.table(p.decay, 0, n);
+      dh[n] = x.table(params.grad_final_state, x.sequence, n);
+      da[n] = 0;
+      if (p.b.constant && x.exists) partial(selective_row_of_b(p) + n) = 0;
+      if (p.c.constant && x.exists) partial(selective_row_of_c(p) + n) = 0;
+    });
+  }
+  __device__ __forceinline__ C& partial(int64_t row) const {
     return x.row(params.partial, x.sequence, selective_rows(p), row);
-  };
+  }
   // To dB or dC: of all steps, or of this one.
-  const auto add = [&](bool constant, int of_c, int64_t first_row, int n, C term) {
+  __device__ __forceinline__ void add(bool constant, int of_c, int64_t row, int n, C term) const {
     if (!constant) {
       sums.add(of_c, n, term);
     } else if (x.exists) {
-      partial(first_row + n) += term;
+      partial(row + n) += term;
     }
-  };
-  C decay[kMost], dh[kMost], da[kMost], dskip = 0, dbias = 0;
-#pragma unroll kUnroll
-  for (int n = 0; n < kMost; ++n) {
-    if (n >= p.states) continue;
-    decay[n] = x.table(p.decay, 0, n);
-    dh[n] = x.table(params.grad_final_state, x.sequence, n);
-    da[n] = 0;
-    if (p.b.constant && x.exists) partial(selective_row_of_b(p) + n) = 0;
-    if (p.c.constant && x.exists) partial(selective_row_of_c(p) + n) = 0;
   }
-  for (int64_t t = round_up(x.s.count, kScanChunk) - 1; t >= 0; --t) {
-    if (t % kScanChunk == kScanChunk - 1) {
-      const int64_t begin = t / kScanChunk * kScanChunk;
-      recompute_chunk(params, x, kept, begin, smaller(t + 1, x.s.count));
-    }
-    if (t >= x.s.count) continue;
+
+  __device__ __forceinline__ void step(int64_t t) {
     const auto dt = x.step(t);
     const C u = x.input(p.u, t), drive = dt.value * u;
     C dy = x.input(params.grad_y, t), y = skip * u, of_decay = 0, of_input = 0, gate = 0;
@@ -190,9 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       gate = dy * silu.slope;
       dy *= silu.value;
     }
-#pragma unroll kUnroll
-    for (int n = 0; n < kMost; ++n) {
-      if (n >= p.states) continue;
+    for_states<C, kMost>(p, [&](int n) {
       const int64_t rows = kKept * p.states, row = t % kScanChunk * p.states + n;
       const C before = x.exists ? x.row(kept, x.sequence, rows, row) : C(0);
       const C after = x.exists ? x.row(kept, x.sequence, rows, row + p.states) : C(0);
@@ -206,11 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const C lost = dh[n] * before;
       of_decay = fma(lost, decay[n], of_decay);
       da[n] = fma(lost, dt.value, da[n]);
-    }
-    __syncthreads();
-    sums.store(x, p, t, params.db, 0);
-    sums.store(x, p, t, params.dc, 1);
-    __syncthreads();  // the next step reuses the parts
+    });
     const C ddelta = fma(of_input, u, of_decay) * dt.slope;
     x.put(params.du, t, fma(of_input, dt.value, skip * dy));
     x.put(params.ddelta, t, ddelta);
@@ -218,15 +212,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     dskip = fma(dy, u, dskip);
     dbias += ddelta;
   }
-  if (!x.exists) return;
-#pragma unroll kUnroll
-  for (int n = 0; n < kMost; ++n) {
-    if (n >= p.states) continue;
-    static_cast<C*>(params.dinitial_state)[(x.sequence * p.channels + x.c) * p.states + n] = dh[n];
-    partial(n) = da[n];
+
+  __device__ __forceinline__ void end() const {
+    if (!x.exists) return;
+    for_states<C, kMost>(p, [&](int n) {
+      x.table_at(params.dinitial_state, x.sequence, n) = dh[n];
+      partial(n) = da[n];
+    });
+    partial(p.states) = dskip;
+    partial(p.states + 1) = dbias;
   }
-  partial(p.states) = dskip;
-  partial(p.states + 1) = dbias;
+};
+
+template <class T, int kMost>
+__global__ void __launch_bounds__(kThreads, 1)
+    selective_backward_kernel(const __grid_constant__ SelectiveBackwardParams params,
+                              compute_t<T>* kept) {
+  using C = compute_t<T>;
+  GPU_SHARED(C, parts, kWarps * 2 * kMost);
+  ChannelGradient<T, kMost> g(params, parts, kept);
+  for (int64_t t = round_up(g.x.s.count, kScanChunk) - 1; t >= 0; --t) {
+    if (t % kScanChunk == kScanChunk - 1) {
+      const int64_t begin = t / kScanChunk * kScanChunk;
+      recompute_chunk(params, g.x, kept, begin, smaller(t + 1, g.x.s.count));
+    }
+    if (t >= g.x.s.count) continue;
+    g.step(t);
+    __syncthreads();
+    g.sums.store(g.x, g.p, t, params.db, 0);
+    g.sums.store(g.x, g.p, t, params.dc, 1);
+    __syncthreads();  // the next step reuses the parts
+  }
+  g.end();
 }
 
 // f(kMost) with kMost states at least.
@@ -237,13 +254,12 @@ struct Most {
 template <class F>
 Status with_states(const Selective& p, const F& f) {
   if (p.items() == 0) return nullptr;
-  if (p.states > kMostStates) return "at most 256 states";
   if (p.states <= 16) {
     f(Most<16>{});
   } else if (p.states <= 64) {
     f(Most<64>{});
   } else {
-    f(Most<static_cast<int>(kMostStates)>{});
+    f(Most<static_cast<int>(kSelectiveStates)>{});
   }
   return gpu::launch_status();
 }

@@ -119,6 +119,11 @@ class Mamba(StateMixer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            for name in ("d_state", "d_conv", "expand"):
+                if getattr(self, name) < 1:
+                    raise ValueError(
+                        f"Mamba: {name} must be >= 1, got {name}={getattr(self, name)}"
+                    )
             if self.dt_init not in ("random", "constant"):
                 raise ValueError(
                     f"Mamba: dt_init must be 'random' or 'constant', got dt_init={self.dt_init!r}"

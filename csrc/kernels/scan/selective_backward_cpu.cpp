@@ -1,0 +1,303 @@
+// The selective scan on the CPU, backward, see selective.h: a chunk of steps at a time from the
+// last one on. For each vector of channels and a few of its states, the states of the chunk are
+// computed again, from which their gradients walk back; sums of dB and dC are kept for each lane.
+#include "kernels/scan/selective_item.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr int kMostStates = 8;  // with their gradients, in registers
+constexpr double kLn2 = 0.69314718055994531;
+
+template <class C>
+void clear(C* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += Vec<C>::kWidth) store(to + i, zero<C>());
+}
+
+// Of the backward, of all vectors of channels: tables as in the forward, gradients of the states,
+// and sums over time. Of a chunk: B and C, and dB and dC of each lane. Of one vector of channels
+// and a chunk: what its steps need, and the states and decays of a block of states.
+template <class C>
+struct BackwardMemory {
+  enum Row { kDt, kInput, kU, kSlope, kGrad, kGate, kOfDecay, kOfInput, kY, kRows };
+  static constexpr int kWidth = Vec<C>::kWidth;
+  C *decay, *gradient, *ddecay, *b_table, *c_table, *db_table, *dc_table, *dskip, *dbias;
+  C *b, *c, *db, *dc, *rows, *before, *decays;
+
+  BackwardMemory(const Selective& p, C* memory) {
+    C* next = memory;
+    const auto take = [&](int64_t n) {
+      C* const taken = next;
+      next += n;
+      return taken;
+    };
+    const int64_t table = p.states * p.block;
+    for (C** each : {&decay, &gradient, &ddecay}) *each = take(table);
+    for (C** each : {&b_table, &db_table}) *each = take(p.b.constant ? table : 0);
+    for (C** each : {&c_table, &dc_table}) *each = take(p.c.constant ? table : 0);
+    for (C** each : {&dskip, &dbias}) *each = take(p.block);
+    for (C** each : {&b, &c}) *each = take(kScanChunk * p.states);
+    for (C** each : {&db, &dc}) *each = take(kScanChunk * p.states * kWidth);
+    rows = take(kRows * kScanChunk * kWidth);
+    before = take((kScanChunk + 1) * kMostStates * kWidth);
+    decays = take(kScanChunk * kMostStates * kWidth);
+  }
+  C* row(Row of, int64_t t) const { return rows + (of * kScanChunk + t) * kWidth; }
+
+  static int64_t elements(const Selective& p) {
+    return p.states * p.block * (3 + 2 * (p.b.constant + p.c.constant)) + 2 * p.block +
+           2 * kScanChunk * p.states * (1 + kWidth) +
+           (kScanChunk * kRows + (2 * kScanChunk + 1) * kMostStates) * kWidth;
+  }
+};
+
+// The states before and after each step of a chunk and their decays, of some states of a vector of
+// channels, from the states before the chunk.
+template <int64_t kStates, class C, class B>
+[[gnu::noinline]] void recompute(int64_t steps, const C* decay, const C* dt, const C* input, B b,
+                                 C* states, C* decays) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  Vec<C> h[kStates];
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kStates; ++n) h[n] = load(states + n * kWidth);
+  for (int64_t t = 0; t < steps; ++t) {
+    const Vec<C> step = load(dt + t * kWidth), x = load(input + t * kWidth);
+#pragma GCC unroll 16
+    for (int64_t n = 0; n < kStates; ++n) {
+      const Vec<C> a = decay_of(step * load(decay + n * kWidth));
+      h[n] = fma(a, h[n], x * b.at(t, n));
+      store(decays + (t * kStates + n) * kWidth, a);
+      store(states + ((t + 1) * kStates + n) * kWidth, h[n]);
+    }
+  }
+}
+
+// Sums of dB or dC: for each step, or over all of them.
+template <class C>
+struct Sums {
+  C* data;
+  int64_t step;  // elements between steps, 0 of constants
+
+  OMNIATTN_INLINE void add(int64_t t, int64_t n, Vec<C> a, Vec<C> b) const {
+    C* const at = data + t * step + n * Vec<C>::kWidth;
+    store(at, fma(a, b, load(at)));
+  }
+};
+
+// One chunk of some states of a vector of channels, backward. Adds to the sums over states: of dh h
+// a A log2 e for d dt (kOfDecay), of dh B (kOfInput), of C h (kY).
+template <int64_t kStates, class C, class B, class R>
+[[gnu::noinline]] void go_back(int64_t steps, const BackwardMemory<C>& m, const C* decay, B b, R c,
+                               C* gradient, C* ddecay, Sums<C> db, Sums<C> dc) {
+  using Memory = BackwardMemory<C>;
+  constexpr int kWidth = Vec<C>::kWidth;
+  Vec<C> dh[kStates], da[kStates];
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kStates; ++n) {
+    dh[n] = load(gradient + n * kWidth);
+    da[n] = load(ddecay + n * kWidth);
+  }
+  for (int64_t t = steps - 1; t >= 0; --t) {
+    const Vec<C> dt = load(m.row(Memory::kDt, t)), x = load(m.row(Memory::kInput, t));
+    const Vec<C> dy = load(m.row(Memory::kGrad, t));
+    Vec<C> of_decay = load(m.row(Memory::kOfDecay, t)), y = load(m.row(Memory::kY, t));
+    Vec<C> of_input = load(m.row(Memory::kOfInput, t));
+#pragma GCC unroll 16
+    for (int64_t n = 0; n < kStates; ++n) {
+      const Vec<C> h = load(m.before + ((t + 1) * kStates + n) * kWidth), weight = c.at(t, n);
+      dh[n] = fma(dy, weight, dh[n]);
+      y = fma(h, weight, y);
+      dc.add(t, n, dy, h);
+      db.add(t, n, dh[n], x);
+      of_input = fma(dh[n], b.at(t, n), of_input);
+      dh[n] = dh[n] * load(m.decays + (t * kStates + n) * kWidth);
+      const Vec<C> kept = dh[n] * load(m.before + (t * kStates + n) * kWidth);
+      of_decay = fma(kept, load(decay + n * kWidth), of_decay);
+      da[n] = fma(kept, dt, da[n]);
+    }
+    store(m.row(Memory::kOfDecay, t), of_decay);
+    store(m.row(Memory::kOfInput, t), of_input);
+    store(m.row(Memory::kY, t), y);
+  }
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kStates; ++n) {
+    store(gradient + n * kWidth, dh[n]);
+    store(ddecay + n * kWidth, da[n]);
+  }
+}
+
+template <class T>
+struct Backward {
+  using C = compute_t<T>;
+  using Memory = BackwardMemory<C>;
+  static constexpr int kWidth = Vec<C>::kWidth;
+  const SelectiveBackwardParams& params;
+  const Selective& p;
+  Item<T> x;
+  Memory m;
+
+  Backward(const SelectiveBackwardParams& all, C* memory, int64_t item)
+      : params(all), p(all.scan), x(p, item), m(p, memory) {}
+
+  void begin() const {
+    const int64_t table = p.states * p.block;
+    x.load_tables(p.decay, 0, kLog2E, m.decay);
+    x.load_tables(params.grad_final_state, x.sequence, 1, m.gradient);
+    x.load_constants(p.b, m.b_table);
+    x.load_constants(p.c, m.c_table);
+    clear(m.ddecay, table);
+    clear(m.db_table, p.b.constant ? table : 0);
+    clear(m.dc_table, p.c.constant ? table : 0);
+    clear(m.dskip, p.block);
+    clear(m.dbias, p.block);
+  }
+
+  // What the steps of a chunk of a vector of channels need, and zeros for the sums over states.
+  void prepare(int64_t t, int64_t steps, int64_t i, auto part) const {
+    for (int64_t j = 0; j < steps; ++j) {
+      const auto dt = x.step_of(i, part, x.row(p.delta, t + j));
+      const Vec<C> u = part.load(x.row(p.u, t + j) + i);
+      Vec<C> dy = part.load(x.row(params.grad_y, t + j) + i);
+      if (p.z.data != nullptr) {
+        const auto gate = scan_rules::silu(part.load(x.row(p.z, t + j) + i));
+        store(m.row(Memory::kGate, j), dy * gate.slope);
+        dy = dy * gate.value;
+      }
+      store(m.row(Memory::kDt, j), dt.value);
+      store(m.row(Memory::kSlope, j), dt.slope);
+      store(m.row(Memory::kU, j), u);
+      store(m.row(Memory::kInput, j), dt.value * u);
+      store(m.row(Memory::kGrad, j), dy);
+      for (const auto row : {Memory::kOfDecay, Memory::kOfInput, Memory::kY}) {
+        store(m.row(row, j), zero<C>());
+      }
+    }
+  }
+
+  void walk(int64_t t, int64_t steps, int64_t i, auto part) const {
+    const int64_t slot = x.s.slot + t / kScanChunk, of_vector = i * p.states;
+    with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
+      const auto block = [&](int64_t n, auto count) {
+        constexpr int64_t kStates = decltype(count)::value;
+        for (int64_t k = 0; k < kStates; ++k) {
+          const C* const before = x.row_of(params.states, slot, p.states, n + k) + i;
+          store(m.before + k * kWidth, part.load(before));
+        }
+        const int64_t at = of_vector + n * kWidth;
+        const Sums<C> db = p.b.constant ? Sums<C>{m.db_table + at, 0}
+                                        : Sums<C>{m.db + n * kWidth, p.states * kWidth};
+        const Sums<C> dc = p.c.constant ? Sums<C>{m.dc_table + at, 0}
+                                        : Sums<C>{m.dc + n * kWidth, p.states * kWidth};
+        recompute<kStates>(steps, m.decay + at, m.row(Memory::kDt, 0), m.row(Memory::kInput, 0),
+                           b.from(n), m.before, m.decays);
+        go_back<kStates>(steps, m, m.decay + at, b.from(n), c.from(n), m.gradient + at,
+                         m.ddecay + at, db, dc);
+      };
+      for_states<kMostStates>(p.states, block);
+    });
+  }
+
+  void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
+    const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
+    Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
+    for (int64_t j = steps - 1; j >= 0; --j) {
+      const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
+      const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
+      const Vec<C> ddelta = fma(of(Memory::kOfDecay), Vec<C>(static_cast<C>(kLn2)), of_input * u) *
+                            of(Memory::kSlope);
+      part.store(x.row(params.du, t + j) + i, fma(of_input, of(Memory::kDt), skip * dy));
+      part.store(x.row(params.ddelta, t + j) + i, ddelta);
+      if (p.z.data != nullptr) {
+        part.store(x.row(params.dz, t + j) + i, of(Memory::kGate) * fma(skip, u, of(Memory::kY)));
+      }
+      dskip = fma(dy, u, dskip);
+      dbias = dbias + ddelta;
+    }
+    store(m.dskip + i, dskip);
+    store(m.dbias + i, dbias);
+  }
+
+  // The sums over the channels of the item, of the steps of a chunk.
+  void sum_lanes(const C* sums, int64_t t, int64_t steps, void* out) const {
+    if (out == nullptr) return;
+    const int64_t rows = p.rows.steps * (p.rows.boundaries == nullptr ? p.rows.sequences : 1);
+    for (int64_t j = 0; j < steps; ++j) {
+      const int64_t row = x.block * rows + x.s.batch * p.rows.steps + x.s.begin + t + j;
+      C* const to = static_cast<C*>(out) + (row * p.groups + x.group) * p.states;
+      for (int64_t n = 0; n < p.states; n += kWidth) {
+        Vec<C> lanes[kWidth];
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < kWidth; ++k) {
+          const bool is_there = n + k < p.states;
+          lanes[k] = is_there ? load(sums + (j * p.states + n + k) * kWidth) : zero<C>();
+        }
+        transpose(lanes);
+#pragma GCC unroll 4
+        for (int64_t half = kWidth / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+          for (int64_t k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
+        }
+        store_n(to + n, lanes[0], p.states - n);
+      }
+    }
+  }
+
+  void end() const {
+    const int64_t rows = selective_rows(p);
+    const auto put = [&](int64_t row, auto value_at) {
+      C* const to = x.row_of(params.partial, x.sequence, rows, row);
+      for_row<C>(x.width, [&](int64_t i, auto part) { part.store(to + i, value_at(i)); });
+    };
+    const auto put_table = [&](int64_t row, const C* table) {
+      for (int64_t n = 0; n < p.states; ++n) {
+        put(row + n, [&](int64_t i) { return load(table + i * p.states + n * kWidth); });
+      }
+    };
+    put_table(0, m.ddecay);
+    put(p.states, [&](int64_t i) { return load(m.dskip + i); });
+    put(p.states + 1, [&](int64_t i) { return load(m.dbias + i); });
+    if (p.b.constant) put_table(selective_row_of_b(p), m.db_table);
+    if (p.c.constant) put_table(selective_row_of_c(p), m.dc_table);
+    x.store_tables(m.gradient, params.dinitial_state, x.sequence);
+  }
+
+  void run() const {
+    begin();
+    for (int64_t t = round_up(x.s.count, kScanChunk) - kScanChunk; t >= 0; t -= kScanChunk) {
+      const int64_t steps = smaller(kScanChunk, x.s.count - t);
+      x.load_weights(p.b, t, steps, m.b);
+      x.load_weights(p.c, t, steps, m.c);
+      clear(m.db, steps * p.states * kWidth);
+      clear(m.dc, steps * p.states * kWidth);
+      for_row<C>(x.width, [&](int64_t i, auto part) {
+        prepare(t, steps, i, part);
+        walk(t, steps, i, part);
+        finish(t, steps, i, part);
+      });
+      sum_lanes(m.db, t, steps, params.db);
+      sum_lanes(m.dc, t, steps, params.dc);
+    }
+    end();
+  }
+};
+
+int64_t bytes(const Selective& p) {
+  return p.dtype == DType::f64 ? BackwardMemory<double>::elements(p) * 8
+                               : BackwardMemory<float>::elements(p) * 4;
+}
+
+void backward(const SelectiveBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  const FlushDenormals flush;
+  dispatch(p.scan.dtype, [&]<class T>(T) {
+    for (int64_t i = begin; i < end; ++i) {
+      Backward<T>(p, static_cast<compute_t<T>*>(memory), i).run();
+    }
+  });
+}
+
+}  // namespace
+
+extern const SelectiveBackwardKernels selective_backward_kernels_table;
+const SelectiveBackwardKernels selective_backward_kernels_table{bytes, backward};
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,144 @@
+// The selective scan on the CPU, see selective.h: channels in the lanes of vectors, their states in
+// registers. A few steps of a block of channels are read as rows, then the states of each vector
+// walk over them, so that they stay in L1 and each is loaded and stored once for these steps.
+#include "kernels/scan/selective_item.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr int64_t kTile = 8;                           // steps that are read at a time
+constexpr int kMostStates = kVecBytes == 64 ? 16 : 8;  // in registers
+static_assert(kScanChunk % kTile == 0);
+
+// Of the forward: tables of decays (times log2 e), states and constants, and for each vector of
+// channels dt, dt u and y of some steps.
+template <class C>
+struct ForwardMemory {
+  C *decay, *state, *b_table, *c_table, *dt, *input, *y, *b, *c;
+
+  ForwardMemory(const Selective& p, C* memory) {
+    const int64_t table = p.states * p.block, rows = kTile * p.block;
+    decay = memory;
+    state = decay + table;
+    b_table = state + table;
+    c_table = b_table + (p.b.constant ? table : 0);
+    dt = c_table + (p.c.constant ? table : 0);
+    input = dt + rows;
+    y = input + rows;
+    b = y + rows;
+    c = b + kTile * p.states;
+  }
+  static int64_t elements(const Selective& p) {
+    return p.states * (p.block * (2 + p.b.constant + p.c.constant) + 2 * kTile) +
+           3 * kTile * p.block;
+  }
+};
+
+// y += sum_n C h of `steps` steps of some states of a vector of channels.
+template <int64_t kStates, class C, class B, class R>
+[[gnu::noinline]] void advance(int64_t steps, const C* decay, const C* dt, const C* input, B b, R c,
+                               C* state, C* y) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  Vec<C> h[kStates];
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kStates; ++n) h[n] = load(state + n * kWidth);
+  for (int64_t t = 0; t < steps; ++t) {
+    const Vec<C> step = load(dt + t * kWidth), x = load(input + t * kWidth);
+    Vec<C> even = load(y + t * kWidth), odd = zero<C>();
+#pragma GCC unroll 16
+    for (int64_t n = 0; n < kStates; ++n) {
+      const Vec<C> a = decay_of(step * load(decay + n * kWidth));
+      h[n] = fma(a, h[n], x * b.at(t, n));
+      Vec<C>& sum = n % 2 == 0 ? even : odd;
+      sum = fma(h[n], c.at(t, n), sum);
+    }
+    store(y + t * kWidth, even + odd);
+  }
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kStates; ++n) store(state + n * kWidth, h[n]);
+}
+
+template <class T, class C = compute_t<T>>
+void forward_rows(const SelectiveParams& params, const Item<T>& x, const ForwardMemory<C>& m,
+                  int64_t t, int64_t steps) {
+  const Selective& p = x.p;
+  for (int64_t j = 0; j < steps; ++j) {
+    const T *const delta = x.row(p.delta, t + j), *const u = x.row(p.u, t + j);
+    for_row<C>(x.width, [&](int64_t i, auto part) {
+      const int64_t at = i * kTile + j * x.kWidth;
+      const Vec<C> dt = x.step_of(i, part, delta).value;
+      store(m.dt + at, dt);
+      store(m.input + at, dt * part.load(u + i));
+      store(m.y + at, zero<C>());
+    });
+  }
+  x.for_vectors([&](int64_t i, int64_t) {
+    with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
+      for_states<kMostStates>(p.states, [&](int64_t n, auto count) {
+        constexpr int64_t kStates = decltype(count)::value;
+        const int64_t at = (i * p.states) + n * x.kWidth, rows = i * kTile;
+        advance<kStates>(steps, m.decay + at, m.dt + rows, m.input + rows, b.from(n), c.from(n),
+                         m.state + at, m.y + rows);
+      });
+    });
+  });
+  for (int64_t j = 0; j < steps; ++j) {
+    T* const to = x.row(params.y, t + j);
+    for_row<C>(x.width, [&](int64_t i, auto part) {
+      Vec<C> y = load(m.y + i * kTile + j * x.kWidth);
+      if (p.skip != nullptr) {
+        y = fma(part.load(x.vector(p.skip) + i), part.load(x.row(p.u, t + j) + i), y);
+      }
+      if (p.z.data != nullptr) y = y * scan_rules::silu(part.load(x.row(p.z, t + j) + i)).value;
+      part.store(to + i, y);
+    });
+  }
+}
+
+template <class T>
+void forward_item(const SelectiveParams& params, compute_t<T>* memory, int64_t item) {
+  using C = compute_t<T>;
+  const Selective& p = params.scan;
+  const Item<T> x(p, item);
+  const ForwardMemory<C> m(p, memory);
+  x.load_tables(p.decay, 0, kLog2E, m.decay);
+  x.load_tables(p.initial_state, x.sequence, 1, m.state);
+  x.load_constants(p.b, m.b_table);
+  x.load_constants(p.c, m.c_table);
+  for (int64_t t = 0; t < x.s.count; t += kTile) {
+    const int64_t steps = smaller(kTile, x.s.count - t);
+    if (params.states != nullptr && t % kScanChunk == 0) {
+      for (int64_t n = 0; n < p.states; ++n) {
+        C* const to = x.row_of(params.states, x.s.slot + t / kScanChunk, p.states, n);
+        for_row<C>(x.width, [&](int64_t i, auto part) {
+          part.store(to + i, load(m.state + i * p.states + n * x.kWidth));
+        });
+      }
+    }
+    x.load_weights(p.b, t, steps, m.b);
+    x.load_weights(p.c, t, steps, m.c);
+    forward_rows<T>(params, x, m, t, steps);
+  }
+  x.store_tables(m.state, params.final_state, x.sequence);
+}
+
+int64_t bytes(const Selective& p) {
+  return p.dtype == DType::f64 ? ForwardMemory<double>::elements(p) * 8
+                               : ForwardMemory<float>::elements(p) * 4;
+}
+
+void forward(const SelectiveParams& p, void* memory, int64_t begin, int64_t end) {
+  const FlushDenormals flush;
+  dispatch(p.scan.dtype, [&]<class T>(T) {
+    for (int64_t i = begin; i < end; ++i) {
+      forward_item<T>(p, static_cast<compute_t<T>*>(memory), i);
+    }
+  });
+}
+
+}  // namespace
+
+extern const SelectiveKernels selective_kernels_table;
+const SelectiveKernels selective_kernels_table{bytes, forward};
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,173 @@
+// What the forward and the backward of the selective scan on the CPU share, see selective.h: tables
+// of channels in the lanes of vectors, B and C of some steps, and the rows of an item.
+#pragma once
+
+#include "kernels/scan/scan_rules.h"
+#include "kernels/scan/selective.h"
+#include "runtime/denormals.h"
+#include "runtime/dispatch.h"
+#include "runtime/row.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// 2^x within relative error 1e-7, which is less near 0: decays of slow states are close to 1.
+OMNIATTN_INLINE VecF decay_of(VecF x) {
+#if defined(__AVX512F__)
+  const VecF f(_mm512_reduce_ps(x.v, 8)), n = x - f;  // scale2 saturates
+#else
+  const VecF clamped = min(VecF(129.0f), max(VecF(-151.0f), x));
+  const VecF n = round(clamped), f = clamped - n;
+#endif
+  return scale2(horner(f, 1.0f, 6.931470037e-01f, 2.402224243e-01f, 5.550733581e-02f,
+                       9.671512991e-03f, 1.326472731e-03f),
+                n);
+}
+OMNIATTN_INLINE VecD decay_of(VecD x) { return exp2(x); }
+
+// Tables have, for each vector of channels, one vector for each state.
+
+// f(n, Count) for blocks of all states, without padding: 0 times infinity is not 0.
+template <int kCount>
+struct Count {
+  static constexpr int64_t value = kCount;
+};
+template <int kMost, class F>
+OMNIATTN_INLINE void for_states(int64_t states, const F& f) {
+  int64_t n = 0;
+  for (; n + kMost <= states; n += kMost) f(n, Count<kMost>{});
+  if constexpr (kMost > 1) {
+    if (n < states) {
+      for_states<kMost / 2>(states - n, [&](int64_t i, auto count) { f(n + i, count); });
+    }
+  }
+}
+
+// The table of one vector of channels from rows (lanes, states), times `scale`; null for zeros.
+template <class C>
+void load_table(const C* from, int64_t lanes, int64_t states, C scale, C* to) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  for (int64_t n = 0; n < states; n += kWidth) {
+    Vec<C> rows[kWidth];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const bool is_there = from != nullptr && i < lanes;
+      rows[i] = is_there ? load_n(from + i * states + n, states - n) : zero<C>();
+    }
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth; ++i) {
+      if (n + i < states) store(to + (n + i) * kWidth, rows[i] * scale);
+    }
+  }
+}
+template <class C>
+void store_table(const C* from, int64_t lanes, int64_t states, C* to) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  for (int64_t n = 0; n < states; n += kWidth) {
+    Vec<C> rows[kWidth];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth; ++i) {
+      rows[i] = n + i < states ? load(from + (n + i) * kWidth) : zero<C>();
+    }
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth; ++i) {
+      if (i < lanes) store_n(to + i * states + n, rows[i], states - n);
+    }
+  }
+}
+// B or C of some steps: a number for all channels of a group, or a vector of their constants.
+template <bool kConstant, class C>
+struct Weights {
+  const C* data;
+  int64_t states;
+
+  OMNIATTN_INLINE Vec<C> at(int64_t t, int64_t n) const {
+    return kConstant ? load(data + n * Vec<C>::kWidth) : Vec<C>(data[t * states + n]);
+  }
+  // Those of the states from n on.
+  Weights from(int64_t n) const { return {data + (kConstant ? n * Vec<C>::kWidth : n), states}; }
+};
+// f(B, C) for those of the vector of channels from i on. `steps` and `table` have them in each
+// form.
+template <class C, class F>
+OMNIATTN_INLINE void with_weights(const Selective& p, const C* b_steps, const C* b_table,
+                                  const C* c_steps, const C* c_table, int64_t i, const F& f) {
+  const int64_t states = p.states, at = i * states;
+  const auto with_c = [&](auto b) {
+    p.c.constant ? f(b, Weights<true, C>{c_table + at, states})
+                 : f(b, Weights<false, C>{c_steps, states});
+  };
+  p.b.constant ? with_c(Weights<true, C>{b_table + at, states})
+               : with_c(Weights<false, C>{b_steps, states});
+}
+
+template <class T>
+struct Item : SelectiveItem {
+  using C = compute_t<T>;
+  static constexpr int kWidth = Vec<C>::kWidth;
+  const Selective& p;
+
+  Item(const Selective& scan, int64_t item) : SelectiveItem(selective_item(scan, item)), p(scan) {}
+
+  const T* row(const ScanView& x, int64_t t) const {
+    return x.row<T>(s.batch, s.begin + t) + first;
+  }
+  T* row(void* x, int64_t t) const {
+    return static_cast<T*>(x) + (s.batch * p.rows.steps + s.begin + t) * p.channels + first;
+  }
+  const C* vector(const void* x) const {
+    return x == nullptr ? nullptr : static_cast<const C*>(x) + first;
+  }
+  // Row r of entry i of (.., rows, D).
+  template <class P>
+  auto* row_of(P* x, int64_t i, int64_t rows, int64_t r) const {
+    using S = std::conditional_t<std::is_const_v<P>, const C, C>;
+    return static_cast<S*>(x) + (i * rows + r) * p.channels + first;
+  }
+
+  // f(i, lanes) for each vector of channels.
+  template <class F>
+  OMNIATTN_INLINE void for_vectors(const F& f) const {
+    for (int64_t i = 0; i < width; i += kWidth) f(i, smaller(kWidth, width - i));
+  }
+  // Tables from entry `entry` of (.., D, N), null for zeros; and the inverse.
+  void load_tables(const void* from, int64_t entry, double scale, C* to) const {
+    const C* const rows =
+        from == nullptr ? nullptr
+                        : static_cast<const C*>(from) + (entry * p.channels + first) * p.states;
+    for_vectors([&](int64_t i, int64_t lanes) {
+      load_table(rows == nullptr ? rows : rows + i * p.states, lanes, p.states,
+                 static_cast<C>(scale), to + i * p.states);
+    });
+  }
+  void store_tables(const C* from, void* to, int64_t entry) const {
+    C* const rows = static_cast<C*>(to) + (entry * p.channels + first) * p.states;
+    for_vectors([&](int64_t i, int64_t lanes) {
+      store_table(from + i * p.states, lanes, p.states, rows + i * p.states);
+    });
+  }
+  // Steps [t, t + steps) of B or C, or its table.
+  void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
+    for (int64_t j = 0; j < steps && !w.constant; ++j) {
+      const T* const from = w.rows.row<T>(s.batch, s.begin + t + j) + group * p.states;
+      for (int64_t n = 0; n < p.states; ++n) to[j * p.states + n] = widen(from[n]);
+    }
+  }
+  void load_constants(const SelectiveWeights& w, C* to) const {
+    if (w.constant) load_tables(w.rows.data, 0, 1, to);
+  }
+
+  OMNIATTN_INLINE scan_rules::Softplus<Vec<C>> step_of(int64_t i, auto part, const T* delta) const {
+    Vec<C> x = part.load(delta + i);
+    if (p.bias != nullptr) x = x + part.load(vector(p.bias) + i);
+    if (p.softplus) return scan_rules::softplus(x);
+    return {x, Vec<C>(C(1))};
+  }
+};
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
