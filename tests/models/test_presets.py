@@ -317,7 +317,7 @@ def test_every_model_is_built_within_a_device(name):
     assert all(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", [*SMALL, "llama", "mla", "differential", "switch"])
+@pytest.mark.parametrize("name", [*SMALL, *(n for n in TRAINED if n not in SMALL)])
 def test_reset_parameters_draws_as_the_constructor_does(name):
     """What FSDP2 does after the construction on the meta device."""
     config = SMALL[name] if name in SMALL else TRAINED[name]
@@ -333,6 +333,8 @@ def test_reset_parameters_draws_as_the_constructor_does(name):
         want, got = want.detach(), got.detach()
         noise = 6 * want.numel() ** -0.5 if want.numel() > 1 else 6  # six sigmas of mean and std
         std = want.std(correction=0).item()
+        if want.numel() < 8:  # whose deviation says little
+            std = max(std, want.square().mean().sqrt().item())
         assert got.mean().item() == pytest.approx(want.mean().item(), abs=2 * noise * std), path
         assert got.std(correction=0).item() == pytest.approx(std, rel=2 * noise), path
 

@@ -173,3 +173,16 @@ def test_a_decoder_generates():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_gates_keep_what_their_layer_drew():
+    """Also where parts are reset after the layer, as on the way from the meta device."""
+    layer = MLSTM(8, 2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert layer.fgate.bias.tolist() == [3, 6] and not layer.igate.weight.any()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())

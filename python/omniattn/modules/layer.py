@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +181,15 @@ class Layer(nn.Module):
             )
         Layer.layers[name] = cls  # replaced when a notebook cell runs again
         cls.Config.layer = cls
+
+    #: Whether the layer around this one draws its parameters, which `reset_parameters` then leaves.
+    drawn_outside = False
+
+    def draws(self, *parts: str) -> None:
+        """Makes the `reset_parameters` of this layer the one that draws those of these parts: FSDP
+        and others reset each module, a part after the layer around it."""
+        for part in parts:
+            cast(Layer, self.get_submodule(part)).drawn_outside = True
 
     def extra_repr(self) -> str:
         """The config, for print(module)."""

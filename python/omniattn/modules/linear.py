@@ -54,6 +54,8 @@ class Linear(Layer):
 
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, init_std^2) and zeroes the bias."""
+        if self.drawn_outside:
+            return
         nn.init.normal_(self.weight, std=self.config.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

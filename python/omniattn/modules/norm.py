@@ -189,6 +189,8 @@ class GroupNorm(Layer):
 
     def reset_parameters(self) -> None:
         """Sets the weight to 1 and the bias to 0."""
+        if self.drawn_outside:
+            return
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:

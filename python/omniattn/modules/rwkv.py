@@ -308,6 +308,8 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         self.value = linear_of(c, hidden, c.dim, device=device, dtype=dtype)
         if c.receptance:
             self.receptance = linear_of(c, c.dim, c.dim, device=device, dtype=dtype)
+        else:
+            self.draws("key", "value")
         self.reset_parameters()
 
     @torch.no_grad()

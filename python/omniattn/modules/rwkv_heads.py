@@ -63,12 +63,14 @@ class _HeadsTimeMix(TimeMix):
         # 64e-5 is 1e-5 of y / 8, which the code for RWKV-5 normalises.
         norm = GroupNorm.Config(c.dim, c.heads, 64e-5, backend=c.backend)
         self.ln_x = GroupNorm(norm, device=device, dtype=dtype)
+        self.draws("ln_x")
 
     def _reset_norm(self) -> None:
         c = self.config
         nn.init.constant_(
             self.ln_x.get_parameter("weight"), ((1 + c.layer_idx) / c.num_layers) ** 0.7
         )
+        nn.init.zeros_(self.ln_x.get_parameter("bias"))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.config.heads, self.config.head_dim))
@@ -298,6 +300,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
+        self.draws("receptance", "key", "value", "output")
         c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         ranks = {

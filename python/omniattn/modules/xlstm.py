@@ -187,6 +187,7 @@ class MLSTM(_XLSTM):
             self.add_module(name, Headwise(c.inner, c.inner // c.block_size, small, **factory))
         self.igate = _linear(c, 3 * c.inner, c.num_heads, 0.0, True, **factory)
         self.fgate = _linear(c, 3 * c.inner, c.num_heads, 0.0, True, **factory)
+        self.draws("igate", "fgate")
         self._build(c.inner, **factory)
         self.learnable_skip = nn.Parameter(torch.empty(c.inner, **factory))
         self.proj_down = _linear(c, c.inner, c.dim, last, **factory)
@@ -198,6 +199,8 @@ class MLSTM(_XLSTM):
         nn.init.zeros_(self.norm_weight)
         nn.init.ones_(self.learnable_skip)
         assert self.igate.bias is not None and self.fgate.bias is not None
+        nn.init.zeros_(self.igate.weight)
+        nn.init.zeros_(self.fgate.weight)
         nn.init.normal_(self.igate.bias, std=0.1)
         self.fgate.bias.copy_(torch.linspace(3, 6, self.config.num_heads))
 
