@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import goal_rows
+import goal_scans
 import harness
 import report
 from goal_rows import Row
@@ -40,6 +41,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "caches": goal_rows.cache_rows,
     "experts": goal_rows.expert_rows,
     "state space": goal_rows.state_space_rows,
+    "scans": goal_scans.rows,
     **llama_groups(),
 }
 

@@ -71,6 +71,8 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step": (
         *(("vandermonde", "s4d"), ("cauchy", "s4")),
     ),
+    "state-space duality: Mamba-2": (("ssd", "state64"), ("ssd", "state128")),
+    "Mamba": (("selective_scan", "model"),),
     "xLSTM": (("mlstm", "model"), ("slstm", "model")),
     "LayerNorm": (("layer_norm", "plain"),),
     "RMSNorm": (("rms_norm", "plain"),),

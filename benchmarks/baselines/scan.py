@@ -133,9 +133,19 @@ def mamba(
     """What MambaMixer of transformers runs without the kernels of mamba-ssm."""
     from transformers.models.mamba import modeling_mamba
 
-    lacks(cu_seqlens=cu_seqlens is not None, initial_state=initial_state is not None)
+    lacks(cu_seqlens=cu_seqlens is not None)
     lacks(groups=B.dim() == 4 or C.dim() == 4, constants=B.dim() == 2 or C.dim() == 2)
     lacks(empty=u.shape[1] == 0, other_dtypes=u.dtype != torch.float32)
+    if initial_state is not None:
+        lacks(prefix=u.shape[1] > 1)
+        state = initial_state.clone()
+        rows = (t[:, 0] for t in (u, delta))
+        keys = (t[:, 0] for t in (B, C))
+        gate = None if z is None else z[:, 0]
+        y = modeling_mamba.mamba_selective_state_update(
+            state, *rows, A, *keys, D, delta_bias, delta_softplus, gate
+        )
+        return y[:, None], state
     u, delta, B, C = (t.transpose(1, 2) for t in (u, delta, B, C))
     y, state = modeling_mamba.mamba_selective_scan(
         u,

@@ -32,6 +32,12 @@ struct Terms {
     return as_dense(t);
   }
   Tensor gradient() const { return empty_tensor({rows, terms, 2}, dtype); }
+  // Of sums that nothing reads. The kernels would multiply zeros by terms that may not be finite.
+  Tensor no_gradient() const {
+    Tensor zeros = gradient();
+    torch::stable::fill_(zeros, 0);
+    return zeros;
+  }
 
   // A kernel over the rows, on the CPU.
   template <class Params, class Kernel>
@@ -40,6 +46,8 @@ struct Terms {
     run_stage(std::span(&params, 1), [&](const Params&) { return rows; }, memory, kernel);
   }
 };
+
+constexpr int64_t kLongest = (int64_t{1} << 31) - 1;
 
 Vandermonde vandermonde_of(const Terms& p, int64_t length) {
   return {.dtype = p.dtype,
@@ -53,7 +61,8 @@ Vandermonde vandermonde_of(const Terms& p, int64_t length) {
 Tensor vandermonde(const Tensor& c, const Tensor& x, int64_t length) {
   const DeviceScope scope(c);
   const Terms p("vandermonde", "c", c, "x", x);
-  require(length >= 0, p.op, "length must be >= 0, got length=", length);
+  require(length >= 0 && length <= kLongest, p.op, "length must be in [0, ", kLongest,
+          "], got length=", length);
   const Tensor y = empty_tensor({p.rows, length}, p.dtype);
   const VandermondeParams params{.sums = vandermonde_of(p, length), .y = y.mutable_data_ptr()};
   if constexpr (kOnCuda) {
@@ -71,6 +80,7 @@ std::tuple<Tensor, Tensor> vandermonde_backward(const Tensor& c, const Tensor& x
   const Terms p("vandermonde_backward", "c", c, "x", x);
   require(grad_y.dim() == 2, p.op, "grad_y must have 2 dimensions, got ", grad_y.dim());
   const Tensor g = p.dense("grad_y", grad_y, {p.rows, grad_y.size(1)});
+  if (g.size(1) == 0) return {p.no_gradient(), p.no_gradient()};
   const Tensor dc = p.gradient(), dx = p.gradient();
   const VandermondeBackwardParams params{.sums = vandermonde_of(p, g.size(1)),
                                          .grad_y = g.const_data_ptr(),
@@ -121,6 +131,7 @@ std::tuple<Tensor, Tensor> cauchy_backward(const Tensor& v, const Tensor& z, con
   const Terms p("cauchy_backward", "v", v, "w", w);
   const Tensor at = points(p, z);
   const Tensor g = p.dense("grad_y", grad_y, {p.rows, at.size(0), 2});
+  if (at.size(0) == 0) return {p.no_gradient(), p.no_gradient()};
   const Tensor dv = p.gradient(), dw = p.gradient();
   const CauchyBackwardParams params{.sums = cauchy_of(p, at),
                                     .grad_y = g.const_data_ptr(),

@@ -25,8 +25,8 @@ FLOATS = (0.0, -1.0, math.nan, math.inf, -math.inf, 6e4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 OTHER_DTYPES = (torch.bool, torch.uint8, torch.complex64)
 SPECS = testing.registry()
-#: They multiply blocks of steps, as their docstrings say.
-BLOCKED = {"mlstm", *(n for n in SPECS if SPECS[n].family == "recurrence")}
+#: They multiply blocks of steps, or of powers, as their docstrings say.
+BLOCKED = {"mlstm", "vandermonde", *(n for n in SPECS if SPECS[n].family == "recurrence")}
 COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 

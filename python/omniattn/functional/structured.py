@@ -27,7 +27,7 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
             float64 or float32, as torch.view_as_real gives them. Any strides.
         x: of c's shape and dtype: logarithms of the ratios, whose real parts are <= 0 where the
             powers shall not grow.
-        length: L, the number of powers.
+        length: L, the number of powers, below 2^31.
         backend: None for the native kernel of c's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -43,7 +43,8 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
         Never stores (H, N, L) numbers: forward and backward are products of tables of
         N sqrt(L) exponentials, which are computed in fp64 and rounded to the dtype, so that the
         error does not grow with L. Gradients flow to c and x; they do not depend on the number of
-        threads. Second and forward-mode derivatives go through the eager definition.
+        threads. Second and forward-mode derivatives go through the eager definition. A NaN or
+        infinity in x may reach all results of its row.
 
     Reference:
         Gu et al., On the Parameterization and Initialization of Diagonal State Space Models, 2022,
@@ -57,7 +58,7 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
     op = "vandermonde"
     c = _as_pairs(op, "c", c)
     x = _terms_like(op, "x", x, c, "c")
-    require_int(op, "length", length, 0)
+    require_int(op, "length", length, 0, 2**31 - 1)
     y: Tensor = implementation(op, backend, c, ops.vandermonde)(c, x, length)
     return y
 

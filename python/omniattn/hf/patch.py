@@ -67,8 +67,9 @@ def patch(
             hooks that are added to it later.
         rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
             with the heads before or after the tokens, as unsqueeze_dim says.
-        recurrent: the short convolutions, the delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid and
-            Kimi Linear, the mean of RWKV and the cell of xLSTM; layers are counted.
+        recurrent: the short convolutions, the scans of Mamba and Mamba-2 in all models that have
+            them, the delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid and Kimi Linear, the mean of
+            RWKV and the cell of xLSTM; layers are counted.
         loss: the loss of causal language models.
         linear_cross_entropy: compute this loss in training from the hidden states. Logits are then
             never made, and None in the output. The model's forward takes `skip_logits`, as with
