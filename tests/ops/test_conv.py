@@ -125,7 +125,7 @@ def test_packed_sequences_equal_each_alone(integers, taps, isa):
 
 @pytest.mark.parametrize("bounds", [[0, 2, 4], [0, 3, 2], [-1, 3]])
 def test_boundaries_grow_within_the_rows(bounds):
-    with pytest.raises(RuntimeError, match="causal_conv1d: cu_seqlens must"):
+    with pytest.raises(ValueError, match="causal_conv1d: cu_seqlens must grow within"):
         F.causal_conv1d(torch.ones(1, 3, 4), torch.ones(4, 3), cu_seqlens=torch.tensor(bounds))
 
 

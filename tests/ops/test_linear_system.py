@@ -78,3 +78,25 @@ def test_errors(changed, error, message):
     A, B, C = system()
     with pytest.raises(error, match=f"ssm_recurrence: {message}"):
         F.ssm_recurrence(**({"u": draw(2, 4, INPUTS), "A": A, "B": B, "C": C} | changed))
+
+
+@pytest.mark.parametrize("name", ["A", "B", "C", "D", "initial_state"])
+def test_devices_and_dtypes_are_named(name):
+    A, B, C = system()
+    given = {"A": A, "B": B, "C": C, "D": draw(OUTPUTS, INPUTS), "initial_state": draw(2, N)}
+    u = draw(2, 4, INPUTS)
+    with pytest.raises(ValueError, match=f"{name} must be on the device of u, got {name}.device="):
+        F.ssm_recurrence(u, **(given | {name: given[name].to("meta")}))
+    for wrong in (torch.complex128, torch.int64):
+        with pytest.raises(TypeError, match=f"{name} must be floating-point, got {name}.dtype"):
+            F.ssm_recurrence(u, **(given | {name: given[name].to(wrong)}))
+
+
+def test_kernel_is_of_one_dtype_and_device():
+    A, B, C = system()
+    with pytest.raises(TypeError, match=r"float64 or float32, all the same, got A.*, B.dtype="):
+        F.ssm_kernel(A, B.float(), C, 3)
+    with pytest.raises(TypeError, match=r"float64 or float32, .*got A.dtype=torch.bfloat16"):
+        F.ssm_kernel(A.bfloat16(), B, C, 3)
+    with pytest.raises(ValueError, match=r"C must be on the device of A, got C.device=meta"):
+        F.ssm_kernel(A, B, C.to("meta"), 3)

@@ -403,3 +403,30 @@ def test_errors_of_s4_and_convolutions():
         F.fft_conv(u, kernel, delayed=1)
     with pytest.raises(ValueError, match=r"fft_conv: kernel must be on the device of u"):
         F.fft_conv(u, kernel.to("meta"))
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-4, 10**-3.5, 1e-2, 0.29, 0.31, 2.0])
+def test_gradients_of_zero_order_hold_are_exact_in_fp32(size):
+    for phase in (0.0, 1.0, 3.0):
+        a = torch.polar(torch.tensor([size]), torch.tensor([torch.pi - phase])).requires_grad_()
+        (grad,) = torch.autograd.grad(F.discretize(a, torch.ones_like(a), 1.0)[1].real.sum(), a)
+        x = a.detach().to(torch.complex128)
+        terms = [(n - 1) * x ** (n - 2) / float(math.factorial(n)) for n in range(2, 30)]
+        torch.testing.assert_close(grad.conj(), sum(terms).to(grad), rtol=3e-6, atol=0)
+
+
+def test_leading_sizes_devices_and_dtypes_are_named():
+    A, B = torch.ones(3, 2), torch.ones(4, 2)
+    with pytest.raises(ValueError, match=r"discretize: A, B and dt must have leading sizes"):
+        F.discretize(A, B, 0.1)
+    with pytest.raises(ValueError, match="discretize: B must be on the device of A"):
+        F.discretize(A.to("meta"), A, 0.1)
+    with pytest.raises(TypeError, match=r"hippo_legs: dtype must be floating-point, got dtype="):
+        F.hippo_legs(2, dtype=torch.int32)
+    Ab, Bb = F.discretize(torch.ones(0, 0), torch.ones(0), 0.1)
+    assert Ab.shape == (0, 0) and Bb.shape == (0,)
+
+
+def test_s4_has_shapes_without_memory():
+    z = torch.zeros(2, 3, dtype=torch.complex64, device="meta")
+    assert F.s4_kernel(z, z, z, z, torch.ones(2, device="meta"), 8).shape == (2, 8)

@@ -9,6 +9,7 @@ from omniattn.functional._checks import (
     FLOATS,
     cast_like,
     implementation,
+    is_traced,
     refuse_nested,
     require_bool,
     require_device,
@@ -17,6 +18,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
     require_tensor,
+    shown,
 )
 from omniattn.functional.norm import rms_norm
 from omniattn.ops import recurrence as ops
@@ -182,7 +184,8 @@ def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q
 
 
 def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
-    """(N + 1,) integers; that they grow within 0 .. T is checked where they are read."""
+    """(N + 1,) integers that grow within 0 .. T; where they cannot be read here, kernels check
+    that."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -196,3 +199,16 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
         )
     if x.shape[0] != 1:
         raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(x.shape)}")
+    if not cu_seqlens.is_cpu or is_traced():
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] < 0 or bounds[-1] > x.shape[1] or bounds != sorted(bounds):
+        raise ValueError(
+            f"{op}: cu_seqlens must grow within [0, {x.shape[1]}], got cu_seqlens={shown(bounds)}"
+        )
+
+
+def in_sequences(cu_seqlens: Tensor, steps: int) -> Tensor:
+    """(T,) bool: which tokens are in a sequence. The others give zeros."""
+    token = torch.arange(steps, device=cu_seqlens.device)
+    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])

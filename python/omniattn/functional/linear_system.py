@@ -72,17 +72,16 @@ def ssm_recurrence(
             f"{op}: u must have shape (batch, T, inputs), got u.shape={tuple(u.shape)}"
         )
     dtype = compute_dtype(u)
-    A, B, C = _system(op, A, B, C, dtype)
+    A, B, C = _system(op, A, B, C, dtype, u, "u")
     if B.shape[1] != u.shape[2]:
         raise ValueError(
             f"{op}: B must have shape (N, inputs) with the inputs of u, "
             f"got B.shape={tuple(B.shape)}, u.shape={tuple(u.shape)}"
         )
-    require_device(op, "A", A, u, "u")
     require_bool(op, "delayed", delayed)
     before = u.new_zeros(u.shape[0], len(A), dtype=dtype)
     if initial_state is not None:
-        require_tensor(op, "initial_state", initial_state)
+        _require_part(op, "initial_state", initial_state, u, "u")
         require_shape(op, "initial_state", initial_state, tuple(before.shape))
         before = initial_state.to(dtype)
     x = u.to(dtype)
@@ -95,7 +94,7 @@ def ssm_recurrence(
         power, reach = power @ power, 2 * reach
     y = (states[:, :-1] if delayed else states[:, 1:]) @ C.mT
     if D is not None:
-        require_tensor(op, "D", D)
+        _require_part(op, "D", D, u, "u")
         require_shape(op, "D", D, (len(C), u.shape[2]))
         y = y + x @ D.to(dtype).mT
     return y.to(u.dtype), states[:, -1]
@@ -128,7 +127,15 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
     """
     op = "ssm_kernel"
     require_int(op, "length", length, 0)
-    A, B, C = _system(op, A, B, C, A.dtype if isinstance(A, Tensor) else torch.float32)
+    require_tensor(op, "A", A)
+    for name, t in (("A", A), ("B", B), ("C", C)):
+        require_tensor(op, name, t)
+        if t.dtype not in (torch.float64, torch.float32) or t.dtype != A.dtype:
+            raise TypeError(
+                f"{op}: A, B and C must be float64 or float32, all the same, "
+                f"got A.dtype={A.dtype}, {name}.dtype={t.dtype}"
+            )
+    A, B, C = _system(op, A, B, C, A.dtype, A, "A")
     columns, power = B[None], A  # A^l B
     while len(columns) < length:
         columns = torch.cat((columns, power @ columns))
@@ -137,12 +144,10 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
 
 
 def _system(
-    op: str, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype
+    op: str, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype, like: Tensor, like_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     for name, t in (("A", A), ("B", B), ("C", C)):
-        require_tensor(op, name, t)
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+        _require_part(op, name, t, like, like_name)
     if A.ndim != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"{op}: A must have shape (N, N), got A.shape={tuple(A.shape)}")
     if B.ndim != 2 or len(B) != len(A):
@@ -154,3 +159,10 @@ def _system(
             f"{op}: C must have shape (outputs, {len(A)}), got C.shape={tuple(C.shape)}"
         )
     return A.to(dtype), B.to(dtype), C.to(dtype)
+
+
+def _require_part(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> None:
+    require_tensor(op, name, t)
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+    require_device(op, name, t, like, like_name)

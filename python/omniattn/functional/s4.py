@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -259,7 +260,8 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     require_int(op, "length", length, 0)
     if length == 0 or Lambda.numel() == 0:
         return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
-    with torch.autocast(Lambda.device.type, enabled=False):
+    meta = Lambda.is_meta  # which has no autocast
+    with contextlib.nullcontext() if meta else torch.autocast(Lambda.device.type, enabled=False):
         ab, _, c = real_system(Lambda, P, B, C, dt)
         cut = c - (c[:, None] @ torch.linalg.matrix_power(ab, length))[:, 0]
     C = torch.complex(*(cut / 2).chunk(2, -1))

@@ -16,7 +16,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import run, sequence_count, widened
+from omniattn.functional._recurrence import in_sequences, run, sequence_count, widened
 from omniattn.reference.precision import widen
 
 __all__ = ["ssd"]
@@ -60,8 +60,9 @@ def ssd(
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
-            are sequence s, with a state of its own. Jagged nested tensors (B, j, ...) in place of
-            (B, T, ...) bring their own boundaries, and y has them, too.
+            are sequence s, with a state of its own. Tokens of no sequence give zeros. Jagged nested
+            tensors (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them,
+            too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -137,6 +138,8 @@ def ssd(
         q_name="C",
     )
     if D is not None:
+        if cu_seqlens is not None:
+            wide = torch.where(in_sequences(cu_seqlens, steps)[:, None, None], wide, 0)
         y = torch.addcmul(y, wide, D)
     if z is not None:
         y = y * nnf.silu(widen(z))

@@ -7,14 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import require_choice, require_int, require_number, require_tensor
+from omniattn.functional._checks import (
+    FLOATS,
+    require_choice,
+    require_device,
+    require_int,
+    require_number,
+    require_tensor,
+)
 
 __all__ = ["discretize", "hippo_legs", "nplr", "ssm_init"]
 
 RULES = ("zoh", "bilinear", "euler", "mamba")
 INITS = ("s4d-lin", "s4d-inv", "s4d-real", "legs")
-#: Below, (e^x - 1) / x is a sum of powers.
-_SMALL = 1e-4
+#: Below, (e^x - 1) / x is a sum of powers, whose derivative has no cancellation either.
+_SMALL, _POWERS = 0.3, 13
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -74,13 +81,22 @@ def discretize(
             f"got A.shape={tuple(A.shape)}, B.shape={tuple(B.shape)}"
         )
     require_choice(op, "rule", rule, RULES)
+    require_device(op, "B", B, A, "A")
     if isinstance(dt, Tensor):
-        if dt.is_complex() or not dt.is_floating_point():
+        if dt.dtype not in FLOATS:
             raise TypeError(f"{op}: dt must be real, got dt.dtype={dt.dtype}")
+        require_device(op, "dt", dt, A, "A")
         dt = dt.to(A.real.dtype)
     else:
         require_number(op, "dt", dt, above=0)
         dt = torch.as_tensor(dt, dtype=A.real.dtype, device=A.device)
+    try:
+        torch.broadcast_shapes(A.shape[: A.ndim - 1 - dense], B.shape[:-1], dt.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: A, B and dt must have leading sizes that fit together, got "
+            f"A.shape={tuple(A.shape)}, B.shape={tuple(B.shape)}, dt.shape={tuple(dt.shape)}"
+        ) from None
     if dense:
         return _dense(A * dt[..., None, None], B * dt[..., None], rule)
     x, b = A * dt[..., None], B * dt[..., None]
@@ -98,7 +114,9 @@ def growth(x: Tensor) -> Tensor:
     """(e^x - 1) / x, which is 1 at 0."""
     small = x.abs() < _SMALL
     away = torch.where(small, 1, x)
-    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5)))
+    near, series = torch.where(small, x, 0), torch.ones_like(x)
+    for n in range(_POWERS, 1, -1):
+        series = 1 + near / n * series
     return torch.where(small, series, _expm1(away) / away)
 
 
@@ -116,6 +134,8 @@ def _dense(a: Tensor, b: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     one = torch.eye(size, dtype=a.dtype, device=a.device)
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1])
     a, b = a.expand(*lead, size, size), b.expand(*lead, size)
+    if size == 0:  # which torch.linalg refuses
+        return a, b
     if rule == "bilinear":
         right = torch.cat((one + a / 2, b[..., None]), -1)
         found = torch.linalg.solve(one - a / 2, right)
@@ -162,6 +182,8 @@ def hippo_legs(
                 [-1.7321, -2.0000]]), tensor([1.0000, 1.7321]))
     """
     require_int("hippo_legs", "state_size", state_size, 1)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"hippo_legs: dtype must be floating-point, got dtype={dtype}")
     n = torch.arange(state_size, dtype=torch.float64)
     root = (2 * n + 1).sqrt()
     A = (root[:, None] * -root).tril(-1) - torch.diag(n + 1)

@@ -293,6 +293,10 @@ def ssd(
     taken = wide * step[..., None]
     y, state = recurrence(widen(C), widen(B), taken, *gates, before, cu_seqlens, 1.0)
     if D is not None:
+        if cu_seqlens is not None:
+            token = torch.arange(x.shape[1], device=x.device)
+            inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+            wide = torch.where(inside[:, None, None], wide, 0)
         y = y + wide * (D if D.dim() == 2 else D[:, None]).to(wide.dtype)
     if z is not None:
         y = y * nnf.silu(widen(z))

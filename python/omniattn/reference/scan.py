@@ -167,6 +167,10 @@ def selective_scan(
         y = y + D.to(dtype) * wide_u
     if z is not None:
         y = y * nnf.silu(z.to(dtype))
+    if cu_seqlens is not None:
+        token = torch.arange(u.shape[1], device=u.device)
+        inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+        y = torch.where(inside[:, None], y, 0)
     return y.to(u.dtype), final
 
 
