@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.compat.causal_conv1d import boundaries
+from omniattn.functional._checks import require_distinct, require_rows
 
 __all__ = [
     "mamba_chunk_scan_combined",
@@ -133,7 +134,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """The step x that follows `state`, which is updated.
+    """The step x that follows `state`, which is updated in place, without gradients: for inference.
 
     Args:
         state: (B, D, N), or (B, H, D, N) with heads; of any floating-point dtype. With
@@ -143,7 +144,8 @@ def selective_state_update(
         B, C: (B, N), or (B, G, N) with heads, of which head h reads group h // (H / G).
         D, dt_bias: (D,), or (H, D).
         dt_softplus: whether dt is softplus(dt + dt_bias).
-        state_batch_indices: (B,) int, the rows of `state` that are read and written.
+        state_batch_indices: (B,) int, the rows of `state` that are read and written, each
+            at most once.
 
     Returns:
         y of x's shape and dtype.
@@ -155,6 +157,9 @@ def selective_state_update(
             f"x.shape={tuple(x.shape)}, state.shape={tuple(state.shape)}"
         )
     indices = None if state_batch_indices is None else state_batch_indices.long()
+    if indices is not None:
+        require_rows(op, "state_batch_indices", indices, len(state))
+        require_distinct(op, "state_batch_indices", indices)
     own = state if indices is None else state[indices]
     if own.shape[:-1] != x.shape:
         raise ValueError(
