@@ -295,7 +295,30 @@ def test_mamba_chunk_scan_combined(how):
     torch.testing.assert_close(final, torch.cat(ends[len(bounds) - 2 :: len(bounds) - 1]))
     if varlen:
         torch.testing.assert_close(varlen[0], torch.cat(ends))
+        more["seq_idx"] = torch.tensor([[7] * 5 + [1] * 4])  # the same boundaries
+        again = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
+        assert all(map(torch.equal, again, (y, final, *varlen)))
+        with pytest.raises(ValueError, match=r"cu_seqlens must be where seq_idx changes, got cu_s"):
+            more["seq_idx"] = torch.tensor([[0] * 4 + [1] * 5])
+            compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
+        del more["seq_idx"]
     del more["return_final_states"]
     more.pop("return_varlen_states", None)
     alone_y = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
     torch.testing.assert_close(alone_y, y)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "expected"),
+    [
+        (torch.bfloat16, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_states_of_mamba_chunk_scan_combined_are_wide(dtype, state_dtype, expected):
+    x, keys = torch.ones(1, 3, 2, 4, dtype=dtype), torch.ones(1, 3, 1, 5, dtype=dtype)
+    options = {"return_final_states": True, "state_dtype": state_dtype}
+    given = x, x[..., 0], -torch.ones(2), keys, keys
+    y, final = compat.mamba_chunk_scan_combined(*given, 256, **options)
+    assert y.dtype == dtype and final.dtype == expected

@@ -116,6 +116,17 @@ def test_a_step_of_heads_of_a_pool():
     assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
 
 
+def step_of_rows(rows):
+    given = [torch.ones(2, 3), torch.ones(2, 3), -torch.ones(3, 5), *[torch.ones(2, 5)] * 2]
+    index = torch.tensor(rows)
+    return compat.selective_state_update(torch.zeros(4, 3, 5), *given, state_batch_indices=index)
+
+
+def convolution_of_rows(rows):
+    given = torch.ones(2, 3), torch.zeros(4, 3, 4), torch.ones(3, 4)
+    return compat.causal_conv1d_update(*given, conv_state_indices=torch.tensor(rows))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -139,6 +150,17 @@ def test_a_step_of_heads_of_a_pool():
             lambda: compat.selective_state_update(torch.ones(2, 3, 4), *[torch.ones(1, 3)] * 5),
             r"selective_state_update: state must have the B and D of x, got state.shape=\(2, 3, 4",
         ),
+        (
+            lambda: step_of_rows([0, 4]),
+            r"state_batch_indices must be in \[0, 4\), got .* from 0 to 4",
+        ),
+        (lambda: step_of_rows([-1, 1]), r"state_batch_indices must be in \[0, 4\), got .* from -1"),
+        (
+            lambda: step_of_rows([1, 1]),
+            r"state_batch_indices must have no row twice, got .*\[1, 1\]",
+        ),
+        (lambda: convolution_of_rows([0, 4]), r"conv_state_indices must be in \[0, 4\)"),
+        (lambda: convolution_of_rows([2, 2]), r"conv_state_indices must have no row twice"),
     ],
 )
 def test_bad_input(call, message):

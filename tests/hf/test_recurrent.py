@@ -89,6 +89,37 @@ def test_a_layer_is_pickled_and_restored():
     assert ours(ids).logits.equal(model(ids).logits)
 
 
+@torch.no_grad()
+def test_packed_sequences_are_refused_as_without_a_patch():
+    """Their functions in torch raise; ours must not mix the sequences instead."""
+    model, ids = made("bamba"), tokens(8)
+    seq_idx = torch.tensor([[0] * 3 + [1] * 5] * 2, dtype=torch.int32)
+    for each in (model, patched(model)):
+        with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):
+            each(ids, use_cache=False, seq_idx=seq_idx)
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        ("causal_conv1d_fn", [(1, 6, 5), (6, 4)]),
+        ("mamba_selective_scan", [(1, 6, 5)] * 2 + [(6, 4)] + [(1, 4, 5)] * 2),
+        ("torch_chunk_gated_delta_rule", [(1, 5, 2, 4)] * 3),
+    ],
+)
+def test_functions_leave_packed_sequences_to_theirs(function, shapes, name):
+    from omniattn.hf.recurrent import _MAKERS
+
+    asked = []
+    ours = _MAKERS[function](lambda *args, **options: asked.append(options[name]))
+    given = [torch.ones(shape) for shape in shapes]
+    if "rule" in function:
+        given += [torch.ones(1, 5, 2)] * 2
+    mark = torch.zeros(1, 5, dtype=torch.int32)
+    assert ours(*given, **{name: mark}) is None and asked == [mark]
+
+
 def test_other_functions_are_left(caplog):
     """A module's function that computes something else, or takes more."""
     from transformers.models.qwen3_next import modeling_qwen3_next as module

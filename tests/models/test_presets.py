@@ -200,6 +200,7 @@ def test_transformers_gives_the_same_logits(name):
         ("gpt2", "n_inner", 50),
         ("mamba2", "hidden_act", "gelu"),
         ("mamba", "hidden_act", "gelu"),
+        ("mamba", "intermediate_size", 80),
         ("jamba", "attention_dropout", 0.1),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),

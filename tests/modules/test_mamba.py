@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn.modules import Mamba
+from omniattn.modules import Mamba, SimpleSelectiveSSM
 
 DIM = 12
 
@@ -125,6 +125,17 @@ def test_steps_of_the_mixer_of_transformers():
         torch.testing.assert_close(ours(part, state=state), expected, rtol=1e-4, atol=1e-5)
 
 
+def go_on(batch):
+    layer = Mamba(8)
+    return layer(torch.ones(2, 1, 8), state=layer.new_state(batch, 1))
+
+
+def test_a_state_of_another_layer():
+    state = Mamba(8).new_state(1, 1)
+    with pytest.raises(ValueError, match=r"state must have 's' for this layer.*, got ssm, conv"):
+        SimpleSelectiveSSM(dim=8)(torch.ones(1, 1, 8), state=state)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -132,7 +143,15 @@ def test_steps_of_the_mixer_of_transformers():
         (lambda: Mamba(8, expand=0), "expand must be >= 1, got expand=0"),
         (lambda: Mamba(8, dt_min=1.0), r"dt_min must be in \(0, dt_max\]"),
         (lambda: Mamba(8)(torch.ones(1, 2, 8), mask=torch.ones(1)), "mask must be None"),
-        (lambda: Mamba(8)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\), got x.shape"),
+        (lambda: Mamba(8)(torch.ones(2, 8)), r"x must have shape \(B, T, 8\), got x.shape"),
+        (
+            lambda: Mamba(8)(torch.ones(1, 2, 6)),
+            r"x must have shape \(B, T, 8\), got .*\(1, 2, 6\)",
+        ),
+        (
+            lambda: go_on(3),
+            r"state must be of the B=2 sequences of x, got state\['ssm'\].shape=\(3,",
+        ),
     ],
 )
 def test_bad_input(call, message):

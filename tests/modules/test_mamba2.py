@@ -85,7 +85,10 @@ def test_initial_values():
             lambda: Mamba2(8, headdim=8)(torch.ones(1, 2, 8), mask=torch.ones(1)),
             "mask must be None",
         ),
-        (lambda: Mamba2(8, headdim=8)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\)"),
+        (lambda: Mamba2(8, headdim=8, dt_limit=(1.0, 0.1)), r"dt_limit must be .*\(1.0, 0.1\)"),
+        (lambda: Mamba2(8, headdim=8, dt_limit=(-1.0, 0.1)), r"dt_limit must be .*=-1.0"),
+        (lambda: Mamba2(8, headdim=8, dt_limit=(0.0, float("nan"))), r"dt_limit must be .*=nan"),
+        (lambda: Mamba2(8, headdim=8)(torch.ones(2, 8)), r"x must have shape \(B, T, 8\)"),
     ],
 )
 def test_errors(make, message):

@@ -216,7 +216,7 @@ def test_short_convolution():
         (lambda: LinearAttention(8, 2, causal=False).new_state(1, 1), r"a state must have causal"),
         (lambda: ShortConvolution(8, 0), r"kernel_size must be >= 1.*, got kernel_size=0"),
         (lambda: DeltaNet(8, 2)(torch.ones(1, 2, 8), mask=torch.ones(1)), r"mask must be None"),
-        (lambda: DeltaNet(8, 2)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\), got x.shape"),
+        (lambda: DeltaNet(8, 2)(torch.ones(2, 8)), r"x must have shape \(B, T, 8\), got x.shape"),
     ],
 )
 def test_errors(make, message):

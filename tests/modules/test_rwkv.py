@@ -244,7 +244,7 @@ def test_older_names_of_parameters():
     [
         (lambda: RWKV4TimeMix(8, 3, 3), "layer_idx must be below num_layers, got layer_idx=3"),
         (lambda: RWKV6TimeMix(8), "dim must be a multiple of head_dim, got dim=8, head_dim=64"),
-        (lambda: RWKV4TimeMix(8)(torch.ones(2, 8)), r"x must have shape \(B, T, dim\)"),
+        (lambda: RWKV4TimeMix(8)(torch.ones(2, 8)), r"x must have shape \(B, T, 8\)"),
         (lambda: RWKV4TimeMix(8)(torch.ones(1, 2, 8), mask=torch.ones(1)), "mask must be None"),
     ],
 )

@@ -157,7 +157,7 @@ def test_time_scales_do_not_decay():
         (lambda: S4D(8, init="hippo"), ValueError, "S4D: init must be one of .* init='hippo'"),
         (lambda: S4D(8, rule="foh"), ValueError, "S4D: rule must be one of .* rule='foh'"),
         (lambda: S4D(8)(torch.ones(1, 2, 8), mask=torch.ones(2, 2)), ValueError, "mask must be"),
-        (lambda: S4(8)(torch.ones(2, 8)), ValueError, r"S4: x must have shape \(B, T, dim\)"),
+        (lambda: S4(8)(torch.ones(2, 8)), ValueError, r"S4: x must have shape \(B, T, 8\)"),
     ],
 )
 def test_errors(make, error, message):

@@ -24,6 +24,14 @@ def test_formula(a_dep):
     torch.testing.assert_close(layer(x), torch.stack(expected, 1))
 
 
+def test_autocast_gives_its_dtype():
+    layer, x = SimpleSelectiveSSM(dim=6, d_state=5, init_std=0.5), torch.randn(2, 9, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.1)
+
+
 def test_initial_decays():
     decays = torch.exp(-nnf.softplus(SimpleSelectiveSSM(dim=4, d_state=16).a.detach()))
     torch.testing.assert_close(decays, 1 - 2.0 ** -torch.arange(1.0, 17.0))

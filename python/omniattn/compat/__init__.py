@@ -3,7 +3,8 @@
 ``from omniattn.compat import chunk_gla`` takes the place of ``from fla.ops.gla import chunk_gla``.
 They run wherever ours run, on the CPU too, and are differentiable. An option that ours cannot
 honour raises, and names itself; one that changes speed alone, such as a chunk size, changes
-nothing. The losses of Liger are in `omniattn.modules` under their names.
+nothing. The `*_update` functions write states in place and are for inference. The losses of Liger
+are in `omniattn.modules` under their names.
 """
 
 from omniattn.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._checks import require_distinct, require_rows
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -79,7 +80,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The steps x that follow those in `conv_state`, which is updated.
+    """The steps x that follow those in `conv_state`, which is updated in place: for inference.
 
     Args:
         x: (B, D), or (B, D, T).
@@ -90,7 +91,7 @@ def causal_conv1d_update(
         bias: (D,).
         activation: None, "silu" or "swish".
         cache_seqlens: (B,) int: x belongs to column cache_seqlens % L of a ring.
-        conv_state_indices: (B,) int.
+        conv_state_indices: (B,) int, each at most once.
 
     Returns:
         y of x's shape.
@@ -107,6 +108,9 @@ def causal_conv1d_update(
             f"{op}: conv_state must have shape (B, D, L) with L >= K - 1, "
             f"got conv_state.shape={tuple(conv_state.shape)}, weight.shape={tuple(weight.shape)}"
         )
+    if conv_state_indices is not None:
+        require_rows(op, "conv_state_indices", conv_state_indices, len(conv_state))
+        require_distinct(op, "conv_state_indices", conv_state_indices)
     own = conv_state if conv_state_indices is None else conv_state[conv_state_indices.long()]
     if tuple(own.shape[:2]) != tuple(steps.shape[:2]):
         raise ValueError(

@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.compat.causal_conv1d import boundaries
+from omniattn.functional._checks import is_traced, require_distinct, require_rows, shown
 
 __all__ = [
     "mamba_chunk_scan_combined",
@@ -42,7 +43,7 @@ def selective_scan_fn(
         u, delta, z: (B, D, T); steps next to each other in memory are copied.
         A: (D, N), real or complex.
         B, C: (B, N, T), (B, G, N, T) or (D, N); with a complex A the last dimension of those that
-            vary is 2 T, real and imaginary parts in turn.
+            vary is 2 T, real and imaginary parts in turn. Where both vary, they have the same G.
         D, delta_bias: (D,).
         delta_softplus: whether dt is softplus(delta + delta_bias).
         return_last_state: whether to return (y, last state) in place of y, both with gradients.
@@ -133,7 +134,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """The step x that follows `state`, which is updated.
+    """The step x that follows `state`, which is updated in place, without gradients: for inference.
 
     Args:
         state: (B, D, N), or (B, H, D, N) with heads; of any floating-point dtype. With
@@ -143,7 +144,8 @@ def selective_state_update(
         B, C: (B, N), or (B, G, N) with heads, of which head h reads group h // (H / G).
         D, dt_bias: (D,), or (H, D).
         dt_softplus: whether dt is softplus(dt + dt_bias).
-        state_batch_indices: (B,) int, the rows of `state` that are read and written.
+        state_batch_indices: (B,) int, the rows of `state` that are read and written, each
+            at most once.
 
     Returns:
         y of x's shape and dtype.
@@ -155,6 +157,9 @@ def selective_state_update(
             f"x.shape={tuple(x.shape)}, state.shape={tuple(state.shape)}"
         )
     indices = None if state_batch_indices is None else state_batch_indices.long()
+    if indices is not None:
+        require_rows(op, "state_batch_indices", indices, len(state))
+        require_distinct(op, "state_batch_indices", indices)
     own = state if indices is None else state[indices]
     if own.shape[:-1] != x.shape:
         raise ValueError(
@@ -215,11 +220,11 @@ def mamba_chunk_scan_combined(
         initial_states: (B, H, P, N), at the start of each row.
         seq_idx: (B, T) int, the same number for the steps of one sequence, which lie next to each
             other; a sequence starts from zeros, or from `initial_states` at the start of a row.
-        cu_seqlens: (S + 1,) int, B is 1: the boundaries of the sequences, which are those of
-            seq_idx where it is given. mamba-ssm reads them for the states alone.
+        cu_seqlens: (S + 1,) int, B is 1: the boundaries of the sequences; where seq_idx is given
+            too, it must change at them. mamba-ssm reads them for the states alone.
         return_final_states: whether to return the states at the ends of the rows.
         return_varlen_states: whether to return those of the sequences of `cu_seqlens`.
-        state_dtype: of the returned states, default: that of x.
+        state_dtype: of the returned states; None for fp32 (fp64 for fp64), whatever x is.
 
     Returns:
         y (B, T, H, P), or a tuple of it, the final states (B, H, P, N) and those of the sequences
@@ -235,6 +240,13 @@ def mamba_chunk_scan_combined(
         )
     if cu_seqlens is not None and initial_states is not None:
         raise ValueError(f"{op}: initial_states must be None where cu_seqlens are given")
+    if seq_idx is not None and cu_seqlens is not None and len(x) == 1 and not is_traced():
+        changes = boundaries(seq_idx)
+        if not torch.equal(changes, cu_seqlens.to(changes).unique()):
+            raise ValueError(
+                f"{op}: cu_seqlens must be where seq_idx changes, got cu_seqlens="
+                f"{shown(cu_seqlens)} and changes at {shown(changes)}"
+            )
     options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
     rows, state, bounds = [x, dt, B, C], initial_states, cu_seqlens
     last: Any = slice(None) if cu_seqlens is None else slice(-1, None)
@@ -260,7 +272,7 @@ def mamba_chunk_scan_combined(
         cu_seqlens=bounds,
         **options,
     )
-    y, states = y.view(x.shape), states.to(state_dtype or x.dtype)
+    y, states = y.view(x.shape), states.to(state_dtype or states.dtype)
     wanted = (y, *(states[last],) * return_final_states, *(states,) * return_varlen_states)
     return y if len(wanted) == 1 else wanted
 

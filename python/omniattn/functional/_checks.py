@@ -112,6 +112,15 @@ def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
         raise ValueError(f"{op}: {name} must be in [0, {rows}), got {name} from {low} to {high}")
 
 
+def require_distinct(op: str, name: str, index: Tensor) -> None:
+    """No row twice in `index`, where its values can be read without waiting for a device."""
+    if not index.is_cpu or is_traced():
+        return
+    rows = index.flatten().tolist()
+    if len(set(rows)) < len(rows):
+        raise ValueError(f"{op}: {name} must have no row twice, got {name}={shown(rows)}")
+
+
 def is_traced() -> bool:
     """Whether a call is part of a trace or of a transform of torch.func."""
     return (

@@ -111,7 +111,7 @@ def ssd(
     require_bool(op, "dt_softplus", dt_softplus)
     if dt_softplus:
         dt = nnf.softplus(dt)
-    least, largest = _limits(op, dt_limit)
+    least, largest = require_limits(op, dt_limit)
     if least > 0 or largest < math.inf:
         dt = dt.clamp(least, largest)
     if D is not None:
@@ -146,7 +146,8 @@ def ssd(
     return y.to(x.dtype), state.mT
 
 
-def _limits(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+def require_limits(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    """The numbers of `dt_limit`, of which the largest may be infinite."""
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
         raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
     least, largest = dt_limit

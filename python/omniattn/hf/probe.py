@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,15 @@ class Left:
 Finding = Forward | Left | None
 
 
-def takes(x: Tensor, activation: str | None = None) -> bool:
-    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
-    return x.is_cpu and activation in (None, "silu", "swish")
+def takes(
+    x: Tensor, activation: str | None = None, *, further: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet; and of
+    packed sequences, which `further` arguments may tell apart, theirs runs or raises."""
+    packed = further is not None and any(
+        further.get(name) is not None for name in ("seq_idx", "cu_seqlens")
+    )
+    return x.is_cpu and not packed and activation in (None, "silu", "swish")
 
 
 def draws() -> Callable[..., Tensor]:

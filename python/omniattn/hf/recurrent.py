@@ -54,7 +54,7 @@ def _convolution(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states (B, D, T), weight (D, K) -> the same."""
-        if not takes(hidden_states, activation):
+        if not takes(hidden_states, activation, further=kwargs):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         y = functional.causal_conv1d(
             hidden_states.to(weight.dtype).mT, weight, bias, activation=activation and "silu"
@@ -75,7 +75,7 @@ def _convolution_step(original: Forward) -> Forward:
     ) -> Tensor:
         """hidden_states (B, D, T) that follow the inputs in conv_state, which is updated."""
         before = weight.shape[-1] - 1
-        if not takes(hidden_states, activation) or conv_state.shape[-1] < before:
+        if not takes(hidden_states, activation, further=kwargs) or conv_state.shape[-1] < before:
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         x, length = hidden_states.to(weight.dtype), conv_state.shape[-1]
         y = functional.causal_conv1d(
@@ -106,7 +106,7 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
             """As in `functional`; chunk_size changes nothing."""
-            if not takes(query):
+            if not takes(query, further=kwargs):
                 kwargs["initial_state"] = initial_state
                 kwargs["output_final_state"] = output_final_state
                 kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel

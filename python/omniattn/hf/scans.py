@@ -33,7 +33,7 @@ def _channels(original: Forward) -> Forward:
         """hidden_states, dt and z (B, D, T), B and C (B, N, T) -> y (B, D, T). The last two options
         choose among their forms."""
         options: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        if not takes(hidden_states):
+        if not takes(hidden_states, further=kwargs):
             how = {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
             how["return_last_state"] = return_last_state
             return original(hidden_states, dt, A, B, C, D, z, **options, **how, **kwargs)
@@ -60,7 +60,7 @@ def _channel_step(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states, dt and z (B, D), B and C (B, N); state (B, D, N) is updated."""
-        if not takes(hidden_states):
+        if not takes(hidden_states, further=kwargs):
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs
@@ -95,7 +95,7 @@ def _chunks(original: Forward) -> Forward:
         """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
         options: dict[str, Any] = {"D": D, "dt_bias": dt_bias}
         options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        if not takes(hidden_states):
+        if not takes(hidden_states, further=kwargs):
             states = {"initial_states": initial_states, "return_final_states": return_final_states}
             return original(hidden_states, dt, A, B, C, chunk_size, **options, **states, **kwargs)
         x, B, C = hidden_states.float(), B.float(), C.float()
@@ -122,7 +122,7 @@ def _head_step(original: Forward) -> Forward:
         """hidden_states and dt (B, H, P), A (H, P, N), D and dt_bias (H, P), B and C (B, G, N);
         state (B, H, P, N) is updated. dt, dt_bias and A are one number for each head, expanded."""
         given = [(dt, (2,)), (A, (1, 2))] + ([] if dt_bias is None else [(dt_bias, (1,))])
-        if not takes(hidden_states) or not all(_expanded(*each) for each in given):
+        if not takes(hidden_states, further=kwargs) or not all(_expanded(*each) for each in given):
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs

@@ -61,7 +61,7 @@ class MambaConfig(Decoder.Config):
             (r"^layers", "backbone.layers"),
             (r"input_layernorm", "norm"),
         ),
-        fixed={"hidden_act": "silu"},
+        fixed={"hidden_act": "silu", "intermediate_size": lambda c: c.expand * c.dim},
         conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
     )
 

@@ -173,6 +173,9 @@ class ModelConfig(ABC):
     def to_hf(self) -> PreTrainedConfig:
         """To a config of transformers. Options of our training alone are left out.
 
+        Fields of theirs that do not change what is computed, such as the ids of special tokens, are
+        not kept by `from_hf`; here they are the defaults of transformers.
+
         Raises:
             NotImplementedError: for an architecture or option that transformers does not have.
         """

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional.ssd import require_limits
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.delta_net import draw_rates
@@ -86,6 +87,7 @@ class Mamba2(StateMixer):
                     raise ValueError(
                         f"Mamba2: {name} must be at least 1, got {name}={getattr(self, name)}"
                     )
+            require_limits("Mamba2", self.dt_limit)
             if self.width % self.headdim:
                 raise ValueError(
                     "Mamba2: expand * dim must be a multiple of headdim, got "

@@ -332,7 +332,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
 
     def forward(self, x: Tensor, *, state: RecurrentState | None = None) -> Tensor:
         """x (B, T, dim), tokens after those in `state` -> (B, T, dim)."""
-        state = require_recurrence("RWKVChannelMix", x, state, None)
+        state = require_recurrence("RWKVChannelMix", x, state, None, self.config.dim)
         before = None if state is None else state["shift"]
         _, inputs, last = self._mixed(x, before)
         y: Tensor = self.value(torch.relu(self.key(inputs[0])).square())

@@ -113,4 +113,5 @@ class SimpleSelectiveSSM(StateMixer):
             initial_state=None if state is None else state["s"][:, None],
             backend=self.config.backend,
         )
-        return self.mlp(h[:, :, 0]) * x, {"s": after[:, 0]}
+        y: Tensor = self.mlp(h[:, :, 0])
+        return y * x.to(y.dtype), {"s": after[:, 0]}

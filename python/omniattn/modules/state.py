@@ -93,7 +93,21 @@ class RecurrentState:
         self.length = 0
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ValueError(
+                f"RecurrentState: state must have {name!r} for this layer, the state of another "
+                f"one was given, got {', '.join(self._tensors)}"
+            )
         return self._tensors[name]
+
+    def require_batch(self, op: str, batch: int) -> None:
+        """The state must be that of `batch` sequences."""
+        for name, t in self._tensors.items():
+            if t.shape[0] != batch:
+                raise ValueError(
+                    f"{op}: state must be of the B={batch} sequences of x, got "
+                    f"state[{name!r}].shape={tuple(t.shape)}"
+                )
 
     @property
     def nbytes(self) -> int:

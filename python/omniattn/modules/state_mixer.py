@@ -16,6 +16,8 @@ from omniattn.modules.state import RecurrentState, State
 class StateMixer(Mixer):
     """A mixer that reads every token in order; a subclass says how in `_mix` and `new_state`."""
 
+    config: Any
+
     @abstractmethod
     def _mix(
         self, x: Tensor, state: RecurrentState | None, **given: Any
@@ -44,7 +46,7 @@ class StateMixer(Mixer):
         self, x: Tensor, state: State | None, mask: Tensor | Mask | None, **given: Any
     ) -> Tensor:
         """The steps of a forward."""
-        state = require_recurrence(type(self).__name__, x, state, mask)
+        state = require_recurrence(type(self).__name__, x, state, mask, self.config.dim)
         y, after = self._mix(x, state, **given)
         if state is not None:
             state.advance(x.shape[1], **after)
@@ -52,7 +54,7 @@ class StateMixer(Mixer):
 
 
 def require_recurrence(
-    op: str, x: Tensor, state: State | None, mask: Tensor | Mask | None
+    op: str, x: Tensor, state: State | None, mask: Tensor | Mask | None, dim: int
 ) -> RecurrentState | None:
     """The state, after checks of what a recurrence is called with."""
     if mask is not None:
@@ -60,11 +62,13 @@ def require_recurrence(
             f"{op}: mask must be None, because a recurrence reads every token, got "
             f"mask={shown(mask)}"
         )
-    if x.is_nested or x.ndim != 3:
+    if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
         got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
-        raise ValueError(f"{op}: x must have shape (B, T, dim), got {got}")
+        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
     if state is not None and not isinstance(state, RecurrentState):
         raise TypeError(
             f"{op}: state must be a RecurrentState, got type(state)={type(state).__name__}"
         )
+    if state is not None:
+        state.require_batch(op, x.shape[0])
     return state
