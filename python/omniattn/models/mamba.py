@@ -28,8 +28,8 @@ class MambaConfig(Decoder.Config):
     """Sizes and options.
 
     Args:
-        d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init, dt_scale, dt_init_floor,
-            conv_bias, bias: as in :class:`omniattn.modules.Mamba`.
+        d_state, d_conv, expand, dt_rank: as in :class:`omniattn.modules.Mamba`.
+        dt_min, dt_max, dt_init, dt_scale, dt_init_floor, conv_bias, bias: as there.
         norm_eps: of the norms.
     """
 
