@@ -10,11 +10,12 @@ from goal_rows import PASSES, Row, provider, tensors
 from torch.nn import functional as F
 
 from omniattn import functional
+from omniattn.models import Mamba2Config
 
 
-def _selective(batch: int, steps: int) -> dict[str, torch.Tensor]:
-    """A layer of Mamba of width 768."""
-    channels, states = 1536, 16
+def _selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.Tensor]:
+    """A layer of Mamba, by default of width 768."""
+    states = 16
     row = (batch, steps, channels)
     u, delta, z, B, C = tensors(row, row, row, *[(batch, steps, states)] * 2)
     A = -torch.arange(1.0, states + 1).expand(channels, states).contiguous()
@@ -78,7 +79,52 @@ def step_rows() -> Iterator[Row]:
         )
 
 
+def length_rows() -> Iterator[Row]:
+    """Time per token: flat from 1k to 64k tokens."""
+    short = 1024
+    for length in (4096, 16384, 65536):
+        for name, make in (
+            ("selective scan E256 N16", lambda t: _selective(1, t, 256)),
+            ("ssd H4 P64 N64", lambda t: _dual(1, t, 4, 64)),
+        ):
+            call = functional.ssd if name.startswith("ssd") else functional.selective_scan
+            for pass_ in PASSES:
+                yield Row(
+                    f"{name} T{length}",
+                    pass_,
+                    provider(pass_, make(length), call),
+                    provider(pass_, make(short), call),
+                    f"the same at T{short}, per token",
+                    1.1,
+                    share=length / short,
+                )
+
+
+def training_rows() -> Iterator[Row]:
+    """A step of two layers of Mamba-2 on 1024 tokens, without the optimiser."""
+    config = Mamba2Config(vocab_size=256, dim=768, num_layers=2)
+    ours = config.build()
+    theirs, tokens = ours.to_hf(), torch.randint(256, (1, 1025))
+
+    def step() -> None:
+        ours(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    def yardstick() -> None:
+        theirs(tokens, labels=tokens).loss.backward()
+
+    yield Row(
+        "training step, 2 layers of Mamba-2, D768 T1024",
+        "forward+backward",
+        step,
+        yardstick,
+        "transformers without kernels",
+        1 / 5,
+    )
+
+
 def rows() -> Iterator[Row]:
     yield from selective_rows()
     yield from dual_rows()
     yield from step_rows()
+    yield from length_rows()
+    yield from training_rows()

@@ -81,8 +81,8 @@ def test_powers_that_grow_stay_within_the_length():
         ({"x": torch.ones(2, 3, 2, dtype=torch.float64)}, TypeError, r"x.dtype=torch.float64"),
         ({"x": torch.ones(2, 4, 2)}, ValueError, r"x must have shape \(2, 3, 2\)"),
         ({"x": torch.ones(2, 3, 2, device="meta")}, ValueError, r"x.device=meta"),
-        ({"length": -1}, ValueError, r"length must be an int >= 0, got length=-1"),
-        ({"length": 1.5}, TypeError, r"length must be an int >= 0, got length=1.5"),
+        ({"length": -1}, ValueError, r"length must be an int .*, got length=-1"),
+        ({"length": 1.5}, TypeError, r"length must be an int .*, got length=1.5"),
         ({"backend": "gpu"}, ValueError, r"backend='gpu'"),
     ],
 )

@@ -199,7 +199,7 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
         )
     if x.shape[0] != 1:
         raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(x.shape)}")
-    if not cu_seqlens.is_cpu or is_traced():
+    if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] < 0 or bounds[-1] > x.shape[1] or bounds != sorted(bounds):
