@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,8 +16,10 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
+    Attention,
     DecoderBlock,
     Dropout,
+    Eviction,
     LearnedPositional,
     Linear,
     MultiTokenPredictor,
@@ -160,10 +163,21 @@ class Decoder(Model, Stateful):
             return {}
         return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
-        """The states of all layers before the first token."""
-        blocks = (cast(DecoderBlock, layer) for layer in self.layers)
-        return [block.new_state(batch, max_length, **storage) for block in blocks]
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        eviction: Eviction | Sequence[Eviction] | None = None,
+        **storage: Unpack[Storage],
+    ) -> list[State]:
+        """The states of all layers before the first token; `eviction` as of `Attention`."""
+        blocks = [cast(DecoderBlock, layer) for layer in self.layers]
+        if eviction is not None and not any(isinstance(b.mixer, Attention) for b in blocks):
+            raise ValueError("Decoder: eviction needs a layer of Attention, got none")
+        return [
+            block.new_state(batch, max_length, eviction=eviction, **storage) for block in blocks
+        ]
 
     @property
     def head_weight(self) -> torch.Tensor:
