@@ -11,6 +11,8 @@ from omniattn import functional
 from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold
 
 SEEN, HEADS, KV_HEADS, DIM = 32768, 32, 8, 128
+#: Of all places of the largest cache whose tokens move.
+ROPE = functional.rotary_tables(functional.rope_frequencies(DIM), torch.arange(2049))
 
 
 def _filled(policy: Eviction, kept: int) -> EvictingCache:
@@ -20,7 +22,8 @@ def _filled(policy: Eviction, kept: int) -> EvictingCache:
     positions = torch.arange(SEEN - kept, SEEN).expand(1, KV_HEADS, kept)
     names = tuple(str(p) for p in cache.policies)
     saved = {"k": k, "v": v, "positions": positions, "weight": torch.rand(positions.shape)}
-    counts = {"length": SEEN, "settled": SEEN, "rope": None, "eviction": names}
+    rope = ROPE if cache.moves else None
+    counts = {"length": SEEN, "settled": SEEN, "rope": rope, "eviction": names}
     cache.load_state_dict(saved | counts)
     return cache
 
@@ -30,9 +33,11 @@ def eviction_rows() -> Iterator[Row]:
     q, k, v = tensors((1, 1, HEADS, DIM), *[(1, 1, KV_HEADS, DIM)] * 2)
 
     def evicting(cache: EvictingCache) -> Provider:
+        row = (ROPE[0][:1], ROPE[1][:1]) if cache.moves else None
+
         def step() -> object:
             with torch.no_grad():
-                return cache.attend(q, k, v)
+                return cache.attend(q, k, v, rope=row)
 
         return step
 
@@ -48,10 +53,10 @@ def eviction_rows() -> Iterator[Row]:
         return step
 
     for name, policy, kept, goal in (
-        ("threshold", Threshold(eps=0.0), SEEN, 1.6),
-        ("H2O", H2O(1024, 1024), 2048, 2.0),
-        ("StreamingLLM", Streaming(4, 2044), 2048, 1.5),
-        ("SnapKV", SnapKV(2048), 2048, 1.3),
+        ("threshold", Threshold(eps=0.0), SEEN, 2.0),
+        ("H2O", H2O(1024, 1024), 2048, 2.5),
+        ("StreamingLLM", Streaming(4, 2044), 2048, 2.0),
+        ("SnapKV", SnapKV(2048), 2048, 1.5),
     ):
         cache = _filled(policy, kept)
         yield Row(
