@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,8 +16,10 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
+    Attention,
     DecoderBlock,
     Dropout,
+    Eviction,
     LearnedPositional,
     Linear,
     MultiTokenPredictor,
@@ -163,10 +165,22 @@ class Decoder(Model, Stateful):
             return {}
         return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
-        """The states of all layers before the first token."""
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        eviction: Eviction | Sequence[Eviction] | None = None,
+        **storage: Unpack[Storage],
+    ) -> list[State]:
+        """The states of all layers before the first token; `eviction` as of `Attention`."""
+        options: dict[str, Any] = dict(storage)
+        if eviction is not None:
+            if not any(isinstance(module, Attention) for module in self.layers.modules()):
+                raise ValueError("Decoder: eviction needs a layer of Attention, got none")
+            options["eviction"] = eviction
         blocks = (cast(Stateful, layer) for layer in self.layers)
-        return [block.new_state(batch, max_length, **storage) for block in blocks]
+        return [block.new_state(batch, max_length, **options) for block in blocks]
 
     @property
     def head_weight(self) -> torch.Tensor:
