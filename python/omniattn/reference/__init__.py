@@ -22,6 +22,7 @@ from omniattn.reference.attention import (
     merge_attention,
     scaled_dot_product_attention,
     select_attention,
+    selected_attention,
 )
 from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.eviction import evicting_attention
@@ -152,6 +153,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selected_attention",
     "selective_scan",
     "sincos_2d",
     "sinusoidal",

@@ -282,6 +282,78 @@ def select_attention(
     return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
 
 
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    debug: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` to the keys of the blocks that indices (B|1,1|Hkv|Hq,nq,n) name, -1 none.
+
+    Query i has the list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
+    """
+    if debug:
+        require_lists("selected_attention", indices, -(-k.shape[1] // block_size))
+    visible = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
+    visible = visible.repeat_interleave(q.shape[2] // max(1, visible.shape[1]), 1)
+    return attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        mask=visible,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        return_lse=return_lse,
+    )
+
+
+def selected_keys(
+    indices: Tensor, block_size: int, query_block: int, lengths: tuple[int, int]
+) -> Tensor:
+    """The mask (B | 1, heads, Tq, Tk) of lists of blocks (B | 1, heads, query blocks, n)."""
+    tq, tk = lengths
+    blocks = -(-tk // block_size)
+    chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    index = indices.long()
+    chosen = chosen.scatter(-1, index.masked_fill(index < 0, blocks), True)[..., :blocks]
+    query = torch.arange(tq, device=indices.device) // query_block
+    key = torch.arange(tk, device=indices.device) // block_size
+    return chosen[:, :, query][..., key]
+
+
+def require_lists(op: str, indices: Tensor, blocks: int) -> None:
+    """Each list holds -1 or numbers in [0, blocks), no number twice. Waits for a GPU."""
+    low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
+    if low < -1 or high >= blocks:
+        raise ValueError(
+            f"{op}: indices must be -1 or numbers of blocks in [0, {blocks}), "
+            f"got {low if low < -1 else high}"
+        )
+    ordered = indices.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        place = tuple(twice.any(-1).nonzero()[0].tolist())
+        raise ValueError(
+            f"{op}: indices must name each block once in a list, "
+            f"got indices[{place}]={indices[place].tolist()}"
+        )
+
+
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
