@@ -18,12 +18,13 @@ from omniattn.functional.delta_rule import (
 )
 from omniattn.functional.divergence import jsd, linear_jsd
 from omniattn.functional.ffn import glu_mlp, mlp
+from omniattn.functional.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.gemm import linear
 from omniattn.functional.linear_system import ssm_kernel, ssm_recurrence
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
 from omniattn.functional.mlstm import mlstm
 from omniattn.functional.moe import moe_experts
-from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
+from omniattn.functional.norm import layer_norm, rms_norm
 from omniattn.functional.policy import PolicyLoss, grpo_loss
 from omniattn.functional.positions import (
     alibi_bias,
