@@ -24,6 +24,11 @@ from omniattn.reference.attention import (
     select_attention,
 )
 from omniattn.reference.conv import causal_conv1d
+from omniattn.reference.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_mscale,
+    local_strided_attention,
+)
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import (
@@ -34,6 +39,7 @@ from omniattn.reference.loss import (
     linear_log_prob,
 )
 from omniattn.reference.moe import moe_experts
+from omniattn.reference.neighbourhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.reference.positions import (
     alibi_bias,
@@ -80,6 +86,13 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.sparse import (
+    bigbird_attention,
+    bigbird_random_blocks,
+    detsa_attention,
+    hub_spoke_attention,
+    longformer_attention,
+)
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
@@ -101,14 +114,19 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "axial_frequencies",
+    "bigbird_attention",
+    "bigbird_random_blocks",
     "bilinear",
     "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
     "cross_entropy",
     "delta_rule",
+    "detsa_attention",
     "dplr_delta_rule",
     "dropout",
+    "dual_chunk_attention",
+    "dual_chunk_mscale",
     "exponential_gates",
     "gated_activation",
     "gated_delta_rule",
@@ -118,6 +136,7 @@ __all__ = [
     "glu_mlp",
     "grid_positions",
     "group_norm",
+    "hub_spoke_attention",
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
@@ -128,12 +147,17 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
+    "local_strided_attention",
+    "longformer_attention",
     "masked_positions",
     "merge_attention",
     "mlp",
     "mlstm",
     "moe_experts",
     "mrope_axes",
+    "na1d",
+    "na2d",
+    "na3d",
     "packed_positions",
     "qk_norm_rotary",
     "recurrence",
