@@ -32,6 +32,23 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),
         ("attention", "everykth"),
     ),
+    "block-sparse: any size of blocks, as a mask or compressed rows": (("attention", "blocks"),),
+    "neighbourhood attention in 1-D to 3-D: dilated, strided, causal": (
+        *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
+    ),
+    "blocks and global tokens": (("attention", "blockslocalglobal"),),
+    "Longformer: windows, dilated per head, global tokens with their own projections": (
+        *(("longformer_attention", "window"), ("longformer_attention", "global")),
+    ),
+    "BigBird: random, near and global blocks, global tokens": (("bigbird_attention", "blocks"),),
+    "hub and spoke, one or two sets of projections": (
+        *(("hub_spoke_attention", "hubs"), ("hub_spoke_attention", "disjoint")),
+    ),
+    "deterministic sparse: a window and representatives, tokens or means, pyramids": (
+        *(("detsa_attention", "tokens"), ("detsa_attention", "means")),
+    ),
+    "dual chunk attention": (("dual_chunk_attention", "chunks"),),
+    "gated mean of local and strided attention": (("local_strided_attention", "two"),),
     "any mask, in blocks": (("attention", "predicate"),),
     "softcap, sinks, scale per head": (
         *(("attention", "softcap"), ("attention", "sinks"), ("attention", "headscale")),

@@ -156,7 +156,7 @@ def _attention(
         vw = vw.repeat_interleave(heads // kv_heads, 1)
     s = _logits(q, k, options)
     if options.normaliser == "softmax":
-        p, lse = _softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
+        p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
         p = NORMALISERS[options.normaliser](s)
         lse = s.new_zeros(batch, heads, tq)
@@ -277,7 +277,7 @@ def select_attention(
     weights = torch.nn.functional.one_hot(index, tk + 1)[..., :tk].to(vw.dtype)
     out = weights @ vw
     if ste:
-        soft = _softmax(score / tau, None)[0] @ vw.detach()
+        soft = softmax(score / tau, None)[0] @ vw.detach()
         out = out + (soft - soft.detach())
     return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
 
@@ -373,7 +373,7 @@ def merge_attention(
     return out, (top + total.log()).masked_fill(empty, -math.inf)
 
 
-def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities and lse (B,Hq,Tq); a sink is one more logit per head, without a column of P."""
     if sinks is not None:
         s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)

@@ -507,6 +507,11 @@ VARIANTS = (
         ("Dilated", "Strided", "Fixed", "EveryKth"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
+    Variant(
+        "block-sparse: any size of blocks, as a mask or compressed rows",
+        ("Blocks",),
+        "Child et al. 2019, arXiv 1904.10509",
+    ),
     Variant("any mask, in blocks", ("from_predicate", "Blocks"), "this package"),
     Variant("split keys, merged by lse", ("merge_attention",), "Dao et al. 2022, arXiv 2205.14135"),
     Variant(
