@@ -148,6 +148,24 @@ def _mla_decode() -> dict[str, Provider]:
     return layer(config, x, call=call)
 
 
+def _eviction(policy: m.Eviction) -> dict[str, Provider]:
+    """A prompt of 512 and 8 tokens more; "aten" has no lse, by which tokens are weighed."""
+    x = torch.randn(1, 520, 512, generator=torch.Generator().manual_seed(0))
+
+    def call(module: m.Attention) -> Tensor:
+        state = module.new_state(1, 520, eviction=policy)
+        with torch.no_grad():
+            parts = [module(t, state=state) for t in x.split((512, *(1,) * 8), 1)]
+        return torch.cat(parts, 1)
+
+    providers: dict[str, Provider] = {}
+    for name, backend in (("ours", None), ("eager", "reference")):
+        torch.manual_seed(0)
+        module = m.Attention.Config(512, 8, 2, backend=backend).build()
+        providers[name] = (lambda module=module: call(module), [])
+    return providers
+
+
 def _block(placement: str) -> dict[str, Provider]:
     norm = m.LayerNorm.Config(512)
     config = m.Residual.Config(norm, placement)
@@ -199,6 +217,15 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "multi-head latent attention, absorbed decoding": (
         System("mla-B1T512C512H8", _mla),
         System("mladecode-B1T1024C512H8", _mla_decode),
+    ),
+    "caches that evict: threshold, H2O, StreamingLLM, SnapKV": tuple(
+        System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))
+        for name, policy in (
+            ("threshold", m.Threshold(eps=2e-3)),
+            ("h2o", m.H2O(64, 64)),
+            ("streaming", m.Streaming(4, 124)),
+            ("snapkv", m.SnapKV(128)),
+        )
     ),
     "QK-norm: rms, 1 + w, layer, l2": tuple(
         System(f"qknorm{name}-B1T512C512H8", _attention(qk_norm=name))

@@ -24,6 +24,7 @@ from omniattn.reference.attention import (
     select_attention,
 )
 from omniattn.reference.conv import causal_conv1d
+from omniattn.reference.eviction import evicting_attention
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import (
@@ -109,6 +110,7 @@ __all__ = [
     "delta_rule",
     "dplr_delta_rule",
     "dropout",
+    "evicting_attention",
     "exponential_gates",
     "gated_activation",
     "gated_delta_rule",

@@ -304,12 +304,16 @@ ATTENTION_WEIGHTS = OpSpec(
     flops=lambda case, pass_: attention_flops(case, "forward") / 2,
     gradient_factor=GRADIENT_FACTOR,
     second_order=True,
+    special=("few", "decode"),
     cases=(
         qkv("tiny", 1, 3, 4, 2, 1, 3, None, ("bias",), causal=True),
         qkv("plain", 2, 65, 130, 4, 2, 32),
         qkv("causal", 2, 100, 100, 4, 2, 40, causal=True, softcap=3.0),
         qkv("sums", 2, 200, 300, 4, 2, 32, causal=True, column_sums=True),
         qkv("mask", 2, 63, 65, 2, 1, 32, None, ("mask",), column_sums=True),
+        qkv("decode", 2, 1, 700, 8, 2, 40, causal=True, column_sums=True),
+        qkv("few", 2, 3, 300, 4, 2, 33, None, ("mask", "bias"), softcap=2.0),
+        qkv("fewsums", 1, 4, 70, 4, 1, 16, causal=True, column_sums=True),
         qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
         qkv("ends", 1, 33, 70, 4, 2, 16, None, ("ends",)),
         qkv("nokeys", 1, 5, 0, 2, 1, 8),
@@ -321,6 +325,7 @@ ATTENTION_WEIGHTS = OpSpec(
             FORWARD,
             "compute",
         ),
+        Benchmark(qkv("decode", 1, 1, 8192, 32, 8, 128, column_sums=True), (F32, BF16), FORWARD),
     ),
 )
 
