@@ -50,7 +50,8 @@ def fla_function(
                     )
             return run(choose.__name__, call, tensors, given)
 
-        returned = signature.replace(return_annotation="Result")
+        function.__annotations__ = {**choose.__annotations__, "return": Result}
+        returned = signature.replace(return_annotation=Result)
         function.__signature__ = returned  # type: ignore[attr-defined]
         return function
 
