@@ -30,7 +30,7 @@ struct Matrix {
   OMNIATTN_INLINE Matrix at(int64_t i, int64_t j = 0) const { return {row(i) + j, stride}; }
 };
 
-// Hands out the memory of an item, or counts it where there is none.
+// Hands out the memory of an item; without memory it counts the bytes.
 template <class C>
 class Room {
  public:
@@ -206,7 +206,7 @@ struct Chunk {
   Matrix<C> N, P, N_b, P_b;            // the latter two of b in the place of k
   Matrix<C> error;                     // what the state predicts, of a delta update minus v
   Matrix<C> u;                         // rows of updates: stack of those of k, and c of b
-  C* beta;                             // of low rank: -1
+  C* beta;                             // -1 of an update of low rank
   const C* bonus;                      // of a head
   C* packed;                           // one matrix for products
 

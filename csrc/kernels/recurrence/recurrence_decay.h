@@ -60,7 +60,7 @@ struct HeadDecay {
   // The factor of token t is in all products from before t to t or later: those of a state at the
   // start, of a key before t with the state at the end, and of such a key with a query from t on.
   // Their gradients are added as they are. Differences of the sums over all queries and over all
-  // keys would give the same with less work, and lose what is small beside other tokens' shares.
+  // keys would give the same with less work, but lose shares that are small next to the others.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, C* grad, int64_t stride) {
     const int64_t n = c.rows;
     const Matrix<C> of_n = d.scores, of_p = d.scores.at(n);

@@ -1,5 +1,5 @@
-// Few tokens of a recurrence, as decoding has them: one by one, each reading the state once and
-// writing it once, which is all that they cost.
+// A few tokens of a recurrence, as in decoding: one by one, each reading and writing the state
+// once, which is nearly all of the cost.
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"

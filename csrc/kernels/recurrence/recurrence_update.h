@@ -136,7 +136,7 @@ struct LowRankUpdate {
     Substitution::solve(c.N_b, c.beta, c.error, c.u.at(c.rows), c.rows, c.V);
   }
 
-  // x, on entry the gradient of u but for what N passes on, becomes that of u; `de` that of c.
+  // x, on entry the gradient of u without its share through N, becomes all of it; `de` that of c.
   template <class C>
   static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
     Substitution::gradient(c.N_b, c.beta, x.at(c.rows), de, c.rows, c.V);

@@ -62,9 +62,9 @@ OMNIATTN_FN void wkv_advance(WkvState<V>& s, V past, V w, V k, V v) {
   s.age = select(stays, s.age + V(1), V(0));
 }
 
-// Gradients of a state. Results depend on num e^top and den e^top only, so that the gradient of top
-// is num dnum + den dden, and nothing else but for states that the caller takes: `excess` is the
-// rest of the gradient of top, which goes to the key that set it.
+// Gradients of a state. Results depend on num e^top and den e^top only, so the gradient of top is
+// num dnum + den dden, and more only where the caller uses the state itself: `excess` is the rest
+// of the gradient of top, which goes to the key that set it.
 template <class V>
 struct WkvGradient {
   V num, den, excess;

@@ -14,7 +14,7 @@ from torch.nn import functional as nnf
 from omniattn.reference.precision import widen
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
-# A function of ours and its tensors (B, T, ..), from the arguments of one of theirs.
+# What computes an fla function: one of `omniattn.functional`, and its tensors (B, T, ..).
 Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]
 Theirs = ParamSpec("Theirs")
 
@@ -26,10 +26,11 @@ _NOT_SUPPORTED = {"gv", "return_intermediate_states"}
 def fla_function(
     *, without_effect: Set[str] = frozenset()
 ) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Result]]:
-    """A function of theirs from what its arguments mean: a function of ours and its tensors.
+    """Makes an fla function of one that has its signature and returns a `Call`.
 
-    What their functions share is read from the signature: scale, l2norm, states, boundaries, the
-    direction, and further options, among which those `without_effect` on results are ignored.
+    What these functions share is read from the signature: scale, l2norm, states, boundaries and
+    direction. Options that only affect speed, and those `without_effect`, are ignored; others must
+    be None or False.
     """
 
     def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:
@@ -49,7 +50,8 @@ def fla_function(
                     )
             return run(choose.__name__, call, tensors, given)
 
-        returned = signature.replace(return_annotation="Result")
+        function.__annotations__ = {**choose.__annotations__, "return": Result}
+        returned = signature.replace(return_annotation=Result)
         function.__signature__ = returned  # type: ignore[attr-defined]
         return function
 
@@ -62,7 +64,7 @@ def run(
     tensors: tuple[Tensor, ...],
     given: Mapping[str, Any],
 ) -> Result:
-    """`call` with what a function of theirs was given."""
+    """Runs `call` on the tensors, with the states and options among the arguments `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
     reverse, v_first = given.get("reverse", False), given.get("state_v_first", False)
     if reverse and boundaries is not None:

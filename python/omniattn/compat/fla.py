@@ -1,8 +1,9 @@
 """flash-linear-attention 0.5: `fla.ops`, tensors (B, T, H, D).
 
 All return (o, final_state), the latter None without `output_final_state`. `cu_seqlens_cpu`,
-`chunk_indices`, `chunk_size` and `disable_recompute` of theirs change speed alone; they are taken
-and not used. Formulas, shapes and dtypes are those of the functions of ours that are named.
+`chunk_indices`, `chunk_size` and `disable_recompute` only affect the speed of fla; they are
+accepted and ignored. Formulas, shapes and dtypes are those of the functions that the docstrings
+name.
 """
 
 from omniattn.compat._fla_delta import (

@@ -215,7 +215,7 @@ def _same_cell(kind: Any, ours: Forward) -> bool:
 
 _HEADS = _delta_rule(functional.gated_delta_rule)
 _CHANNELS = _delta_rule(functional.kimi_delta_attention)
-#: What makes our function, by the name of theirs.
+#: What makes our function, by the name of the one that it replaces.
 _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,

@@ -149,7 +149,7 @@ def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:
     return all(t.stride(d) == 0 or t.shape[d] == 1 for d in dims)
 
 
-#: What makes our function, by the name of theirs.
+#: What makes our function, by the name of the one that it replaces.
 SCANS: dict[str, Callable[[Forward], Forward]] = {
     "mamba_selective_scan": _channels,
     "mamba_selective_state_update": _channel_step,
