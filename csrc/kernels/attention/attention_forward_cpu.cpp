@@ -41,19 +41,27 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
 
 template <class A>
 struct SoftmaxRow {
-  A* s;           // logits in, probabilities out
+  A* s;           // logits / factor in, probabilities out
+  A factor;       // 1 unless products are of 16-bit operands
   A* o;           // unnormalised output
   int64_t width;  // of o, padded
   A* m;           // running maximum
   A* l;           // running sum, one part per lane
 };
 
-template <class A>
-OMNIATTN_INLINE A row_maximum(const A* s, Range columns) {
+// The logits of a row, where M are the operands of products.
+template <class M, class A>
+OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
+  if constexpr (sizeof(M) < sizeof(A)) return load(row.s + n) * Vec<A>(row.factor);
+  return load(row.s + n);
+}
+
+template <class M, class A>
+OMNIATTN_INLINE A row_maximum(const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
-  V top = load(s + columns.begin);
+  V top = load_logits<M>(row, columns.begin);
   for (int64_t n = columns.begin + V::kWidth; n < columns.end; n += V::kWidth) {
-    top = max(top, load(s + n));
+    top = max(top, load_logits<M>(row, n));
   }
   return reduce_max(top);
 }
@@ -69,15 +77,25 @@ OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row,
   *row.m = top;
 }
 
-// The weights of one row, not yet normalised.
-template <class A>
+// Stores weights as operands: narrow ones in the first half of the memory of their row.
+template <class M, class A>
+OMNIATTN_INLINE void store_weights(A* s, int64_t n, Vec<A> w) {
+  if constexpr (sizeof(M) < sizeof(A)) {
+    store_factors(reinterpret_cast<M*>(s) + n, w);
+  } else {
+    store(s + n, w);
+  }
+}
+
+// The weights of one row, not yet normalised, stored as To.
+template <class M, class To, class A>
 OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
   with_weight(score, softmax_shift(*row.m), [&](auto weight) {
     V sum = load(row.l);
     for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-      const V w = weight(load(row.s + n)).value;
-      store(row.s + n, w);
+      const V w = weight(load_logits<M>(row, n)).value;
+      store_weights<To>(row.s, n, w);
       sum += w;
     }
     store(row.l, sum);
@@ -85,15 +103,6 @@ OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range c
 }
 
 constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together, so that latencies overlap
-
-// Stores the probabilities of one row as operands, in the first half of their own memory.
-template <class M, class A>
-OMNIATTN_INLINE void narrow_row(A* s, Range columns) {
-  if constexpr (sizeof(M) < sizeof(A)) {
-    M* const narrow = reinterpret_cast<M*>(s);
-    for_columns<A>(columns, [&](int64_t n) { store(narrow + n, load(s + n)); });
-  }
-}
 
 // Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
 template <class M, class A>
@@ -106,24 +115,31 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
     if (is_empty(columns)) continue;
     for (int64_t first = rows.begin; first < rows.end; first += kRowsAtOnce) {
       const Range part = intersect(rows, {first, first + kRowsAtOnce});
+      SoftmaxRow<A> of[kRowsAtOnce];
       A top[kRowsAtOnce];
       for (int64_t r = part.begin; r < part.end; ++r) {
-        A* const x = s + r * kKeyBlock;
+        SoftmaxRow<A>& row = of[r - first];
+        row = {s + r * kKeyBlock, factor, o + r * width, width, m + r, l + r * V::kWidth};
         const RowScore<A> score{
             p,        b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr,
             registers};
-        scale_row(x, columns, factor);
-        score.to_logits(x, columns);
-        if (is_softmax(p.score)) top[r - first] = row_maximum(x, columns);
+        if (!score.is_plain()) {
+          scale_row(row.s, columns, factor);
+          row.factor = A(1);
+          score.to_logits(row.s, columns);
+        }
+        if (is_softmax(p.score)) top[r - first] = row_maximum<M>(row, columns);
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
-        const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
+        const SoftmaxRow<A>& row = of[r - first];
         if (is_softmax(p.score)) raise_maximum(p.score, row, top[r - first]);
-        weigh(p.score, row, columns);
-        if (p.dropout.threshold != 0) {
+        if (p.dropout.threshold == 0) {
+          weigh<M, M>(p.score, row, columns);
+        } else {
+          weigh<M, A>(p.score, row, columns);
           RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
+          for_columns<A>(columns, [&](int64_t n) { store_weights<M>(row.s, n, load(row.s + n)); });
         }
-        narrow_row<M>(row.s, columns);
       }
     }
   }
@@ -139,10 +155,10 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const AttentionProblem& p = params.problem;
   const Range queries = block(n, kQueryBlock, p.tq);
   const int64_t rows = queries.end - queries.begin;
-  const int64_t dq = padded_row(p.d), width = padded_row(p.dv);
+  const int64_t width = padded_row(p.dv), ldq = operand_row<M>(p.d);
 
   Arena<A> arena{static_cast<A*>(scratch), forward_scratch_elements(p)};
-  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * dq));
+  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * padded_row(p.d)));
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const o = arena.take(kQueryBlock * width);
   A* const m = arena.take(kQueryBlock);
@@ -162,7 +178,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   TilePlan plan;
   for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
     const Range keys = plan.keys;
-    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
+    multiply_by_keys(plan, q, ldq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
     softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
     accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
@@ -217,12 +233,14 @@ void pack(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
 }
 
 void forward(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) block_item<decltype(type)>(p, scratch, i);
   });
 }
 
 void forward_heads(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, scratch, i);
   });
