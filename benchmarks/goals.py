@@ -19,6 +19,7 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 
+import goal_caches
 import goal_rows
 import goal_scans
 import goal_tiles
@@ -40,6 +41,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "normalisers": goal_rows.normaliser_rows,
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,
+    "eviction": goal_caches.eviction_rows,
     "experts": goal_rows.expert_rows,
     "state space": goal_rows.state_space_rows,
     "scans": goal_scans.rows,

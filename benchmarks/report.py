@@ -96,6 +96,7 @@ TITLES = {
     "attention_cached": "attention, decoding on a cache",
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
+    "selected_attention": "attention, selected blocks of keys",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

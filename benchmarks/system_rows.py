@@ -32,6 +32,23 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),
         ("attention", "everykth"),
     ),
+    "block-sparse: any size of blocks, as a mask or compressed rows": (("attention", "blocks"),),
+    "neighbourhood attention in 1-D to 3-D: dilated, strided, causal": (
+        *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
+    ),
+    "blocks and global tokens": (("attention", "blockslocalglobal"),),
+    "Longformer: windows, dilated per head, global tokens with their own projections": (
+        *(("longformer_attention", "window"), ("longformer_attention", "global")),
+    ),
+    "BigBird: random, near and global blocks, global tokens": (("bigbird_attention", "blocks"),),
+    "hub and spoke, one or two sets of projections": (
+        *(("hub_spoke_attention", "hubs"), ("hub_spoke_attention", "disjoint")),
+    ),
+    "deterministic sparse: a window and representatives, tokens or means, pyramids": (
+        *(("detsa_attention", "tokens"), ("detsa_attention", "means")),
+    ),
+    "dual chunk attention": (("dual_chunk_attention", "chunks"),),
+    "gated mean of local and strided attention": (("local_strided_attention", "two"),),
     "any mask, in blocks": (("attention", "predicate"),),
     "softcap, sinks, scale per head": (
         *(("attention", "softcap"), ("attention", "sinks"), ("attention", "headscale")),
@@ -148,6 +165,24 @@ def _mla_decode() -> dict[str, Provider]:
     return layer(config, x, call=call)
 
 
+def _eviction(policy: m.Eviction) -> dict[str, Provider]:
+    """A prompt of 512 and 8 tokens more; "aten" has no lse, by which tokens are weighed."""
+    x = torch.randn(1, 520, 512, generator=torch.Generator().manual_seed(0))
+
+    def call(module: m.Attention) -> Tensor:
+        state = module.new_state(1, 520, eviction=policy)
+        with torch.no_grad():
+            parts = [module(t, state=state) for t in x.split((512, *(1,) * 8), 1)]
+        return torch.cat(parts, 1)
+
+    providers: dict[str, Provider] = {}
+    for name, backend in (("ours", None), ("eager", "reference")):
+        torch.manual_seed(0)
+        module = m.Attention.Config(512, 8, 2, backend=backend).build()
+        providers[name] = (lambda module=module: call(module), [])
+    return providers
+
+
 def _block(placement: str) -> dict[str, Provider]:
     norm = m.LayerNorm.Config(512)
     config = m.Residual.Config(norm, placement)
@@ -199,6 +234,15 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "multi-head latent attention, absorbed decoding": (
         System("mla-B1T512C512H8", _mla),
         System("mladecode-B1T1024C512H8", _mla_decode),
+    ),
+    "caches that evict: threshold, H2O, StreamingLLM, SnapKV": tuple(
+        System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))
+        for name, policy in (
+            ("threshold", m.Threshold(eps=2e-3)),
+            ("h2o", m.H2O(64, 64)),
+            ("streaming", m.Streaming(4, 124)),
+            ("snapkv", m.SnapKV(128)),
+        )
     ),
     "QK-norm: rms, 1 + w, layer, l2": tuple(
         System(f"qknorm{name}-B1T512C512H8", _attention(qk_norm=name))

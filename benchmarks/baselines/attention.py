@@ -185,6 +185,39 @@ def flex_mask(tq: int, tk: int, causal: bool, window: tuple[int, int], device: s
     return create_block_mask(rule, None, None, tq, tk, device=device)
 
 
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Keys and values gathered to (B, Hkv, Tq, n, D), then two products for each query."""
+    lacks(sinks=sinks, lse=return_lse, options=options, queries=query_block != 1)
+    (batch, tq, heads, dim), (tk, groups) = q.shape, k.shape[1:3]
+    lists = indices.expand(batch, groups, -1, -1).long()
+    key = lists[..., None] * block_size + torch.arange(block_size, device=q.device)
+    key = key.flatten(3)
+    position = torch.arange(tq, device=q.device)[:, None] + tk - tq
+    seen = (key >= 0) & (key < tk) & ((key <= position) | (not causal))
+    entry = torch.arange(batch, device=q.device)[:, None, None, None]
+    head = torch.arange(groups, device=q.device)[:, None, None]
+    at = key.clamp(0, tk - 1)
+    chosen_k, chosen_v = k[entry, at, head], v[entry, at, head]
+    rows = q.view(batch, tq, groups, -1, dim).transpose(1, 2)
+    factor = dim**-0.5 if scale is None else scale
+    s = (rows @ chosen_k.mT * factor).masked_fill(~seen[..., None, :], float("-inf"))
+    out = torch.softmax(s.float(), -1).to(q.dtype) @ chosen_v
+    return out.transpose(1, 2).reshape(batch, tq, heads, -1)
+
+
 BASELINES = {
     "attention": {
         "aten": sdpa_attention,
@@ -200,6 +233,7 @@ BASELINES = {
     "attention_varlen": {"aten": padded_varlen},
     "attention_cached": {"aten": masked_cached},
     "select_attention": {"eager": reference.select_attention},
+    "selected_attention": {"eager": gathered_attention},
 }
 #: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
 ON_GPU = {

@@ -248,6 +248,25 @@ const PathTable<bool(const Backward&, const Load&), void(BackwardProblems)> kBac
         {"blocks", [](const Backward&, const Load&) { return true; }, run_backward_blocks},
     });
 
+const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams&)> kWeightsPaths(
+    "attention_weights",
+    {
+        {"rows", takes_decode_path,
+         [](const AttentionWeightsParams& w) {
+           run<AttentionWeightsParams>(
+               attention_weights_kernels().few_rows, {&w, 1},
+               [](const AttentionWeightsParams& x) { return few_rows_items(x.problem); },
+               few_rows_scratch_elements(w.problem));
+         }},
+        {"blocks", [](const AttentionProblem&) { return true; },
+         [](const AttentionWeightsParams& w) {
+           run<AttentionWeightsParams>(
+               attention_weights_kernels().weights, {&w, 1},
+               [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
+               weights_scratch_elements(w.problem));
+         }},
+    });
+
 // What a problem adds to the gradients of parameters, in memory of its own.
 Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
   Tensors memory;
@@ -353,10 +372,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
 void run_weights(AttentionWeightsParams w) {
   set_interpreter(w.problem);
   const Tensor table = expand_table(w.problem);
-  run<AttentionWeightsParams>(
-      attention_weights_kernels().weights, {&w, 1},
-      [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
-      weights_scratch_elements(w.problem));
+  kWeightsPaths.first(w.problem).run(w);
 }
 
 void run_select(AttentionSelectParams x) {

@@ -4,9 +4,8 @@
 #include <cstring>
 #include <tuple>
 
-#include "ops/device.h"
 #include "ops/registry.h"
-#include "ops/sequences.h"
+#include "ops/sequence_problem.h"
 #include "ops/sum_over_rows.h"
 
 namespace omniattn::ops::conv {
@@ -25,44 +24,34 @@ Tensor channels_last(const Tensor& t) {
 }
 
 // What forward and backward share.
-struct Problem {
-  const char* op;
-  DType dtype;
-  int64_t sequences, steps, channels, taps;
+struct Problem : SequenceProblem {
+  int64_t channels, taps;
   Tensor x, weight;
   OptTensor bias, state;
   OptTensor zeros;  // (D), for a bias and a state that are not given
-  Sequences packed;
 
   Problem(const char* op_, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
           const OptTensor& state_, const OptTensor& cu_seqlens)
-      : op(op_), dtype(dtype_of(op, "x", x_)), x(x_), weight(weight_) {
-    require(x.dim() == 3, op, "x must have shape (B, T, D), got ", x.dim(), " dimensions");
-    sequences = x.size(0), steps = x.size(1), channels = x.size(2);
-    x = as_steps(op, "x", x, dtype, x.sizes());
-    require_tensor(op, "weight", weight, dtype);
-    require(weight.dim() == 2 && weight.size(0) == channels && weight.size(1) >= 1, op,
+      : SequenceProblem(op_, "x", x_, 3, cu_seqlens), channels(x_.size(2)) {
+    x = as_steps(op, "x", x_, dtype, x_.sizes());
+    require_tensor(op, "weight", weight_, dtype);
+    require(weight_.dim() == 2 && weight_.size(0) == channels && weight_.size(1) >= 1, op,
             "weight must have shape (D, K) with D=", channels, " and K >= 1, got ",
-            Shape{weight.sizes().data(), weight.sizes().size()});
-    taps = weight.size(1);
-    weight = channels_last(weight);
+            Shape{weight_.sizes().data(), weight_.sizes().size()});
+    taps = weight_.size(1);
+    weight = channels_last(weight_);
     bias = as_vector(op, "bias", bias_, dtype, channels);
-    if (cu_seqlens.has_value()) {
-      require(sequences == 1, op, "x must have B=1 with cu_seqlens, got B=", sequences);
-      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
-      packed = packed_sequences(op, rows, rows);
-      sequences = packed.count;
-    }
-    if (state_.has_value()) state = channels_last(checked_state("initial_state", *state_));
+    state = checked_state("initial_state", state_);
     if (!bias.has_value() || !state.has_value()) {
       zeros = torch::stable::new_zeros(x, {channels});
     }
   }
 
-  const Tensor& checked_state(const char* name, const Tensor& t) const {
-    require_tensor(op, name, t, dtype);
-    require_sizes(op, name, t, {sequences, channels, taps - 1});
-    return t;
+  OptTensor checked_state(const char* name, const OptTensor& t) const {
+    if (!t.has_value()) return t;
+    require_tensor(op, name, *t, dtype);
+    require_sizes(op, name, *t, {sequences, channels, taps - 1});
+    return channels_last(*t);
   }
 
   CausalConv params(bool silu) const {
@@ -81,15 +70,6 @@ struct Problem {
             .before_batch = state.has_value() ? (taps - 1) * channels : 0,
             .before_row = state.has_value() ? channels : 0,
             .boundaries = packed.rows.q};
-  }
-
-  // A result of the shape of x. On the CPU rows outside of all sequences are zeroed here.
-  Tensor like_x() const {
-    Tensor t = empty_tensor(x.sizes(), dtype);
-    const int64_t* const rows = packed.rows.q;
-    const bool gaps = !kOnCuda && rows != nullptr && (rows[0] > 0 || rows[sequences] < steps);
-    if (gaps) torch::stable::fill_(t, 0);
-    return t;
   }
 };
 
@@ -121,17 +101,17 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
                                          const OptTensor& cu_seqlens, bool silu) {
   const DeviceScope scope(x);
   const Problem p("causal_conv1d", x, weight, bias, initial_state, cu_seqlens);
-  const Tensor y = p.like_x();
+  const Output y = p.result(true, x.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.taps - 1, p.channels}, p.dtype);
   const CausalConvParams params{
-      .conv = p.params(silu), .y = y.mutable_data_ptr(), .final_state = final_state.data()};
+      .conv = p.params(silu), .y = y.data(), .final_state = final_state.data()};
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_causal_conv(params, stream()));
   } else {
     run_items(params, conv_rows(params.conv), p.channels, causal_conv_kernels().forward);
     if (p.channels > 0) copy_final_state(params.conv, params.final_state);
   }
-  return {y, channels_first(final_state)};
+  return {y.tensor(), channels_first(final_state)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
@@ -140,13 +120,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
     bool silu, bool weight_grad, bool bias_grad, bool initial_state_grad) {
   const DeviceScope scope(x);
   const Problem p("causal_conv1d_backward", x, weight, bias, initial_state, cu_seqlens);
-  const Tensor gy = grad_y.has_value() ? as_steps(p.op, "grad_y", *grad_y, p.dtype, x.sizes())
-                                       : torch::stable::new_zeros(x, x.sizes());
-  OptTensor grad_final;
-  if (grad_final_state.has_value()) {
-    grad_final = channels_last(p.checked_state("grad_final_state", *grad_final_state));
-  }
-  const Tensor dx = p.like_x();
+  const Tensor gy =
+      as_steps(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, x.sizes()), p.dtype, x.sizes());
+  const OptTensor grad_final = p.checked_state("grad_final_state", grad_final_state);
+  const Output dx = p.result(true, x.sizes(), p.dtype);
   const Output dweight(weight_grad, {p.taps, p.channels}, p.dtype);
   const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
   const Output dstate(initial_state_grad && initial_state.has_value(),
@@ -154,16 +131,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   const CausalConvBackwardParams params{.conv = p.params(silu),
                                         .grad_y = gy.const_data_ptr(),
                                         .grad_final = data_or_null(grad_final),
-                                        .dx = dx.mutable_data_ptr(),
+                                        .dx = dx.data(),
                                         .dbefore = dstate.data(),
                                         .grad_y_batch = gy.stride(0),
                                         .grad_y_row = gy.stride(1)};
-  const DType acc = accumulator(p.dtype);
   if constexpr (kOnCuda) {
-    const Tensor g = scratch(conv_rows(params.conv) * p.channels, acc);
+    const Tensor g = scratch(conv_rows(params.conv) * p.channels, p.acc);
     const bool sums = dweight.data() != nullptr || dbias.data() != nullptr;
     const int64_t shards = sums ? causal_conv_shards(params.conv) : 0;
-    const Tensor partial = scratch(shards * (p.taps + 1) * p.channels, acc);
+    const Tensor partial = scratch(shards * (p.taps + 1) * p.channels, p.acc);
     const CausalConvScratch memory{g.mutable_data_ptr(), partial.mutable_data_ptr()};
     require_launched(
         p.op, launch_causal_conv_backward(params, memory, dweight.data(), dbias.data(), stream()));
@@ -172,11 +148,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
     const int64_t items = conv_rows(params.conv) + p.sequences * (p.taps - 1);
     sum_over_rows(p.dtype, items, p.channels, {dweight, p.taps}, {dbias, 1},
                   [&](void* dw, void* db, int64_t a, int64_t b) {
-                    const Tensor memory = scratch((p.taps - 1) * p.channels, acc);
+                    const Tensor memory = scratch((p.taps - 1) * p.channels, p.acc);
                     backward(params, dw, db, memory.mutable_data_ptr(), a, b);
                   });
   }
-  return {dx, channels_first(dweight), dbias.tensor(), channels_first(dstate)};
+  return {dx.tensor(), channels_first(dweight), dbias.tensor(), channels_first(dstate)};
 }
 
 // x (B, T, D), weight (D, K), states (N, D, K - 1), the results of the shapes of the last two with

@@ -4,10 +4,9 @@
 #include <string>
 #include <tuple>
 
-#include "ops/device.h"
 #include "ops/registry.h"
-#include "ops/sequences.h"
-#include "ops/stage.h"
+#include "ops/sequence_problem.h"
+#include "ops/without_last.h"
 
 namespace omniattn::ops::recurrence {
 namespace {
@@ -28,37 +27,24 @@ struct Steps {
 using OptSteps = std::optional<Steps>;
 StepView view_or_null(const OptSteps& steps) { return steps ? steps->view() : StepView{}; }
 
-Tensor require_steps(const char* op, const char* name, const Tensor& t) {
-  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
-  return t;
-}
-
 // What forward and backward share.
-struct Problem {
-  const char* op;
-  DType dtype, acc;
-  int64_t batch, steps, key_heads, value_heads, key_width, value_width, sequences;
+struct Problem : SequenceProblem {
+  int64_t key_heads, value_heads, key_width, value_width;
   Steps q, k, v;
   bool channel_decay;
   OptSteps g, beta, a, b;
   OptTensor bonus, initial_state;
-  Sequences packed;
   double scale;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
           const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
           const OptTensor& b_, const OptTensor& initial_state_, const OptTensor& cu_seqlens,
           double scale_)
-      : op(op_),
-        dtype(dtype_of(op, "q", q_)),
-        acc(accumulator(dtype)),
-        batch(require_steps(op, "q", q_).size(0)),
-        steps(q_.size(1)),
+      : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
         key_heads(q_.size(2)),
-        value_heads(require_steps(op, "v", v_).size(2)),
+        value_heads(with_dims("v", v_, 4).size(2)),
         key_width(q_.size(3)),
         value_width(v_.size(3)),
-        sequences(batch),
         q(op, "q", q_, dtype, q_.sizes()),
         k(op, "k", k_, dtype, q_.sizes()),
         v(op, "v", v_, dtype, {batch, steps, value_heads, value_width}),
@@ -73,13 +59,7 @@ struct Problem {
       g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads});
     }
     if (beta_.has_value()) beta.emplace(op, "beta", *beta_, acc, Sizes{batch, steps, value_heads});
-    if (cu_seqlens.has_value()) {
-      require(batch == 1, op, "q must have B=1 with cu_seqlens, got B=", batch);
-      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
-      packed = packed_sequences(op, rows, rows);
-      sequences = packed.count;
-    }
-    initial_state = checked_state("initial_state", initial_state_);
+    initial_state = state("initial_state", initial_state_);
     const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
@@ -89,22 +69,14 @@ struct Problem {
       a.emplace(op, "a", *a_, dtype, q_.sizes());
       b.emplace(op, "b", *b_, dtype, q_.sizes());
     }
-    if (bonus_.has_value()) {
-      require_tensor(op, "bonus", *bonus_, acc);
-      require_sizes(op, "bonus", *bonus_, {sequences, value_heads, key_width});
-      bonus = as_dense(*bonus_);
-    }
+    bonus = dense("bonus", bonus_, {sequences, value_heads, key_width});
   }
 
   std::array<int64_t, 4> state_sizes() const {
     return {sequences, value_heads, key_width, value_width};
   }
-  OptTensor checked_state(const char* name, const OptTensor& t) const {
-    if (!t.has_value()) return t;
-    require_tensor(op, name, *t, acc);
-    const auto sizes = state_sizes();
-    require_sizes(op, name, *t, {sizes.data(), sizes.size()});
-    return as_dense(*t);
+  OptTensor state(const char* name, const OptTensor& t) const {
+    return dense(name, t, {sequences, value_heads, key_width, value_width});
   }
 
   Recurrence params() const {
@@ -128,43 +100,7 @@ struct Problem {
             .initial_state = data_or_null(initial_state),
             .boundaries = packed.rows.q};
   }
-
-  // A result of the sizes of x. On the CPU rows outside of all sequences are zeroed here.
-  Output result(bool wanted, const Steps& x, DType type) const {
-    const Output out(wanted, x.tensor.sizes(), type);
-    if (!kOnCuda && out.data() != nullptr && packed.rows.q != nullptr &&
-        (packed.rows.q[0] > 0 || packed.rows.q[sequences] < steps)) {
-      Tensor rows = out.tensor();
-      torch::stable::fill_(rows, 0);
-    }
-    return out;
-  }
 };
-
-std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
-  const auto state = p.state_sizes();
-  const Output o = p.result(true, p.v, p.dtype);
-  const Output final_state(true, {state.data(), state.size()}, p.acc);
-  const Recurrence shared = p.params();
-  const Output states(save, {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width},
-                      p.acc);
-  const RecurrenceParams params{.recurrence = shared,
-                                .o = o.data(),
-                                .final_state = final_state.data(),
-                                .states = states.data()};
-  if constexpr (kOnCuda) {
-    require_launched(p.op, launch_recurrence(params, stream()));
-  } else {
-    const RecurrenceKernels& kernels = recurrence_kernels();
-    const int64_t items = p.sequences * p.value_heads;
-    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
-                              kernels.bytes(shared));
-    run_stage(
-        std::span(&params, 1), [&](const RecurrenceParams&) { return items; }, memory,
-        kernels.forward);
-  }
-  return {o.tensor(), final_state.tensor(), states.tensor()};
-}
 
 // The public function that names an error; functions with fewer options check their own.
 std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a) {
@@ -174,6 +110,8 @@ std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor
                              : "gated_linear_attention";
 }
 
+// kSave: whether the backward will need states; without them `recurrence_only`.
+template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, const Tensor& v,
                                               const OptTensor& g, const OptTensor& beta,
                                               const OptTensor& bonus, const OptTensor& a,
@@ -181,20 +119,24 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, 
                                               const OptTensor& cu_seqlens, double scale) {
   const DeviceScope scope(q);
   const std::string op = op_of(beta, bonus, a);
-  return forward({op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale},
-                 true);
-}
-
-std::tuple<Tensor, Tensor> recurrence_only(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const OptTensor& g, const OptTensor& beta,
-                                           const OptTensor& bonus, const OptTensor& a,
-                                           const OptTensor& b, const OptTensor& initial_state,
-                                           const OptTensor& cu_seqlens, double scale) {
-  const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a);
-  const auto [o, final_state, states] =
-      forward({op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale}, false);
-  return {o, final_state};
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale);
+  const auto state = p.state_sizes();
+  const Output o = p.result(true, p.v.tensor.sizes(), p.dtype);
+  const Output final_state(true, {state.data(), state.size()}, p.acc);
+  const Recurrence shared = p.params();
+  const Output states(kSave, {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width},
+                      p.acc);
+  const RecurrenceParams params{.recurrence = shared,
+                                .o = o.data(),
+                                .final_state = final_state.data(),
+                                .states = states.data()};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_recurrence(params, stream()));
+  } else {
+    const RecurrenceKernels& kernels = recurrence_kernels();
+    p.run(params, p.sequences * p.value_heads, kernels.bytes(shared), kernels.forward);
+  }
+  return {o.tensor(), final_state.tensor(), states.tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
@@ -210,14 +152,16 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const Recurrence shared = p.params();
   OptSteps go;
   if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
-  const OptTensor grad_final = p.checked_state("grad_final_state", grad_final_state);
+  const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc,
                 {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width});
-  const Output dq = p.result(true, p.q, p.dtype), dk = p.result(true, p.k, p.dtype);
-  const Output dv = p.result(true, p.v, p.dtype), da = p.result(p.a.has_value(), p.q, p.dtype);
-  const Output db = p.result(p.b.has_value(), p.q, p.dtype);
-  const Output dg = p.result(g_grad && p.g, p.g ? *p.g : p.v, p.acc);
-  const Output dbeta = p.result(beta_grad && p.beta, p.beta ? *p.beta : p.v, p.acc);
+  const auto like = [&](bool wanted, const OptSteps& x, DType type) {
+    return p.result(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
+  };
+  const Output dq = like(true, p.q, p.dtype), dk = like(true, p.k, p.dtype);
+  const Output dv = like(true, p.v, p.dtype);
+  const Output da = like(true, p.a, p.dtype), db = like(true, p.b, p.dtype);
+  const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
   const auto state = p.state_sizes();
   const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
@@ -240,12 +184,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
-    const int64_t items = p.sequences * p.key_heads;
-    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
-                              kernels.bytes(shared));
-    run_stage(
-        std::span(&params, 1), [&](const RecurrenceBackwardParams&) { return items; }, memory,
-        kernels.backward);
+    p.run(params, p.sequences * p.key_heads, kernels.bytes(shared), kernels.backward);
   }
   return {dq.tensor(),     dk.tensor(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
           dbonus.tensor(), da.tensor(), db.tensor(), dinitial.tensor()};
@@ -255,7 +194,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 // (N, Hv, K), states (N, Hv, K, V). The last result of the forward is the states at the starts of
 // chunks.
 const Registry registry([](Registry& ops) {
-  ops.add<recurrence, recurrence_only>(
+  ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
       " Tensor? b, Tensor? initial_state, Tensor? cu_seqlens, float scale)"
       " -> (Tensor o, Tensor final_state, Tensor states)",

@@ -3,9 +3,9 @@
 
 #include <tuple>
 
-#include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/without_last.h"
 
 namespace omniattn::ops::rwkv4 {
 namespace {
@@ -47,11 +47,17 @@ int64_t items_of(const Wkv& p) { return p.rows.sequences * ceil_div(p.channels, 
 // Rows of a block of the forward are read as long runs; the backward keeps a chunk in L2.
 constexpr int64_t kForwardBlock = 512, kBackwardBlock = 128;
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
+// kSave: whether the backward will need states; without them `rwkv4_only`.
+template <bool kSave>
+std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const Tensor& k,
+                                         const Tensor& v, const OptTensor& initial_state,
+                                         const OptTensor& cu_seqlens) {
+  const DeviceScope scope(k);
+  const Problem p("rwkv4", w, u, k, v, initial_state, cu_seqlens);
   const Wkv wkv = p.params(kForwardBlock);
   const Output y = p.result(true, p.k.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, 3, p.channels}, p.acc);
-  const Output states(save, {scan_slots(wkv.rows), 4, p.channels}, p.acc);
+  const Output states(kSave, {scan_slots(wkv.rows), 4, p.channels}, p.acc);
   const WkvParams params{
       .wkv = wkv, .y = y.data(), .final_state = final_state.data(), .states = states.data()};
   if constexpr (kOnCuda) {
@@ -63,33 +69,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
   return {y.tensor(), final_state.tensor(), states.tensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const Tensor& k,
-                                         const Tensor& v, const OptTensor& initial_state,
-                                         const OptTensor& cu_seqlens) {
-  const DeviceScope scope(k);
-  return forward({"rwkv4", w, u, k, v, initial_state, cu_seqlens}, true);
-}
-
-std::tuple<Tensor, Tensor> rwkv4_only(const Tensor& w, const Tensor& u, const Tensor& k,
-                                      const Tensor& v, const OptTensor& initial_state,
-                                      const OptTensor& cu_seqlens) {
-  const DeviceScope scope(k);
-  const auto [y, final_state, states] =
-      forward({"rwkv4", w, u, k, v, initial_state, cu_seqlens}, false);
-  return {y, final_state};
-}
-
 // The sum over sequences of one of the rows of `partial` (N, 2, C).
 Tensor sum_of(const Problem& p, bool wanted, const Tensor& partial, int64_t row) {
   const Output sum(wanted, {p.channels}, p.acc);
-  if (!wanted) return sum.tensor();
-  const void* const from =
-      static_cast<const char*>(partial.const_data_ptr()) + row * p.channels * size_of(p.acc);
-  const int64_t stride = 2 * p.channels;
-  if constexpr (kOnCuda) {
-    launch_sum_shards(p.acc, from, p.sequences, stride, p.channels, sum.data(), stream());
-  } else {
-    sum_kernels().sum_shards(p.acc, from, p.sequences, stride, p.channels, sum.data());
+  if (wanted) {
+    p.sum_shards(partial, row * p.channels, p.sequences, 2 * p.channels, p.channels, sum.data());
   }
   return sum.tensor();
 }
@@ -102,9 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
   const DeviceScope scope(k);
   const Problem p("rwkv4_backward", w, u, k, v, initial_state, cu_seqlens);
   const Wkv wkv = p.params(kBackwardBlock);
-  const ScanInput dy(p.op, "grad_y",
-                     grad_y.has_value() ? *grad_y : torch::stable::new_zeros(k, k.sizes()), p.dtype,
-                     k.sizes());
+  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, k, k.sizes()), p.dtype, k.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc, {scan_slots(wkv.rows), 4, p.channels});
   const Output dk = p.result(true, k.sizes(), p.dtype), dv = p.result(true, k.sizes(), p.dtype);
@@ -134,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
 // w, u (C), k, v (B, T, C), states (N, 3, C). The last result of the forward is the states at the
 // starts of chunks.
 const Registry registry([](Registry& ops) {
-  ops.add<rwkv4, rwkv4_only>(
+  ops.add<rwkv4<true>, WithoutLast<rwkv4<false>>::run>(
       "rwkv4(Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, Tensor? cu_seqlens)"
       " -> (Tensor y, Tensor final_state, Tensor states)",
       differentiable);

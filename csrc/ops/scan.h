@@ -7,9 +7,8 @@
 #include <array>
 #include <vector>
 
-#include "ops/device.h"
-#include "ops/sequences.h"
-#include "ops/stage.h"
+#include "kernels/sums/sums.h"
+#include "ops/sequence_problem.h"
 
 namespace omniattn::ops {
 
@@ -33,42 +32,16 @@ struct ScanInput {
   ScanView view() const { return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)}; }
 };
 
-// What the forward and the backward of a scan over x (B, T, ..) share.
-struct ScanProblem {
-  const char* op;
-  DType dtype, acc;
-  int64_t batch, steps, sequences;
-  Sequences packed;
-
-  ScanProblem(const char* op_, const char* name, const Tensor& x, int64_t dims,
-              const OptTensor& cu_seqlens)
-      : op(op_), dtype(dtype_of(op, name, x)), acc(accumulator(dtype)) {
-    require(x.dim() == dims, op, name, " must have ", dims, " dimensions, got ", x.dim());
-    batch = x.size(0), steps = x.size(1), sequences = batch;
-    if (cu_seqlens.has_value()) {
-      require(batch == 1, op, name, " must have B=1 with cu_seqlens, got B=", batch);
-      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
-      packed = packed_sequences(op, rows, rows);
-      sequences = packed.count;
-    }
-  }
+struct ScanProblem : SequenceProblem {
+  using SequenceProblem::SequenceProblem;
 
   ScanRows rows() const { return {sequences, steps, packed.rows.q}; }
 
-  // A dense tensor of A, such as states.
-  OptTensor dense(const char* name, const OptTensor& t, Sizes sizes) const {
-    if (!t.has_value()) return t;
-    require_tensor(op, name, *t, acc);
-    require_sizes(op, name, *t, sizes);
-    return as_dense(*t);
-  }
-
-  // A result (B, T, ..), with zeros in the rows outside of all sequences.
+  // On CUDA, where the kernels leave rows outside of all sequences alone, they are zeroed here,
+  // too.
   Output result(bool wanted, Sizes sizes, DType type) const {
-    const Output out(wanted, sizes, type);
-    const int64_t* const ends = packed.rows.q;
-    const auto covered = [&] { return ends[0] == 0 && ends[sequences] == steps; };
-    if (out.data() != nullptr && ends != nullptr && (kOnCuda || !covered())) {
+    const Output out = SequenceProblem::result(wanted, sizes, type);
+    if (kOnCuda && packed.rows.q != nullptr && out.data() != nullptr) {
       Tensor rows = out.tensor();
       torch::stable::fill_(rows, 0);
     }
@@ -83,11 +56,17 @@ struct ScanProblem {
     return std::clamp(round_up(ceil_div(channels, parts), kLeast), kLeast, most);
   }
 
-  // kernel(params, memory, item, item + 1) for all items over the threads.
-  template <class Params, class Kernel>
-  void run(const Params& params, int64_t items, int64_t bytes, const Kernel& kernel) const {
-    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()), bytes);
-    run_stage(std::span(&params, 1), [&](const Params&) { return items; }, memory, kernel);
+  // The sum in A of `shards` parts, `stride` elements apart, of partial sums from element `first`
+  // on.
+  void sum_shards(const Tensor& partial, int64_t first, int64_t shards, int64_t stride,
+                  int64_t size, void* out) const {
+    const void* const from =
+        static_cast<const char*>(partial.const_data_ptr()) + first * size_of(acc);
+    if constexpr (kOnCuda) {
+      launch_sum_shards(acc, from, shards, stride, size, out, stream());
+    } else {
+      sum_kernels().sum_shards(acc, from, shards, stride, size, out);
+    }
   }
 };
 

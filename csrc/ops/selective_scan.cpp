@@ -3,9 +3,9 @@
 
 #include <tuple>
 
-#include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/without_last.h"
 
 namespace omniattn::ops::selective_scan {
 namespace {
@@ -99,12 +99,20 @@ struct Problem : ScanProblem {
 // added later, is the same for any number of threads.
 constexpr int64_t kForwardBlock = 256, kBackwardBlock = 128;
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
+// kSave: whether the backward will need states; without them `selective_scan_only`.
+template <bool kSave>
+std::tuple<Tensor, Tensor, Tensor> selective_scan(
+    const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
+    const OptTensor& D, const OptTensor& z, const OptTensor& delta_bias,
+    const OptTensor& initial_state, const OptTensor& cu_seqlens, bool delta_softplus) {
+  const DeviceScope scope(u);
+  const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens,
+                  delta_softplus);
   const int64_t of_group = p.groups > 0 ? p.channels / p.groups : 0;
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : p.block(of_group, kForwardBlock));
   const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.channels, p.states}, p.acc);
-  const Output states(save, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
+  const Output states(kSave, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
   const SelectiveParams params{
       .scan = scan, .y = y.data(), .final_state = final_state.data(), .states = states.data()};
   if constexpr (kOnCuda) {
@@ -114,44 +122,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
     p.run(params, scan.items(), kernels.bytes(scan), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), states.tensor()};
-}
-
-std::tuple<Tensor, Tensor, Tensor> selective_scan(
-    const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
-    const OptTensor& D, const OptTensor& z, const OptTensor& delta_bias,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, bool delta_softplus) {
-  const DeviceScope scope(u);
-  return forward({"selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens,
-                  delta_softplus},
-                 true);
-}
-
-std::tuple<Tensor, Tensor> selective_scan_only(const Tensor& u, const Tensor& delta,
-                                               const Tensor& A, const Tensor& B, const Tensor& C,
-                                               const OptTensor& D, const OptTensor& z,
-                                               const OptTensor& delta_bias,
-                                               const OptTensor& initial_state,
-                                               const OptTensor& cu_seqlens, bool delta_softplus) {
-  const DeviceScope scope(u);
-  const auto [y, final_state, states] =
-      forward({"selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens,
-               delta_softplus},
-              false);
-  return {y, final_state};
-}
-
-// The sum of `shards` parts of `partial`, `stride` elements apart, from element `from` of A on.
-Tensor sum_of(const Problem& p, const Tensor& partial, int64_t from, int64_t shards, int64_t stride,
-              Sizes sizes) {
-  const Tensor sum = empty_tensor(sizes, p.acc);
-  const void* const data =
-      static_cast<const char*>(partial.const_data_ptr()) + from * size_of(p.acc);
-  if constexpr (kOnCuda) {
-    launch_sum_shards(p.acc, data, shards, stride, sum.numel(), sum.mutable_data_ptr(), stream());
-  } else {
-    sum_kernels().sum_shards(p.acc, data, shards, stride, sum.numel(), sum.mutable_data_ptr());
-  }
-  return sum;
 }
 
 using Gradients =
@@ -185,22 +155,28 @@ struct WeightSums {
     return w.constant ? nullptr : t.mutable_data_ptr();
   }
 
+  Tensor sum_of(const Tensor& parts, int64_t first, int64_t shards, int64_t stride,
+                Sizes sizes) const {
+    const Tensor sum = empty_tensor(sizes, p.acc);
+    p.sum_shards(parts, first, shards, stride, sum.numel(), sum.mutable_data_ptr());
+    return sum;
+  }
   Tensor rows(bool wanted, int64_t first, int64_t count) const {
     if (!wanted) return empty_tensor({0}, p.acc);
-    const Tensor sum = sum_of(p, partial, first * p.channels, p.sequences,
+    const Tensor sum = sum_of(partial, first * p.channels, p.sequences,
                               selective_rows(scan) * p.channels, {count, p.channels});
     return torch::stable::contiguous(torch::stable::transpose(sum, 0, 1));
   }
   Tensor vector(bool wanted, int64_t row) const {
     if (!wanted) return empty_tensor({0}, p.acc);
-    return sum_of(p, partial, row * p.channels, p.sequences, selective_rows(scan) * p.channels,
+    return sum_of(partial, row * p.channels, p.sequences, selective_rows(scan) * p.channels,
                   {p.channels});
   }
   Tensor weights(bool wanted, const WeightInput& w, const Tensor& steps, int64_t row) const {
     if (!wanted) return empty_tensor({0}, w.constant ? p.acc : p.dtype);
     if (w.constant) return rows(true, row, p.states);
     const int64_t size = p.batch * p.steps * p.groups * p.states;
-    const Tensor sum = sum_of(p, steps, 0, blocks, size, {p.batch, p.steps, p.groups, p.states});
+    const Tensor sum = sum_of(steps, 0, blocks, size, {p.batch, p.steps, p.groups, p.states});
     if (p.dtype == p.acc) return sum;
     Tensor rounded = empty_tensor(sum.sizes(), p.dtype);
     torch::stable::copy_(rounded, sum);
@@ -220,9 +196,7 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
   const Problem p("selective_scan_backward", u, delta, A, B, C, D, z, delta_bias, initial_state,
                   cu_seqlens, delta_softplus);
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : kBackwardBlock);
-  const ScanInput dy(p.op, "grad_y",
-                     grad_y.has_value() ? *grad_y : torch::stable::new_zeros(u, u.sizes()), p.dtype,
-                     u.sizes());
+  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, u, u.sizes()), p.dtype, u.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc, {scan_slots(scan.rows), p.states, p.channels});
   const Output du = p.result(true, u.sizes(), p.dtype), ddelta = p.result(true, u.sizes(), p.dtype);
@@ -261,7 +235,7 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
 // u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
 // N). The last result of the forward is the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
-  ops.add<selective_scan, selective_scan_only>(
+  ops.add<selective_scan<true>, WithoutLast<selective_scan<false>>::run>(
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
       " Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, bool delta_softplus)"
       " -> (Tensor y, Tensor final_state, Tensor states)",

@@ -3,9 +3,9 @@
 
 #include <tuple>
 
-#include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/without_last.h"
 
 namespace omniattn::ops::slstm {
 namespace {
@@ -48,11 +48,17 @@ struct Problem : ScanProblem {
   int64_t items() const { return slstm_groups(rows()) * heads; }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
+// kSave: whether the backward will need the trace; without it `slstm_only`.
+template <bool kSave>
+std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
+                                         const OptTensor& initial_state,
+                                         const OptTensor& cu_seqlens, bool exp_forget) {
+  const DeviceScope scope(x);
+  const Problem p("slstm", x, r, initial_state, cu_seqlens, exp_forget);
   const Slstm shared = p.params();
   const Output y = p.result(true, {p.batch, p.steps, p.heads, p.width}, p.dtype);
   const Output final_state(true, {p.sequences, 4, p.heads, p.width}, p.acc);
-  const Output trace(save, {p.batch, p.steps, kSlstmTrace, p.heads, p.width}, p.acc);
+  const Output trace(kSave, {p.batch, p.steps, kSlstmTrace, p.heads, p.width}, p.acc);
   const SlstmParams params{
       .slstm = shared, .y = y.data(), .final_state = final_state.data(), .trace = trace.data()};
   if constexpr (kOnCuda) {
@@ -62,22 +68,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Problem& p, bool save) {
     p.run(params, p.items(), kernels.bytes(shared), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), trace.tensor()};
-}
-
-std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
-                                         const OptTensor& initial_state,
-                                         const OptTensor& cu_seqlens, bool exp_forget) {
-  const DeviceScope scope(x);
-  return forward({"slstm", x, r, initial_state, cu_seqlens, exp_forget}, true);
-}
-
-std::tuple<Tensor, Tensor> slstm_only(const Tensor& x, const Tensor& r,
-                                      const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                                      bool exp_forget) {
-  const DeviceScope scope(x);
-  const auto [y, final_state, trace] =
-      forward({"slstm", x, r, initial_state, cu_seqlens, exp_forget}, false);
-  return {y, final_state};
 }
 
 std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor& r,
@@ -90,9 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
   const Problem p("slstm_backward", x, r, initial_state, cu_seqlens, exp_forget);
   const std::array<int64_t, 4> sizes{p.batch, p.steps, p.heads, p.width};
   const Sizes of_y{sizes.data(), sizes.size()};
-  const ScanInput dy(p.op, "grad_y",
-                     grad_y.has_value() ? *grad_y : torch::stable::new_zeros(x, of_y), p.dtype,
-                     of_y);
+  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, of_y), p.dtype, of_y);
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "trace", trace, p.acc, {p.batch, p.steps, kSlstmTrace, p.heads, p.width});
   const Output dx = p.result(true, x.sizes(), p.dtype);
@@ -130,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
 // x (B, T, 4, H, D), r (4, H, D, D), states (N, 4, H, D). The last result of the forward is the
 // trace.
 const Registry registry([](Registry& ops) {
-  ops.add<slstm, slstm_only>(
+  ops.add<slstm<true>, WithoutLast<slstm<false>>::run>(
       "slstm(Tensor x, Tensor r, Tensor? initial_state, Tensor? cu_seqlens, bool exp_forget)"
       " -> (Tensor y, Tensor final_state, Tensor trace)",
       differentiable);

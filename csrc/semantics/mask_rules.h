@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "semantics/macros.h"
+#include "semantics/mask_grid.h"
 #include "semantics/mask_ranges.h"
 #include "semantics/mask_rule.h"
 #include "semantics/seqlen.h"
@@ -32,7 +33,7 @@ namespace omniattn {
           rule(chunk, 5, Chunk) rule(documents, 6, Documents) rule(dilated, 7, Dilated)  \
               rule(strided, 8, Strided) rule(strided_heads, 9, StridedHeads)             \
                   rule(fixed, 10, Fixed) rule(every, 11, Every) rule(blocks, 12, Blocks) \
-                      rule(neighbours, 16, Neighbours)
+                      rule(neighbours, 16, Neighbours) rule(grid, 19, Grid)
 
 enum class MaskKind : int32_t {
 #define OMNIATTN_RULE(name, number, Rule) name = number,
@@ -86,16 +87,24 @@ struct Prefix : OneRange<Prefix>, AnyParameters {
   }
 };
 
-// floor(i / a) == floor(k / a)
+// near <= floor(i / a) - floor(k / a) <= far, b = near + far 2^kChunkBits; far = kAnyFar: unbounded
 struct Chunk : OneRange<Chunk> {
   static constexpr SideTensor kSide = SideTensor::none;
-  OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t) { return a >= 1; }
+  static constexpr int kChunkBits = 19;
+  static constexpr int64_t kAnyFar = (int64_t{1} << kChunkBits) - 1;
+  OMNIATTN_FN static int64_t near(int64_t b) { return b & kAnyFar; }
+  OMNIATTN_FN static int64_t far(int64_t b) { return b >> kChunkBits; }
+  OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t b) {
+    return a >= 1 && b >= 0 && near(b) <= far(b) && far(b) <= kAnyFar;
+  }
   OMNIATTN_FN static Range keys(const Place& x, int64_t q) {
-    const int64_t first = floor_to(x.position(q), x.rule.a);
-    return {first, first + x.rule.a};
+    const int64_t a = x.rule.a, b = x.rule.b, first = floor_to(x.position(q), a);
+    return {far(b) == kAnyFar ? -kFar : first - far(b) * a, first - near(b) * a + a};
   }
   OMNIATTN_FN static Range queries_any(const Place& x, Range k) {
-    return x.queries({floor_to(k.begin, x.rule.a), floor_to(k.end - 1, x.rule.a) + x.rule.a});
+    const int64_t a = x.rule.a, b = x.rule.b;
+    const int64_t first = floor_to(k.begin, a), last = floor_to(k.end - 1, a);
+    return x.queries({first + near(b) * a, far(b) == kAnyFar ? kFar : last + far(b) * a + a});
   }
 };
 

@@ -34,6 +34,12 @@ VARIED = (
 )
 LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
+SELECTED = ("-selected_attention-",)
+#: Lists of tokens, of blocks, of no block, per head and per block of queries.
+FEW_SELECTED = tuple(
+    f"-selected_attention-{case}-"
+    for case in ("tiny", "padded", "ragged", "sinks", "dropouttokens", "eachhead", "queryblocks")
+)
 FEW = (
     *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
@@ -98,6 +104,10 @@ RUNS = [
     ("value", "shuffled", PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
     ("value", "descending shuffled", FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
+    ("value", "ascending", SELECTED, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
+    ("value", "descending shuffled", FEW_SELECTED, VALUES, ("bf16",)),
+    ("race", "ascending", FEW_SELECTED, VALUES, ("bf16",)),
+    ("sanitized", "shuffled", FEW_SELECTED, (*VALUES, "strided"), ("bf16",)),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW, ("backward",), ("bf16",)),

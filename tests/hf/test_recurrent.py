@@ -47,7 +47,7 @@ def patched(model: nn.Module) -> nn.Module:
     other = copy.deepcopy(model)
     options = ("attention", "linear", "norm", "mlp", "rope", "loss", "experts")
     count = omniattn.hf.patch(other, **dict.fromkeys(options, False))
-    assert count == {"recurrent": SWAPPED[model.config.model_type]}
+    assert count == {"mixer": SWAPPED[model.config.model_type]}
     return other
 
 

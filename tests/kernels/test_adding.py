@@ -109,7 +109,7 @@ def build(folder, rules, last, lines, structs, program):
 
 def build_mask(folder, struct):
     line = "rule(checkerboard, 1000, Checkerboard)"
-    return build(folder, "mask_rules", "neighbours", line, [struct], MASK_PROGRAM)
+    return build(folder, "mask_rules", "grid", line, [struct], MASK_PROGRAM)
 
 
 def build_scores(folder, structs):

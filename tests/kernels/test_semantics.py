@@ -8,12 +8,20 @@ import numpy as np
 import pytest
 
 from omniattn import _kernels as kernels
-from omniattn.encoding.masks import COLUMN_BITS, LAYOUTS, PARTS, MaskKind
+from omniattn.encoding.masks import (
+    ANY_FAR,
+    CHUNK_BITS,
+    COLUMN_BITS,
+    LAYOUTS,
+    PARTS,
+    GridAxis,
+    MaskKind,
+)
 from omniattn.encoding.options import NORMALISERS, TRANSFORMS, ScoreKind
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
-NEIGHBOURS = MaskKind.NEIGHBOURS
+NEIGHBOURS, GRID = MaskKind.NEIGHBOURS, MaskKind.GRID
 BIAS, SOFTCAP, SINKS, HEAD_SCALE, SIGMOID, RELU2 = list(ScoreKind)[:6]
 CAPS = [ScoreKind[name.upper()] for name in TRANSFORMS]
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
@@ -26,10 +34,33 @@ def windows():
             yield [kind, left, right, -1]
 
 
+#: inner, length, kernel, dilation, stride, causal
+AXES = (
+    (1, 7, 3, 1, 1, False),
+    (1, 7, 4, 1, 3, False),
+    (1, 9, 2, 3, 2, True),
+    (1, 150, 9, 2, 1, False),
+    (3, 4, 2, 1, 1, False),
+    (5, 6, 3, 2, 3, False),
+    (2, 40, 5, 1, 4, True),
+    (70, 3, 1, 2, 1, True),
+    (1, 1, 1, 1, 1, False),
+    (4, 5, 5, 1, 5, False),
+)
+
+
+def grids():
+    for axis in AXES:
+        kind, a, b, _ = GridAxis(*axis).rule()
+        yield [kind, a, b, -1]
+
+
 def patterns():
     yield from ([PREFIX, 0, 0, 0], [DOCUMENTS, 0, 0, 3], [DOCUMENTS, 0, 0, 5], [BLOCKS, 0, 0, 7])
+    yield from grids()
     for n in (1, 2, 3, 7, 70):
-        yield [CHUNK, n, 0, -1]
+        for near, far in ((0, 0), (0, 1), (1, 3), (2, ANY_FAR)):
+            yield [CHUNK, n, near + (far << CHUNK_BITS), -1]
         yield [DILATED, n, 0, -1]
         yield [EVERY, n, 0, -1]
         yield from ([NEIGHBOURS, 3, n, -1], [NEIGHBOURS, 2 * n + 1, 2, -1])
@@ -65,6 +96,8 @@ def programs():
     yield from patterns()
     yield [BOTTOM_RIGHT, -1, 0, -1, FIXED, 4, 1, -1, DOCUMENTS, 0, 0, 3]
     yield [BOTTOM_RIGHT, 6, 6, -1, DILATED, 2, 0, -1]
+    rows, columns, *_ = grids()
+    yield [*rows, *columns]
 
 
 def test_every_rule_is_compared():
@@ -77,6 +110,20 @@ def neighbours(i, size, dilation, tk):
     keys = range(i % dilation, tk, dilation)
     runs = [keys[n : n + size] for n in range(max(len(keys) - size, 0) + 1)]
     return min(runs, key=lambda run: abs(2 * i - run[0] - run[-1]) if run else 0)
+
+
+def on_axis(i, axis):
+    """The coordinates that position i sees along an axis."""
+    inner, length, kernel, dilation, stride, causal = axis
+    y = i // inner % length
+    line = list(range(y % dilation, length, dilation))
+    group = [z for z in line if line.index(z) // stride == line.index(y) // stride]
+    if causal:
+        return [z for z in line[: line.index(y) + 1] if (group[-1] - z) // dilation < kernel]
+    middle = line.index(line[min(line.index(group[0]) + stride // 2, len(line) - 1)])
+    runs = [line[n : n + kernel] for n in range(len(line) - kernel + 1)]
+    # The middle is at place kernel // 2 of its run, or as near to that as the ends allow.
+    return min(runs, key=lambda run: abs(line.index(run[0]) + kernel // 2 - middle))
 
 
 def expected(rules, side, tq, tk):
@@ -98,7 +145,13 @@ def expected(rules, side, tq, tk):
         elif kind == DOCUMENTS:
             out &= side[aux][:, None, :, None] == side[aux + 1][:, None, None, :]
         elif kind == CHUNK:
-            out &= i // a == j // a
+            near, far = b % (1 << CHUNK_BITS), b >> CHUNK_BITS
+            out &= (i // a - j // a >= near) & ((i // a - j // a <= far) | (far == ANY_FAR))
+        elif kind == GRID:
+            windows = [(b >> shift) % (1 << 13) for shift in (0, 13, 26)]
+            axis = (a % (1 << 20), a >> 20, *windows, b >> 39 == 1)
+            seen = [on_axis(x, axis) for x in i[:, 0]]
+            out &= np.array([[y // axis[0] % axis[1] in row for y in range(tk)] for row in seen])
         elif kind == DILATED:
             out &= (i - j) % a == 0
         elif kind == STRIDED:
@@ -175,6 +228,8 @@ SKIPPED = {
     "fixed heads": [FIXED, 70, 2 + (3 << COLUMN_BITS), -1],
     "every": [EVERY, 70, 0, -1],
     "blocks": [BLOCKS, 0, 0, 7],
+    "grid of rows": [*GridAxis(64, 5, 1).rule()[:3], -1],
+    "grid of columns": [*GridAxis(1, 160, 3).rule()[:3], -1],
 }
 
 
@@ -265,7 +320,10 @@ def test_long_sequences_do_not_overflow():
 
 
 def test_parameters_without_a_meaning_are_refused():
-    wrong = ([CHUNK, 0, 0, -1], [DILATED, -1, 0, -1], [STRIDED, 3, -1, -1], [FIXED, 2, 3, -1])
+    wrong = [[CHUNK, 0, 0, -1], [DILATED, -1, 0, -1], [STRIDED, 3, -1, -1], [FIXED, 2, 3, -1]]
+    wrong += [[CHUNK, 3, 1, -1], [CHUNK, 3, -1, -1], [GRID, 0, 0, -1]]
+    for axis in ((1, 4, 5), (1, 4, 3, 2), (1, 4, 2, 1, 3), (0, 4, 1), (1, 4, 0)):
+        wrong.append([*GridAxis(*axis).rule()[:3], -1])
     heads = [FIXED, 2, 1 + (3 << COLUMN_BITS), -1]
     for rules in (*wrong, heads, [EVERY, 0, 0, -1], [BOTTOM_RIGHT, 1 << 40, 0, -1]):
         with pytest.raises(ValueError, match="meaning"):

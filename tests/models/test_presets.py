@@ -14,6 +14,7 @@ from omniattn.models import (
     BertClassifierConfig,
     BertConfig,
     DeepSeekConfig,
+    FalconMambaConfig,
     GPT2Config,
     JambaConfig,
     Mamba2Config,
@@ -23,6 +24,7 @@ from omniattn.models import (
     SwinConfig,
     T5Config,
     ViTConfig,
+    Zamba2Config,
     generate,
 )
 from omniattn.models.presets import TRAINED
@@ -60,6 +62,32 @@ SMALL = {
     "mamba": MambaConfig(vocab_size=97, dim=48, num_layers=2, d_state=5, dt_rank=7, bias=True),
     "mamba-tied": MambaConfig(
         vocab_size=97, dim=48, num_layers=2, conv_bias=False, tie_embeddings=True
+    ),
+    "falcon-mamba": FalconMambaConfig(
+        vocab_size=97, dim=48, num_layers=2, d_state=5, dt_rank=7, mixer_norm_eps=1e-3
+    ),
+    "zamba2": Zamba2Config(
+        **_SIZES | {"num_layers": 6},
+        hybrid_layers=(1, 2, 5),
+        num_transformers=2,
+        num_kv_heads=4,
+        hidden_dim=40,
+        adapter_rank=3,
+        adapt_attention=True,
+        rope_base=500.0,
+        d_state=12,
+        headdim=8,
+        ngroups=2,
+        dt_min=0.01,
+        bias=True,
+    ),
+    "zamba2-plain": Zamba2Config(
+        **_SIZES | {"num_layers": 4},
+        num_kv_heads=2,
+        hidden_dim=40,
+        adapter_rank=3,
+        d_state=12,
+        headdim=8,
     ),
     "jamba": JambaConfig(
         **_SIZES | {"num_layers": 4},
@@ -201,6 +229,9 @@ def test_transformers_gives_the_same_logits(name):
         ("mamba2", "hidden_act", "gelu"),
         ("mamba", "hidden_act", "gelu"),
         ("mamba", "intermediate_size", 80),
+        ("falcon-mamba", "hidden_act", "gelu"),
+        ("zamba2", "hidden_act", "silu"),
+        ("zamba2", "use_long_context", True),
         ("jamba", "attention_dropout", 0.1),
         ("t5", "scale_decoder_outputs", False),
         ("bert", "hidden_act", "relu"),
@@ -233,6 +264,10 @@ def test_conversion_says_what_it_cannot_do():
         replace(SMALL["deepseek"], mscale=1.0).to_hf()
     with pytest.raises(NotImplementedError, match="got mtp_depths=1"):
         replace(SMALL["deepseek"], mtp_depths=1).to_hf()
+    with pytest.raises(NotImplementedError, match="shares the transformers only then"):
+        replace(SMALL["zamba2"], tie_embeddings=False).to_hf()
+    with pytest.raises(NotImplementedError, match="num_kv_heads must be num_heads"):
+        replace(SMALL["zamba2"], num_kv_heads=2).to_hf()
 
 
 @torch.no_grad()
@@ -285,6 +320,7 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
         "mamba2",
         "jamba",
         "samba",
+        "zamba2",
         "s4d",
     ],
 )
@@ -299,7 +335,7 @@ def test_prefill_and_steps_equal_the_full_forward(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["mamba", "jamba"])
+@pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba", "zamba2"])
 def test_recurrences_generate_what_transformers_generates(name):
     torch.manual_seed(0)
     model = SMALL[name].build().eval()

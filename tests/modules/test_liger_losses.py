@@ -5,35 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as nnf
+from liger_cases import BIAS, REF_WEIGHT, REF_X, TARGET, WEIGHT, B, T, X, leaves, log_probs, tensors
 
 from omniattn import functional, modules
 from omniattn.functional.policy import GRPO_LOSSES
 from omniattn.functional.preference import DPO_LOSSES
-from omniattn.modules import liger_cross_entropy
-
-B, T, K, V = 2, 5, 4, 11
-
-
-def tensors(*shapes):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator) for s in shapes]
-
-
-X, WEIGHT, BIAS, REF_X, REF_WEIGHT = tensors((2 * B, T, K), (V, K), (V,), (2 * B, T, 3), (V, 3))
-TARGET = torch.randint(V, (2 * B, T), generator=torch.Generator().manual_seed(1))
-TARGET[0, :2] = TARGET[3, 4] = -100
-
-
-def log_probs(x, weight, bias=None, average=False):
-    """(tokens, sequences) from all logits."""
-    kept = TARGET != -100
-    logits = nnf.linear(x, weight, bias).log_softmax(-1)
-    tokens = logits.gather(-1, TARGET.clamp(min=0)[..., None])[..., 0] * kept
-    return tokens, tokens.sum(-1) / (kept.sum(-1) if average else 1)
-
-
-def leaves():
-    return [t.clone().requires_grad_() for t in (WEIGHT, X, BIAS)]
 
 
 def check(module, expected, *rest):
@@ -289,96 +265,6 @@ def test_distillation_weighs_hard_and_soft_losses():
     torch.testing.assert_close(found, wanted)
 
 
-def test_cross_entropies_take_their_options():
-    logits, target = X.flatten(0, 1) * 3, TARGET.flatten() % K
-    weight = torch.rand(K, generator=torch.Generator().manual_seed(0))
-    expected = nnf.cross_entropy(logits, target, weight, label_smoothing=0.1)
-    actual = modules.LigerCrossEntropyLoss(weight, label_smoothing=0.1)(logits, target)
-    torch.testing.assert_close(actual, expected)
-    capped = 2 * torch.tanh(nnf.linear(logits, WEIGHT, BIAS) / 2)
-    module = modules.LigerFusedLinearCrossEntropyLoss(
-        lse_square_scale=0.1, softcap=2.0, reduction="sum"
-    )
-    expected = nnf.cross_entropy(capped, target, reduction="sum")
-    expected = expected + 0.1 * capped.logsumexp(-1).square().sum()
-    torch.testing.assert_close(module(WEIGHT, logits, target, BIAS), expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_losses_times_the_probabilities_of_their_targets(reduction, weighted):
-    weight, x, bias = leaves()
-    kept, class_weight = TARGET != -100, torch.arange(1.0, V + 1) if weighted else None
-    options = {"reduction": reduction, "use_token_scaling": True}
-    arguments = (weight, x.flatten(0, 1), TARGET.flatten(), bias)
-    actual = modules.LigerFusedLinearCrossEntropyLoss(class_weight, **options)(*arguments)
-    tokens = log_probs(x, weight, bias)[0]
-    factors = kept.float() if class_weight is None else class_weight[TARGET.clamp(min=0)] * kept
-    expected = -(tokens * tokens.detach().exp() * factors).flatten()
-    if reduction != "none":
-        expected = expected.sum() / (factors.sum() if reduction == "mean" else 1)
-    torch.testing.assert_close(actual, expected)
-    grads = [torch.autograd.grad(t.square().sum(), (weight, x, bias)) for t in (actual, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-    options |= {"lse_square_scale": 0.1, "return_z_loss": True}
-    found = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
-    options["lse_square_scale"] = 0.0
-    without = modules.LigerFusedLinearCrossEntropyLoss(**options)(*arguments)
-    torch.testing.assert_close(found.loss - without.loss, found.z_loss)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_cross_entropies_return_with_the_loss(monkeypatch, reduction, softcap, dtype):
-    monkeypatch.setattr(liger_cross_entropy, "_BLOCK_LOGITS", 4 * TARGET.numel())
-    weight, x, bias = (t.to(dtype).requires_grad_() for t in (WEIGHT, X.flatten(0, 1), BIAS))
-    target = TARGET.flatten()
-    kept = target != -100
-    options = {"reduction": reduction, "softcap": softcap, "lse_square_scale": 0.1}
-    asked = dict.fromkeys(
-        ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
-    )
-    logits = nnf.linear(x.double(), weight.double(), bias.double())
-    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    predicted = logits.argmax(-1).where(kept, -1)
-    hits, z_loss = (predicted == target).float(), 0.1 * capped.logsumexp(-1).square() * kept
-    if reduction != "none":
-        hits = hits.sum() / kept.sum()
-        z_loss = z_loss.sum() / (kept.sum() if reduction == "mean" else 1)
-    narrow = logits.to(dtype)
-    for name, arguments in (
-        ("LigerCrossEntropyLoss", (narrow, target)),
-        ("LigerFusedLinearCrossEntropyLoss", (weight, x, target, bias)),
-    ):
-        found = getattr(modules, name)(**options, **asked)(*arguments)
-        plain = getattr(modules, name)(**options)(*arguments)
-        torch.testing.assert_close(found.loss, plain)
-        assert found.loss.requires_grad and not found.z_loss.requires_grad
-        assert found.z_loss.dtype == dtype
-        tolerance = 1e-9 if dtype == torch.float64 else 1e-2
-        torch.testing.assert_close(found.z_loss.double(), z_loss, rtol=tolerance, atol=tolerance)
-        if dtype == torch.float64 or arguments[0] is not narrow:
-            torch.testing.assert_close(found.token_accuracy, hits)
-            assert torch.equal(found.predicted_tokens, predicted)
-    only = modules.LigerCrossEntropyLoss(return_predicted_tokens=True)(narrow, target)
-    assert only.z_loss is None and only.token_accuracy is None
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
-@pytest.mark.parametrize("log_target", [False, True])
-def test_kl_divergences_of_log_probabilities(reduction, log_target):
-    log_q, log_p = (t.log_softmax(-1) for t in tensors((6, V), (6, V)))
-    target = log_p if log_target else log_p.exp()
-    options = {"reduction": reduction, "log_target": log_target}
-    actual = modules.LigerKLDIVLoss(**options)(log_q, target)
-    torch.testing.assert_close(actual, nnf.kl_div(log_q, target, **options))
-    jsd = modules.LigerJSD(beta=0.0)(log_q, log_p)
-    torch.testing.assert_close(
-        jsd, nnf.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -454,16 +340,6 @@ def test_kl_divergences_of_log_probabilities(reduction, log_target):
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_losses_have_the_dtype_of_the_logits():
-    """As Liger's, where no linear layer is part of the loss."""
-    logits = torch.randn(4, V).bfloat16()
-    target = torch.tensor([1, 2, -100, 3])
-    for reduction in ("mean", "none"):
-        loss = modules.LigerCrossEntropyLoss(reduction=reduction)(logits, target)
-        assert loss.dtype == torch.bfloat16
-    assert modules.LigerJSD()(logits.log_softmax(-1), logits.log_softmax(-1)).dtype == logits.dtype
 
 
 def test_wrong_options_of_dpo_are_refused_when_the_module_is_made():

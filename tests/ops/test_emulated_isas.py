@@ -9,7 +9,7 @@ from omniattn import testing
 
 OPS = (
     "attention", "attention_varlen", "moe_experts", "linear", "glu_mlp", "mlp",
-    "linear_cross_entropy", "linear_log_prob", "linear_jsd",
+    "linear_cross_entropy", "linear_log_prob", "linear_jsd", "selected_attention",
 )  # fmt: skip
 PROPERTIES = ("forward", "backward", "strided", "poisoned", "deterministic")
 

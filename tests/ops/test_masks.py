@@ -23,6 +23,11 @@ LENGTHS = torch.tensor([3, 40])
 IDS_Q = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([30, 50, 20])).expand(2, 100)
 IDS_K = torch.tensor([[1, 2, 0] * 43, [0] * 60 + [1] * 40 + [2] * 29])
 
+
+def within(n, count):
+    return (n >= 0) & (n < count)
+
+
 #: mask, predicate on (b, h, q, k, i) with i = q + Tk - Tq, for Tq = 100, Tk = 129
 MASKS = {
     "causal": (masks.Causal(), lambda b, h, q, k, i: k <= i),
@@ -32,6 +37,14 @@ MASKS = {
     "prefix": (masks.PrefixLM(LENGTHS), lambda b, h, q, k, i: (k < LENGTHS[b]) | (k <= i)),
     "chunked": (masks.Chunked(17), lambda b, h, q, k, i: (i // 17 == k // 17) & (k <= i)),
     "chunks": (masks.Chunked(17, causal=False), lambda b, h, q, k, i: i // 17 == k // 17),
+    "chunks before": (
+        masks.Chunked(17, back=(2, 3)),
+        lambda b, h, q, k, i: (i // 17 - k // 17 == 2) | (i // 17 - k // 17 == 3),
+    ),
+    "all chunks before": (
+        masks.Chunked(17, back=(1, None)),
+        lambda b, h, q, k, i: k < i // 17 * 17,
+    ),
     "documents": (
         masks.Documents(IDS_Q, IDS_K),
         lambda b, h, q, k, i: IDS_Q[b, q] == IDS_K[b, k],
@@ -75,6 +88,75 @@ MASKS = {
         lambda b, h, q, k, i: (
             (k % 7 == i % 7)
             & ((k // 7 - (i // 7).clamp(min=1).minimum(17 - (i % 7 >= 3).long())).abs() <= 1)
+        ),
+    ),
+    "grid": (  # of 3 rows of 43: 2 of them, and 8 columns of which 4 are before
+        masks.GridNeighbourhood((3, 43), (2, 8)),
+        lambda b, h, q, k, i: (
+            within(k // 43 - (i // 43 - 1).clamp(0, 1), 2)
+            & within(k % 43 - (i % 43 - 4).clamp(0, 35), 8)
+        ),
+    ),
+    "causal grid": (
+        masks.GridNeighbourhood((3, 43), (1, 9), is_causal=(False, True)),
+        lambda b, h, q, k, i: (k // 43 == i // 43) & (k <= i) & (i - k < 9),
+    ),
+    "dilated grid": (  # residues 0 .. 3 have 11 columns, others 10
+        masks.GridNeighbourhood((3, 43), (3, 10), dilation=(1, 4)),
+        lambda b, h, q, k, i: (
+            (k % 43 % 4 == i % 43 % 4)
+            & ~((i % 43 % 4 < 3) & (i % 43 // 4 > 5) & (k % 43 < 4))
+            & ~((i % 43 % 4 < 3) & (i % 43 // 4 <= 5) & (k % 43 >= 40))
+        ),
+    ),
+    "strided grid": (  # groups of 4 rows of 1, whose middle is the third
+        masks.GridNeighbourhood((129,), 7, stride=4),
+        lambda b, h, q, k, i: within(k - (i // 4 * 4 - 1).clamp(0, 122), 7),
+    ),
+    "global tokens": (
+        masks.GlobalTokens((3, 50), 40),
+        lambda b, h, q, k, i: (
+            (k == 3) | (k == 50) | (k % 40 == 0) | (i == 50) | (i % 40 == 0) | (i == 3)
+        ),
+    ),
+    "global keys": (
+        masks.GlobalTokens((3, 200), queries=False),
+        lambda b, h, q, k, i: k == 3,
+    ),
+    "representatives": (
+        masks.Representatives(10, 7),
+        lambda b, h, q, k, i: (k < i - 10) & ((i - 10 - k) % 7 == 0),
+    ),
+    "last of blocks": (
+        masks.Representatives(10, 7, "absolute"),
+        lambda b, h, q, k, i: (k < i - 10) & (k % 7 == 6),
+    ),
+    "pyramid": (
+        masks.Representatives(10, 7, levels=((2, 3), (3, 20))),
+        lambda b, h, q, k, i: (
+            (i - k == 13) | (i - k == 16) | (i - k == 36) | (i - k == 56) | (i - k == 76)
+        ),
+    ),
+    "block local global": (
+        masks.block_local_global(30, (5, 7), causal=True),
+        lambda b, h, q, k, i: (
+            (k <= i) & ((k // 30 == i // 30) | (k == 5) | (k == 7) | (i == 5) | (i == 7))
+        ),
+    ),
+    "hubs and spokes": (
+        masks.hub_spoke(6, (20,), global_every=50),
+        lambda b, h, q, k, i: (
+            (k <= i) & ((i - k <= 6) | (k == 20) | (i == 20) | (k % 50 == 0) | (i % 50 == 0))
+        ),
+    ),
+    "hubs both ways": (
+        masks.hub_spoke(6, (20,), causal=False),
+        lambda b, h, q, k, i: ((i - k).abs() <= 6) | (k == 20) | (i == 20),
+    ),
+    "deterministic sparse": (
+        masks.deterministic_sparse(8, 5, (0, 2)),
+        lambda b, h, q, k, i: (
+            (k <= i) & ((i - k <= 8) | (k == 0) | (k == 2) | ((i - 8 - k) % 5 == 0))
         ),
     ),
     "padding": (masks.KeyPadding(IDS_K > 0), lambda b, h, q, k, i: IDS_K[b, k] > 0),
@@ -225,6 +307,73 @@ def test_sparse_patterns_of_whole_blocks():
     )
 
 
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (16, 48), (100, 7)])
+def test_blocks_of_any_size(block):
+    make = torch.Generator().manual_seed(1)
+    rows, columns = -(-TQ // block[0]), -(-TK // block[1])
+    block_mask = torch.rand(B, H, rows, columns, generator=make) < 0.4
+    mask = masks.Blocks.from_block_mask(block_mask, block_size=block, size=(TQ, TK))
+    q, k = torch.arange(TQ)[:, None] // block[0], torch.arange(TK) // block[1]
+    want = block_mask[:, :, q, k]
+    assert torch.equal(mask.dense(TQ, TK).expand_as(want), want)
+    torch.testing.assert_close(
+        gradients(functional.attention, qkv(), mask), gradients(reference.attention, qkv(), want)
+    )
+    one = block_mask[0, 1].to_sparse_csr()
+    csr = masks.Blocks.from_csr(one.crow_indices(), one.col_indices(), (TQ, TK), block_size=block)
+    assert torch.equal(csr.dense(TQ, TK)[0, 0], want[0, 1])
+
+
+def test_compressed_rows_per_head():
+    pointers = torch.tensor([[[0, 1, 3], [0, 2, 3]]], dtype=torch.int32)
+    columns = torch.tensor([[[2, 0, 1], [0, 2, 1]]])
+    mask = masks.Blocks.from_csr(pointers, columns, (70, 129))
+    want = torch.tensor([[[0, 0, 1], [1, 1, 0]], [[1, 0, 1], [0, 1, 0]]]).bool()
+    assert torch.equal(mask.codes[0].bool(), want)
+
+
+def _csr(rows, columns, size=(100, 129), **options):
+    return masks.Blocks.from_csr(torch.tensor(rows), torch.tensor(columns), size, **options)
+
+
+WRONG_BLOCKS = [
+    (lambda: _csr([0, 1], [0]), r"row_ptr must have 3 entries"),
+    (lambda: _csr([0, 1, 1], [0, 1]), "row_ptr must ascend from 0 to the 2 entries of col_idx"),
+    (lambda: _csr([0, 2, 1], [0]), "row_ptr must ascend from 0 to the 1 entries of col_idx"),
+    (lambda: _csr([1, 1, 2], [0, 1]), "row_ptr must ascend from 0"),
+    (lambda: _csr([0, 1, 2], [0, 3]), r"col_idx must be in \[0, 3\), got col_idx from 0 to 3"),
+    (lambda: _csr([0, 2, 2], [1, 0]), "col_idx must ascend in each row, without repetition"),
+    (lambda: _csr([0, 2, 2], [1, 1]), "col_idx must ascend in each row, without repetition"),
+    (lambda: _csr([[0, 1, 2]], [[0, 1]]), "row_ptr must have 1 dimension, or 3"),
+    (lambda: _csr([0, 1, 2], [0, 1], block_size=0), "block_size must be two ints >= 1"),
+    (
+        lambda: masks.Blocks.from_block_mask(torch.ones(1, 1, 2, 2) > 0, block_size=32),
+        "size must be given unless blocks are of 64",
+    ),
+    (
+        lambda: masks.Blocks.from_block_mask(
+            torch.ones(1, 1, 2, 2) > 0, block_size=32, size=(64, 65)
+        ),
+        r"block_mask must have \(2, 3\) blocks of \(32, 32\)",
+    ),
+    (lambda: masks.Blocks.from_block_mask(torch.ones(2, 2) > 0), "must have 4 dimensions"),
+]
+
+
+@pytest.mark.parametrize("make,message", WRONG_BLOCKS)
+def test_blocks_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_grid_that_is_generated_token_by_token():
+    """With fewer keys a causal grid shows its last query what the whole grid shows it."""
+    mask = masks.GridNeighbourhood((6, 7), (3, 4), is_causal=True)
+    whole = mask.dense(42, 42)
+    for n in (1, 6, 8, 30):
+        assert torch.equal(mask.dense(1, n)[0], whole[n - 1, :n])
+
+
 def test_documents_of_packed_batches():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     mask = masks.Documents.from_position_ids(positions)
@@ -276,6 +425,18 @@ WRONG = [
     (lambda: masks.Fixed(8, 3, 0), "patterns must be an int >= 1 and <= 2047, got patterns=0"),
     (lambda: masks.EveryKth(0), "k must be an int >= 1"),
     (lambda: masks.Neighbourhood(4), "size must be odd, got size=4"),
+    (lambda: masks.GlobalTokens((1, -1)), "index must be an int >= 0, got index=-1"),
+    (lambda: masks.GlobalTokens((1, 1)), "index must name no token twice"),
+    (lambda: masks.GlobalTokens(), "index or every must be given"),
+    (lambda: masks.Representatives(3, 0), "stride must be an int >= 1"),
+    (lambda: masks.Representatives(3, 2, "last"), 'anchor must be one of "relative", "absolute"'),
+    (lambda: masks.Representatives(3, 2, "absolute", ((1, 2),)), "levels need the relative"),
+    (lambda: masks.Chunked(4, back=(2, 1)), "far of back must be an int >= 2"),
+    (lambda: masks.GridNeighbourhood((4, 5), 5), "kernel_size must be an int >= 1 and <= 4"),
+    (lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3), "kernel_size .* <= 1, got"),
+    (lambda: masks.GridNeighbourhood((4, 5), (2, 2, 2)), "kernel_size must be one value or 2"),
+    (lambda: masks.GridNeighbourhood((4, 5), 2, stride=3), "stride must be an int >= 1 and <= 2"),
+    (lambda: masks.GridNeighbourhood((4, 0), 1), "shape must be an int >= 1"),
 ]
 
 
@@ -286,6 +447,7 @@ def test_parameters_without_a_meaning(make, message):
 
 
 WRONG_SHAPES = [
+    (masks.GridNeighbourhood((8, 16), 3), r"Tq <= Tk <= 128 must hold"),
     (masks.PrefixLM(torch.arange(3)), r"lengths must have shape \(2,\)"),
     (masks.Documents(IDS_Q[:, 1:], IDS_K), r"documents of queries must have shape \(2, 100\)"),
     (masks.Documents(IDS_Q), r"documents of keys must have shape \(2, 129\)"),
@@ -305,7 +467,7 @@ WRONG_SHAPES = [
 
 @pytest.mark.parametrize("mask,message", WRONG_SHAPES)
 def test_shapes_that_do_not_fit_the_call(mask, message):
-    with pytest.raises(ValueError, match="attention: .*" + message):
+    with pytest.raises(ValueError, match="(attention|GridNeighbourhood): .*" + message):
         functional.attention(*qkv(), mask=mask)
 
 

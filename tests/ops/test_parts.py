@@ -34,6 +34,7 @@ OPTIONS = {
     "strided": {"mask": masks.Strided(7, 20)},
     "blocks": {"mask": masks.from_predicate(lambda b, h, q, k: (q * 7 + k * 3) % 11 > 4, TQ, TK)},
     "neighbours": {"mask": masks.Neighbourhood(31, dilation=3)},
+    "grid": {"mask": masks.GridNeighbourhood((10, 23), (3, 5), dilation=(1, 2))},
     "tensor": {"mask": torch.arange(TQ)[:, None] % 5 != torch.arange(TK) % 5},
     "alibi": {"alibi_slopes": torch.rand(HEADS, dtype=F64), "causal": True},
     "distances": {"relative": scores.DistanceBias(torch.randn(101, HEADS, dtype=F64), 60)},

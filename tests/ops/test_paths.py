@@ -21,6 +21,7 @@ else:
     TABLES = {
         "attention": ["decode", "heads", "blocks"],
         "attention_backward": ["heads", "blocks"],
+        "attention_weights": ["rows", "blocks"],
     }
 
 #: B, Tq, Tk, dtype, forward, backward

@@ -8,6 +8,7 @@ import torch
 
 from omniattn.models import Routers, load_model
 from omniattn.models.presets import TRAINED
+from omniattn.models.zamba2 import HybridBlock
 from omniattn.modules import DecoderBlock
 from omniattn.training import Digits, TrainConfig, Trainer, recipe_of
 
@@ -50,7 +51,7 @@ def test_half_layers_on_a_residual_in_fp32(model):
     half = config.build(dtype=torch.bfloat16)
     streams = []
     for module in half.modules():
-        if isinstance(module, DecoderBlock):
+        if isinstance(module, DecoderBlock | HybridBlock):
             module.register_forward_hook(lambda *call: streams.append(call[-1][1].dtype))
     x = torch.randint(config.vocab_size, (2, 33))
     inputs = (x, x) if config.architecture == "t5" else (x,)

@@ -345,6 +345,14 @@ OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + kKeyBlock +
          program_elements(p);
 }
+// The same for few query rows, which share the keys of a kv head. The queries and the logits of 64
+// keys, the sums of a head.
+OMNIATTN_FN int64_t few_rows_items(const AttentionProblem& p) {
+  return p.batch * p.hkv * decode_splits(p);
+}
+OMNIATTN_FN int64_t few_rows_scratch_elements(const AttentionProblem& p) {
+  return group_size(p) * p.tq * (padded_row(p.d) + kKeyPanel) + kKeyPanel + program_elements(p);
+}
 
 // Packed K^T, q and S tiles; the items are forward_items.
 OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
@@ -383,6 +391,8 @@ struct AttentionBackwardKernels {
 struct AttentionWeightsKernels {
   // weights_items, weights_scratch_elements
   AttentionKernel<AttentionWeightsParams> weights;
+  // few_rows_items, few_rows_scratch_elements; of problems that take the decode path
+  AttentionKernel<AttentionWeightsParams> few_rows;
 };
 
 struct AttentionSelectKernels {

@@ -152,7 +152,8 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, tile.weights, bias_rows(p, b, h, plan));
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, tile.ds, old_bias_gradient);
   gradient_rows(tile);
-  const auto x = tile_operands(tile);
+  const auto x =
+      tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, query_factor<A>(p, h));
   const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
   accumulate_queries(plan, x.weights, grad_out, rows.ldo, width_v, side.grad_v, ldv);
   accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k, ldk);

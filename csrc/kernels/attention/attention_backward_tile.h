@@ -163,22 +163,20 @@ struct TileOperands {
   const M *weights, *dk, *dq;
 };
 
+// Those of `rows` rows of tiles with room for `capacity`, an even number. `factor` is that of dK.
 template <class T>
-TileOperands<operand_t<T>> tile_operands(const GradientTile<T>& tile) {
+TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds, int64_t rows,
+                                         int64_t capacity, compute_t<T> factor) {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  A *const weights = tile.weights, *const ds = tile.ds;
   if constexpr (!kKeepsQueries<T>) {
     return {weights, ds, ds};
   } else {
     // The operands reuse the memory of the tiles: pairs of rows in the first half of each, the rows
     // of dq in the second half of the weights, which is free once their pairs are made.
-    constexpr int64_t kHalf = kQueryBlock * kKeyBlock;
     M* const weight_pairs = reinterpret_cast<M*>(weights);
     M* const ds_pairs = reinterpret_cast<M*>(ds);
-    M* const ds_rows = weight_pairs + kHalf;
-    const int64_t rows = tile.plan.rows();
-    const A factor = query_factor<A>(tile.params.problem, tile.h);
+    M* const ds_rows = weight_pairs + capacity * kKeyBlock;
     if (rows % 2 != 0) {
       fill_zero(weights + rows * kKeyBlock, kKeyBlock);
       fill_zero(ds + rows * kKeyBlock, kKeyBlock);

@@ -29,8 +29,22 @@ struct FmaShared {
 // Up to 64 rows in global memory; rows from `count` on read as zero.
 template <class T>
 struct GlobalRows {
+  using Type = T;
   const T* data;
   int64_t stride, count;
+
+  __device__ __forceinline__ bool has(int64_t r) const { return r < count; }
+  __device__ __forceinline__ T at(int64_t r, int64_t c) const { return data[r * stride + c]; }
+};
+// 64 rows at any addresses, which shared memory holds; those at null read as zero.
+template <class T>
+struct PickedRows {
+  using Type = T;
+  const T* const* row;
+  int64_t count;
+
+  __device__ __forceinline__ bool has(int64_t r) const { return row[r] != nullptr; }
+  __device__ __forceinline__ T at(int64_t r, int64_t c) const { return row[r][c]; }
 };
 // The queries of a sequence from `first` on in q or a tensor like it, and the keys in k or v.
 template <class T>
@@ -48,25 +62,24 @@ __device__ __forceinline__ GlobalRows<T> keys_of(const HeadView& x, const Sequen
 __device__ __forceinline__ bool has_rows(int64_t count) { return 4 * thread_y() < count; }
 
 // to[c][r] = rows[r][first + c], zero outside.
-template <class T>
-__device__ __forceinline__ void stage_columns(const GlobalRows<T>& rows, int64_t first,
-                                              int64_t width, compute_t<T>* to) {
+template <class Rows>
+__device__ __forceinline__ void stage_columns(const Rows& rows, int64_t first, int64_t width,
+                                              compute_t<typename Rows::Type>* to) {
+  using A = compute_t<typename Rows::Type>;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int n = 0; n < kTile * kDepth / kFmaThreads; ++n) {
     const int i = thread + n * kFmaThreads, r = i / kDepth, c = i % kDepth;
-    const bool inside = r < rows.count && first + c < width;
-    to[c * kLeading + r] =
-        inside ? gpu::widen(rows.data[r * rows.stride + first + c]) : compute_t<T>(0);
+    const bool inside = rows.has(r) && first + c < width;
+    to[c * kLeading + r] = inside ? gpu::widen(rows.at(r, first + c)) : A(0);
   }
 }
 
 // acc[i][j] = row 4 ty + i of x times row tx + 16 j of y; rows have `width` elements. Begins with a
 // barrier unless width is 0.
-template <class T>
-__device__ __forceinline__ void multiply_rows(const GlobalRows<T>& x, const GlobalRows<T>& y,
-                                              int64_t width, FmaShared<compute_t<T>>& shared,
-                                              compute_t<T> (&acc)[4][4]) {
+template <class A, class X, class Y>
+__device__ __forceinline__ void multiply_rows(const X& x, const Y& y, int64_t width,
+                                              FmaShared<A>& shared, A (&acc)[4][4]) {
   clear(acc);
   for (int64_t c = 0; c < width; c += kDepth) {
     __syncthreads();
@@ -79,12 +92,10 @@ __device__ __forceinline__ void multiply_rows(const GlobalRows<T>& x, const Glob
 
 // acc[i][j] += sum over n < 64 of tile[n][4 ty + i] y[n][first + tx + 16 j] for rows below `rows`.
 // Begins and ends with a barrier: the tile may be written before and after.
-template <class T>
-__device__ __forceinline__ void multiply_tile(const compute_t<T>* tile, int64_t rows,
-                                              const GlobalRows<T>& y, int64_t first, int64_t width,
-                                              FmaShared<compute_t<T>>& shared,
-                                              compute_t<T> (&acc)[4][kChunkColumns<compute_t<T>>]) {
-  using A = compute_t<T>;
+template <class A, class Rows>
+__device__ __forceinline__ void multiply_tile(const A* tile, int64_t rows, const Rows& y,
+                                              int64_t first, int64_t width, FmaShared<A>& shared,
+                                              A (&acc)[4][kChunkColumns<A>]) {
   constexpr int kColumns = kChunk<A>, kStride = kColumns + 4;
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
@@ -94,9 +105,8 @@ __device__ __forceinline__ void multiply_tile(const compute_t<T>* tile, int64_t 
     for (int k = 0; k < kDepth * kColumns / kFmaThreads; ++k) {
       const int i = thread + k * kFmaThreads;
       const int r = i / kColumns, c = i % kColumns;
-      const bool inside = n + r < y.count && first + c < width;
-      shared.y[r * kStride + c] =
-          inside ? gpu::widen(y.data[(n + r) * y.stride + first + c]) : A(0);
+      const bool inside = y.has(n + r) && first + c < width;
+      shared.y[r * kStride + c] = inside ? gpu::widen(y.at(n + r, first + c)) : A(0);
     }
     __syncthreads();
     if (has_rows(rows)) multiply_staged(tile + n * kLeading, shared.y, kStride, acc);

@@ -2,6 +2,7 @@
 // S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is one such
 // block, or all blocks of a kv head where there are enough heads: the packed K and V then stay in
 // the caches of one core.
+#include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
@@ -11,20 +12,6 @@ namespace {
 
 // Products read operands M: T itself where the ISA has a dot product of bf16, else
 // A = compute_t<T>.
-
-// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements); for
-// bf16 with pairs of d and of keys innermost.
-template <class T>
-struct PackedHead {
-  using A = compute_t<T>;
-  using M = operand_t<T>;
-  M *k, *v;
-  PackedHead(const AttentionProblem& p, void* memory, int64_t head) {
-    A* const first = static_cast<A*>(memory) + head * packed_head_elements(p);
-    k = reinterpret_cast<M*>(first);
-    v = reinterpret_cast<M*>(first + packed_keys(p) * p.d);
-  }
-};
 
 // Packs panel `n` of 64 keys.
 template <class T>
@@ -38,71 +25,6 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
   pack_operand_rows(row_of<T>(p.v, b, keys.begin, h), p.v.stride_t, count, p.dv,
                     packed.v + keys.begin * padded_row(p.dv));
 }
-
-template <class A>
-struct SoftmaxRow {
-  A* s;           // logits / factor in, probabilities out
-  A factor;       // 1 unless products are of 16-bit operands
-  A* o;           // unnormalised output
-  int64_t width;  // of o, padded
-  A* m;           // running maximum
-  A* l;           // running sum, one part per lane
-};
-
-// The logits of a row, where M are the operands of products.
-template <class M, class A>
-OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
-  if constexpr (sizeof(M) < sizeof(A)) return load(row.s + n) * Vec<A>(row.factor);
-  return load(row.s + n);
-}
-
-template <class M, class A>
-OMNIATTN_INLINE A row_maximum(const SoftmaxRow<A>& row, Range columns) {
-  using V = Vec<A>;
-  V top = load_logits<M>(row, columns.begin);
-  for (int64_t n = columns.begin + V::kWidth; n < columns.end; n += V::kWidth) {
-    top = max(top, load_logits<M>(row, n));
-  }
-  return reduce_max(top);
-}
-
-// Raises the running maximum to `top` and rescales the sums made with the old one.
-template <class A>
-OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row, A top) {
-  using V = Vec<A>;
-  if (!(top > *row.m)) return;
-  const V alpha = exp2(V((*row.m - top) * exponent_factor<A>(score)));
-  store(row.l, load(row.l) * alpha);
-  for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
-  *row.m = top;
-}
-
-// Stores weights as operands: narrow ones in the first half of the memory of their row.
-template <class M, class A>
-OMNIATTN_INLINE void store_weights(A* s, int64_t n, Vec<A> w) {
-  if constexpr (sizeof(M) < sizeof(A)) {
-    store_factors(reinterpret_cast<M*>(s) + n, w);
-  } else {
-    store(s + n, w);
-  }
-}
-
-// The weights of one row, not yet normalised, stored as To.
-template <class M, class To, class A>
-OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
-  using V = Vec<A>;
-  with_weight(score, softmax_shift(*row.m), [&](auto weight) {
-    V sum = load(row.l);
-    for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
-      const V w = weight(load_logits<M>(row, n)).value;
-      store_weights<To>(row.s, n, w);
-      sum += w;
-    }
-    store(row.l, sum);
-  });
-}
-
-constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together, so that latencies overlap
 
 // Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
 template <class M, class A>
@@ -138,7 +60,7 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         } else {
           weigh<M, A>(p.score, row, columns);
           RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
-          for_columns<A>(columns, [&](int64_t n) { store_weights<M>(row.s, n, load(row.s + n)); });
+          narrow_row<M>(row.s, columns);
         }
       }
     }

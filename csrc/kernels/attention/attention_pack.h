@@ -97,5 +97,19 @@ OMNIATTN_INLINE void store_row(const compute_t<T>* from, compute_t<T> factor, in
   if (c < cols) store_n(to + c, load(from + c) * V(factor), cols - c);
 }
 
+// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements); for
+// bf16 with pairs of d and of keys innermost.
+template <class T>
+struct PackedHead {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *k, *v;
+  PackedHead(const AttentionProblem& p, void* memory, int64_t head) {
+    A* const first = static_cast<A*>(memory) + head * packed_head_elements(p);
+    k = reinterpret_cast<M*>(first);
+    v = reinterpret_cast<M*>(first + packed_keys(p) * p.d);
+  }
+};
+
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA

@@ -166,8 +166,35 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
   if (next.data != nullptr) next.fetch(plan, plan.rows());
 }
 
-// sum += X Y for the rows of a plan's groups: X (queries x keys of the tile) has row stride ldx, Y
-// has a row per key with stride ldy; for bf16, Y is in pairs of rows.
+// sum += X Y for the keys of a range, at most a panel of columns wide: X (rows, keys) has row
+// stride ldx, Y has a row per key with stride ldy; for bf16, Y is in pairs of rows.
+template <class M>
+void accumulate_range(const M* x, int64_t ldx, const M* y, int64_t ldy, Range keys, int64_t rows,
+                      int64_t cols, compute_t<M>* sum, int64_t ld) {
+  const auto multiply = [&](int64_t key, int64_t count, Panels<M> b) {
+    gemm_tile<M>(x + key, ldx, b, sum, ld, rows, cols, count, true);
+  };
+  const auto rows_from = [&](int64_t key) { return row_panels(y + key * ldy, ldy); };
+  if constexpr (Operand<M>::kStep == 1) {
+    multiply(keys.begin, keys.end - keys.begin, rows_from(keys.begin));
+  } else {
+    // An unseen key of a pair must not be multiplied even by 0: it could be NaN.
+    const auto multiply_half = [&](int64_t key) {
+      M pairs[2 * kPanelCols<M>] = {};
+      const M* const from = rows_from(key / 2 * 2).data + key % 2;
+      for (int64_t c = 0; c < cols; ++c) pairs[2 * c + key % 2] = from[2 * c];
+      multiply(key / 2 * 2, 2, packed_panels(static_cast<const M*>(pairs), 2));
+    };
+    const Range whole = {round_up(keys.begin, 2), keys.end / 2 * 2};
+    if (whole.begin > keys.begin) multiply_half(keys.begin);
+    if (whole.begin < whole.end) {
+      multiply(whole.begin, whole.end - whole.begin, rows_from(whole.begin));
+    }
+    if (whole.end < keys.end && whole.end >= keys.begin) multiply_half(whole.end);
+  }
+}
+
+// The same for the rows of a plan's groups (queries x keys of the tile) and any width.
 template <class M>
 void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, int64_t ldy,
                      int64_t width, compute_t<M>* sum, int64_t ld) {
@@ -176,30 +203,8 @@ void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, 
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range seen = plan.seen[g], r = plan.group_rows(g);
       if (is_empty(seen)) continue;
-      const auto multiply = [&](int64_t key, int64_t keys, Panels<M> b) {
-        gemm_tile<M>(x + r.begin * ldx + key, ldx, b, sum + r.begin * ld + panel, ld,
-                     r.end - r.begin, cols, keys, true);
-      };
-      const auto rows_from = [&](int64_t key) {
-        return row_panels(y + key * ldy + panel * Operand<M>::kStep, ldy);
-      };
-      if constexpr (Operand<M>::kStep == 1) {
-        multiply(seen.begin, seen.end - seen.begin, rows_from(seen.begin));
-      } else {
-        // An unseen key of a pair must not be multiplied even by 0: it could be NaN.
-        const auto multiply_half = [&](int64_t key) {
-          M pairs[2 * kPanelCols<M>] = {};
-          const M* const from = rows_from(key / 2 * 2).data + key % 2;
-          for (int64_t c = 0; c < cols; ++c) pairs[2 * c + key % 2] = from[2 * c];
-          multiply(key / 2 * 2, 2, packed_panels(static_cast<const M*>(pairs), 2));
-        };
-        const Range whole = {round_up(seen.begin, 2), seen.end / 2 * 2};
-        if (whole.begin > seen.begin) multiply_half(seen.begin);
-        if (whole.begin < whole.end) {
-          multiply(whole.begin, whole.end - whole.begin, rows_from(whole.begin));
-        }
-        if (whole.end < seen.end && whole.end >= seen.begin) multiply_half(whole.end);
-      }
+      accumulate_range(x + r.begin * ldx, ldx, y + panel * Operand<M>::kStep, ldy, seen,
+                       r.end - r.begin, cols, sum + r.begin * ld + panel, ld);
     }
   }
 }

@@ -12,31 +12,56 @@ namespace {
 
 constexpr int kSteps = 4;  // at a time
 
-// Models have 4 taps; kTaps = 0 means any number.
-template <class T, int kTaps>
+// A vector for each of these steps.
+template <class V>
+struct Steps {
+  V of[kSteps];
+
+  OMNIATTN_INLINE explicit Steps(V x) : of{x, x, x, x} {}
+  OMNIATTN_INLINE V& operator[](int j) { return of[j]; }
+  OMNIATTN_INLINE const V& operator[](int j) const { return of[j]; }
+};
+
+template <class T>
 struct Conv {
   const CausalConv& p;
   const ConvSequence& s;
-
-  OMNIATTN_INLINE int64_t taps() const { return kTaps > 0 ? kTaps : p.taps; }
+  const int64_t before = p.taps - 1;
 
   // x of step t, or a row of `before` if t < 0.
   OMNIATTN_INLINE const T* row(int64_t t) const {
     return t < 0 ? static_cast<const T*>(p.before) + s.n * p.before_batch +
-                       (t + taps() - 1) * p.before_row
+                       (t + before) * p.before_row
                  : static_cast<const T*>(p.x) + s.batch * p.x_batch + (s.row + t) * p.x_row;
   }
 
-  // The sum of step t for the channels from i on.
-  OMNIATTN_INLINE auto sum(int64_t t, int64_t i, auto part) const {
-    const T* const weight = static_cast<const T*>(p.weight) + i;
-    const int64_t count = taps();
-    auto result = part.load(static_cast<const T*>(p.bias) + i);
+  // Calls f(k, x) for each tap k, with the input x[j] that it has in step t + j; in a step outside
+  // of the sequence, that of the nearest row that there is. Each row is loaded once.
+  template <class F>
+  OMNIATTN_INLINE void for_taps(int64_t t, int64_t i, auto part, const F& f) const {
+    const auto input = [&](int64_t r) {
+      return part.load(row(larger(-before, smaller(r, s.steps - 1))) + i);
+    };
+    Steps x(input(t - before));
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < count; ++k) {
-      result =
-          fma(part.load(weight + k * p.channels), part.load(row(t + k - count + 1) + i), result);
+    for (int j = 2; j < kSteps; ++j) x[j] = input(t + j - 1 - before);
+    x[1] = x[0];
+    for (int64_t k = 0; k < p.taps; ++k) {
+#pragma GCC unroll 4
+      for (int j = 1; j < kSteps; ++j) x[j - 1] = x[j];
+      x[kSteps - 1] = input(t + kSteps - 1 + k - before);
+      f(k, x);
     }
+  }
+
+  // The sums of the steps from t on, for the channels from i on.
+  OMNIATTN_INLINE auto sums(int64_t t, int64_t i, auto part) const {
+    Steps result(part.load(static_cast<const T*>(p.bias) + i));
+    for_taps(t, i, part, [&](int64_t k, const auto& x) {
+      const auto weight = part.load(static_cast<const T*>(p.weight) + k * p.channels + i);
+#pragma GCC unroll 4
+      for (int j = 0; j < kSteps; ++j) result[j] = fma(weight, x[j], result[j]);
+    });
     return result;
   }
 };
@@ -56,18 +81,19 @@ OMNIATTN_INLINE void for_sequences(const CausalConv& p, int64_t extra, int64_t b
   }
 }
 
-template <class T, int kTaps>
+template <class T>
 void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.conv.channels;
   for_sequences(p.conv, 0, begin, end, [&](const ConvSequence& s, int64_t first, int64_t last) {
-    const Conv<T, kTaps> conv{p.conv, s};
+    const Conv<T> conv{p.conv, s};
     T* const y = static_cast<T*>(p.y) + s.first * n;
     for (int64_t t = first; t < last; t += kSteps) {
       for_row<T, Order::any>(n, [&](int64_t i, auto part) {
+        const auto sums = conv.sums(t, i, part);
 #pragma GCC unroll 4
         for (int j = 0; j < kSteps; ++j) {
           if (t + j >= last) break;
-          auto sum = conv.sum(t + j, i, part);
+          auto sum = sums[j];
           if (p.conv.silu) {
             sum = lanewise([](auto v) { return activate<Activation::silu>(v).value; }, sum);
           }
@@ -78,104 +104,137 @@ void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// Gradients of the rows [first, last) of one sequence. `recent` holds g of the last K - 1 steps.
-template <class T, int kTaps>
-void backward_rows(const CausalConvBackwardParams& p, compute_t<T>* dweight, compute_t<T>* dbias,
-                   compute_t<T>* recent, const ConvSequence& s, int64_t first, int64_t last) {
+// Gradients of the rows [first, last) of one sequence.
+template <class T>
+struct BackwardRows {
   using C = compute_t<T>;
-  const Conv<T, kTaps> conv{p.conv, s};
-  const int64_t n = p.conv.channels, steps = s.steps, taps = conv.taps(), before = taps - 1;
-  const T* const weight = static_cast<const T*>(p.conv.weight);
-  const T* const grad_y =
-      static_cast<const T*>(p.grad_y) + s.batch * p.grad_y_batch + s.row * p.grad_y_row;
-  const T* const grad_final = static_cast<const T*>(p.grad_final);
-  const auto gradient_of_row = [&](int64_t r) {
+  const CausalConvBackwardParams& p;
+  const ConvSequence& s;
+  C *dweight, *dbias;
+  C* recent;  // g of the last K - 1 steps
+  int64_t first, last;
+  const int64_t n = p.conv.channels, taps = p.conv.taps, before = taps - 1;
+  const Conv<T> conv{p.conv, s};
+
+  void run() const {
+    for (int64_t i = 0; i < before * n; ++i) recent[i] = 0;
+    for (int64_t t = first - before; t < last; t += kSteps) {
+      for_row<T, Order::any>(n, [&](int64_t i, auto part) {
+        const auto g = gradients(t, i, part);
+        store_rows(t, i, part, g);
+        add_to_sums(t, i, part, g);
+        keep(i, part, g);
+      });
+    }
+  }
+
+ private:
+  OMNIATTN_INLINE bool is_step(int64_t t) const { return t >= 0 && t < s.steps && t < last; }
+  // A row of the gradient of `before` or x.
+  OMNIATTN_INLINE T* gradient_of_row(int64_t r) const {
     return r < before ? static_cast<T*>(p.dbefore) + (s.n * before + r) * n
                       : static_cast<T*>(p.dx) + (s.first + r - before) * n;
-  };
-  for (int64_t i = 0; i < before * n; ++i) recent[i] = 0;
+  }
 
-  for (int64_t t = first - before; t < last; t += kSteps) {
-    const auto is_step = [&](int64_t r) { return r >= 0 && r < steps && r < last; };
-    for_row<T, Order::any>(n, [&](int64_t i, auto part) {
-      using V = decltype(part.load(weight));
-      const V zero(C(0));
-      V g[kSteps] = {zero, zero, zero, zero};
+  // g of the steps from t on, 0 where there is none.
+  OMNIATTN_INLINE auto gradients(int64_t t, int64_t i, auto part) const {
+    using V = decltype(part.load(conv.row(0)));
+    const T* const grad_y =
+        static_cast<const T*>(p.grad_y) + s.batch * p.grad_y_batch + s.row * p.grad_y_row;
+    Steps<V> g(V(C(0))), slopes(V(C(1)));
+    if (p.conv.silu) {
+      const auto sums = conv.sums(t, i, part);
+      const auto slope = [](auto v) { return activate<Activation::silu>(v).slope; };
+#pragma GCC unroll 4
+      for (int j = 0; j < kSteps; ++j) slopes[j] = lanewise(slope, sums[j]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      if (is_step(t + j)) g[j] = part.load(grad_y + (t + j) * p.grad_y_row + i) * slopes[j];
+    }
+    return g;
+  }
+
+  // d[j] = sum_k weight[k] g[j - k], of rows t + j.
+  template <class V>
+  OMNIATTN_INLINE void store_rows(int64_t t, int64_t i, auto part, const Steps<V>& g) const {
+    Steps<V> d(V(C(0))), x = g;
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      const int64_t r = t + j;
+      if (p.grad_final != nullptr && r >= s.steps && r < last) {
+        d[j] =
+            part.load(static_cast<const T*>(p.grad_final) + (s.n * before + r - s.steps) * n + i);
+      }
+    }
+    for (int64_t k = 0; k < taps; ++k) {
+      const V weight = part.load(static_cast<const T*>(p.conv.weight) + k * n + i);
 #pragma GCC unroll 4
       for (int j = 0; j < kSteps; ++j) {
-        if (!is_step(t + j)) continue;
-        g[j] = part.load(grad_y + (t + j) * p.grad_y_row + i);
-        if (p.conv.silu) {
-          const auto slope = [](auto v) { return activate<Activation::silu>(v).slope; };
-          g[j] = g[j] * lanewise(slope, conv.sum(t + j, i, part));
-        }
+        // Not 0 times a weight, which may be inf or NaN.
+        if (t + j >= k && t + j - k < s.steps) d[j] = fma(weight, x[j], d[j]);
       }
+#pragma GCC unroll 4
+      for (int j = kSteps - 1; j > 0; --j) x[j] = x[j - 1];
+      if (k < before) x[0] = part.load_sums(recent + (before - 1 - k) * n + i);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      const int64_t r = t + j;
+      if (r < first || r >= last || (r < before && p.dbefore == nullptr)) continue;
+      part.store(gradient_of_row(r) + i, d[j]);
+    }
+  }
+
+  template <class V>
+  OMNIATTN_INLINE void add_to_sums(int64_t t, int64_t i, auto part, const Steps<V>& g) const {
+    const auto add = [&](C* at, const auto& term) {
+      V sum = part.load_sums(at + i);
 #pragma GCC unroll 4
       for (int j = 0; j < kSteps; ++j) {
-        const int64_t r = t + j;
-        if (r < first || r >= last || (r < before && p.dbefore == nullptr)) continue;
-        V d = zero;
-        if (grad_final != nullptr && r >= steps) {
-          d = part.load(grad_final + (s.n * before + r - steps) * n + i);
-        }
-#pragma GCC unroll 4
-        for (int64_t k = 0; k < taps; ++k) {
-          if (r < k || r - k >= steps) continue;  // not 0 times a weight, which may be inf or NaN
-          const V of_step =
-              k <= j ? g[j - k] : V(part.load_sums(recent + (before + j - k) * n + i));
-          d = fma(part.load(weight + k * n + i), of_step, d);
-        }
-        part.store(gradient_of_row(r) + i, d);
+        if (t + j >= first && is_step(t + j)) sum = term(j, sum);
       }
-      const auto add = [&](C* at, const auto& term) {
-        V sum = part.load_sums(at + i);
-#pragma GCC unroll 4
-        for (int j = 0; j < kSteps; ++j) {
-          if (t + j >= first && is_step(t + j)) sum = term(j, sum);
-        }
-        part.store_sums(at + i, sum);
-      };
-      if (dbias != nullptr) add(dbias, [&](int j, V sum) { return sum + g[j]; });
-      if (dweight != nullptr) {
-#pragma GCC unroll 4
-        for (int64_t k = 0; k < taps; ++k) {
-          add(dweight + k * n, [&](int j, V sum) {
-            return fma(g[j], part.load(conv.row(t + j + k - before) + i), sum);
-          });
-        }
-      }
-#pragma GCC unroll 4
-      for (int64_t r = 0; r < before; ++r) {
-        const int64_t j = r + kSteps - before;
-        part.store_sums(recent + r * n + i,
-                        j >= 0 ? g[j] : V(part.load_sums(recent + (r + kSteps) * n + i)));
-      }
+      part.store_sums(at + i, sum);
+    };
+    if (dbias != nullptr) add(dbias, [&](int j, V sum) { return sum + g[j]; });
+    if (dweight == nullptr) return;
+    conv.for_taps(t, i, part, [&](int64_t k, const Steps<V>& x) {
+      add(dweight + k * n, [&](int j, V sum) { return fma(g[j], x[j], sum); });
     });
   }
-}
 
-template <class T, int kTaps>
+  template <class V>
+  OMNIATTN_INLINE void keep(int64_t i, auto part, const Steps<V>& g) const {
+    for (int64_t r = 0; r + kSteps < before; ++r) {
+      part.store_sums(recent + r * n + i, V(part.load_sums(recent + (r + kSteps) * n + i)));
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      const int64_t r = before - kSteps + j;
+      if (r >= 0) part.store_sums(recent + r * n + i, g[j]);
+    }
+  }
+};
+
+template <class T>
 void backward(const CausalConvBackwardParams& p, void* dweight, void* dbias, void* memory,
               int64_t begin, int64_t end) {
-  for_sequences(p.conv, p.conv.taps - 1, begin, end,
-                [&](const ConvSequence& s, int64_t first, int64_t last) {
-                  using C = compute_t<T>;
-                  backward_rows<T, kTaps>(p, static_cast<C*>(dweight), static_cast<C*>(dbias),
-                                          static_cast<C*>(memory), s, first, last);
-                });
+  for_sequences(
+      p.conv, p.conv.taps - 1, begin, end, [&](const ConvSequence& s, int64_t first, int64_t last) {
+        using C = compute_t<T>;
+        BackwardRows<T>{
+            p,     s,   static_cast<C*>(dweight), static_cast<C*>(dbias), static_cast<C*>(memory),
+            first, last}
+            .run();
+      });
 }
 
 void forward_any(const CausalConvParams& p, int64_t begin, int64_t end) {
-  dispatch(p.conv.dtype, [&]<class T>(T) {
-    p.conv.taps == 4 ? forward<T, 4>(p, begin, end) : forward<T, 0>(p, begin, end);
-  });
+  dispatch(p.conv.dtype, [&]<class T>(T) { forward<T>(p, begin, end); });
 }
 void backward_any(const CausalConvBackwardParams& p, void* dweight, void* dbias, void* memory,
                   int64_t begin, int64_t end) {
-  dispatch(p.conv.dtype, [&]<class T>(T) {
-    p.conv.taps == 4 ? backward<T, 4>(p, dweight, dbias, memory, begin, end)
-                     : backward<T, 0>(p, dweight, dbias, memory, begin, end);
-  });
+  dispatch(p.conv.dtype, [&]<class T>(T) { backward<T>(p, dweight, dbias, memory, begin, end); });
 }
 
 }  // namespace

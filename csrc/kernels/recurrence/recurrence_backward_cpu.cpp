@@ -9,14 +9,12 @@
 // de is the gradient of the prediction probe_in S + N u; that of S' stays in memory of the thread.
 #include "kernels/recurrence/recurrence_policy.h"
 #include "runtime/denormals.h"
-#include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-template <class T, class Decay, class Update>
+template <class C, class Decay, class Update>
 struct Backward {
-  using C = compute_t<T>;
   static constexpr int kKeys = Update::kKeys, kRows = 2 * kKeys;
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
@@ -67,7 +65,7 @@ struct Backward {
     for (int64_t h = 0; params.dinitial_state != nullptr && h < group; ++h) {
       const Matrix<C> dstate = dstates.at(h * K);
       copy_rows(dstate.data, dstate.stride, K, V,
-                state_of<C>(p, params.dinitial_state, n, key_head * group + h), V);
+                Matrix<C>{state_of<C>(p, params.dinitial_state, n, key_head * group + h), V});
     }
   }
 
@@ -80,7 +78,7 @@ struct Backward {
 
   void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t key_head) {
     const int64_t t = s.begin + first, K = p.key_width;
-    c.template load<T>(s.batch, t, n, key_head);
+    c.load(s.batch, t, n, key_head);
     zero_rows(drows, kRows * n, K);
     d.dk = drows, d.dq = drows.at(n);
     if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
@@ -88,8 +86,8 @@ struct Backward {
       head(s, t, s.slot + first / size, key_head * group + h, dstates.at(h * K));
     }
     const auto write = [&](Matrix<C> rows, void* to, C factor = 1) {
-      copy_rows(rows.data, rows.stride, n, K,
-                out_row<T>(p, to, s.batch, t, p.key_heads, key_head, K), p.key_heads * K, factor);
+      store_rows(p.dtype, rows, n, K, out_row(p.dtype, p, to, s.batch, t, p.key_heads, key_head, K),
+                 p.key_heads * K, factor);
     };
     write(d.dk, params.dk);
     write(d.dq, params.dq, static_cast<C>(p.scale));
@@ -97,25 +95,25 @@ struct Backward {
   }
 
   void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, Matrix<C> dstate) {
-    const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V;
+    const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V, bytes = V * size_of(p.dtype);
     const Matrix<C> grad_o = out.at(n);
     c.load_update(s, t, h);
     decay.apply(c, batch, t, h);
     copy_rows(state_of<C>(p, params.states, slot, h), V, K, V, state);
     if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
-    Update::values(c, row_of<T>(p.v, batch, t, h), p.v.step);
+    Update::values(c);
     if (params.grad_o.data != nullptr) {
-      copy_rows(row_of<T>(params.grad_o, batch, t, h), params.grad_o.step, n, V, grad_o);
+      c.load_input(params.grad_o, batch, t, h, V, grad_o);
     } else {
       zero_rows(grad_o, n, V);
     }
     c.meet(c.k_out, dstate, x, kKeys * n, [&](int64_t i) {
-      prefetch_row<true>(out_row<T>(p, params.dv, batch, t + i, p.value_heads, h, V), V);
+      prefetch_row<true>(out_row(p.dtype, p, params.dv, batch, t + i, p.value_heads, h, V), bytes);
       const int64_t before = t - size + i;
       if (before < s.begin) return;
-      c.template fetch<T>(batch, before, h);
+      c.fetch(batch, before, h);
       if (params.grad_o.data != nullptr) {
-        prefetch_row(row_of<T>(params.grad_o, batch, before, h), V);
+        prefetch_row(row_of(p.dtype, params.grad_o, batch, before, h), bytes);
       }
     });
     multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
@@ -158,9 +156,9 @@ struct Backward {
   void write_values(int64_t batch, int64_t t, int64_t h) {
     const int64_t V = p.value_width;
     const Matrix<C> dv = c.delta ? out : x;
-    copy_rows(dv.data, dv.stride, c.rows, V,
-              out_row<T>(p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
-              c.delta ? C{-1} : C{1});
+    store_rows(p.dtype, dv, c.rows, V,
+               out_row(p.dtype, p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
+               c.delta ? C{-1} : C{1});
     if (!c.delta || params.dbeta == nullptr) return;
     for (int64_t i = 0; i < c.rows; ++i) {
       *out_row<C>(p, params.dbeta, batch, t + i, p.value_heads, h, 1) =
@@ -171,12 +169,10 @@ struct Backward {
 
 int64_t bytes(const Recurrence& p) {
   int64_t result = 0;
-  dispatch(p.dtype, [&]<class T>(T) {
-    choose<T>(p, [&]<class S, class Decay, class Update>() {
-      RecurrenceBackwardParams params{};
-      params.recurrence = p;
-      result = Backward<S, Decay, Update>(params, nullptr).room.bytes();
-    });
+  choose(p, [&]<class C, class Decay, class Update>() {
+    RecurrenceBackwardParams params{};
+    params.recurrence = p;
+    result = Backward<C, Decay, Update>(params, nullptr).room.bytes();
   });
   return result;
 }
@@ -184,14 +180,11 @@ int64_t bytes(const Recurrence& p) {
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const Recurrence& p = params.recurrence;
-  dispatch(p.dtype, [&]<class T>(T) {
-    choose<T>(p, [&]<class S, class Decay, class Update>() {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t n = i / p.key_heads;
-        Backward<S, Decay, Update>(params, memory)
-            .run(recurrence_sequence(p, n), n, i % p.key_heads);
-      }
-    });
+  choose(p, [&]<class C, class Decay, class Update>() {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t n = i / p.key_heads;
+      Backward<C, Decay, Update>(params, memory).run(recurrence_sequence(p, n), n, i % p.key_heads);
+    }
   });
 }
 

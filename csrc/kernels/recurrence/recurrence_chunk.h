@@ -14,6 +14,7 @@
 #pragma once
 
 #include "kernels/recurrence/recurrence.h"
+#include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
 
@@ -41,7 +42,7 @@ class Room {
     return result;
   }
   // Rows an odd number of cache lines apart, so that those of a column fall into all sets of L1.
-  Matrix<C> rows(int64_t count, int64_t width) {
+  [[gnu::noinline]] Matrix<C> rows(int64_t count, int64_t width) {
     const int64_t lines = ceil_div(width * static_cast<int64_t>(sizeof(C)), kLine) | 1;
     const int64_t stride = lines * kLine / static_cast<int64_t>(sizeof(C));
     return {take(count * stride), stride};
@@ -96,22 +97,28 @@ void multiply_to_lower(Matrix<C> a, const C* packed, Matrix<C> c, int64_t rows, 
   });
 }
 
+// Rows of x times factor, from one type of storage to another.
 template <class T, class S>
-OMNIATTN_INLINE void copy_rows(const T* x, int64_t stride, int64_t rows, int64_t width, S* out,
-                               int64_t out_stride, compute_t<T> factor = 1) {
+OMNIATTN_INLINE void convert_rows(const T* x, int64_t stride, int64_t rows, int64_t width, S* out,
+                                  int64_t out_stride, compute_t<T> factor) {
   for (int64_t i = 0; i < rows; ++i) {
     for_row<compute_t<T>>(width, [&](int64_t j, auto part) {
       part.store(out + i * out_stride + j, part.load(x + i * stride + j) * factor);
     });
   }
 }
-template <class T, class C>
-OMNIATTN_INLINE void copy_rows(const T* x, int64_t stride, int64_t rows, int64_t width,
-                               Matrix<C> out, C factor = 1) {
-  copy_rows(x, stride, rows, width, out.data, out.stride, factor);
+// What moves rows is out of line: it is called often, and once per chunk.
+template <class C>
+[[gnu::noinline]] void copy_rows(const C* x, int64_t stride, int64_t rows, int64_t width,
+                                 Matrix<C> out) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for_row<C>(width, [&](int64_t j, auto part) {
+      part.store(out.row(i) + j, part.load(x + i * stride + j));
+    });
+  }
 }
 template <class C>
-OMNIATTN_INLINE void zero_rows(Matrix<C> x, int64_t rows, int64_t width) {
+[[gnu::noinline]] void zero_rows(Matrix<C> x, int64_t rows, int64_t width) {
   for (int64_t i = 0; i < rows; ++i) {
     for_row<C>(width, [&](int64_t j, auto part) { part.store(x.row(i) + j, zero<C>()); });
   }
@@ -121,15 +128,51 @@ OMNIATTN_INLINE C dot(const C* a, const C* b, int64_t n) {
   return row_sum<C>(n, [&](int64_t i, auto part) { return part.load(a + i) * part.load(b + i); });
 }
 
-template <class T>
-OMNIATTN_INLINE const T* row_of(const StepView& x, int64_t batch, int64_t t, int64_t head) {
-  return static_cast<const T*>(x.data) + batch * x.batch + t * x.step + head * x.head;
+// Calls f(T{}) with the storage type of a dtype that is computed in C.
+template <class C, class F>
+OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
+  dispatch(dtype, [&]<class T>(T x) {
+    if constexpr (std::is_same_v<compute_t<T>, C>) return f(x);
+    OMNIATTN_FAIL("rows of a dtype that is computed in another type");
+  });
 }
-// The row of a result (B, T, H, D), and of a state (N, Hv, K, V).
-template <class T>
-OMNIATTN_INLINE T* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
+
+// Rows of the dtype of a call to rows of C and back. Only these two know this dtype: everything
+// else is compiled once for all dtypes that are computed in C.
+template <class C>
+[[gnu::noinline]] void load_rows(DType dtype, const char* x, int64_t stride, int64_t rows,
+                                 int64_t width, Matrix<C> out, C factor = 1) {
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    convert_rows(reinterpret_cast<const T*>(x), stride, rows, width, out.data, out.stride, factor);
+  });
+}
+template <class C>
+[[gnu::noinline]] void store_rows(DType dtype, Matrix<C> x, int64_t rows, int64_t width, char* out,
+                                  int64_t stride, C factor = 1) {
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    convert_rows(x.data, x.stride, rows, width, reinterpret_cast<T*>(out), stride, factor);
+  });
+}
+
+// The row of an input, of C and of the dtype of the call.
+template <class C>
+OMNIATTN_INLINE const C* row_of(const StepView& x, int64_t batch, int64_t t, int64_t head) {
+  return static_cast<const C*>(x.data) + batch * x.batch + t * x.step + head * x.head;
+}
+OMNIATTN_INLINE const char* row_of(DType dtype, const StepView& x, int64_t batch, int64_t t,
+                                   int64_t head) {
+  return static_cast<const char*>(x.data) +
+         (batch * x.batch + t * x.step + head * x.head) * size_of(dtype);
+}
+// The row of a result (B, T, H, D), likewise, and of a state (N, Hv, K, V).
+template <class C>
+OMNIATTN_INLINE C* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
                            int64_t head, int64_t width) {
-  return static_cast<T*>(x) + ((batch * p.steps + t) * heads + head) * width;
+  return static_cast<C*>(x) + ((batch * p.steps + t) * heads + head) * width;
+}
+OMNIATTN_INLINE char* out_row(DType dtype, const Recurrence& p, void* x, int64_t batch, int64_t t,
+                              int64_t heads, int64_t head, int64_t width) {
+  return out_row<char>(p, x, batch, t, heads, head, width * size_of(dtype));
 }
 template <class C>
 OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64_t head) {
@@ -144,10 +187,12 @@ OMNIATTN_INLINE C* bonus_of(const Recurrence& p, auto* bonus, int64_t n, int64_t
 }
 
 // Brings the row of a token into L2, to read or to write it.
-template <bool kWrite = false, class T>
-OMNIATTN_INLINE void prefetch_row(const T* row, int64_t width) {
-  constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t j = 0; j < width; j += kLine) __builtin_prefetch(row + j, kWrite, 2);
+template <bool kWrite = false>
+OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  for (int64_t j = 0; j < bytes; j += kLine) {
+    __builtin_prefetch(static_cast<const char*>(row) + j, kWrite, 2);
+  }
 }
 
 template <class C>
@@ -185,16 +230,19 @@ struct Chunk {
   }
 
   // The tokens [t, t + n).
-  template <class T>
   void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     q_in = probe_in.at(n);
-    copy_rows(row_of<T>(p.k, batch, t, key_head), p.k.step, n, K, k);
+    load_input(p.k, batch, t, key_head, K, k);
     if (low_rank()) {
-      copy_rows(row_of<T>(p.b, batch, t, key_head), p.b.step, n, K, k.at(n));
-      copy_rows(row_of<T>(p.a, batch, t, key_head), p.a.step, n, K, probe);
+      load_input(p.b, batch, t, key_head, K, k.at(n));
+      load_input(p.a, batch, t, key_head, K, probe);
     }
-    copy_rows(row_of<T>(p.q, batch, t, key_head), p.q.step, n, K, q, static_cast<C>(p.scale));
+    load_input(p.q, batch, t, key_head, K, q, static_cast<C>(p.scale));
+  }
+  void load_input(const StepView& x, int64_t batch, int64_t t, int64_t head, int64_t width,
+                  Matrix<C> to, C factor = 1) const {
+    load_rows(p.dtype, row_of(p.dtype, x, batch, t, head), x.step, rows, width, to, factor);
   }
   // met = A S for `count` rows of A. In between fetch(i) is called for each i < rows, which asks
   // for the rows of a token of another chunk: they are far from each other in memory, and waiting
@@ -208,20 +256,20 @@ struct Chunk {
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
-  template <class T>
   void fetch(int64_t batch, int64_t t, int64_t head) const {
-    const int64_t key_head = head / (p.value_heads / p.key_heads);
-    prefetch_row(row_of<T>(p.q, batch, t, key_head), K);
-    prefetch_row(row_of<T>(p.k, batch, t, key_head), K);
-    if (low_rank()) {
-      prefetch_row(row_of<T>(p.a, batch, t, key_head), K);
-      prefetch_row(row_of<T>(p.b, batch, t, key_head), K);
-    }
-    prefetch_row(row_of<T>(p.v, batch, t, head), V);
-    if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K);
+    const int64_t key_head = head / (p.value_heads / p.key_heads), element = size_of(p.dtype);
+    const auto ask = [&](const StepView& x, int64_t h, int64_t width) {
+      prefetch_row(row_of(p.dtype, x, batch, t, h), width * element);
+    };
+    ask(p.q, key_head, K);
+    ask(p.k, key_head, K);
+    if (low_rank()) ask(p.a, key_head, K), ask(p.b, key_head, K);
+    ask(p.v, head, V);
+    if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K * sizeof(C));
   }
-  // What an update has for one value head.
+  // What an update has for one value head; u is v.
   void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
+    load_input(p.v, s.batch, t, head, V, u);
     for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
     for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;
     bonus = bonus_of<const C>(p, p.bonus, s.index, head);

@@ -3,15 +3,13 @@
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_steps.h"
 #include "runtime/denormals.h"
-#include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 // S' = e^(G_C) S + k_out^T u,  o = q_in S + P u, with u by the update and P [P, P_b] of two keys.
-template <class T, class Decay, class Update>
+template <class C, class Decay, class Update>
 struct Forward {
-  using C = compute_t<T>;
   const RecurrenceParams& params;
   const Recurrence& p = params.recurrence;
   Room<C> room;
@@ -45,16 +43,16 @@ struct Forward {
  private:
   void chunk(const RecurrenceSequence& s, int64_t t, int64_t n, int64_t head) {
     const int64_t batch = s.batch, size = recurrence_chunk(p.channel_decay);
-    c.template load<T>(batch, t, n, head / (p.value_heads / p.key_heads));
+    c.load(batch, t, n, head / (p.value_heads / p.key_heads));
     c.load_update(s, t, head);
     decay.apply(c, batch, t, head);
     // Rows of the probe come first, where there are any.
     const Matrix<C> o = met.at(n);
-    const int64_t o_stride = p.value_heads * c.V;
-    T* const result = out_row<T>(p, params.o, batch, t, p.value_heads, head, c.V);
+    const int64_t o_stride = p.value_heads * c.V, element = size_of(p.dtype);
+    char* const result = out_row(p.dtype, p, params.o, batch, t, p.value_heads, head, c.V);
     const auto fetch = [&](int64_t i) {
-      prefetch_row<true>(result + i * o_stride, c.V);
-      if (t + size + i < s.begin + s.count) c.template fetch<T>(batch, t + size + i, head);
+      prefetch_row<true>(result + i * o_stride * element, c.V * element);
+      if (t + size + i < s.begin + s.count) c.fetch(batch, t + size + i, head);
     };
     if constexpr (Update::kProbe) {
       c.meet(c.probe_in, state, met, 2 * n, fetch);
@@ -62,19 +60,18 @@ struct Forward {
     } else {
       c.meet(c.q_in, state, o, n, fetch);
     }
-    Update::values(c, row_of<T>(p.v, batch, t, head), p.v.step);
+    Update::values(c);
     multiply_lower(c.P, c.u, o, n, c.V);
     if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
-    copy_rows(o.data, o.stride, n, c.V, result, o_stride);
+    store_rows(p.dtype, o, n, c.V, result, o_stride);
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(state.row(d), d, c.V);
     multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, Update::kKeys * n, Into::add);
   }
 };
 
 // Item n Hv + head.
-template <class T, class Decay, class Update>
+template <class C, class Decay, class Update>
 void item(const RecurrenceParams& params, void* memory, int64_t index) {
-  using C = compute_t<T>;
   const Recurrence& p = params.recurrence;
   const int64_t n = index / p.value_heads, head = index % p.value_heads;
   const int64_t K = p.key_width, V = p.value_width;
@@ -90,11 +87,11 @@ void item(const RecurrenceParams& params, void* memory, int64_t index) {
     copy_rows(from, V, K, V, Matrix<C>{state_of<C>(p, params.states, s.slot, head), V});
   }
   if (s.count > kFewSteps) {
-    Forward<T, Decay, Update>(params, memory).run(s, from, to, head);
+    Forward<C, Decay, Update>(params, memory).run(s, from, to, head);
   } else if (s.count > 0) {
     Room<C> room(memory);
     Step<C, Update> step(p, room);
-    steps<T>(params, s, step, from, to, head);
+    steps(params, s, step, from, to, head);
   } else if (from != to) {
     copy_rows(from, V, K, V, Matrix<C>{to, V});
   }
@@ -102,22 +99,18 @@ void item(const RecurrenceParams& params, void* memory, int64_t index) {
 
 int64_t bytes(const Recurrence& p) {
   int64_t result = 0;
-  dispatch(p.dtype, [&]<class T>(T) {
-    choose<T>(p, [&]<class S, class Decay, class Update>() {
-      RecurrenceParams params{};
-      params.recurrence = p;
-      result = Forward<S, Decay, Update>(params, nullptr).room.bytes();
-    });
+  choose(p, [&]<class C, class Decay, class Update>() {
+    RecurrenceParams params{};
+    params.recurrence = p;
+    result = Forward<C, Decay, Update>(params, nullptr).room.bytes();
   });
   return result;
 }
 
 void forward(const RecurrenceParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
-  dispatch(params.recurrence.dtype, [&]<class T>(T) {
-    choose<T>(params.recurrence, [&]<class S, class Decay, class Update>() {
-      for (int64_t i = begin; i < end; ++i) item<S, Decay, Update>(params, memory, i);
-    });
+  choose(params.recurrence, [&]<class C, class Decay, class Update>() {
+    for (int64_t i = begin; i < end; ++i) item<C, Decay, Update>(params, memory, i);
   });
 }
 

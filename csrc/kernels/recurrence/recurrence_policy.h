@@ -7,19 +7,20 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Calls f.operator()<T, Decay, Update>() for the inputs that a call has.
-template <class T, class F>
+// Calls f.operator()<C, Decay, Update>() for the dtype and the inputs that a call has.
+template <class F>
 void choose(const Recurrence& p, const F& f) {
-  using C = compute_t<T>;
-  const auto with = [&]<class Update>(Update) {
-    if constexpr (Update::kHeadDecay) {
-      if (!p.channel_decay) return f.template operator()<T, HeadDecay<C>, Update>();
-    }
-    f.template operator()<T, ChannelDecay<C, Update>, Update>();
-  };
-  if (p.a.data != nullptr) return with(LowRankUpdate{});
-  if (p.bonus != nullptr) return with(BonusUpdate{});
-  p.beta.data != nullptr ? with(DeltaUpdate{}) : with(PlainUpdate{});
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    const auto with = [&]<class Update>(Update) {
+      if constexpr (Update::kHeadDecay) {
+        if (!p.channel_decay) return f.template operator()<C, HeadDecay<C>, Update>();
+      }
+      f.template operator()<C, ChannelDecay<C, Update>, Update>();
+    };
+    if (p.a.data != nullptr) return with(LowRankUpdate{});
+    if (p.bonus != nullptr) return with(BonusUpdate{});
+    p.beta.data != nullptr ? with(DeltaUpdate{}) : with(PlainUpdate{});
+  });
 }
 
 }  // namespace

@@ -15,32 +15,33 @@ constexpr int64_t kFewSteps = 4;
 template <class C, class Update>
 struct Step {
   static constexpr bool kTwoKeys = Update::kKeys == 2;
-  C *w, *k, *b, *probe, *query;
+  C *w, *k, *b, *probe, *q, *query;
+  C *v, *o;  // of V
   C beta, of_u, of_c;
 
   Step(const Recurrence& p, Room<C>& room) {
     w = room.take(p.key_width), k = room.take(p.key_width), b = room.take(p.key_width);
-    probe = room.take(p.key_width), query = room.take(p.key_width);
+    probe = room.take(p.key_width), q = room.take(p.key_width), query = room.take(p.key_width);
+    v = room.take(p.value_width), o = room.take(p.value_width);
   }
 
-  template <class T>
   void load(const Recurrence& p, const RecurrenceSequence& s, int64_t t, int64_t head) {
     const int64_t key_head = head / (p.value_heads / p.key_heads), batch = s.batch;
-    const T* const key = row_of<T>(p.k, batch, t, key_head);
-    const T* const q = row_of<T>(p.q, batch, t, key_head);
-    const T *asks = key, *other = nullptr;
-    if constexpr (kTwoKeys) {
-      asks = row_of<T>(p.a, batch, t, key_head), other = row_of<T>(p.b, batch, t, key_head);
-    }
+    const auto read = [&](const StepView& x, int64_t h, int64_t width, C* to) {
+      load_rows(p.dtype, row_of(p.dtype, x, batch, t, h), 0, 1, width, Matrix<C>{to, 0});
+    };
+    read(p.k, key_head, p.key_width, k);
+    read(p.q, key_head, p.key_width, q);
+    read(p.v, head, p.value_width, v);
+    if (kTwoKeys) read(p.a, key_head, p.key_width, probe), read(p.b, key_head, p.key_width, b);
+    const C* const asks = kTwoKeys ? probe : k;
     const C* const g = p.g.data != nullptr ? row_of<C>(p.g, batch, t, head) : nullptr;
     const C* const bonus = bonus_of<const C>(p, p.bonus, s.index, head);
     const C scale = static_cast<C>(p.scale);
     const Vec<C> of_head = exp(Vec<C>(g != nullptr && !p.channel_decay ? *g : C{0}));
-    for_row<T>(p.key_width, [&](int64_t d, auto part) {
+    for_row<C>(p.key_width, [&](int64_t d, auto part) {
       const Vec<C> decay = p.channel_decay ? exp(part.load(g + d)) : of_head;
       part.store(w + d, decay);
-      part.store(k + d, part.load(key + d));
-      if constexpr (kTwoKeys) part.store(b + d, part.load(other + d));
       if constexpr (Update::kProbe) {
         const Vec<C> x = part.load(asks + d);
         part.store(probe + d, Update::kProbesBefore ? x : x * decay);
@@ -48,20 +49,20 @@ struct Step {
       const Vec<C> x = part.load(q + d) * scale;
       part.store(query + d, Update::kBonus ? x : x * decay);
     });
-    const auto output_of = [&](const T* row) {
-      return scale * row_sum<T>(p.key_width, [&](int64_t d, auto part) {
+    const auto output_of = [&](const C* row) {
+      return scale * row_sum<C>(p.key_width, [&](int64_t d, auto part) {
                const Vec<C> x = part.load(row + d) * part.load(q + d);
                return Update::kBonus ? x * part.load(bonus + d) : x;
              });
     };
-    of_u = output_of(key);
-    if constexpr (kTwoKeys) of_c = output_of(other);
+    of_u = output_of(k);
+    if constexpr (kTwoKeys) of_c = output_of(b);
     beta = p.beta.data != nullptr ? *row_of<C>(p.beta, batch, t, head) : C{1};
   }
 
-  // kVecs vectors of columns, the accesses by `part`.
-  template <int kVecs, class T>
-  OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, const T* v, T* o,
+  // kVecs vectors of columns from j on, the accesses by `part`.
+  template <int kVecs>
+  OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, int64_t j,
                                auto part) const {
     constexpr int kWidth = Vec<C>::kWidth;
     Vec<C> predicted[kVecs], result[kVecs], u[kVecs];
@@ -70,22 +71,22 @@ struct Step {
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
-        const Vec<C> state = part.load(from + d * p.value_width + x * kWidth);
+        const Vec<C> state = part.load(from + d * p.value_width + j + x * kWidth);
         if constexpr (Update::kProbe) predicted[x] = fma(state, Vec<C>(probe[d]), predicted[x]);
         result[x] = fma(state, Vec<C>(query[d]), result[x]);
       }
     }
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) {
-      const Vec<C> value = part.load(v + x * kWidth);
+      const Vec<C> value = part.load(v + j + x * kWidth);
       u[x] = Update::kProbe && !kTwoKeys ? (value - predicted[x]) * beta : value;
       if constexpr (kTwoKeys) result[x] = fma(predicted[x], Vec<C>(of_c), result[x]);
-      part.store(o + x * kWidth, fma(u[x], Vec<C>(of_u), result[x]));
+      part.store(o + j + x * kWidth, fma(u[x], Vec<C>(of_u), result[x]));
     }
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
-        const int64_t at = d * p.value_width + x * kWidth;
+        const int64_t at = d * p.value_width + j + x * kWidth;
         Vec<C> added = u[x] * k[d];
         if constexpr (kTwoKeys) added = fma(predicted[x], Vec<C>(b[d]), added);
         part.store(to + at, fma(part.load(from + at), Vec<C>(w[d]), added));
@@ -96,25 +97,23 @@ struct Step {
 
 // All tokens of a sequence and head. `state` is that before the first one; those after each token
 // are written to `final_state`, one over the other.
-template <class T, class Update>
-void steps(const RecurrenceParams& params, const RecurrenceSequence& s,
-           Step<compute_t<T>, Update>& step, const compute_t<T>* state, compute_t<T>* final_state,
-           int64_t head) {
-  using C = compute_t<T>;
+template <class C, class Update>
+void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, Update>& step,
+           const C* state, C* final_state, int64_t head) {
   constexpr int kVecs = 4, kWidth = Vec<C>::kWidth;
   const Recurrence& p = params.recurrence;
   const int64_t V = p.value_width;
   for (int64_t t = s.begin; t < s.begin + s.count; ++t, state = final_state) {
-    step.template load<T>(p, s, t, head);
-    const T* const v = row_of<T>(p.v, s.batch, t, head);
-    T* const o = out_row<T>(p, params.o, s.batch, t, p.value_heads, head, V);
+    step.load(p, s, t, head);
     int64_t j = 0;
     for (; j + kVecs * kWidth <= V; j += kVecs * kWidth) {
-      step.template columns<kVecs>(p, state + j, final_state + j, v + j, o + j, Whole{});
+      step.template columns<kVecs>(p, state, final_state, j, Whole{});
     }
     for_row<C>(V - j, [&](int64_t i, auto part) {
-      step.template columns<1>(p, state + j + i, final_state + j + i, v + j + i, o + j + i, part);
+      step.template columns<1>(p, state, final_state, j + i, part);
     });
+    store_rows(p.dtype, Matrix<C>{step.o, 0}, 1, V,
+               out_row(p.dtype, p, params.o, s.batch, t, p.value_heads, head, V), 0);
   }
 }
 

@@ -1,5 +1,5 @@
-// What an update does in a chunk: it makes the rows u that are added to the state, and turns their
-// gradients into those of v and beta. Constants say which rows it has:
+// What an update does in a chunk: it makes the rows u that are added to the state, on entry v, and
+// turns their gradients into those of v and beta. Constants say which rows it has:
 //
 //   kProbe          the update reads the state, as `probe`
 //   kProbesBefore   before its token's decay
@@ -21,10 +21,8 @@ struct PlainUpdate {
   static constexpr bool kProbe = false, kProbesBefore = false, kBonus = false, kHeadDecay = true;
   static constexpr int kKeys = 1;
 
-  template <class T, class C>
-  static void values(Chunk<C>& c, const T* v, int64_t stride) {
-    copy_rows(v, stride, c.rows, c.V, c.u);
-  }
+  template <class C>
+  static void values(Chunk<C>&) {}
 };
 
 struct BonusUpdate : PlainUpdate {
@@ -107,12 +105,12 @@ struct DeltaUpdate {
   static constexpr int kKeys = 1;
 
   // On entry c.error is probe_in S.
-  template <class T, class C>
-  static void values(Chunk<C>& c, const T* v, int64_t stride) {
+  template <class C>
+  static void values(Chunk<C>& c) {
     for (int64_t i = 0; i < c.rows; ++i) {
-      for_row<T>(c.V, [&](int64_t j, auto part) {
+      for_row<C>(c.V, [&](int64_t j, auto part) {
         C* const x = c.error.row(i) + j;
-        part.store(x, part.load(x) - part.load(v + i * stride + j));
+        part.store(x, part.load(x) - part.load(c.u.row(i) + j));
       });
     }
     Substitution::solve(c.N, c.beta, c.error, c.u, c.rows, c.V);
@@ -132,9 +130,8 @@ struct LowRankUpdate {
   static constexpr int kKeys = 2;
 
   // On entry c.error is probe_in S.
-  template <class T, class C>
-  static void values(Chunk<C>& c, const T* v, int64_t stride) {
-    copy_rows(v, stride, c.rows, c.V, c.u);
+  template <class C>
+  static void values(Chunk<C>& c) {
     multiply_lower(c.N, c.u, c.error, c.rows, c.V);
     Substitution::solve(c.N_b, c.beta, c.error, c.u.at(c.rows), c.rows, c.V);
   }

@@ -126,18 +126,14 @@ template <int64_t kStates, class C, class B, class R>
   }
 }
 
-template <class T>
-struct Backward {
-  using C = compute_t<T>;
-  using Memory = BackwardMemory<C>;
+// What is done with states, in C whatever the dtype of rows.
+template <class C>
+struct BackwardStates {
   static constexpr int kWidth = Vec<C>::kWidth;
   const SelectiveBackwardParams& params;
   const Selective& p;
-  Item<T> x;
-  Memory m;
-
-  Backward(const SelectiveBackwardParams& all, C* memory, int64_t item)
-      : params(all), p(all.scan), x(p, item), m(p, memory) {}
+  const ItemStates<C>& x;
+  const BackwardMemory<C>& m;
 
   void begin() const {
     const int64_t table = p.states * p.block;
@@ -152,36 +148,17 @@ struct Backward {
     clear(m.dbias, p.block);
   }
 
-  // What the steps of a chunk of a vector of channels need, and zeros for the sums over states.
-  void prepare(int64_t t, int64_t steps, int64_t i, auto part) const {
-    for (int64_t j = 0; j < steps; ++j) {
-      const auto dt = x.step_of(i, part, x.row(p.delta, t + j));
-      const Vec<C> u = part.load(x.row(p.u, t + j) + i);
-      Vec<C> dy = part.load(x.row(params.grad_y, t + j) + i);
-      if (p.z.data != nullptr) {
-        const auto gate = scan_rules::silu(part.load(x.row(p.z, t + j) + i));
-        store(m.row(Memory::kGate, j), dy * gate.slope);
-        dy = dy * gate.value;
-      }
-      store(m.row(Memory::kDt, j), dt.value);
-      store(m.row(Memory::kSlope, j), dt.slope);
-      store(m.row(Memory::kU, j), u);
-      store(m.row(Memory::kInput, j), dt.value * u);
-      store(m.row(Memory::kGrad, j), dy);
-      for (const auto row : {Memory::kOfDecay, Memory::kOfInput, Memory::kY}) {
-        store(m.row(row, j), zero<C>());
-      }
-    }
-  }
-
-  void walk(int64_t t, int64_t steps, int64_t i, auto part) const {
+  // The vector of channels from i on.
+  [[gnu::noinline]] void walk(int64_t t, int64_t steps, int64_t i) const {
+    using Memory = BackwardMemory<C>;
     const int64_t slot = x.s.slot + t / kScanChunk, of_vector = i * p.states;
+    const int64_t lanes = smaller(kWidth, x.width - i);
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
       const auto block = [&](int64_t n, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         for (int64_t k = 0; k < kStates; ++k) {
           const C* const before = x.row_of(params.states, slot, p.states, n + k) + i;
-          store(m.before + k * kWidth, part.load(before));
+          store(m.before + k * kWidth, load_n(before, lanes));
         }
         const int64_t at = of_vector + n * kWidth;
         const Sums<C> db = p.b.constant ? Sums<C>{m.db_table + at, 0}
@@ -195,26 +172,6 @@ struct Backward {
       };
       for_states<kMostStates>(p.states, block);
     });
-  }
-
-  void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
-    const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
-    Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
-    for (int64_t j = steps - 1; j >= 0; --j) {
-      const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
-      const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
-      const Vec<C> ddelta = fma(of(Memory::kOfDecay), Vec<C>(static_cast<C>(kLn2)), of_input * u) *
-                            of(Memory::kSlope);
-      part.store(x.row(params.du, t + j) + i, fma(of_input, of(Memory::kDt), skip * dy));
-      part.store(x.row(params.ddelta, t + j) + i, ddelta);
-      if (p.z.data != nullptr) {
-        part.store(x.row(params.dz, t + j) + i, of(Memory::kGate) * fma(skip, u, of(Memory::kY)));
-      }
-      dskip = fma(dy, u, dskip);
-      dbias = dbias + ddelta;
-    }
-    store(m.dskip + i, dskip);
-    store(m.dbias + i, dbias);
   }
 
   // The sums over the channels of the item, of the steps of a chunk.
@@ -260,24 +217,80 @@ struct Backward {
     if (p.c.constant) put_table(selective_row_of_c(p), m.dc_table);
     x.store_tables(m.gradient, params.dinitial_state, x.sequence);
   }
+};
+
+template <class T>
+struct Backward {
+  using C = compute_t<T>;
+  using Memory = BackwardMemory<C>;
+  const SelectiveBackwardParams& params;
+  const Selective& p;
+  Item<T> x;
+  Memory m;
+
+  Backward(const SelectiveBackwardParams& all, C* memory, int64_t item)
+      : params(all), p(all.scan), x(p, item), m(p, memory) {}
+
+  // What the steps of a chunk of a vector of channels need, and zeros for the sums over states.
+  void prepare(int64_t t, int64_t steps, int64_t i, auto part) const {
+    for (int64_t j = 0; j < steps; ++j) {
+      const auto dt = x.step_of(i, part, x.row(p.delta, t + j));
+      const Vec<C> u = part.load(x.row(p.u, t + j) + i);
+      Vec<C> dy = part.load(x.row(params.grad_y, t + j) + i);
+      if (p.z.data != nullptr) {
+        const auto gate = scan_rules::silu(part.load(x.row(p.z, t + j) + i));
+        store(m.row(Memory::kGate, j), dy * gate.slope);
+        dy = dy * gate.value;
+      }
+      store(m.row(Memory::kDt, j), dt.value);
+      store(m.row(Memory::kSlope, j), dt.slope);
+      store(m.row(Memory::kU, j), u);
+      store(m.row(Memory::kInput, j), dt.value * u);
+      store(m.row(Memory::kGrad, j), dy);
+      for (const auto row : {Memory::kOfDecay, Memory::kOfInput, Memory::kY}) {
+        store(m.row(row, j), zero<C>());
+      }
+    }
+  }
+
+  void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
+    const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
+    Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
+    for (int64_t j = steps - 1; j >= 0; --j) {
+      const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
+      const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
+      const Vec<C> ddelta = fma(of(Memory::kOfDecay), Vec<C>(static_cast<C>(kLn2)), of_input * u) *
+                            of(Memory::kSlope);
+      part.store(x.row(params.du, t + j) + i, fma(of_input, of(Memory::kDt), skip * dy));
+      part.store(x.row(params.ddelta, t + j) + i, ddelta);
+      if (p.z.data != nullptr) {
+        part.store(x.row(params.dz, t + j) + i, of(Memory::kGate) * fma(skip, u, of(Memory::kY)));
+      }
+      dskip = fma(dy, u, dskip);
+      dbias = dbias + ddelta;
+    }
+    store(m.dskip + i, dskip);
+    store(m.dbias + i, dbias);
+  }
 
   void run() const {
-    begin();
+    const BackwardStates<C> states{params, p, x, m};
+    states.begin();
     for (int64_t t = round_up(x.s.count, kScanChunk) - kScanChunk; t >= 0; t -= kScanChunk) {
       const int64_t steps = smaller(kScanChunk, x.s.count - t);
       x.load_weights(p.b, t, steps, m.b);
       x.load_weights(p.c, t, steps, m.c);
-      clear(m.db, steps * p.states * kWidth);
-      clear(m.dc, steps * p.states * kWidth);
+      clear(m.db, steps * p.states * x.kWidth);
+      clear(m.dc, steps * p.states * x.kWidth);
       for_row<C>(x.width, [&](int64_t i, auto part) {
         prepare(t, steps, i, part);
-        walk(t, steps, i, part);
+        states.walk(t, steps, i);
         finish(t, steps, i, part);
       });
-      sum_lanes(m.db, t, steps, params.db);
-      sum_lanes(m.dc, t, steps, params.dc);
+      states.sum_lanes(m.db, t, steps, params.db);
+      states.sum_lanes(m.dc, t, steps, params.dc);
     }
-    end();
+    states.end();
   }
 };
 

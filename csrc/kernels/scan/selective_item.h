@@ -105,20 +105,15 @@ OMNIATTN_INLINE void with_weights(const Selective& p, const C* b_steps, const C*
                : with_c(Weights<false, C>{b_steps, states});
 }
 
-template <class T>
-struct Item : SelectiveItem {
-  using C = compute_t<T>;
+// An item's parameters, tables and states, which are of C.
+template <class C>
+struct ItemStates : SelectiveItem {
   static constexpr int kWidth = Vec<C>::kWidth;
   const Selective& p;
 
-  Item(const Selective& scan, int64_t item) : SelectiveItem(selective_item(scan, item)), p(scan) {}
+  ItemStates(const Selective& scan, int64_t item)
+      : SelectiveItem(selective_item(scan, item)), p(scan) {}
 
-  const T* row(const ScanView& x, int64_t t) const {
-    return x.row<T>(s.batch, s.begin + t) + first;
-  }
-  T* row(void* x, int64_t t) const {
-    return static_cast<T*>(x) + (s.batch * p.rows.steps + s.begin + t) * p.channels + first;
-  }
   const C* vector(const void* x) const {
     return x == nullptr ? nullptr : static_cast<const C*>(x) + first;
   }
@@ -150,20 +145,36 @@ struct Item : SelectiveItem {
       store_table(from + i * p.states, lanes, p.states, rows + i * p.states);
     });
   }
-  // Steps [t, t + steps) of B or C, or its table.
+  void load_constants(const SelectiveWeights& w, C* to) const {
+    if (w.constant) load_tables(w.rows.data, 0, 1, to);
+  }
+};
+
+// And its rows of inputs and outputs.
+template <class T>
+struct Item : ItemStates<compute_t<T>> {
+  using C = compute_t<T>;
+  using ItemStates<C>::first, ItemStates<C>::group, ItemStates<C>::p, ItemStates<C>::s;
+
+  Item(const Selective& scan, int64_t item) : ItemStates<C>(scan, item) {}
+
+  const T* row(const ScanView& x, int64_t t) const {
+    return x.row<T>(s.batch, s.begin + t) + first;
+  }
+  T* row(void* x, int64_t t) const {
+    return static_cast<T*>(x) + (s.batch * p.rows.steps + s.begin + t) * p.channels + first;
+  }
+  // Steps [t, t + steps) of B or C.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
     for (int64_t j = 0; j < steps && !w.constant; ++j) {
       const T* const from = w.rows.row<T>(s.batch, s.begin + t + j) + group * p.states;
       for (int64_t n = 0; n < p.states; ++n) to[j * p.states + n] = widen(from[n]);
     }
   }
-  void load_constants(const SelectiveWeights& w, C* to) const {
-    if (w.constant) load_tables(w.rows.data, 0, 1, to);
-  }
 
   OMNIATTN_INLINE scan_rules::Softplus<Vec<C>> step_of(int64_t i, auto part, const T* delta) const {
     Vec<C> x = part.load(delta + i);
-    if (p.bias != nullptr) x = x + part.load(vector(p.bias) + i);
+    if (p.bias != nullptr) x = x + part.load(this->vector(p.bias) + i);
     if (p.softplus) return scan_rules::softplus(x);
     return {x, Vec<C>(C(1))};
   }

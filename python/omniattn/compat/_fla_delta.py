@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Result, beta_of, decays_of, run
+from omniattn.compat._fla import Call, beta_of, decays_of, fla_function
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 
+@fla_function()
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -33,21 +34,12 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.delta_rule`."""
-    return run(
-        "chunk_delta_rule",
-        functional.delta_rule,
-        (q, k, v, beta),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        options=options,
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
+    return functional.delta_rule, (q, k, v, beta)
 
 
+@fla_function()
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -58,20 +50,12 @@ def fused_recurrent_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> Result:
+) -> Call:
     """:func:`functional.delta_rule`; beta is 1 where it is None."""
-    return run(
-        "fused_recurrent_delta_rule",
-        functional.delta_rule,
-        (q, k, v, widen(q).new_ones(v.shape[:3]) if beta is None else beta),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
+    return functional.delta_rule, (q, k, v, _ones(v, q) if beta is None else beta)
 
 
+@fla_function()
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -91,28 +75,18 @@ def chunk_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.gated_delta_rule`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``.
     """
-    op = "chunk_gated_delta_rule"
     if use_gate_in_kernel:
         g = decays_of(g, A_log, dt_bias, None)
-    return run(
-        op,
-        functional.gated_delta_rule,
-        (q, k, v, g, beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        state_v_first=state_v_first,
-        options=options,
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
+    beta = beta_of("chunk_gated_delta_rule", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return functional.gated_delta_rule, (q, k, v, g, beta)
 
 
+@fla_function()
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -133,35 +107,27 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.gated_delta_rule` of decays g (B, T, H), or
     :func:`functional.kimi_delta_attention` of gk (B, T, H, K); of both, of their sum.
 
     gv, decays of the values, must be None. beta is 1 where it is None.
     """
     op = "fused_recurrent_gated_delta_rule"
+    if beta is None:
+        beta = _ones(v, q)
+    else:
+        beta = beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if g is not None and use_gate_in_kernel:
         g = decays_of(g, A_log, dt_bias, None)
-    call = functional.gated_delta_rule if gk is None else functional.kimi_delta_attention
-    decay = gk if gk is not None else widen(q).new_zeros(v.shape[:3]) if g is None else g
-    if gk is not None and g is not None:
-        decay = widen(gk) + widen(g)[..., None]
-    ones = widen(q).new_ones(v.shape[:3])
-    beta = ones if beta is None else beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return run(
-        op,
-        call,
-        (q, k, v, decay, beta),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        state_v_first=state_v_first,
-        options=options | {"gv": gv},
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
+    if gk is None:
+        g = widen(q).new_zeros(v.shape[:3]) if g is None else g
+        return functional.gated_delta_rule, (q, k, v, g, beta)
+    gk = gk if g is None else widen(gk) + widen(g)[..., None]
+    return functional.kimi_delta_attention, (q, k, v, gk, beta)
 
 
+@fla_function()
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -185,30 +151,20 @@ def chunk_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.kimi_delta_attention`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``, or
     ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate`, a promise about the gates,
     changes nothing. States within the sequence are not returned.
     """
-    op = "chunk_kda"
     if use_gate_in_kernel:
         g = decays_of(g, A_log, dt_bias, lower_bound)
-    return run(
-        op,
-        functional.kimi_delta_attention,
-        (q, k, v, g, beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        state_v_first=state_v_first,
-        options=options | {"return_intermediate_states": return_intermediate_states},
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
+    beta = beta_of("chunk_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return functional.kimi_delta_attention, (q, k, v, g, beta)
 
 
+@fla_function(without_effect={"safe_gate"})
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -228,30 +184,15 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """As `chunk_kda`."""
-    return chunk_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        **options,
-    )
+    if use_gate_in_kernel:
+        g = decays_of(g, A_log, dt_bias, lower_bound)
+    beta = beta_of("fused_recurrent_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return functional.kimi_delta_attention, (q, k, v, g, beta)
 
 
+@fla_function(without_effect={"safe_gate", "lower_bound"})
 def chunk_dplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -264,16 +205,13 @@ def chunk_dplr_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.dplr_delta_rule`. `safe_gate` and `lower_bound`, promises about gk, change
     nothing."""
-    for promise in ("safe_gate", "lower_bound"):
-        options.pop(promise, None)
-    state = (initial_state, output_final_state, cu_seqlens)
-    op, tensors = "chunk_dplr_delta_rule", (q, k, v, a, b, gk)
-    return run(op, functional.dplr_delta_rule, tensors, *state, options=options, scale=scale)
+    return functional.dplr_delta_rule, (q, k, v, a, b, gk)
 
 
+@fla_function()
 def fused_recurrent_dplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -286,8 +224,10 @@ def fused_recurrent_dplr_delta_rule(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> Result:
+) -> Call:
     """:func:`functional.dplr_delta_rule`."""
-    state = (initial_state, output_final_state, cu_seqlens)
-    op, tensors = "fused_recurrent_dplr_delta_rule", (q, k, v, a, b, gk)
-    return run(op, functional.dplr_delta_rule, tensors, *state, reverse=reverse, scale=scale)
+    return functional.dplr_delta_rule, (q, k, v, a, b, gk)
+
+
+def _ones(v: Tensor, q: Tensor) -> Tensor:
+    return widen(q).new_ones(v.shape[:3])

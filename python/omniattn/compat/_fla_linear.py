@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Result, run
+from omniattn.compat._fla import Call, fla_function, run
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -40,20 +41,19 @@ def _linear(
     reverse: bool = False,
 ) -> tuple[Tensor, Any]:
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    given: dict[str, Any] = {"feature_map": "identity", "normalize": normalize, "eps": 1e-10}
     if normalize and initial_state is not None:
         matrix, total = initial_state
         initial_state = torch.cat((matrix, total.squeeze(1)[..., None].to(matrix.dtype)), -1)
-    o, state = run(
-        op,
-        functional.linear_attention,
-        (q, k, v),
-        initial_state,
-        output_final_state or normalize,
-        cu_seqlens,
-        reverse=reverse,
-        **given,
+    call = partial(
+        functional.linear_attention, feature_map="identity", normalize=normalize, eps=1e-10
     )
+    given = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state or normalize,
+        "cu_seqlens": cu_seqlens,
+        "reverse": reverse,
+    }
+    o, state = run(op, call, (q, k, v), given)
     if not normalize:
         return o, state
     assert state is not None
@@ -96,6 +96,7 @@ def fused_recurrent_linear_attn(
     return _linear(op, q, k, v, scale, *state, normalize, cu_seqlens, reverse)
 
 
+@fla_function()
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -107,21 +108,12 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.gated_linear_attention`."""
-    return run(
-        "chunk_gla",
-        functional.gated_linear_attention,
-        (q, k, v, g),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        state_v_first=state_v_first,
-        options=options,
-        scale=scale,
-    )
+    return functional.gated_linear_attention, (q, k, v, g)
 
 
+@fla_function()
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -135,22 +127,14 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.gated_linear_attention`; gv, decays of the values, must be None."""
-    return run(
-        "fused_recurrent_gla",
-        functional.gated_linear_attention,
-        (q, k, v, widen(q).new_zeros(v.shape[:3]) if gk is None else gk),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        options=options | {"gv": gv},
-        scale=scale,
-    )
+    if gk is None:
+        gk = widen(q).new_zeros(v.shape[:3])
+    return functional.gated_linear_attention, (q, k, v, gk)
 
 
+@fla_function()
 def chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -160,13 +144,12 @@ def chunk_retention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.retention`."""
-    state = (initial_state, output_final_state, cu_seqlens)
-    call = functional.retention
-    return run("chunk_retention", call, (q, k, v), *state, options=options, scale=scale)
+    return functional.retention, (q, k, v)
 
 
+@fla_function()
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,
@@ -178,22 +161,12 @@ def fused_recurrent_retention(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.retention`."""
-    return run(
-        "fused_recurrent_retention",
-        functional.retention,
-        (q, k, v),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        options=options,
-        scale=scale,
-    )
+    return functional.retention, (q, k, v)
 
 
+@fla_function()
 def chunk_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -205,12 +178,12 @@ def chunk_rwkv6(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
-    state = (initial_state, output_final_state, cu_seqlens)
-    return _rwkv6("chunk_rwkv6", r, k, v, w, u, scale, *state, False, options)
+    return partial(functional.rwkv6, u=u), (r, k, v, w)
 
 
+@fla_function()
 def fused_recurrent_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -223,33 +196,12 @@ def fused_recurrent_rwkv6(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
-    state = (initial_state, output_final_state, cu_seqlens)
-    return _rwkv6("fused_recurrent_rwkv6", r, k, v, w, u, scale, *state, reverse, options)
+    return partial(functional.rwkv6, u=u), (r, k, v, w)
 
 
-def _rwkv6(
-    op: str,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    reverse: bool,
-    options: dict[str, Any],
-) -> Result:
-    def call(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-        return functional.rwkv6(r, k, v, w, u, scale=scale, **given)
-
-    state = (initial_state, output_final_state, cu_seqlens)
-    return run(op, call, (r, k, v, w), *state, reverse=reverse, options=options)
-
-
+@fla_function(without_effect={"safe_gate", "lower_bound"})
 def chunk_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -262,15 +214,12 @@ def chunk_rwkv7(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.rwkv7`. `safe_gate` and `lower_bound`, promises about w, change nothing."""
-    for promise in ("safe_gate", "lower_bound"):
-        options.pop(promise, None)
-    state = (initial_state, output_final_state, cu_seqlens)
-    tensors = (r, w, k, v, a, b)
-    return run("chunk_rwkv7", functional.rwkv7, tensors, *state, options=options, scale=scale)
+    return functional.rwkv7, (r, w, k, v, a, b)
 
 
+@fla_function()
 def fused_recurrent_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -283,13 +232,12 @@ def fused_recurrent_rwkv7(
     output_final_state: bool = True,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.rwkv7`, whose scale is K^-0.5 by default here."""
-    state = (initial_state, output_final_state, cu_seqlens)
-    op, tensors = "fused_recurrent_rwkv7", (r, w, k, v, a, b)
-    return run(op, functional.rwkv7, tensors, *state, options=options, scale=scale)
+    return functional.rwkv7, (r, w, k, v, a, b)
 
 
+@fla_function()
 def fused_mul_recurrent_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -303,19 +251,9 @@ def fused_mul_recurrent_rwkv7(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> Result:
+) -> Call:
     """:func:`functional.rwkv7` of a = -kk and b = kk * a."""
-    return run(
-        "fused_mul_recurrent_rwkv7",
-        functional.rwkv7,
-        (r, w, k, v, -kk, kk * a),
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        reverse=reverse,
-        options=options,
-        scale=scale,
-    )
+    return functional.rwkv7, (r, w, k, v, -kk, kk * a)
 
 
 def fused_recurrent_rwkv4(

@@ -233,20 +233,9 @@ def mamba_chunk_scan_combined(
     op = "mamba_chunk_scan_combined"
     if return_varlen_states and cu_seqlens is None:
         raise ValueError(f"{op}: cu_seqlens must be given where return_varlen_states=True")
-    if seq_idx is not None and tuple(seq_idx.shape) != tuple(x.shape[:2]):
-        raise ValueError(
-            f"{op}: seq_idx must have shape (B, T), got seq_idx.shape={tuple(seq_idx.shape)}, "
-            f"x.shape={tuple(x.shape)}"
-        )
     if cu_seqlens is not None and initial_states is not None:
         raise ValueError(f"{op}: initial_states must be None where cu_seqlens are given")
-    if seq_idx is not None and cu_seqlens is not None and len(x) == 1 and not is_traced():
-        changes = boundaries(seq_idx)
-        if not torch.equal(changes, cu_seqlens.to(changes).unique()):
-            raise ValueError(
-                f"{op}: cu_seqlens must be where seq_idx changes, got cu_seqlens="
-                f"{shown(cu_seqlens)} and changes at {shown(changes)}"
-            )
+    _check_sequences(op, x, seq_idx, cu_seqlens)
     options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
     rows, state, bounds = [x, dt, B, C], initial_states, cu_seqlens
     last: Any = slice(None) if cu_seqlens is None else slice(-1, None)
@@ -275,6 +264,23 @@ def mamba_chunk_scan_combined(
     y, states = y.view(x.shape), states.to(state_dtype or states.dtype)
     wanted = (y, *(states[last],) * return_final_states, *(states,) * return_varlen_states)
     return y if len(wanted) == 1 else wanted
+
+
+def _check_sequences(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    if seq_idx is None:
+        return
+    if tuple(seq_idx.shape) != tuple(x.shape[:2]):
+        raise ValueError(
+            f"{op}: seq_idx must have shape (B, T), got seq_idx.shape={tuple(seq_idx.shape)}, "
+            f"x.shape={tuple(x.shape)}"
+        )
+    if cu_seqlens is not None and len(x) == 1 and not is_traced():
+        changes = boundaries(seq_idx)
+        if not torch.equal(changes, cu_seqlens.to(changes).unique()):
+            raise ValueError(
+                f"{op}: cu_seqlens must be where seq_idx changes, got cu_seqlens="
+                f"{shown(cu_seqlens)} and changes at {shown(changes)}"
+            )
 
 
 def _scan(

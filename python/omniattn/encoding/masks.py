@@ -18,7 +18,7 @@ class MaskKind(IntEnum):
     KEY_LENGTHS = 2  # k < lengths[b], int64 (B,)
     TENSOR = 3  # bool, broadcastable to (B, Hq, Tq, Tk)
     PREFIX = 4  # k < lengths[b] or k <= i
-    CHUNK = 5  # i // a == k // a
+    CHUNK = 5  # near <= i // a - k // a <= far, see chunk_range
     DOCUMENTS = 6  # ids of q (B, Tq) == ids of k (B, Tk), int64
     DILATED = 7  # (i - k) % a == 0
     STRIDED = 8  # i - b < k or (i - k) % a == 0
@@ -32,6 +32,7 @@ class MaskKind(IntEnum):
     NEIGHBOURS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
     QUERIES = 17  # part: q has the rows a .. a + Tq of b
     KEYS = 18  # part: k and v have the rows a .. a + Tk of b
+    GRID = 19  # one axis of a neighbourhood in a grid, see GridAxis
 
 
 #: Kinds that say where sequences lie; the first rule, if any.
@@ -44,8 +45,60 @@ BLOCK = 64
 #: shift = (h % n) columns.
 COLUMN_BITS = 28
 
+#: Of MaskKind.CHUNK b = near + far 2^CHUNK_BITS, where this far is unbounded.
+CHUNK_BITS = 19
+ANY_FAR = (1 << CHUNK_BITS) - 1
+#: Bits of sizes and of windows in GridAxis.
+SIZE_BITS, WINDOW_BITS = 20, 13
+
 #: kind, a, b, side tensors
 Rule = tuple[int, int, int, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class GridAxis:
+    """MaskKind.GRID: p // inner % length is the coordinate of position p, and a query sees a window
+    of `kernel` coordinates that differ from its own by multiples of `dilation`: around it, shifted
+    inwards at the ends of the axis, or, causal, up to it. In groups of `stride` queries all have
+    the window of the middle one, or of the last if causal."""
+
+    inner: int
+    length: int
+    kernel: int
+    dilation: int = 1
+    stride: int = 1
+    causal: bool = False
+
+    def rule(self) -> Rule:
+        a = self.inner + (self.length << SIZE_BITS)
+        b = self.kernel + (self.dilation << WINDOW_BITS) + (self.stride << 2 * WINDOW_BITS)
+        return (MaskKind.GRID, a, b + (self.causal << 3 * WINDOW_BITS), ())
+
+    @classmethod
+    def of(cls, a: int, b: int) -> GridAxis:
+        window = (1 << WINDOW_BITS) - 1
+        kernel, dilation, stride = (b >> n * WINDOW_BITS & window for n in range(3))
+        inner = a & ((1 << SIZE_BITS) - 1)
+        return cls(inner, a >> SIZE_BITS, kernel, dilation, stride, bool(b >> 3 * WINDOW_BITS))
+
+    def visible(self, i: Tensor, k: Tensor) -> Tensor:
+        y, z = i // self.inner % self.length, k // self.inner % self.length
+        rest, place = y % self.dilation, y // self.dilation
+        count = (self.length - rest + self.dilation - 1) // self.dilation  # with this rest
+        leads = self.stride - 1 if self.causal else self.stride // 2
+        leader = (place // self.stride * self.stride + leads).minimum(count - 1)
+        if self.causal:
+            first, last = leader - self.kernel + 1, place
+        else:
+            first = (leader - self.kernel // 2).clamp(min=0).minimum(count - self.kernel)
+            last = first + self.kernel - 1
+        at = z // self.dilation
+        return (z % self.dilation == rest) & (at >= first) & (at <= last)
+
+
+def chunk_range(b: int) -> tuple[int, int]:
+    """near and far of MaskKind.CHUNK."""
+    return b & ANY_FAR, b >> CHUNK_BITS
 
 
 class EncodedMask:
@@ -146,11 +199,15 @@ def _visible(
     if kind == MaskKind.PREFIX:
         return (k < side[0][:, None, None, None]) | (k <= i)
     if kind == MaskKind.CHUNK:
-        return i // a == k // a
+        near, far = chunk_range(b)
+        back = i // a - k // a
+        return (back >= near) & (back <= far) if far != ANY_FAR else back >= near
     if kind == MaskKind.DOCUMENTS:
         return side[0][:, None, rows, None] == side[1][:, None, None, :]
     if kind == MaskKind.BLOCKS:
         return _blocks_visible(side[0], side[1], q, k)
+    if kind == MaskKind.GRID:
+        return GridAxis.of(a, b).visible(i, k)
     if kind == MaskKind.NEIGHBOURS:
         return _neighbours(a, b, i, k)
     dilated, local = (i - k) % a == 0, i - b < k

@@ -9,6 +9,7 @@ from omniattn.functional.attention import (
     attention_varlen,
 )
 from omniattn.functional.attention_lse import attention_weights, merge_attention
+from omniattn.functional.bigbird import bigbird_attention, bigbird_random_blocks
 from omniattn.functional.conv import causal_conv1d
 from omniattn.functional.delta_rule import (
     delta_rule,
@@ -16,14 +17,24 @@ from omniattn.functional.delta_rule import (
     gated_delta_rule,
     kimi_delta_attention,
 )
+from omniattn.functional.detsa import detsa_attention
 from omniattn.functional.divergence import jsd, linear_jsd
+from omniattn.functional.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_mscale,
+    local_strided_attention,
+)
 from omniattn.functional.ffn import glu_mlp, mlp
+from omniattn.functional.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.gemm import linear
+from omniattn.functional.hub_spoke import hub_spoke_attention
 from omniattn.functional.linear_system import ssm_kernel, ssm_recurrence
+from omniattn.functional.longformer import longformer_attention
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
 from omniattn.functional.mlstm import mlstm
 from omniattn.functional.moe import moe_experts
-from omniattn.functional.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
+from omniattn.functional.neighbourhood import na1d, na2d, na3d
+from omniattn.functional.norm import layer_norm, rms_norm
 from omniattn.functional.policy import PolicyLoss, grpo_loss
 from omniattn.functional.positions import (
     alibi_bias,
@@ -79,6 +90,7 @@ from omniattn.functional.rwkv import rwkv6, rwkv7
 from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
+from omniattn.functional.selected_attention import selected_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.selective_scan import selective_scan
 from omniattn.functional.ssd import ssd
@@ -115,6 +127,8 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "axial_frequencies",
+    "bigbird_attention",
+    "bigbird_random_blocks",
     "bilinear",
     "cauchy",
     "causal_conv1d",
@@ -124,12 +138,15 @@ __all__ = [
     "cv_squared",
     "default_vector_gradient",
     "delta_rule",
+    "detsa_attention",
     "discretize",
     "dplr_delta_rule",
     "dpo_loss",
     "drop_over_capacity",
     "drop_second_at_random",
     "dropout",
+    "dual_chunk_attention",
+    "dual_chunk_mscale",
     "expert_capacity",
     "expert_choice",
     "expert_counts",
@@ -144,6 +161,7 @@ __all__ = [
     "group_norm",
     "grpo_loss",
     "hippo_legs",
+    "hub_spoke_attention",
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
@@ -157,12 +175,17 @@ __all__ = [
     "linear_log_prob",
     "llama4_top_k",
     "load_balance_loss",
+    "local_strided_attention",
+    "longformer_attention",
     "masked_positions",
     "merge_attention",
     "mlp",
     "mlstm",
     "moe_experts",
     "mrope_axes",
+    "na1d",
+    "na2d",
+    "na3d",
     "noisy_top_k",
     "normal_like",
     "nplr",
@@ -190,6 +213,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selected_attention",
     "selective_scan",
     "sequence_log_prob",
     "sigmoid_top_k",

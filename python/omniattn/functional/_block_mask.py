@@ -44,10 +44,139 @@ class Blocks(Mask):
         return [(MaskKind.BLOCKS, tq, tk, (self.codes, self.bits))]
 
     @classmethod
-    def from_block_mask(cls, block_mask: Tensor) -> Blocks:
-        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks."""
-        require_bool_mask("Blocks", "block_mask", block_mask)
-        return cls(block_mask.to(torch.int32), _no_bits(block_mask.device))
+    def from_block_mask(
+        cls,
+        block_mask: Tensor,
+        *,
+        block_size: int | tuple[int, int] = BLOCK,
+        size: tuple[int, int] | None = None,
+    ) -> Blocks:
+        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks.
+
+        Args:
+            block_mask: True = attend; blocks are counted from the first query and the first key.
+            block_size: queries and keys of a block, one number or two.
+            size: (Tq, Tk), of which the last blocks may be cut; needed unless blocks are of 64.
+
+        Raises:
+            TypeError, ValueError: a mask that is not bool, or whose blocks do not fit into `size`.
+        """
+        op = "Blocks.from_block_mask"
+        require_bool_mask(op, "block_mask", block_mask)
+        if block_mask.dim() != 4:
+            raise ValueError(
+                f"{op}: block_mask must have 4 dimensions (B | 1, Hq | 1, blocks of queries, "
+                f"blocks of keys), got block_mask.shape={tuple(block_mask.shape)}"
+            )
+        bq, bk = _block_size(op, block_size)
+        if size is not None:
+            require_pair(op, "size", size, 0)
+            _require_blocks(op, "block_mask", tuple(block_mask.shape[2:]), (bq, bk), size)
+        elif (bq, bk) != (BLOCK, BLOCK):
+            raise ValueError(
+                f"{op}: size must be given unless blocks are of {BLOCK}, got block_size={(bq, bk)}"
+            )
+        if bq % BLOCK or bk % BLOCK:
+            assert size is not None
+            columns = torch.arange(size[1], device=block_mask.device) // bk
+
+            def seen(first: int, last: int) -> Tensor:
+                rows = torch.arange(first, last, device=block_mask.device) // bq
+                return block_mask[:, :, rows[:, None], columns]
+
+            return blocks_of_rows(seen, *size, block_mask.device)
+        codes = block_mask.to(torch.int32)
+        codes = codes.repeat_interleave(bq // BLOCK, 2).repeat_interleave(bk // BLOCK, 3)
+        if size is not None:
+            codes = codes[:, :, : -(-size[0] // BLOCK), : -(-size[1] // BLOCK)].contiguous()
+        return cls(codes, _no_bits(block_mask.device), size)
+
+    @classmethod
+    def from_csr(
+        cls,
+        row_ptr: Tensor,
+        col_idx: Tensor,
+        size: tuple[int, int],
+        *,
+        block_size: int | tuple[int, int] = BLOCK,
+    ) -> Blocks:
+        """From compressed rows: the query block I sees the key blocks
+        ``col_idx[row_ptr[I] : row_ptr[I + 1]]``.
+
+        Args:
+            row_ptr: integers (blocks of queries + 1,), or (B | 1, Hq | 1, blocks of queries + 1).
+            col_idx: integers (N,), or (B | 1, Hq | 1, N); each row ascending, without repetition.
+            size: (Tq, Tk), of which the last blocks may be cut.
+            block_size: queries and keys of a block, one number or two.
+
+        Raises:
+            TypeError, ValueError: pointers that do not ascend from 0 to N, columns outside the key
+                blocks, out of order or named twice in a row.
+        """
+        op = "Blocks.from_csr"
+        require_pair(op, "size", size, 0)
+        block = _block_size(op, block_size)
+        rows, columns = (-(-n // b) for n, b in zip(size, block, strict=True))
+        dense = _dense_of_csr(op, row_ptr, col_idx, rows, columns)
+        return cls.from_block_mask(dense, block_size=block, size=size)
+
+
+def _block_size(op: str, block_size: int | tuple[int, int]) -> tuple[int, int]:
+    if isinstance(block_size, int):
+        block_size = (block_size, block_size)
+    require_pair(op, "block_size", block_size, 1)
+    return block_size
+
+
+def _require_blocks(
+    op: str, name: str, blocks: tuple[int, ...], block: tuple[int, int], size: tuple[int, int]
+) -> None:
+    wanted = tuple(-(-n // b) for n, b in zip(size, block, strict=True))
+    if blocks != wanted:
+        raise ValueError(
+            f"{op}: {name} must have {wanted} blocks of {block} for (Tq, Tk)={tuple(size)}, "
+            f"got {blocks}"
+        )
+
+
+def _dense_of_csr(op: str, row_ptr: Tensor, col_idx: Tensor, rows: int, columns: int) -> Tensor:
+    """Bool (B | 1, Hq | 1, rows, columns) of checked compressed rows."""
+    for name, t in (("row_ptr", row_ptr), ("col_idx", col_idx)):
+        require_integers(op, name, t)
+        if t.dim() not in (1, 3):
+            raise ValueError(
+                f"{op}: {name} must have 1 dimension, or 3 with those of B and Hq, "
+                f"got {name}.shape={tuple(t.shape)}"
+            )
+    if row_ptr.shape[:-1] != col_idx.shape[:-1] or row_ptr.shape[-1] != rows + 1:
+        raise ValueError(
+            f"{op}: row_ptr must have {rows + 1} entries and the other dimensions of col_idx, got "
+            f"row_ptr.shape={tuple(row_ptr.shape)}, col_idx.shape={tuple(col_idx.shape)}"
+        )
+    pointers, found = (t.to(torch.int64)[(None,) * (3 - t.dim())] for t in (row_ptr, col_idx))
+    count = found.shape[-1]
+    steps = pointers.diff(dim=-1)
+    ends = bool((pointers[..., 0] == 0).all()) and bool((pointers[..., -1] == count).all())
+    if not ends or bool((steps < 0).any()):
+        raise ValueError(
+            f"{op}: row_ptr must ascend from 0 to the {count} entries of col_idx, "
+            f"got row_ptr={shown(row_ptr)}"
+        )
+    if bool(((found < 0) | (found >= columns)).any()):
+        low, high = (int(n) for n in found.aminmax())
+        raise ValueError(
+            f"{op}: col_idx must be in [0, {columns}), got col_idx from {low} to {high}"
+        )
+    entry = torch.arange(count, device=found.device).expand(found.shape).contiguous()
+    row = torch.searchsorted(pointers[..., 1:].contiguous(), entry, right=True)
+    same = row[..., 1:] == row[..., :-1]
+    if bool((same & (found[..., 1:] <= found[..., :-1])).any()):
+        raise ValueError(
+            f"{op}: col_idx must ascend in each row, without repetition, got "
+            f"col_idx={shown(col_idx)}"
+        )
+    dense = torch.zeros(*found.shape[:2], rows * columns, dtype=torch.bool, device=found.device)
+    return dense.scatter_(-1, row * columns + found, True).unflatten(-1, (rows, columns))
 
 
 def from_predicate(

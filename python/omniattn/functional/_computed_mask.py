@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import EncodedMask, MaskKind, Rule
+from omniattn.encoding.masks import BLOCK, EncodedMask, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, blocks_of_rows
 from omniattn.functional._checks import shown
 from omniattn.functional._mask import Mask, common_device
@@ -16,8 +16,8 @@ from omniattn.functional._mask import Mask, common_device
 
 def _needs_one_length() -> NoReturn:
     raise ValueError(
-        "masks made by | and ~ are for batches of one length, not for packed or cached sequences, "
-        "whose positions differ"
+        "masks made by | and ~, GlobalTokens and Representatives are for batches of one length, "
+        "not for packed or cached sequences, whose positions differ"
     )
 
 
@@ -36,7 +36,9 @@ class Computed(Mask):
         _needs_one_length()
 
     def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
-        if torch.compiler.is_compiling():  # the number of partial blocks is a value
+        # The number of partial blocks is a value; and a step of decoding, a size of its own each
+        # time, would be kept in vain.
+        if torch.compiler.is_compiling() or tq < BLOCK:
             return [(MaskKind.TENSOR, 0, 0, (self.pairs(tq, tk, device, heads),))]
         size = (tq, tk, device, heads)
         if size not in self.known:

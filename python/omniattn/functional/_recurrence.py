@@ -206,9 +206,3 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
         raise ValueError(
             f"{op}: cu_seqlens must grow within [0, {x.shape[1]}], got cu_seqlens={shown(bounds)}"
         )
-
-
-def in_sequences(cu_seqlens: Tensor, steps: int) -> Tensor:
-    """(T,) bool: which tokens are in a sequence. The others give zeros."""
-    token = torch.arange(steps, device=cu_seqlens.device)
-    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])

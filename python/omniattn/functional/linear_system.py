@@ -11,9 +11,9 @@ from omniattn.functional._checks import (
     require_device,
     require_float,
     require_int,
-    require_shape,
     require_tensor,
 )
+from omniattn.functional._recurrence import widened
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["ssm_kernel", "ssm_recurrence"]
@@ -81,9 +81,7 @@ def ssm_recurrence(
     require_bool(op, "delayed", delayed)
     before = u.new_zeros(u.shape[0], len(A), dtype=dtype)
     if initial_state is not None:
-        _require_part(op, "initial_state", initial_state, u, "u")
-        require_shape(op, "initial_state", initial_state, tuple(before.shape))
-        before = initial_state.to(dtype)
+        before = widened(op, "initial_state", initial_state, u, (tuple(before.shape),), "u")
     x = u.to(dtype)
     states = torch.cat((before[:, None], x @ B.mT), 1)  # of step t - 1 at t
     power, reach = A, 1
@@ -94,9 +92,7 @@ def ssm_recurrence(
         power, reach = power @ power, 2 * reach
     y = (states[:, :-1] if delayed else states[:, 1:]) @ C.mT
     if D is not None:
-        _require_part(op, "D", D, u, "u")
-        require_shape(op, "D", D, (len(C), u.shape[2]))
-        y = y + x @ D.to(dtype).mT
+        y = y + x @ widened(op, "D", D, u, ((len(C), u.shape[2]),), "u").mT
     return y.to(u.dtype), states[:, -1]
 
 
@@ -127,7 +123,6 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
     """
     op = "ssm_kernel"
     require_int(op, "length", length, 0)
-    require_tensor(op, "A", A)
     for name, t in (("A", A), ("B", B), ("C", C)):
         require_tensor(op, name, t)
         if t.dtype not in (torch.float64, torch.float32) or t.dtype != A.dtype:
@@ -147,7 +142,10 @@ def _system(
     op: str, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype, like: Tensor, like_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     for name, t in (("A", A), ("B", B), ("C", C)):
-        _require_part(op, name, t, like, like_name)
+        require_tensor(op, name, t)
+        if t.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+        require_device(op, name, t, like, like_name)
     if A.ndim != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"{op}: A must have shape (N, N), got A.shape={tuple(A.shape)}")
     if B.ndim != 2 or len(B) != len(A):
@@ -159,10 +157,3 @@ def _system(
             f"{op}: C must have shape (outputs, {len(A)}), got C.shape={tuple(C.shape)}"
         )
     return A.to(dtype), B.to(dtype), C.to(dtype)
-
-
-def _require_part(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> None:
-    require_tensor(op, name, t)
-    if t.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
-    require_device(op, name, t, like, like_name)

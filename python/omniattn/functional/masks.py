@@ -8,13 +8,14 @@ encoding/masks.py; no schema, fake kernel or gradient changes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import COLUMN_BITS, MaskKind, Rule
+from omniattn.encoding.masks import ANY_FAR, CHUNK_BITS, COLUMN_BITS, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, from_block_mask, from_predicate
 from omniattn.functional._checks import (
     require_choice,
@@ -23,7 +24,9 @@ from omniattn.functional._checks import (
     require_pair,
 )
 from omniattn.functional._computed_mask import AnyOf, Not
+from omniattn.functional._grid_mask import GridNeighbourhood
 from omniattn.functional._mask import All, Mask, require_bool_mask
+from omniattn.functional._token_masks import GlobalTokens, Representatives
 
 __all__ = [
     "All",
@@ -36,16 +39,22 @@ __all__ = [
     "Documents",
     "EveryKth",
     "Fixed",
+    "GlobalTokens",
+    "GridNeighbourhood",
     "KeyLengths",
     "KeyPadding",
     "Mask",
     "Neighbourhood",
     "Not",
     "PrefixLM",
+    "Representatives",
     "SlidingWindow",
     "Strided",
+    "block_local_global",
+    "deterministic_sparse",
     "from_block_mask",
     "from_predicate",
+    "hub_spoke",
     "sliding_window",
 ]
 
@@ -148,17 +157,27 @@ class PrefixLM(Mask):
 class Chunked(Mask):
     """Keys of the query's chunk of `size`, i // size == k // size, up to the query (Llama 4).
 
-    flash-attention's attention_chunk alone is causal=False.
+    With `back` = (near, far) the keys of the chunks near to far before it, of all before if far is
+    None; (1, 1) is the chunk before. flash-attention's attention_chunk alone is causal=False.
     """
 
     size: int
     causal: bool = True
+    back: tuple[int, int | None] = (0, 0)
 
     def __post_init__(self) -> None:
         require_int("Chunked", "size", self.size, 1)
+        if not isinstance(self.back, tuple) or len(self.back) != 2:
+            raise TypeError(f"Chunked: back must be (near, far), got back={self.back!r}")
+        near, far = self.back
+        require_int("Chunked", "near of back", near, 0, ANY_FAR - 1)
+        if far is not None:
+            require_int("Chunked", "far of back", far, near, ANY_FAR - 1)
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.CHUNK, self.size, 0, ()), *_causal(self.causal)]
+        near, far = self.back
+        b = near + ((ANY_FAR if far is None else far) << CHUNK_BITS)
+        return [(MaskKind.CHUNK, self.size, b, ()), *_causal(self.causal and near == 0)]
 
 
 @dataclass(frozen=True)
@@ -324,6 +343,61 @@ def sliding_window(
         own = convention == "fla" or (convention == "huggingface" and causal)
         left = right = size - own
     return SlidingWindow(left, 0 if causal else right)
+
+
+@functools.lru_cache(maxsize=64)
+def block_local_global(
+    size: int, global_index: tuple[int, ...] = (), *, causal: bool = False
+) -> Mask:
+    """The query's block of `size` keys, and all pairs of which one is a global token.
+
+    A composition of `Chunked` and `GlobalTokens`; the masks that were made last are kept, with
+    their blocks.
+    """
+    local = Chunked(size, causal=False)
+    mask = local | GlobalTokens(global_index) if global_index else local
+    return mask & Causal() if causal else mask
+
+
+@functools.lru_cache(maxsize=64)
+def hub_spoke(
+    window: int,
+    global_index: tuple[int, ...] = (),
+    *,
+    global_every: int | None = None,
+    causal: bool = True,
+) -> Mask:
+    """The `window` keys before the query and its own, and all pairs of which one is a hub.
+
+    The hubs are `global_index` and the multiples of `global_every`. Not causal, the window reaches
+    as far after the query. A composition of `SlidingWindow` and `GlobalTokens`, kept as by
+    `block_local_global`.
+    """
+    local = SlidingWindow(window, -1 if causal else window)
+    mask = local | GlobalTokens(global_index, global_every)
+    return mask & Causal() if causal else mask
+
+
+@functools.lru_cache(maxsize=64)
+def deterministic_sparse(
+    window: int,
+    stride: int,
+    global_index: tuple[int, ...] = (0,),
+    *,
+    anchor: Literal["relative", "absolute"] = "relative",
+    levels: tuple[tuple[int, int], ...] | None = None,
+) -> Mask:
+    """The `window` keys before the query and its own, one of every `stride` before these, and the
+    global keys; causal.
+
+    A composition of `SlidingWindow`, `Representatives` and `GlobalTokens`, kept as by
+    `block_local_global`.
+    """
+    parts: list[Mask] = [SlidingWindow(window, -1)]
+    parts.append(Representatives(window, stride, anchor, levels))
+    if global_index:
+        parts.append(GlobalTokens(global_index, queries=False))
+    return AnyOf(tuple(parts)) & Causal()
 
 
 def _causal(causal: bool) -> list[Rule]:

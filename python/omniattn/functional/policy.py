@@ -124,8 +124,7 @@ def grpo_loss(
         importance_ratio = _per_token(op, importance_ratio, log_prob)
     log_ratio = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
     if importance_sampling_level == "sequence":
-        length = kept.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio = (log_ratio * kept).sum(-1, keepdim=True) / length
+        log_ratio = _mean_of_sequences(log_ratio, kept)
     ratio, low, high = log_ratio.exp(), -torch.inf, torch.inf
     if loss_type == "cispo":
         high = epsilon_high
@@ -146,13 +145,22 @@ def grpo_loss(
         loss = loss * importance_ratio
     tokens, penalty = kept.sum().clamp(min=1), log_prob.new_zeros(())
     if beta != 0:
-        d = (log_prob.detach() if ref_log_prob is None else ref_log_prob) - log_prob
-        k = (d.exp() - d - 1) * (ratio if use_bias_correction_kl else 1)
+        k = _divergence(log_prob, ref_log_prob) * (ratio if use_bias_correction_kl else 1)
         loss = loss + beta * k
         penalty = (k.detach() * kept).sum() / tokens
     clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
     total = _reduced(op, loss, kept, loss_type, max_completion_length, normalizer)
     return PolicyLoss(total, penalty, (clipped * kept).sum() / tokens)
+
+
+def _divergence(log_prob: Tensor, ref_log_prob: Tensor | None) -> Tensor:
+    d = (log_prob.detach() if ref_log_prob is None else ref_log_prob) - log_prob
+    return d.exp() - d - 1
+
+
+def _mean_of_sequences(x: Tensor, kept: Tensor) -> Tensor:
+    length = kept.sum(-1, keepdim=True).clamp(min=1)
+    return (x * kept).sum(-1, keepdim=True) / length
 
 
 def _gamma_weight(

@@ -16,8 +16,9 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import in_sequences, run, sequence_count, widened
+from omniattn.functional._recurrence import run, sequence_count, widened
 from omniattn.reference.precision import widen
+from omniattn.reference.recurrence import in_sequences
 
 __all__ = ["ssd"]
 

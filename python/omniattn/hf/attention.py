@@ -80,6 +80,7 @@ def attention_forward(
     paged = isinstance(cache, PagedAttentionCache)
     _check_supported(module, attention_mask, {**kwargs, "cache": None if paged else cache})
     output_attentions = output_attentions or _collects_weights(module)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
         if output_attentions or position_bias is not None or cu_seq_lens_q is None:
             raise NotImplementedError(
@@ -93,10 +94,8 @@ def attention_forward(
             value,
             cache,
             cu_seq_lens_q,
-            scale=scaling,
-            softcap=softcap or 0.0,
-            sinks=s_aux,
             cu_seq_lens_k=cu_seq_lens_k,
+            **options,
             **kwargs,
         ), None
     mask, bias, keys = _mask_and_bias(
@@ -108,13 +107,7 @@ def attention_forward(
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
-    options: dict[str, Any] = {
-        "mask": mask,
-        "bias": bias,
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-    }
+    options |= {"mask": mask, "bias": bias}
     if not output_attentions:
         return functional.attention(q, k, v, dropout_p=dropout, **options), None
     out, lse = functional.attention(q, k, v, dropout_p=dropout, return_lse=True, **options)

@@ -20,7 +20,7 @@ class PatchOptions(TypedDict, total=False):
     norm: bool
     mlp: bool
     rope: bool
-    recurrent: bool
+    mixer: bool
     loss: bool
     linear_cross_entropy: bool
     experts: bool

@@ -103,7 +103,7 @@ def _rotary(module: nn.Module) -> Finding:
     return rotary_forward(kind)
 
 
-def _recurrent(module: nn.Module) -> Finding:
+def _mixer(module: nn.Module) -> Finding:
     kind: Any = type(module)
     return recurrent_forward(kind)
 
@@ -122,5 +122,5 @@ FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
     "norm": _norm,
     "mlp": _mlp,
     "rope": _rotary,
-    "recurrent": _recurrent,
+    "mixer": _mixer,
 }

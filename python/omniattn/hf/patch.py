@@ -34,7 +34,7 @@ def patch(
     norm: bool = True,
     mlp: bool = True,
     rope: bool = True,
-    recurrent: bool = True,
+    mixer: bool = True,
     loss: bool = True,
     linear_cross_entropy: bool = True,
     experts: bool = True,
@@ -67,7 +67,7 @@ def patch(
             hooks that are added to it later.
         rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
             with the heads before or after the tokens, as unsqueeze_dim says.
-        recurrent: the short convolutions, the scans of Mamba and Mamba-2 in all models that have
+        mixer: the short convolutions, the scans of Mamba and Mamba-2 in all models that have
             them, the delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid and Kimi Linear, the mean of
             RWKV and the cell of xLSTM; layers are counted.
         loss: the loss of causal language models.
@@ -103,7 +103,7 @@ def patch(
         "norm": norm,
         "mlp": mlp,
         "rope": rope,
-        "recurrent": recurrent,
+        "mixer": mixer,
     }
     finders = {name: find for name, find in FINDERS.items() if wanted[name]}
     count: Counter[str] = Counter()

@@ -109,8 +109,11 @@ def require_interface(model: PreTrainedModel) -> None:
     """
     layer = own_attention(model)
     if layer is not None:
+        own = "sdpa" if model._supports_sdpa else "eager"
+        swaps = " and omniattn.hf.patch, which swaps its calls of sdpa," * (own == "sdpa")
         raise NotImplementedError(
             f"omniattn.hf: {type(model).__name__} computes its attention itself ({layer}) and "
-            'never asks the AttentionInterface of transformers; use attn_implementation="eager" '
-            'or, for other parts of a composite model, {"": "eager", "text_config": "omniattn"}'
+            f'never asks the AttentionInterface of transformers; use attn_implementation="{own}"'
+            f"{swaps} or, for other parts of a composite model, "
+            f'{{"": "{own}", "text_config": "omniattn"}}'
         )

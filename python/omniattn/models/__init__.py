@@ -11,13 +11,14 @@ from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import Llama, LlamaConfig
-from omniattn.models.mamba import MambaConfig
+from omniattn.models.mamba import FalconMambaConfig, MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
 from omniattn.models.t5 import T5, T5Config
 from omniattn.models.vision import Swin, SwinConfig, ViT, ViTConfig
+from omniattn.models.zamba2 import Zamba2, Zamba2Config
 
 __all__ = [
     "PRESETS",
@@ -31,6 +32,7 @@ __all__ = [
     "Decoder",
     "DeepSeekConfig",
     "DifferentialConfig",
+    "FalconMambaConfig",
     "GPT2Config",
     "JambaConfig",
     "Llama",
@@ -48,6 +50,8 @@ __all__ = [
     "T5Config",
     "ViT",
     "ViTConfig",
+    "Zamba2",
+    "Zamba2Config",
     "generate",
     "load_model",
     "sample",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,8 +16,10 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
+    Attention,
     DecoderBlock,
     Dropout,
+    Eviction,
     LearnedPositional,
     Linear,
     MultiTokenPredictor,
@@ -131,10 +134,7 @@ class Decoder(Model, Stateful):
         )
         self.dropout = Dropout(c.dropout_p)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
-        self.layers = nn.ModuleList(
-            DecoderBlock(c.block(layer), device=device, dtype=dtype)
-            for layer in range(c.num_layers)
-        )
+        self.layers = nn.ModuleList(self._blocks(device=device, dtype=dtype))
         self.norm = c.norm.build(device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
         self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
@@ -146,6 +146,11 @@ class Decoder(Model, Stateful):
 
             self.predictor = MultiTokenPredictor(c.predictor, block, device=device, dtype=dtype)
         self._predictor_loss: torch.Tensor | float = 0.0
+
+    def _blocks(self, **factory: Any) -> Iterable[nn.Module]:
+        """The layers; `factory`: device and dtype."""
+        c = self.config
+        return (DecoderBlock(c.block(layer), **factory) for layer in range(c.num_layers))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
@@ -160,10 +165,22 @@ class Decoder(Model, Stateful):
             return {}
         return {"mtp": torch.as_tensor(self._predictor_loss).item()}
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
-        """The states of all layers before the first token."""
-        blocks = (cast(DecoderBlock, layer) for layer in self.layers)
-        return [block.new_state(batch, max_length, **storage) for block in blocks]
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        eviction: Eviction | Sequence[Eviction] | None = None,
+        **storage: Unpack[Storage],
+    ) -> list[State]:
+        """The states of all layers before the first token; `eviction` as of `Attention`."""
+        options: dict[str, Any] = dict(storage)
+        if eviction is not None:
+            if not any(isinstance(module, Attention) for module in self.layers.modules()):
+                raise ValueError("Decoder: eviction needs a layer of Attention, got none")
+            options["eviction"] = eviction
+        blocks = (cast(Stateful, layer) for layer in self.layers)
+        return [block.new_state(batch, max_length, **options) for block in blocks]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -189,7 +206,7 @@ class Decoder(Model, Stateful):
             x = self.embed_positions(x, positions)
         x = self.dropout(x)
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
-        shared: dict[str, torch.Tensor] = {}
+        shared = {"embeddings": x}
         for i, layer in enumerate(self.layers):
             if recompute:
                 x, residual = checkpoint(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_integers, require_number, require_rows
+from omniattn.modules.eviction import Eviction
 
 
 class Sized(Protocol):
@@ -120,6 +121,7 @@ def generate(
     eos: int | None = None,
     seed: int = 0,
     source: torch.Tensor | None = None,
+    eviction: Eviction | Sequence[Eviction] | None = None,
 ) -> torch.Tensor:
     """Continues each row of tokens.
 
@@ -133,6 +135,7 @@ def generate(
         eos: token that ends a row; it is kept and repeated up to the common length.
         seed: of the uniform numbers, which depend on (seed, step, row) only.
         source: (B, S) int64, what the encoder reads, of a model that has one.
+        eviction: which tokens the caches keep, of a model whose `new_state` takes it.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.
@@ -151,7 +154,9 @@ def generate(
     batch, start = tokens.shape
     training = model.training
     model.train(False)
-    state = model.new_state(batch, start + max_new_tokens)
+    new_state: Callable[..., Any] = model.new_state
+    more = {} if eviction is None else {"eviction": eviction}
+    state = new_state(batch, start + max_new_tokens, **more)
     out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     fed, end = 0, start

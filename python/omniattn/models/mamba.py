@@ -1,9 +1,9 @@
-"""Mamba (Gu and Dao 2023, arXiv 2312.00752): RMSNorm and selective scans, no feed-forward layer."""
+"""Mamba and FalconMamba: RMSNorm and selective scans, without feed-forward layers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omniattn.models.decoder import Decoder
@@ -23,6 +23,38 @@ def _rank_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"dt_rank": None if rank == math.ceil(theirs.hidden_size / 16) else rank}
 
 
+_HF = Counterpart(
+    "MambaForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "d_state": "state_size",
+        "d_conv": "conv_kernel",
+        "expand": "expand",
+        "dt_min": "time_step_min",
+        "dt_max": "time_step_max",
+        "dt_init": "time_step_init_scheme",
+        "dt_scale": "time_step_scale",
+        "dt_init_floor": "time_step_floor",
+        "conv_bias": "use_conv_bias",
+        "bias": "use_bias",
+        "norm_eps": "layer_norm_epsilon",
+        "init_std": "initializer_range",
+        "residual_in_fp32": "residual_in_fp32",
+        "tie_embeddings": "tie_word_embeddings",
+    },
+    (
+        (r"^embed_tokens", "backbone.embeddings"),
+        (r"^norm", "backbone.norm_f"),
+        (r"^layers", "backbone.layers"),
+        (r"input_layernorm", "norm"),
+    ),
+    fixed={"hidden_act": "silu", "intermediate_size": lambda c: c.expand * c.dim},
+    conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
+)
+
+
 @dataclass(frozen=True)
 class MambaConfig(Decoder.Config):
     """Sizes and options.
@@ -31,39 +63,14 @@ class MambaConfig(Decoder.Config):
         d_state, d_conv, expand, dt_rank: as in :class:`omniattn.modules.Mamba`.
         dt_min, dt_max, dt_init, dt_scale, dt_init_floor, conv_bias, bias: as there.
         norm_eps: of the norms.
+
+    Reference:
+        Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023,
+        arXiv 2312.00752.
     """
 
     architecture = "mamba"
-    hf = Counterpart(
-        "MambaForCausalLM",
-        {
-            "vocab_size": "vocab_size",
-            "dim": "hidden_size",
-            "num_layers": "num_hidden_layers",
-            "d_state": "state_size",
-            "d_conv": "conv_kernel",
-            "expand": "expand",
-            "dt_min": "time_step_min",
-            "dt_max": "time_step_max",
-            "dt_init": "time_step_init_scheme",
-            "dt_scale": "time_step_scale",
-            "dt_init_floor": "time_step_floor",
-            "conv_bias": "use_conv_bias",
-            "bias": "use_bias",
-            "norm_eps": "layer_norm_epsilon",
-            "init_std": "initializer_range",
-            "residual_in_fp32": "residual_in_fp32",
-            "tie_embeddings": "tie_word_embeddings",
-        },
-        (
-            (r"^embed_tokens", "backbone.embeddings"),
-            (r"^norm", "backbone.norm_f"),
-            (r"^layers", "backbone.layers"),
-            (r"input_layernorm", "norm"),
-        ),
-        fixed={"hidden_act": "silu", "intermediate_size": lambda c: c.expand * c.dim},
-        conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
-    )
+    hf = _HF
 
     d_state: int = 16
     d_conv: int = 4
@@ -82,8 +89,10 @@ class MambaConfig(Decoder.Config):
     def norm(self) -> RMSNorm.Config:
         return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
 
-    def block(self, layer: int) -> DecoderBlock.Config:
-        mixer = Mamba.Config(
+    @property
+    def mixer(self) -> Mamba.Config:
+        """Config of the token mixer of all layers."""
+        return Mamba.Config(
             self.dim,
             self.d_state,
             self.d_conv,
@@ -99,10 +108,38 @@ class MambaConfig(Decoder.Config):
             self.bias,
             **self.common,
         )
+
+    def block(self, layer: int) -> DecoderBlock.Config:
         return DecoderBlock.Config(
-            mixer,
+            self.mixer,
             None,
             self.norm,
             dropout_p=self.dropout_p,
             residual_in_fp32=self.residual_in_fp32,
         )
+
+
+@dataclass(frozen=True)
+class FalconMambaConfig(MambaConfig):
+    """Mamba with norms of r, B and C that have no weights.
+
+    Args:
+        mixer_norm_eps: of these norms.
+
+    Reference:
+        Zuo et al., "Falcon Mamba: The First Competitive Attention-free 7B Language Model", 2024,
+        arXiv 2410.05355.
+    """
+
+    architecture = "falcon_mamba"
+    hf = replace(
+        _HF,
+        model="FalconMambaForCausalLM",
+        options={**_HF.options, "mixer_norm_eps": "mixer_rms_eps"},
+    )
+
+    mixer_norm_eps: float = 1e-6
+
+    @property
+    def mixer(self) -> Mamba.Config:
+        return replace(super().mixer, norm_eps=self.mixer_norm_eps, norm_weights=False)

@@ -19,6 +19,7 @@ from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
+from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
     MLSTM,
     S4D,
@@ -140,6 +141,7 @@ TRAINED: dict[str, ModelConfig] = {
     # Half of the published period, so that four layers have all kinds.
     "jamba": JambaConfig(attention_period=4, attention_offset=2, hidden_dim=256, experts=4),
     "samba": _samba(),
+    "zamba2": Zamba2Config(),
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
     "bert": BertConfig(),

@@ -6,6 +6,8 @@ from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
+from omniattn.modules.evicting_cache import EvictingCache
+from omniattn.modules.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
 from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
@@ -72,6 +74,7 @@ from omniattn.modules.transformer_xl import TransformerXLAttention
 from omniattn.modules.xlstm import MLSTM, SLSTM
 
 __all__ = [
+    "H2O",
     "MLP",
     "MLSTM",
     "S4",
@@ -89,6 +92,8 @@ __all__ = [
     "DisentangledAttention",
     "DropPath",
     "Dropout",
+    "EvictingCache",
+    "Eviction",
     "ExpertParallel",
     "Experts",
     "GatedAttentionUnit",
@@ -146,10 +151,14 @@ __all__ = [
     "SimpleSelectiveSSM",
     "SinCosPositional2d",
     "SinusoidalPositional",
+    "SnapKV",
     "SpatialReductionAttention",
     "State",
+    "Streaming",
     "SwinBlock",
     "T5RelativeBias",
+    "Threshold",
     "TransformerXLAttention",
+    "Window",
     "WindowAttention",
 ]

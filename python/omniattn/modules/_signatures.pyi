@@ -545,6 +545,7 @@ def Mamba(
     conv_bias: bool = ...,
     bias: bool = ...,
     norm_eps: float | None = ...,
+    norm_weights: bool = ...,
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,

@@ -1,7 +1,9 @@
 """Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.cache import Cache, require_cache, storage_like, with_cache
+from omniattn.modules.evicting_cache import EvictingCache
+from omniattn.modules.eviction import Eviction, Window, policies_of_groups
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import CrossCache, KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -254,6 +258,7 @@ class Attention(Mixer):
         max_length: int,
         *,
         rolling: bool = False,
+        eviction: Eviction | Sequence[Eviction] | None = None,
         **storage: Unpack[Storage],
     ) -> Cache:
         """An empty cache.
@@ -262,8 +267,12 @@ class Attention(Mixer):
             batch, max_length: sizes; a cross-attention takes those of its source.
             device, dtype: of the storage, default: those of the parameters.
             rolling: keep only what the window sees; needs causal and a left window.
+            eviction: which tokens to keep, a policy or one for each query head; causal
+                self-attention by softmax without a window only.
         """
         c = self.config
+        if eviction is not None:
+            return self._evicting(batch, max_length, eviction, rolling, storage)
         if c.cross:
             return CrossCache()
         kind: type[KVCache] | type[RollingCache] = KVCache
@@ -276,6 +285,29 @@ class Attention(Mixer):
             max_length, kind = min(max_length, c.window_size[0] + 1), RollingCache
         like = storage_like(self.k_proj.weight, **storage)
         return kind(batch, max_length, c.kv_heads, c.head_size, **like)
+
+    def _evicting(
+        self,
+        batch: int,
+        max_length: int,
+        eviction: Eviction | Sequence[Eviction],
+        rolling: bool,
+        storage: Storage,
+    ) -> Cache:
+        c = self.config
+        whole = c.causal and c.window_size == (-1, -1) and c.normaliser == "softmax"
+        if rolling or not whole:
+            raise ValueError(
+                "Attention: eviction needs causal self-attention by softmax without a window, "
+                f"got causal={c.causal}, window_size={c.window_size}, "
+                f"normaliser={c.normaliser!r}, rolling={rolling}"
+            )
+        policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
+        sizes = (c.kv_heads, c.head_size)
+        like = storage_like(self.k_proj.weight, **storage)
+        if isinstance(policies, Window):
+            return RollingCache(batch, min(max_length, policies.size), *sizes, **like)
+        return EvictingCache(policies, batch, max_length, *sizes, **like)
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
@@ -329,11 +361,15 @@ class Attention(Mixer):
             if source is not None:
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = self._keys_and_values(x)
-            if rope is not None:
+            evicting = cache if isinstance(cache, EvictingCache) else None
+            if rope is not None and (evicting is None or not evicting.moves):
                 q, k = functional.apply_rotary(
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
-            if isinstance(cache, PagedCache) and mask is None and bias is None:
+            if evicting is not None:
+                late = rope if evicting.moves else None
+                attend = partial(evicting.attend, rope=late, interleaved=c.rope_interleaved)
+            elif isinstance(cache, PagedCache) and mask is None and bias is None:
                 k, v, attend = in_pages(cache, k, v)
             elif cache is not None:
                 k, v = cache.append(k, v)

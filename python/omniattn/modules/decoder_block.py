@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from omniattn.functional._checks import widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.attention import Attention
+from omniattn.modules.cache import Cache
 from omniattn.modules.dropout import Dropout
+from omniattn.modules.eviction import Eviction
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.state import State, Stateful, StatePair, Storage, takes_cache
@@ -96,9 +99,27 @@ class DecoderBlock(Layer, Stateful):
         self.dropout = Dropout(config.dropout_p)
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> State:
-        """The state of the mixer, or of both layers where the channel mixer has one too."""
-        state: State = self.mixer.new_state(batch, max_length, **storage)
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        eviction: Eviction | Sequence[Eviction] | None = None,
+        **storage: Unpack[Storage],
+    ) -> State:
+        """The state of the mixer, or of both layers where the channel mixer has one too.
+
+        `eviction` is that of `Attention`; a mixer whose state does not grow takes none.
+        """
+        more: dict[str, Any] = {}
+        if eviction is not None and isinstance(self.mixer, Attention):
+            more["eviction"] = eviction
+        state: State = self.mixer.new_state(batch, max_length, **storage, **more)
+        if eviction is not None and not more and isinstance(state, Cache):
+            raise ValueError(
+                "DecoderBlock: eviction needs Attention or a mixer whose state does not grow, "
+                f"got mixer={type(self.mixer).__name__}"
+            )
         if not isinstance(self.mlp, Stateful):
             return state
         return StatePair(state, self.mlp.new_state(batch, max_length, **storage))

@@ -18,6 +18,7 @@ from omniattn.modules.recurrent import (
     RecurrentConfig,
     RecurrentMixer,
     Result,
+    draw_steps,
     fp32,
     linear,
     low_rank,
@@ -228,5 +229,4 @@ class KimiDeltaAttention(_DeltaMixer):
 def draw_rates(a_log: Tensor, dt_bias: Tensor, least: float) -> None:
     """a_log = ln A of A from (least, 16); softplus(dt_bias) from 1e-3 to 0.1, both ends in ln."""
     a_log.uniform_(least, 16).clamp_(min=1e-4).log_()
-    dt = dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
-    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+    draw_steps(dt_bias, 1e-3, 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
-from omniattn.modules.recurrent import Device, fp32, zeros_of_states
+from omniattn.modules.recurrent import Device, draw_steps, fp32, zeros_of_states
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
 
 __all__ = ["Mamba"]
+
+_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
 
 class StepProjection(nn.Module):
@@ -43,9 +45,7 @@ class StepProjection(nn.Module):
             nn.init.constant_(self.weight, bound)
         else:
             nn.init.uniform_(self.weight, -bound, bound)
-        dt = torch.empty_like(self.bias, dtype=fp32(self.bias.dtype))
-        dt = dt.uniform_(math.log(c.dt_min), math.log(c.dt_max)).exp_().clamp_(min=c.dt_init_floor)
-        self.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        draw_steps(self.bias, c.dt_min, c.dt_max, c.dt_init_floor)
 
     def forward(self, r: Tensor) -> Tensor:
         """r (B, T, rank) -> r W_dt (B, T, inner), without b_dt."""
@@ -71,7 +71,8 @@ class Mamba(StateMixer):
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
-        arXiv 2312.00752; the norms: Lieber et al., Jamba, 2024, arXiv 2403.19887.
+        arXiv 2312.00752; the norms: Lieber et al., Jamba, 2024, arXiv 2403.19887, and Zuo et al.,
+        Falcon Mamba, 2024, arXiv 2410.05355.
 
     Example:
         >>> Mamba(dim=8)(torch.ones(1, 5, 8)).shape
@@ -96,6 +97,7 @@ class Mamba(StateMixer):
             conv_bias: whether conv1d has a bias.
             bias: whether in_proj and out_proj have one.
             norm_eps: of RMS norms over r, B and C, as Jamba has them; None for no norms.
+            norm_weights: whether these norms have weights; those of FalconMamba have none.
             init_std, out_init_std, backend: as in Attention.
         """
 
@@ -113,6 +115,7 @@ class Mamba(StateMixer):
         conv_bias: bool = True
         bias: bool = False
         norm_eps: float | None = None
+        norm_weights: bool = True
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: str | None = None
@@ -165,10 +168,10 @@ class Mamba(StateMixer):
         self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
         self.D = nn.Parameter(torch.empty(c.inner, **wide))
         self.out_proj = linear(c.inner, c.dim, c.bias, c.out_init_std)
-        if c.norm_eps is not None:
-            for name, size in (("dt", c.rank), ("b", c.d_state), ("c", c.d_state)):
+        if c.norm_eps is not None and c.norm_weights:
+            for name, size in zip(_NORMS, (c.rank, c.d_state, c.d_state), strict=True):
                 norm = RMSNorm.Config(size, c.norm_eps, backend=c.backend)
-                self.add_module(f"{name}_layernorm", norm.build(**factory))
+                self.add_module(name, norm.build(**factory))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -186,6 +189,15 @@ class Mamba(StateMixer):
         conv = self.conv1d.new_state(batch, wide.new_zeros(0, dtype=dtype))
         return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
 
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        """r, B or C after its norm, if there is one."""
+        c = self.config
+        if c.norm_eps is None:
+            return x
+        if c.norm_weights:
+            return cast(Tensor, self.get_submodule(name)(x))
+        return functional.rms_norm(x, eps=c.norm_eps, backend=c.backend)
+
     def _mix(
         self, x: Tensor, state: RecurrentState | None, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,10 +205,7 @@ class Mamba(StateMixer):
         u, z = self.in_proj(x).chunk(2, -1)
         u, conv = self.conv1d(u, None if state is None else state["conv"].to(u.dtype))
         parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
-        if c.norm_eps is not None:
-            names = ("dt_layernorm", "b_layernorm", "c_layernorm")
-            parts = [self.get_submodule(n)(t) for n, t in zip(names, parts, strict=True)]
-        r, b, rows = parts
+        r, b, rows = map(self._normed, _NORMS, parts)
         y, ssm = functional.selective_scan(
             u,
             self.dt_proj(r),

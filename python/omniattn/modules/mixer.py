@@ -18,7 +18,7 @@ class Mixer(Layer, Stateful):
     - mask: boolean, True = attend, broadcastable to (B, heads, T, S), or None. A mixer that cannot
       obey it raises;
     - shared, only where `shares` is true: a dict of tensors in which the layers of a model pass
-      something on in one call, or None.
+      something on in one call, beginning with the `embeddings` of the tokens; or None.
 
     Example:
         >>> from omniattn.modules import Attention

@@ -7,7 +7,7 @@ from torch import nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.functional.norm import GATES
+from omniattn.functional.gated_norm import GATES
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import Norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, cast
@@ -18,7 +19,6 @@ from omniattn.modules.norm import RMSNorm, RMSNormGated
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
-from omniattn.modules.state_mixer import require_recurrence as require_recurrence
 
 Device: TypeAlias = "torch.device | str | None"
 #: Outputs and the final state.
@@ -204,6 +204,13 @@ def fp32(dtype: torch.dtype | None) -> torch.dtype:
     """Of parameters that stay in fp32 in a layer of dtype: fp64 only where that is."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def draw_steps(bias: Tensor, least: float, most: float, floor: float = 0.0) -> None:
+    """softplus(bias) from least to most, evenly in its logarithm, and at least `floor`."""
+    dt = torch.empty_like(bias, dtype=fp32(bias.dtype))
+    dt = dt.uniform_(math.log(least), math.log(most)).exp_().clamp_(min=floor)
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def zeros_of_states(weight: Tensor, storage: Storage) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.modules.cache import StoredCache, check_new
+from omniattn.modules.eviction import evicted_of
 from omniattn.modules.state import take
 
 
@@ -82,6 +83,20 @@ class RollingCache(StoredCache):
         slots = self._slots(self.length - count, self.length)
         k, v = (t.index_select(2, slots).transpose(1, 2) for t in (self._k, self._v))
         return k, v
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of the token in each slot of the views, (B, Hkv, S) int64."""
+        kept = min(self.length, self.window)
+        latest = torch.arange(self.length - kept, self.length, device=self._k.device)
+        if not self._sort:
+            latest = latest.roll((self.length - kept) % self.window)
+        return latest.expand(*self._k.shape[:2], -1)
+
+    @property
+    def evicted(self) -> Tensor:
+        """Which tokens are no longer kept, (B, Hkv, length) bool."""
+        return evicted_of(self.positions, self.length)
 
     def views(self) -> tuple[Tensor, Tensor]:
         """The kept tokens: slots in storage order, or by position with `sort`."""

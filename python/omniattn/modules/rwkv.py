@@ -18,9 +18,9 @@ from omniattn.modules.cache import storage_like
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
-from omniattn.modules.recurrent import Device, fp32, require_recurrence, zeros_of_states
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.state import RecurrentState, State, Stateful, Storage
-from omniattn.modules.state_mixer import StateMixer
+from omniattn.modules.state_mixer import StateMixer, require_recurrence
 
 __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 

@@ -22,8 +22,15 @@ from omniattn.reference.attention import (
     merge_attention,
     scaled_dot_product_attention,
     select_attention,
+    selected_attention,
 )
 from omniattn.reference.conv import causal_conv1d
+from omniattn.reference.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_mscale,
+    local_strided_attention,
+)
+from omniattn.reference.eviction import evicting_attention
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
 from omniattn.reference.loss import (
@@ -34,6 +41,7 @@ from omniattn.reference.loss import (
     linear_log_prob,
 )
 from omniattn.reference.moe import moe_experts
+from omniattn.reference.neighbourhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.reference.positions import (
     alibi_bias,
@@ -80,6 +88,13 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.sparse import (
+    bigbird_attention,
+    bigbird_random_blocks,
+    detsa_attention,
+    hub_spoke_attention,
+    longformer_attention,
+)
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
@@ -101,14 +116,20 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "axial_frequencies",
+    "bigbird_attention",
+    "bigbird_random_blocks",
     "bilinear",
     "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
     "cross_entropy",
     "delta_rule",
+    "detsa_attention",
     "dplr_delta_rule",
     "dropout",
+    "dual_chunk_attention",
+    "dual_chunk_mscale",
+    "evicting_attention",
     "exponential_gates",
     "gated_activation",
     "gated_delta_rule",
@@ -118,6 +139,7 @@ __all__ = [
     "glu_mlp",
     "grid_positions",
     "group_norm",
+    "hub_spoke_attention",
     "interpolate_grid",
     "interpolate_positions",
     "jsd",
@@ -128,12 +150,17 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
+    "local_strided_attention",
+    "longformer_attention",
     "masked_positions",
     "merge_attention",
     "mlp",
     "mlstm",
     "moe_experts",
     "mrope_axes",
+    "na1d",
+    "na2d",
+    "na3d",
     "packed_positions",
     "qk_norm_rotary",
     "recurrence",
@@ -150,6 +177,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selected_attention",
     "selective_scan",
     "sincos_2d",
     "sinusoidal",

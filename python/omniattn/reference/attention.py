@@ -156,7 +156,7 @@ def _attention(
         vw = vw.repeat_interleave(heads // kv_heads, 1)
     s = _logits(q, k, options)
     if options.normaliser == "softmax":
-        p, lse = _softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
+        p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
         p = NORMALISERS[options.normaliser](s)
         lse = s.new_zeros(batch, heads, tq)
@@ -277,9 +277,81 @@ def select_attention(
     weights = torch.nn.functional.one_hot(index, tk + 1)[..., :tk].to(vw.dtype)
     out = weights @ vw
     if ste:
-        soft = _softmax(score / tau, None)[0] @ vw.detach()
+        soft = softmax(score / tau, None)[0] @ vw.detach()
         out = out + (soft - soft.detach())
     return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    debug: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` to the keys of the blocks that indices (B|1,1|Hkv|Hq,nq,n) name, -1 none.
+
+    Query i has the list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
+    """
+    if debug:
+        require_lists("selected_attention", indices, -(-k.shape[1] // block_size))
+    visible = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
+    visible = visible.repeat_interleave(q.shape[2] // max(1, visible.shape[1]), 1)
+    return attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        mask=visible,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        return_lse=return_lse,
+    )
+
+
+def selected_keys(
+    indices: Tensor, block_size: int, query_block: int, lengths: tuple[int, int]
+) -> Tensor:
+    """The mask (B | 1, heads, Tq, Tk) of lists of blocks (B | 1, heads, query blocks, n)."""
+    tq, tk = lengths
+    blocks = -(-tk // block_size)
+    chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    index = indices.long()
+    chosen = chosen.scatter(-1, index.masked_fill(index < 0, blocks), True)[..., :blocks]
+    query = torch.arange(tq, device=indices.device) // query_block
+    key = torch.arange(tk, device=indices.device) // block_size
+    return chosen[:, :, query][..., key]
+
+
+def require_lists(op: str, indices: Tensor, blocks: int) -> None:
+    """Each list holds -1 or numbers in [0, blocks), no number twice. Waits for a GPU."""
+    low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
+    if low < -1 or high >= blocks:
+        raise ValueError(
+            f"{op}: indices must be -1 or numbers of blocks in [0, {blocks}), "
+            f"got {low if low < -1 else high}"
+        )
+    ordered = indices.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        place = tuple(twice.any(-1).nonzero()[0].tolist())
+        raise ValueError(
+            f"{op}: indices must name each block once in a list, "
+            f"got indices[{place}]={indices[place].tolist()}"
+        )
 
 
 def merge_attention(
@@ -301,7 +373,7 @@ def merge_attention(
     return out, (top + total.log()).masked_fill(empty, -math.inf)
 
 
-def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities and lse (B,Hq,Tq); a sink is one more logit per head, without a column of P."""
     if sinks is not None:
         s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)

@@ -262,6 +262,12 @@ def rwkv7(
     return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
 
 
+def in_sequences(cu_seqlens: Tensor, steps: int) -> Tensor:
+    """(T,) bool: which tokens are in a sequence. The others give zeros."""
+    token = torch.arange(steps, device=cu_seqlens.device)
+    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+
+
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -294,9 +300,7 @@ def ssd(
     y, state = recurrence(widen(C), widen(B), taken, *gates, before, cu_seqlens, 1.0)
     if D is not None:
         if cu_seqlens is not None:
-            token = torch.arange(x.shape[1], device=x.device)
-            inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
-            wide = torch.where(inside[:, None, None], wide, 0)
+            wide = torch.where(in_sequences(cu_seqlens, x.shape[1])[:, None, None], wide, 0)
         y = y + wide * (D if D.dim() == 2 else D[:, None]).to(wide.dtype)
     if z is not None:
         y = y * nnf.silu(widen(z))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.recurrence import in_sequences
 
 State = tuple[Tensor, ...]
 #: The numerator, denominator and maximum of no tokens.
@@ -168,9 +169,7 @@ def selective_scan(
     if z is not None:
         y = y * nnf.silu(z.to(dtype))
     if cu_seqlens is not None:
-        token = torch.arange(u.shape[1], device=u.device)
-        inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
-        y = torch.where(inside[:, None], y, 0)
+        y = torch.where(in_sequences(cu_seqlens, u.shape[1])[:, None], y, 0)
     return y.to(u.dtype), final
 
 

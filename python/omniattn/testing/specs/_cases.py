@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from omniattn.testing.spec import Case, Pass
+from omniattn.testing.spec import Case, Pass, Random
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FORWARD: tuple[Pass, ...] = ("forward",)
@@ -20,6 +21,12 @@ SWEEPS: dict[Pass, int] = {"forward": 1, "backward": 2, "forward+backward": 3}
 
 def rows(label: str, M: int, N: int, tensors: tuple[str, ...] = (), **options: Any) -> Case:
     return Case(label, {"M": M, "N": N}, tensors, options)
+
+
+def boundaries(count: int, steps: int, random: Random) -> Tensor:
+    """(count + 1,): cu_seqlens of sequences from the first token to the last."""
+    inner = random.integers(steps + 1, count - 1).sort().values
+    return torch.cat((torch.tensor([0]), inner, torch.tensor([steps])))
 
 
 def element_flops(per_element: int) -> Callable[[Case, Pass], float]:

@@ -8,6 +8,8 @@ import torch
 
 from omniattn.functional import masks
 
+_BLOCKS = torch.arange(2 * 4 * 4 * 8).view(2, 4, 4, 8) % 5 < 2
+
 #: Masks of indices, each with its cases; ids of documents are in order, then not.
 PATTERNS: dict[str, masks.Mask] = {
     "prefix": masks.PrefixLM(torch.tensor([0, 70])),
@@ -22,6 +24,12 @@ PATTERNS: dict[str, masks.Mask] = {
     "everykth": masks.EveryKth(30),
     "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
     "dilatedneighbours": masks.Neighbourhood(9, 7),
+    "blocklocalglobal": masks.block_local_global(30, (0, 100), causal=True),
+    "chunksbefore": masks.Chunked(30, back=(1, 2)),
+    "blocks": masks.Blocks.from_block_mask(_BLOCKS, block_size=(48, 20), size=(160, 160)),
+    "csrblocks": masks.Blocks.from_csr(
+        torch.tensor([0, 1, 3, 3]), torch.tensor([0, 0, 1]), (160, 160), block_size=(64, 128)
+    ),
     "predicate": masks.from_predicate(
         lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
     ),
@@ -36,6 +44,10 @@ LONG_PATTERNS: dict[str, masks.Mask] = {
     "strided": masks.Strided(64, 64),
     "fixed": masks.Fixed(64, 8),
     "everykth": masks.EveryKth(32),
+    "blockslocalglobal": masks.block_local_global(128, (0, 512)),
+    "blocks": masks.Blocks.from_block_mask(
+        torch.eye(8, dtype=torch.bool)[None, None], block_size=128, size=(1024, 1024)
+    ),
 }
 
 #: A mask that is made for one size: no longer than what is compared with fp64.

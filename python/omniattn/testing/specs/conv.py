@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
-from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
 
 ALL = ("bias", "initial_state")
 PACKED = (*ALL, "cu_seqlens")
@@ -35,8 +34,7 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     names = ("x", "weight", *(name for name in case.tensors if name in shapes))
     tensors = {name: random.normal(*shapes[name]) for name in names}
     if "cu_seqlens" in case.tensors:
-        inner = random.integers(t + 1, n - 1).sort().values
-        tensors["cu_seqlens"] = torch.cat((torch.tensor([0]), inner, torch.tensor([t])))
+        tensors["cu_seqlens"] = boundaries(n, t, random)
     return tensors
 
 

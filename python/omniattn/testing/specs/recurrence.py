@@ -13,7 +13,7 @@ from torch.nn import functional as nnf
 from omniattn import reference
 from omniattn.reference.recurrence import SIGNED
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
-from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
 
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
@@ -95,7 +95,7 @@ def _inputs(
         } | gates(case, random)
         n = case.sizes.get("N", b)
         if "cu_seqlens" in case.tensors:
-            tensors["cu_seqlens"] = _boundaries(n, t, random)
+            tensors["cu_seqlens"] = boundaries(n, t, random)
         if "initial_state" in case.tensors:
             ones = case.options.get("feature_map") not in (None, *SIGNED)
             features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
@@ -139,15 +139,9 @@ def _ssd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "z": lambda: random.normal(b, t, h, p),
         "dt_bias": lambda: random.normal(h),
         "initial_state": lambda: random.normal(case.sizes.get("S", b), h, p, n),
-        "cu_seqlens": lambda: _boundaries(case.sizes["S"], t, random),
+        "cu_seqlens": lambda: boundaries(case.sizes["S"], t, random),
     }
     return tensors | {name: optional[name]() for name in case.tensors}
-
-
-def _boundaries(count: int, steps: int, random: Random) -> Tensor:
-    """(count + 1,) of sequences from the first token to the last."""
-    inner = random.integers(steps + 1, count - 1).sort().values
-    return torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([steps])))
 
 
 def _flops(products: int) -> Callable[[Case, Pass], float]:

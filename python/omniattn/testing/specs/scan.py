@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as nnf
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
-from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
 
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
@@ -24,9 +23,7 @@ def _boundaries(case: Case, random: Random) -> dict[str, Tensor]:
     """N sequences from the first row to the last, where they are packed."""
     if "cu_seqlens" not in case.tensors:
         return {}
-    steps = case.sizes["T"]
-    inner = random.integers(steps + 1, case.sizes["N"] - 1).sort().values
-    return {"cu_seqlens": torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([steps])))}
+    return {"cu_seqlens": boundaries(case.sizes["N"], case.sizes["T"], random)}
 
 
 def _flops(per_element: int, *letters: str) -> Callable[[Case, Pass], float]:
@@ -277,8 +274,7 @@ def _selective_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         name: random.normal(*shape) for name, shape in others.items() if name in case.tensors
     }
     if "cu_seqlens" in case.tensors:
-        inner = random.integers(t + 1, case.sizes["S"] - 1).sort().values
-        tensors["cu_seqlens"] = torch.cat((nnf.pad(inner, (1, 0)), torch.tensor([t])))
+        tensors["cu_seqlens"] = boundaries(case.sizes["S"], t, random)
     return tensors
 
 

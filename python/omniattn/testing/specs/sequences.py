@@ -177,4 +177,9 @@ VARIANTS = (
         ("attention_cached", "KVCache", "RollingCache", "PagedCache", "CrossCache"),
         "Kwon et al. 2023, arXiv 2309.06180",
     ),
+    Variant(
+        "caches that evict: threshold, H2O, StreamingLLM, SnapKV",
+        ("EvictingCache", "Threshold", "H2O", "Streaming", "SnapKV", "Window"),
+        "Zhang et al. 2023, arXiv 2306.14048",
+    ),
 )

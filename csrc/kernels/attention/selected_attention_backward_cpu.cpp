@@ -1,0 +1,337 @@
+// Backward over selected keys (see selected_attention.h), five products per tile:
+//
+//   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
+//
+// with the names of attention_backward_cpu.cpp. dQ stays in L2 while an item walks its list; dK and
+// dV are added to the buffer of the owner.
+#include "kernels/attention/attention_backward_tile.h"
+#include "kernels/attention/selected_attention_tile.h"
+#include "runtime/dispatch.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// K^T and V^T in panels and K as rows, of one kv head; for bf16 in pairs.
+template <class T>
+struct PackedKeys {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *kt, *vt, *k;
+
+  PackedKeys(const AttentionProblem& p, void* memory, int64_t head) {
+    A* const first = static_cast<A*>(memory) + head * selected_packed_head(p);
+    kt = reinterpret_cast<M*>(first);
+    vt = reinterpret_cast<M*>(first + packed_keys(p) * p.d);
+    k = reinterpret_cast<M*>(first + packed_keys(p) * (p.d + p.dv));
+  }
+};
+
+template <class T>
+void pack_item(const SelectedBackwardParams& params, int64_t item) {
+  using M = operand_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  const int64_t panels = ceil_div(p.tk, kKeyPanel), head = item / panels;
+  const PackedKeys<T> to(p, params.packed, head);
+  const Range keys = block(item % panels, kKeyPanel, p.tk);
+  const int64_t count = keys.end - keys.begin, b = head / p.hkv, h = head % p.hkv;
+  const T* const k = row_of<T>(p.k, b, keys.begin, h);
+  const T* const v = row_of<T>(p.v, b, keys.begin, h);
+  pack_keys_as_columns(k, p.k.stride_t, p.d, count, kKeyPanel,
+                       to.kt + keys.begin * packed_depth<M>(p.d));
+  pack_keys_as_columns(v, p.v.stride_t, p.dv, count, kKeyPanel,
+                       to.vt + keys.begin * packed_depth<M>(p.dv));
+  pack_operand_rows(k, p.k.stride_t, count, p.d, to.k + keys.begin * padded_row(p.d));
+}
+
+// dK and dV of one kv head and split, a row per key.
+template <class A>
+struct KeySums {
+  int64_t ldk, ldv;
+  A *k, *v;
+
+  KeySums(const AttentionBackwardParams& params, int64_t head, int64_t split) {
+    const AttentionProblem& p = params.problem;
+    ldk = padded_row(p.d);
+    ldv = padded_row(p.dv);
+    k = static_cast<A*>(params.workspace) + split * selected_sums_elements(p) +
+        head * p.tk * (ldk + ldv);
+    v = k + p.tk * ldk;
+  }
+};
+
+// The operands of a tile: packed keys and values, or copies of those of the tile, whose dK or dV
+// is added to that of the kv head row by row.
+template <class T>
+struct BackwardKeys {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *kt, *vt, *k;
+  T* rows = nullptr;
+  A* sums = nullptr;
+
+  BackwardKeys(const SelectedBackwardParams& params, int64_t head, Arena<A>& arena) {
+    const AttentionProblem& p = params.attention.problem;
+    if (params.lists.gathered) {
+      kt = reinterpret_cast<M*>(arena.take(kKeyBlock * p.d));
+      vt = reinterpret_cast<M*>(arena.take(kKeyBlock * p.dv));
+      k = reinterpret_cast<M*>(arena.take(kKeyBlock * padded_row(p.d)));
+      rows = reinterpret_cast<T*>(arena.take(kKeyBlock * larger(p.d, p.dv)));
+      sums = arena.take(kKeyBlock * padded_row(larger(p.d, p.dv)));
+    } else {
+      const PackedKeys<T> packed(p, params.packed, head);
+      kt = packed.kt;
+      vt = packed.vt;
+      k = packed.k;
+    }
+  }
+  void gather(const AttentionProblem& p, const SelectedItem& item, KeyTile& tile) const {
+    gather_rows(p.k, item, tile, p.d, rows);
+    pack_keys_as_columns(rows, p.d, p.d, tile.columns, tile.columns, kt);
+    pack_operand_rows(rows, p.d, tile.columns, p.d, k);
+    gather_rows(p.v, item, tile, p.dv, rows);
+    pack_keys_as_columns(rows, p.dv, p.dv, tile.columns, tile.columns, vt);
+    number_rows(tile);
+  }
+};
+
+// What an item keeps of its rows.
+template <class T>
+struct BackwardRows {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  int64_t count, capacity, ldq, ldo;
+  int64_t row_q, row_o;     // of q and grad_out
+  M *q, *grad_out;          // x_q and dO times the factor of its row of P
+  M *q_pairs, *grad_pairs;  // the same as right factors
+  A *grad_q, *weights, *ds, *delta, *shift;
+
+  BackwardRows(const SelectedBackwardParams& params, Arena<A>& arena)
+      : count(0),
+        capacity(selected_rows(params.lists, params.attention.problem)),
+        ldq(padded_row(params.attention.problem.d)),
+        ldo(padded_row(params.attention.problem.dv)),
+        row_q(operand_row<M>(params.attention.problem.d)),
+        row_o(operand_row<M>(params.attention.problem.dv)) {
+    q = q_pairs = reinterpret_cast<M*>(arena.take(capacity * ldq));
+    grad_out = grad_pairs = reinterpret_cast<M*>(arena.take(capacity * ldo));
+    if constexpr (kKeepsQueries<T>) {
+      q_pairs = reinterpret_cast<M*>(arena.take(capacity * ldq));
+      grad_pairs = reinterpret_cast<M*>(arena.take(capacity * ldo));
+    }
+    grad_q = arena.take(capacity * ldq);
+    weights = arena.take(capacity * kKeyBlock);
+    ds = arena.take(capacity * kKeyBlock);
+    delta = arena.take(capacity);
+    shift = arena.take(capacity);
+  }
+};
+
+template <class T>
+void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
+                BackwardRows<T>& rows) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& p = params.problem;
+  rows.count = (item.queries.end - item.queries.begin) * item.heads;
+  pack_item_rows<T>(p.q, item, p.d, kKeepsQueries<T> ? A(1) : static_cast<A>(p.score.pre), rows.q);
+  fill_zero(rows.grad_q, rows.count * rows.ldq);
+  for_item_rows(item, [&](int64_t r, int64_t query, int64_t h) {
+    const int64_t stat = (item.b * p.hq + h) * p.lse_stride + query;
+    const A lse = static_cast<const A*>(params.lse)[stat];
+    const A tail = static_cast<const A*>(params.lse_tail)[stat];
+    const A factor = exp2(V(softmax_tail_exponent(tail))).v[0];
+    auto* const grad = rows.grad_out + r * rows.row_o;
+    pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv, factor, grad);
+    const T* const out = row_of<T>(params.out, item.b, query, h);
+    V sum = zero<A>();
+    for (int64_t c = 0; c < p.dv; c += V::kWidth) {
+      sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
+    }
+    const auto* const grad_lse = static_cast<const A*>(params.grad_lse);
+    rows.delta[r] = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat] : A(0));
+    rows.shift[r] = softmax_backward_shift(p.score, lse);
+    if (params.part_sinks != nullptr) {
+      const A distance = (initial_maximum<A>(p, h) - rows.shift[r]) * exponent_factor<A>(p.score);
+      static_cast<A*>(params.part_sinks)[stat] = -exp2(V(distance)).v[0] * rows.delta[r];
+    }
+  });
+  if constexpr (kKeepsQueries<T>) {
+    pack_rows(rows.q, rows.row_q, rows.count, rows.ldq, rows.q_pairs, rows.ldq, rows.ldq);
+    pack_rows(rows.grad_out, rows.row_o, rows.count, rows.ldo, rows.grad_pairs, rows.ldo, rows.ldo);
+  }
+}
+
+// Turns q.k and dP of a row into the weights after dropout and dx.
+template <class T>
+void gradient_row(const AttentionProblem& p, const KeyTile& tile,
+                  const RowScore<compute_t<T>>& score, const BackwardRows<T>& rows, int64_t r) {
+  using A = compute_t<T>;
+  using V = Vec<A>;
+  const Range columns = tile.padded_columns();
+  A *const weights = rows.weights + r * kKeyBlock, *const ds = rows.ds + r * kKeyBlock;
+  A slope[kKeyBlock];  // of the transform
+  scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
+  score.to_logits(weights, columns, slope);
+  drop_row(p, score.b, score.h, score.q, tile, ds);
+  const V mean(rows.delta[r]);
+  with_weight(p.score, rows.shift[r], [&](auto weight) {
+    for_columns<A>(columns, [&](int64_t n) {
+      const auto w = weight(load(weights + n));
+      store(weights + n, w.value);
+      store(ds + n, w.slope * (load(ds + n) - mean));
+    });
+  });
+  score.hide(ds, columns, A(0));  // a hidden key may hold anything, and 0 * NaN is NaN
+  drop_row(p, score.b, score.h, score.q, tile, weights);
+  if (p.score.transform == ScoreKind::none) return;
+  for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
+}
+
+// Adds X^T Y, where X is (rows x keys of a tile), for bf16 in pairs of rows, and Y has `rows` rows,
+// to the rows of the keys in `sum`.
+template <class T>
+void add_to_keys(const KeyTile& tile, const operand_t<T>* x, int64_t rows, const operand_t<T>* y,
+                 int64_t ld, int64_t width, compute_t<T>* own, compute_t<T>* sum) {
+  using M = operand_t<T>;
+  const auto multiply = [&](int64_t column, int64_t count, compute_t<T>* to, bool adds) {
+    gemm_tile<M, ALayout::kTransposed>(x + column * Operand<M>::kStep, kKeyBlock, row_panels(y, ld),
+                                       to, ld, count, width, rows, adds);
+  };
+  if (own == nullptr) {
+    for (int64_t n = 0; n < tile.spans; ++n) {
+      multiply(tile.span[n].column, tile.span[n].count, sum + tile.span[n].key * ld, true);
+    }
+    return;
+  }
+  multiply(0, tile.columns, own, false);
+  for (int64_t n = 0; n < tile.columns; ++n) {
+    compute_t<T>* const to = sum + tile.position[n] * ld;
+    for_columns<compute_t<T>>(
+        {0, width}, [&](int64_t c) { store(to + c, load(to + c) + load(own + n * ld + c)); });
+  }
+}
+
+template <class T>
+void gradient_item(const SelectedBackwardParams& params, const SelectedItem& item,
+                   const BackwardKeys<T>& keys, const KeySums<compute_t<T>>& sums,
+                   BackwardRows<T>& rows) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
+  start_rows(params.attention, item, rows);
+  KeyTile tile;
+  Visibility visible;
+  for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
+    visible.set(params.lists, p, item, tile);
+    if (params.lists.gathered) keys.gather(p, item, tile);
+    multiply_by_tile(tile, rows.q, rows.row_q, rows.count, p.d, keys.kt, rows.weights);
+    multiply_by_tile(tile, rows.grad_out, rows.row_o, rows.count, p.dv, keys.vt, rows.ds);
+    for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
+      const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
+      gradient_row<T>(p, tile, score, rows, r);
+    });
+    const auto x = tile_operands<T>(rows.weights, rows.ds, rows.count, rows.capacity,
+                                    static_cast<A>(p.score.pre));
+    add_to_keys<T>(tile, x.weights, rows.count, rows.grad_pairs, rows.ldo, width_v, keys.sums,
+                   sums.v);
+    add_to_keys<T>(tile, x.dk, rows.count, rows.q_pairs, rows.ldq, width_k, keys.sums, sums.k);
+    accumulate_tile(tile, x.dq, kKeyBlock, rows.count, keys.k, rows.ldq, width_k, rows.grad_q);
+  }
+  for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
+    store_row(rows.grad_q + r * rows.ldq, static_cast<A>(p.score.pre * p.score.chain), p.d,
+              row_of<T>(params.attention.grad_q, item.b, q, h));
+  });
+}
+
+// The items of one kv head that belong to a split.
+template <class T>
+void owner_item(const SelectedBackwardParams& params, void* scratch, int64_t n) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  const SelectedLists& lists = params.lists;
+  const int64_t head = n % kv_head_items(p), split = n / kv_head_items(p);
+  Arena<A> arena{static_cast<A*>(scratch), selected_backward_scratch(params)};
+  const BackwardKeys<T> keys(params, head, arena);
+  BackwardRows<T> rows(params, arena);
+  const KeySums<A> sums(params.attention, head, split);
+  fill_zero(sums.k, p.tk * (sums.ldk + sums.ldv));
+  const int64_t b = head / p.hkv, first = head % p.hkv * group_size(p);
+  for (int64_t h = first; h < first + group_size(p); h += list_heads(lists, p)) {
+    for (int64_t i = split; i < items_per_head(lists, p); i += params.attention.splits) {
+      const SelectedItem item = selected_item(lists, p, b, h, i);
+      if (!is_empty(item.queries)) gradient_item<T>(params, item, keys, sums, rows);
+    }
+  }
+}
+
+// dK and dV of a panel of keys: the sums over splits, in order, times the scale.
+template <class T>
+void finish_item(const SelectedBackwardParams& params, int64_t item) {
+  using A = compute_t<T>;
+  const AttentionBackwardParams& x = params.attention;
+  const AttentionProblem& p = x.problem;
+  const int64_t panels = ceil_div(p.tk, kKeyPanel), head = item / panels;
+  const Range keys = block(item % panels, kKeyPanel, p.tk);
+  const KeySums<A> first(x, head, 0);
+  const auto add = [](const A* from, int64_t width, A* to) {
+    for_columns<A>({0, width}, [&](int64_t c) { store(to + c, load(to + c) + load(from + c)); });
+  };
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    A *const k = first.k + key * first.ldk, *const v = first.v + key * first.ldv;
+    for (int64_t split = 1; split < x.splits; ++split) {
+      const KeySums<A> other(x, head, split);
+      add(other.k + key * first.ldk, round_up(p.d, 16), k);
+      add(other.v + key * first.ldv, round_up(p.dv, 16), v);
+    }
+    const int64_t b = head / p.hkv, h = head % p.hkv;
+    store_row(k, static_cast<A>(p.score.chain), p.d, row_of<T>(x.grad_k, b, key, h));
+    store_row(v, A(1), p.dv, row_of<T>(x.grad_v, b, key, h));
+  }
+}
+
+// Calls f(T{}, item) for items begin to end.
+template <class F>
+OMNIATTN_INLINE void for_items(const SelectedBackwardParams& params, int64_t begin, int64_t end,
+                               const F& f) {
+  dispatch(params.attention.problem.dtype, [&](auto type) {
+    for (int64_t n = begin; n < end; ++n) f(type, n);
+  });
+}
+
+void pack(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
+  for_items(params, begin, end,
+            [&](auto type, int64_t n) { pack_item<decltype(type)>(params, n); });
+}
+void backward(const SelectedBackwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  const TileScope scope;
+  for_items(params, begin, end,
+            [&](auto type, int64_t n) { owner_item<decltype(type)>(params, scratch, n); });
+}
+void finish(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
+  for_items(params, begin, end,
+            [&](auto type, int64_t n) { finish_item<decltype(type)>(params, n); });
+}
+
+// The gradient of a sink: the sum of the parts of its head.
+void sum_sinks(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
+  const AttentionProblem& p = params.attention.problem;
+  dispatch_compute(p.dtype, [&]<class A>(A) {
+    for (int64_t h = begin; h < end; ++h) {
+      double sum = 0;
+      for (int64_t b = 0; b < p.batch; ++b) {
+        const A* const part =
+            static_cast<const A*>(params.attention.part_sinks) + (b * p.hq + h) * p.lse_stride;
+        for (int64_t q = 0; q < p.tq; ++q) sum += part[q];
+      }
+      static_cast<A*>(params.attention.grad_sinks)[h] = static_cast<A>(sum);
+    }
+  });
+}
+
+}  // namespace
+
+extern const SelectedBackwardKernels selected_backward_kernels_table = {pack, backward, finish,
+                                                                        sum_sinks};
+
+}  // namespace omniattn::OMNIATTN_ISA

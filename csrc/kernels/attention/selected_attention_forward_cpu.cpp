@@ -1,0 +1,148 @@
+// Forward over selected keys (see selected_attention.h): an item keeps S, O and the softmax state
+// of its rows in L2 and walks its list once. Products read operands M, see
+// attention_forward_cpu.cpp.
+#include "kernels/attention/attention_softmax.h"
+#include "kernels/attention/selected_attention_tile.h"
+#include "runtime/dispatch.h"
+#include "semantics/softmax.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// What an item keeps of its rows.
+template <class T>
+struct ForwardRows {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  int64_t count, dq, width;
+  M* q;
+  A *s, *o, *m, *l;
+
+  ForwardRows(const SelectedForwardParams& params, const SelectedItem& item, Arena<A>& arena)
+      : count((item.queries.end - item.queries.begin) * item.heads),
+        dq(operand_row<M>(params.attention.problem.d)),
+        width(padded_row(params.attention.problem.dv)) {
+    const int64_t rows = selected_rows(params.lists, params.attention.problem);
+    q = reinterpret_cast<M*>(arena.take(rows * padded_row(params.attention.problem.d)));
+    s = arena.take(rows * kKeyBlock);
+    o = arena.take(rows * width);
+    l = arena.take(rows * Vec<A>::kWidth);
+    m = arena.take(rows);
+  }
+  SoftmaxRow<A> row(int64_t r) const {
+    return {s + r * kKeyBlock, A(1), o + r * width, width, m + r, l + r * Vec<A>::kWidth};
+  }
+};
+
+template <class T>
+void start_rows(const AttentionProblem& p, const SelectedItem& item, const ForwardRows<T>& rows) {
+  using A = compute_t<T>;
+  pack_item_rows<T>(p.q, item, p.d, kKeepsQueries<T> ? A(1) : static_cast<A>(p.score.pre), rows.q);
+  fill_zero(rows.o, rows.count * rows.width);
+  fill_zero(rows.l, rows.count * Vec<A>::kWidth);
+  for_item_rows(item, [&](int64_t r, int64_t, int64_t h) {
+    rows.m[r] = initial_maximum<A>(p, h);
+    rows.l[r * Vec<A>::kWidth] = softmax_initial_sum(rows.m[r]);
+  });
+}
+
+// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
+template <class T>
+void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const KeyTile& tile,
+                  const Visibility& visible, const ForwardRows<T>& rows) {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  const Range columns = tile.padded_columns();
+  const A factor = kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1);
+  for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
+    const SoftmaxRow<A> row = rows.row(r);
+    const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
+    scale_row(row.s, columns, factor);
+    score.to_logits(row.s, columns);
+    raise_maximum(p.score, row, row_maximum<M>(row, columns));
+    weigh<M, A>(p.score, row, columns);
+    drop_row(p, item.b, h, q, tile, row.s);
+    narrow_row<M>(row.s, columns);
+  });
+}
+
+// The operands of a tile: packed keys and values, or copies of those of the tile.
+template <class T>
+struct ForwardKeys {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  const M *k, *v;
+  T* rows;
+  M *own_k, *own_v;
+
+  ForwardKeys(const SelectedForwardParams& params, const SelectedItem& item, Arena<A>& arena) {
+    const AttentionProblem& p = params.attention.problem;
+    if (params.lists.gathered) {
+      own_k = reinterpret_cast<M*>(arena.take(kKeyBlock * p.d));
+      own_v = reinterpret_cast<M*>(arena.take(kKeyBlock * padded_row(p.dv)));
+      rows = reinterpret_cast<T*>(arena.take(kKeyBlock * larger(p.d, p.dv)));
+      k = own_k;
+      v = own_v;
+    } else {
+      const PackedHead<T> packed(p, params.attention.workspace, item.b * p.hkv + item.kv_head);
+      k = packed.k;
+      v = packed.v;
+    }
+  }
+  void gather(const AttentionProblem& p, const SelectedItem& item, KeyTile& tile) const {
+    gather_rows(p.k, item, tile, p.d, rows);
+    pack_keys_as_columns(rows, p.d, p.d, tile.columns, tile.columns, own_k);
+    gather_rows(p.v, item, tile, p.dv, rows);
+    pack_operand_rows(rows, p.dv, tile.columns, p.dv, own_v);
+    number_rows(tile);
+  }
+};
+
+template <class T>
+void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n) {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  const SelectedLists& lists = params.lists;
+  const int64_t heads = list_heads(lists, p), groups = p.hq / heads;
+  const int64_t unit = n / items_per_head(lists, p);
+  const SelectedItem item =
+      selected_item(lists, p, unit / groups, unit % groups * heads, n % items_per_head(lists, p));
+  if (is_empty(item.queries)) return;
+
+  Arena<A> arena{static_cast<A*>(scratch), selected_forward_scratch(params)};
+  const ForwardRows<T> rows(params, item, arena);
+  const ForwardKeys<T> keys(params, item, arena);
+  start_rows(p, item, rows);
+  KeyTile tile;
+  Visibility visible;
+  for (KeyTiles tiles(lists, p, item); tiles.next(tile);) {
+    visible.set(lists, p, item, tile);
+    if (lists.gathered) keys.gather(p, item, tile);
+    multiply_by_tile(tile, rows.q, rows.dq, rows.count, p.d, keys.k, rows.s);
+    softmax_rows(p, item, tile, visible, rows);
+    accumulate_tile(tile, reinterpret_cast<const M*>(rows.s),
+                    kKeyBlock * static_cast<int64_t>(sizeof(A) / sizeof(M)), rows.count, keys.v,
+                    rows.width, round_up(p.dv, 16), rows.o);
+  }
+  for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
+    const A sum = reduce_add(load(rows.row(r).l));
+    store_row(rows.row(r).o, row_factor(p.score, sum), p.dv,
+              row_of<T>(params.attention.out, item.b, q, h));
+    store_lse(params.attention, (item.b * p.hq + h) * p.lse_stride + q,
+              row_lse(p.score, rows.m[r], sum, log(Vec<A>(sum)).v[0]));
+  });
+}
+
+void forward(const SelectedForwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  const TileScope scope;
+  dispatch(params.attention.problem.dtype, [&](auto type) {
+    for (int64_t n = begin; n < end; ++n) forward_item<decltype(type)>(params, scratch, n);
+  });
+}
+
+}  // namespace
+
+extern const SelectedForwardKernels selected_forward_kernels_table = {forward};
+
+}  // namespace omniattn::OMNIATTN_ISA

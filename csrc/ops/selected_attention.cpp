@@ -1,0 +1,338 @@
+// selected_attention: attention over the keys of blocks that lists name.
+#include "kernels/attention/selected_attention_cuda.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "kernels/attention/attention_cuda.h"
+#include "ops/attention.h"
+#include "ops/device.h"
+#include "ops/registry.h"
+#include "ops/stage.h"
+#include "runtime/denormals.h"
+
+namespace omniattn::ops::attention {
+namespace {
+
+// The options of a call, in the order of the schema.
+struct SelectedOptions {
+  int64_t block_size, query_block;
+  bool causal;
+  double scale, softcap, dropout_p;
+};
+
+// The first entry of all lists that is neither -1 nor the number of a block, or -1.
+template <class I>
+int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
+  const auto* const data = static_cast<const I*>(indices.const_data_ptr());
+  const auto count = [&](int64_t dim) { return indices.stride(dim) == 0 ? 1 : indices.size(dim); };
+  for (int64_t b = 0; b < count(0); ++b) {
+    for (int64_t h = 0; h < count(1); ++h) {
+      for (int64_t q = 0; q < count(2); ++q) {
+        const I* const list =
+            data + b * indices.stride(0) + h * indices.stride(1) + q * indices.stride(2);
+        bool wrong = false;
+        for (int64_t n = 0; n < indices.size(3); ++n) {
+          wrong |= list[n] < -1 || list[n] >= blocks;
+        }
+        if (!wrong) continue;
+        return *std::find_if(list, list + indices.size(3),
+                             [&](I n) { return n < -1 || n >= blocks; });
+      }
+    }
+  }
+  return -1;
+}
+
+// What forward and backward share, checked.
+struct SelectedCall {
+  const char* op;
+  Call call;
+  Tensor indices;
+  SelectedLists lists;
+
+  SelectedCall(const char* op_, const Tensor& q, const Tensor& k, const Tensor& v,
+               const Tensor& indices_, const OptTensor& sinks, const OptTensor& seed,
+               const SelectedOptions& x)
+      : op(op_), indices(indices_) {
+    const bool capped = x.softcap != 0;
+    Ints score;
+    Tensors aux;
+    Floats params{x.scale, x.dropout_p};
+    if (capped) {
+      score.insert(score.end(), {static_cast<int64_t>(ScoreKind::softcap), -1, 2});
+      params.push_back(x.softcap);
+    }
+    if (sinks.has_value()) {
+      score.insert(score.end(), {static_cast<int64_t>(ScoreKind::sinks), 0, -1});
+      aux.push_back(*sinks);
+    }
+    call = check({op, q, k, v, aux, seed, {}, score, params});
+    const AttentionProblem& p = call.problem;
+    constexpr int64_t kLimit = int64_t{1} << 40;
+    require(x.block_size >= 1 && x.block_size < kLimit, op,
+            "block_size must be in [1, 2^40), got block_size=", x.block_size);
+    require(x.query_block >= 1 && x.query_block < kLimit, op,
+            "query_block must be in [1, 2^40), got query_block=", x.query_block);
+    check_indices(x);
+    lists = {.indices = indices.const_data_ptr(),
+             .wide = scalar_type(indices) == ScalarType::Long,
+             .stride_b = indices.size(0) == 1 ? 0 : indices.stride(0),
+             .stride_h = indices.size(1) == 1 ? 0 : indices.stride(1),
+             .stride_q = indices.stride(2),
+             .heads = indices.size(1),
+             .count = indices.size(3),
+             .query_block = x.query_block,
+             .block_size = x.block_size,
+             .causal = x.causal,
+             .gathered = false};
+    if (p.hq == 0 || p.tq == 0) return;
+    // Packing pays where the keys that items read are more than all keys.
+    const int64_t items = items_per_head(lists, p) * (group_size(p) / list_heads(lists, p));
+    const int64_t blocks = std::min(lists.count, ceil_div(p.tk, x.block_size));
+    lists.gathered = x.block_size < kGatheredBlock || x.block_size % 2 != 0 ||
+                     items * blocks * x.block_size < 2 * p.tk;
+  }
+
+  void check_indices(const SelectedOptions& x) {
+    const AttentionProblem& p = call.problem;
+    const ScalarType type = scalar_type(indices);
+    require(type == ScalarType::Int || type == ScalarType::Long, op,
+            "indices must be int32 or int64, got ", name_of(type));
+    require_tensor(op, "indices", indices, type);
+    require(indices.dim() == 4, op,
+            "indices must have 4 dimensions (B | 1, 1 | Hkv | Hq, query blocks, n), got ",
+            indices.dim());
+    const int64_t batch = indices.size(0), heads = indices.size(1);
+    require(batch == 1 || batch == p.batch, op,
+            "indices must have B or 1 batch entries, got B=", p.batch,
+            ", indices.shape[0]=", batch);
+    require(heads == 1 || heads == p.hkv || heads == p.hq, op,
+            "indices must have 1, Hkv or Hq heads, got Hkv=", p.hkv, ", Hq=", p.hq,
+            ", indices.shape[1]=", heads);
+    require(indices.size(2) == ceil_div(p.tq, x.query_block), op,
+            "indices must have a list for each block of queries, ceil(Tq / query_block), got Tq=",
+            p.tq, ", query_block=", x.query_block, ", indices.shape[2]=", indices.size(2));
+    indices = with_unit_last_stride(indices);
+    if constexpr (!kOnCuda) {  // there kernels ignore what lies outside
+      if (indices.numel() == 0) return;
+      const int64_t blocks = ceil_div(p.tk, x.block_size);
+      const int64_t wrong = type == ScalarType::Long ? wrong_entry<int64_t>(indices, blocks)
+                                                     : wrong_entry<int32_t>(indices, blocks);
+      require(wrong == -1, op, "indices must be -1 or numbers of blocks in [0, ", blocks, "), got ",
+              wrong);
+    }
+  }
+};
+
+MutableHeadView mutable_view(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+bool has_rows(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
+
+// Runs items of a kernel over the threads, with scratch memory for each of them.
+template <class Params>
+void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, int64_t elements) {
+  const DType dtype = accumulator(x.attention.problem.dtype);
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  const ThreadMemory memory(std::max<int64_t>(1, threads), elements * size_of(dtype));
+  run_stage(
+      std::span(&x, 1), [items](const Params&) { return items; }, memory,
+      [kernel](const Params& params, void* scratch, int64_t begin, int64_t end) {
+        const FlushDenormals flush;
+        kernel(params, scratch, begin, end);
+      });
+}
+
+void run_forward_cpu(SelectedForwardParams f) {
+  const AttentionProblem& p = f.attention.problem;
+  Tensor packed;
+  if (!f.lists.gathered) {
+    packed = scratch(forward_workspace_elements(p), accumulator(p.dtype));
+    f.attention.workspace = packed.mutable_data_ptr();
+    const auto pack = attention_forward_kernels(p.dtype).pack;
+    parallel_ranges(pack_items(p), 1, [&](int64_t begin, int64_t end) {
+      const FlushDenormals flush;
+      pack(f.attention, nullptr, begin, end);
+    });
+  }
+  run_kernel(selected_forward_kernels(p.dtype).forward, f, selected_items(f.lists, p),
+             selected_forward_scratch(f));
+}
+
+void run_backward_cpu(SelectedBackwardParams b) {
+  const AttentionProblem& p = b.attention.problem;
+  const auto& kernels = selected_backward_kernels(p.dtype);
+  const DType acc = accumulator(p.dtype);
+  b.attention.splits = selected_splits(b.lists, p);
+  Tensor packed, sink_parts;
+  if (!b.lists.gathered) {
+    packed = scratch(selected_packed_elements(p), acc);
+    b.packed = packed.mutable_data_ptr();
+    run_kernel(kernels.pack, b, pack_items(p), 0);
+  }
+  if (b.attention.grad_sinks != nullptr) {
+    sink_parts = scratch(p.batch * p.hq * p.tq, acc);
+    b.attention.part_sinks = sink_parts.mutable_data_ptr();
+  }
+  const Tensor sums = scratch(b.attention.splits * selected_sums_elements(p), acc);
+  b.attention.workspace = sums.mutable_data_ptr();
+  run_kernel(kernels.backward, b, kv_head_items(p) * b.attention.splits,
+             selected_backward_scratch(b));
+  run_kernel(kernels.finish, b, pack_items(p), 0);
+  if (b.attention.grad_sinks != nullptr) kernels.sum_sinks(b, nullptr, 0, p.hq);
+}
+
+void run_backward_cuda(SelectedBackwardParams b) {
+  constexpr const char* op = "selected_attention_backward";
+  const AttentionProblem& p = b.attention.problem;
+  const SelectedLists& s = b.lists;
+  const auto run = [](Status status) { require_launched(op, status); };
+  const Tensor delta = scratch(stat_rows(p), accumulator(p.dtype));
+  b.attention.workspace = delta.mutable_data_ptr();
+  Tensor sink_parts;
+  if (b.attention.grad_sinks != nullptr) {
+    sink_parts = scratch(stat_rows(p), accumulator(p.dtype));
+    b.attention.part_sinks = sink_parts.mutable_data_ptr();
+  }
+  run(launch_attention_delta(b.attention, stream()));
+  if (b.attention.grad_sinks != nullptr) {
+    run(launch_attention_sum_rows(p, b.attention.part_sinks, 1, b.attention.grad_sinks, stream()));
+  }
+  // Lists of 32-bit numbers have half the size of the widest indices.
+  const int64_t owners = p.batch * s.heads, blocks = selected_blocks(s, p);
+  const int64_t entries = list_count(s, p) * s.count;
+  require(entries < (int64_t{1} << 31), op,
+          "the lists of a head must have less than 2^31 entries, got ", entries);
+  const auto numbers = [&](int64_t count) {
+    return torch::stable::new_zeros(delta, {count}, ScalarType::Int);
+  };
+  const Tensor offsets = numbers(owners * inverted_parts(s, p) * blocks);
+  const Tensor starts = numbers(owners * (blocks + 1)), lists = numbers(owners * entries);
+  const auto data = [](const Tensor& t) { return static_cast<int32_t*>(t.mutable_data_ptr()); };
+  const InvertedLists inverted{data(offsets), data(starts), data(lists)};
+  run(launch_invert_lists(s, p, inverted, stream()));
+  run(launch_selected_gradients(b, inverted, stream()));
+}
+
+std::tuple<Tensor, Tensor> attend_selected(const SelectedCall& x, Tensor* lse_tail) {
+  const AttentionProblem& p = x.call.problem;
+  const Tensor out = empty_tensor(x.call.out_sizes, p.dtype);
+  const Tensor lse = empty_tensor(x.call.lse_sizes, accumulator(p.dtype));
+  if (lse_tail != nullptr) *lse_tail = empty_tensor(x.call.lse_sizes, accumulator(p.dtype));
+  if (!has_rows(p)) return {out, lse};
+  const SelectedForwardParams params{
+      {p, mutable_view(out), lse.mutable_data_ptr(),
+       lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr},
+      x.lists};
+  if constexpr (kOnCuda) {
+    require_launched(x.op, launch_selected_forward(params, stream()));
+  } else {
+    run_forward_cpu(params);
+  }
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> selected_attention(const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& indices,
+                                                      const OptTensor& sinks, const OptTensor& seed,
+                                                      int64_t block_size, int64_t query_block,
+                                                      bool causal, double scale, double softcap,
+                                                      double dropout_p) {
+  const DeviceScope scope(q);
+  const SelectedCall x("selected_attention", q, k, v, indices, sinks, seed,
+                       {block_size, query_block, causal, scale, softcap, dropout_p});
+  Tensor lse_tail;
+  const auto [out, lse] = attend_selected(x, &lse_tail);
+  return {out, lse, lse_tail};
+}
+
+std::tuple<Tensor, Tensor> selected_attention_only(const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& indices,
+                                                   const OptTensor& sinks, const OptTensor& seed,
+                                                   int64_t block_size, int64_t query_block,
+                                                   bool causal, double scale, double softcap,
+                                                   double dropout_p) {
+  const DeviceScope scope(q);
+  const SelectedCall x("selected_attention", q, k, v, indices, sinks, seed,
+                       {block_size, query_block, causal, scale, softcap, dropout_p});
+  return attend_selected(x, nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
+    const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& indices, const OptTensor& sinks, const OptTensor& seed,
+    const Tensor& out, const Tensor& lse, const Tensor& lse_tail, int64_t block_size,
+    int64_t query_block, bool causal, double scale, double softcap, double dropout_p,
+    bool sinks_grad) {
+  const char* const op = "selected_attention_backward";
+  const DeviceScope scope(q);
+  const SelectedCall x(op, q, k, v, indices, sinks, seed,
+                       {block_size, query_block, causal, scale, softcap, dropout_p});
+  const AttentionProblem& p = x.call.problem;
+  const DType acc = accumulator(p.dtype);
+  const auto rows = [&](const char* name, const Tensor& t) {
+    require_tensor(op, name, t, p.dtype);
+    require_sizes(op, name, t, x.call.out_sizes);
+    return with_unit_last_stride(t);
+  };
+  const auto statistics = [&](const char* name, const Tensor& t) {
+    require_tensor(op, name, t, acc);
+    require_sizes(op, name, t, x.call.lse_sizes);
+    return as_dense(t);
+  };
+  const Tensor out_rows = rows("out", out);
+  const Tensor grad_rows = grad_out.has_value() ? rows("grad_out", *grad_out)
+                                                : torch::stable::new_zeros(out, out.sizes());
+  const Tensor lse_rows = statistics("lse", lse), tail_rows = statistics("lse_tail", lse_tail);
+  OptTensor grad_lse_rows;
+  if (grad_lse.has_value()) grad_lse_rows = statistics("grad_lse", *grad_lse);
+  const Tensor dq = empty_tensor(q.sizes(), p.dtype), dk = empty_tensor(k.sizes(), p.dtype);
+  const Tensor dv = empty_tensor(v.sizes(), p.dtype);
+  const Output dsinks(sinks_grad && sinks.has_value(), {p.hq}, acc);
+  SelectedBackwardParams b{};
+  b.lists = x.lists;
+  b.attention.problem = p;
+  b.attention.out = view_of(out_rows);
+  b.attention.grad_out = view_of(grad_rows);
+  b.attention.lse = lse_rows.const_data_ptr();
+  b.attention.lse_tail = tail_rows.const_data_ptr();
+  b.attention.grad_lse = data_or_null(grad_lse_rows);
+  b.attention.grad_q = mutable_view(dq);
+  b.attention.grad_k = mutable_view(dk);
+  b.attention.grad_v = mutable_view(dv);
+  b.attention.grad_sinks = dsinks.data();
+  if (has_rows(p)) {
+    if constexpr (kOnCuda) {
+      run_backward_cuda(b);
+    } else {
+      run_backward_cpu(b);
+    }
+  } else {
+    for (const Tensor* t : {&dk, &dv}) torch::stable::fill_(*t, 0);
+    if (dsinks.data() != nullptr) torch::stable::fill_(dsinks.tensor(), 0);
+  }
+  const Tensor sums = dsinks.tensor();
+  return {dq, dk, dv, sinks.has_value() ? torch::stable::to(sums, scalar_type(*sinks)) : sums};
+}
+
+// indices (B | 1, 1 | Hkv | Hq, ceil(Tq / query_block), n) int32 or int64: blocks of block_size
+// keys, -1 for none, each at most once in a list. The rest as in attention; softcap 0: none.
+const Registry registry([](Registry& ops) {
+  ops.add<selected_attention, selected_attention_only>(
+      "selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? sinks,"
+      " Tensor? seed, SymInt block_size, SymInt query_block, bool causal, float scale,"
+      " float softcap, float dropout_p) -> (Tensor out, Tensor lse, Tensor lse_tail)",
+      differentiable);
+  ops.add<selected_attention_backward>(
+      "selected_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k,"
+      " Tensor v, Tensor indices, Tensor? sinks, Tensor? seed, Tensor out, Tensor lse,"
+      " Tensor lse_tail, SymInt block_size, SymInt query_block, bool causal, float scale,"
+      " float softcap, float dropout_p, bool sinks_grad)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::attention

@@ -1,0 +1,70 @@
+// What ops over sequences share: the boundaries of packed ones, states, results, and the items of
+// their CPU kernels.
+#pragma once
+
+#include <algorithm>
+#include <span>
+
+#include "ops/device.h"
+#include "ops/sequences.h"
+#include "ops/stage.h"
+
+namespace omniattn::ops {
+
+// What the forward and the backward of an op over the steps of x (B, T, ..) share.
+struct SequenceProblem {
+  const char* op;
+  DType dtype, acc;
+  int64_t batch, steps, sequences;
+  Sequences packed;
+
+  SequenceProblem(const char* op_, const char* name, const Tensor& x, int64_t dims,
+                  const OptTensor& cu_seqlens)
+      : op(op_), dtype(dtype_of(op, name, x)), acc(accumulator(dtype)) {
+    with_dims(name, x, dims);
+    batch = x.size(0), steps = x.size(1), sequences = batch;
+    if (cu_seqlens.has_value()) {
+      require(batch == 1, op, name, " must have B=1 with cu_seqlens, got B=", batch);
+      const PackedRows rows{"cu_seqlens", *cu_seqlens, steps, steps};
+      packed = packed_sequences(op, rows, rows);
+      sequences = packed.count;
+    }
+  }
+
+  const Tensor& with_dims(const char* name, const Tensor& t, int64_t dims) const {
+    require(t.dim() == dims, op, name, " must have ", dims, " dimensions, got ", t.dim());
+    return t;
+  }
+  // A dense tensor of A, such as states.
+  OptTensor dense(const char* name, const OptTensor& t, Sizes sizes) const {
+    if (!t.has_value()) return t;
+    require_tensor(op, name, *t, acc);
+    require_sizes(op, name, *t, sizes);
+    return as_dense(*t);
+  }
+
+  // A result (B, T, ..). On the CPU rows outside of all sequences are zeroed here.
+  Output result(bool wanted, Sizes sizes, DType type) const {
+    const Output out(wanted, sizes, type);
+    const int64_t* const ends = packed.rows.q;
+    const bool gaps = !kOnCuda && ends != nullptr && (ends[0] > 0 || ends[sequences] < steps);
+    if (gaps && out.data() != nullptr) {
+      Tensor rows = out.tensor();
+      torch::stable::fill_(rows, 0);
+    }
+    return out;
+  }
+  // Of the shape of x, zeros where it is not given.
+  static Tensor gradient_or_zeros(const OptTensor& gradient, const Tensor& x, Sizes sizes) {
+    return gradient.has_value() ? *gradient : torch::stable::new_zeros(x, sizes);
+  }
+
+  // kernel(params, memory, item, item + 1) for all items over the threads.
+  template <class Params, class Kernel>
+  void run(const Params& params, int64_t items, int64_t bytes, const Kernel& kernel) const {
+    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()), bytes);
+    run_stage(std::span(&params, 1), [&](const Params&) { return items; }, memory, kernel);
+  }
+};
+
+}  // namespace omniattn::ops

@@ -1,0 +1,98 @@
+"""Neighbourhoods in grids of tokens of one to three, or more, dimensions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from omniattn.encoding.masks import SIZE_BITS, WINDOW_BITS, GridAxis, Rule
+from omniattn.functional._checks import require_bool, require_int, shown
+from omniattn.functional._mask import Mask
+
+T = TypeVar("T", int, bool)
+
+
+@dataclass(frozen=True)
+class GridNeighbourhood(Mask):
+    """The keys near a query in a grid of tokens, by NATTEN's rule and with its names.
+
+    Token p is at the coordinates of p in `shape`, row by row. Along each axis a query sees the
+    `kernel_size` coordinates around its own; for an even size one more before than after. At the
+    ends the window is shifted inwards, not cut, so that every query sees the same number of keys.
+    With `is_causal` it is instead the query's coordinate and those before it, and cut at the start.
+    Only coordinates that differ by multiples of `dilation` count. The queries of a group of
+    `stride` share the window of the one in the middle, right of it if there are two, and of the
+    last if causal, without the keys after each.
+
+    Args:
+        shape: of the grid, (length,), (height, width) or (depth, height, width).
+        kernel_size, stride, dilation, is_causal: for each axis, or one for all;
+            stride <= kernel_size, kernel_size * dilation <= shape.
+
+    Fewer keys than the grid has tokens are its first ones, as when they are generated one by one.
+
+    Hassani et al., Neighborhood Attention Transformer, 2022, arXiv:2204.07143; dilation: Hassani
+    and Shi, 2022, arXiv:2209.15001; stride: Hassani et al., Generalized Neighborhood Attention,
+    2025, arXiv:2504.16922.
+    """
+
+    shape: tuple[int, ...]
+    kernel_size: int | tuple[int, ...]
+    stride: int | tuple[int, ...] = 1
+    dilation: int | tuple[int, ...] = 1
+    is_causal: bool | tuple[bool, ...] = False
+
+    def __post_init__(self) -> None:
+        self.axes()
+
+    def axes(self) -> list[GridAxis]:
+        """The rule of each axis, checked."""
+        op = "GridNeighbourhood"
+        if not isinstance(self.shape, (tuple, list)) or not 1 <= len(self.shape) <= 8:
+            raise TypeError(f"{op}: shape must be 1 to 8 ints, got shape={shown(self.shape)}")
+        for n in self.shape:
+            require_int(op, "shape", n, 1, (1 << SIZE_BITS) - 1)
+        windows = {
+            name: _each(op, name, getattr(self, name), len(self.shape))
+            for name in ("kernel_size", "stride", "dilation")
+        }
+        causal = _each(op, "is_causal", self.is_causal, len(self.shape))
+        axes = []
+        for n, length in enumerate(self.shape):
+            inner = math.prod(self.shape[n + 1 :])
+            require_int(op, "tokens of a step along an axis", inner, 1, (1 << SIZE_BITS) - 1)
+            kernel, stride, dilation = (
+                windows[name][n] for name in ("kernel_size", "stride", "dilation")
+            )
+            most = (1 << WINDOW_BITS) - 1
+            require_int(op, "dilation", dilation, 1, most)
+            require_int(op, "kernel_size", kernel, 1, min(length // dilation, most))
+            require_int(op, "stride", stride, 1, kernel)
+            require_bool(op, "is_causal", causal[n])
+            axes.append(GridAxis(inner, length, kernel, dilation, stride, causal[n]))
+        return axes
+
+    def rules(self) -> list[Rule]:
+        return [axis.rule() for axis in self.axes()]
+
+    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
+        tokens = math.prod(self.shape)
+        if tk > tokens or tq > tk:
+            raise ValueError(
+                f"GridNeighbourhood: Tq <= Tk <= {tokens} must hold for shape={self.shape}, "
+                f"got Tq={tq}, Tk={tk}"
+            )
+        return self.rules()
+
+
+def _each(op: str, name: str, value: T | tuple[T, ...], axes: int) -> tuple[T, ...]:
+    if not isinstance(value, (tuple, list)):
+        return (value,) * axes
+    if len(value) != axes:
+        raise ValueError(
+            f"{op}: {name} must be one value or {axes}, as shape has, got {name}={shown(value)}"
+        )
+    return tuple(value)

@@ -1,0 +1,289 @@
+"""BigBird's attention: blocks that are global, near or drawn at random."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import (
+    is_traced,
+    require_bool,
+    require_int,
+    require_integers,
+    require_shape,
+    use_reference,
+)
+from omniattn.functional._sparse import require_real, self_attention_inputs
+from omniattn.functional.attention import attention
+from omniattn.functional.attention_lse import merge_attention
+from omniattn.functional.masks import All, Blocks, BoolMask, Causal, KeyPadding, Mask
+from omniattn.reference import philox
+from omniattn.reference.vmap import require_not_mapped
+
+__all__ = ["bigbird_attention", "bigbird_random_blocks"]
+
+_WORD = 0x00B16B1D  # counter word 3 of these draws
+_DRAWS = 4096  # picks of a draw
+
+
+def bigbird_random_blocks(
+    blocks: int, heads: int, n_random: int, seed: int, *, draw: int = 0, causal: bool = False
+) -> Tensor:
+    """The random key blocks of BigBird, a function of the seed.
+
+    Query block I draws `n_random` different ones of the blocks 1 .. blocks - 2 that are not I - 1,
+    I or I + 1, if causal only of those before; all where there are fewer. Pick m is at place
+    ``floor(u n / 2^32)`` of the n blocks that are left, in ascending order at first; the last one
+    then takes its place. u is the first word of Philox with the seed as its key and the counter
+    (4096 draw + m, I, h, 0xB16B1D).
+
+    Args:
+        blocks: number of blocks of queries, and of keys.
+        heads: number of query heads.
+        n_random: at most 4096.
+        seed: 64 bits.
+        draw: number of the draw, for layers or steps that differ.
+        causal: only blocks before the query's.
+
+    Returns:
+        (heads, blocks - 2, n_random) int64 of the query blocks 1 .. blocks - 2, -1 for none.
+
+    Raises:
+        TypeError, ValueError: a number that does not fit.
+
+    Reference:
+        Zaheer et al., Big Bird: Transformers for Longer Sequences, 2020, arXiv:2007.14062.
+
+    Example:
+        >>> bigbird_random_blocks(7, 1, 2, seed=0)[0, 0].sort().values.diff() != 0
+        tensor([True])
+    """
+    op = "bigbird_random_blocks"
+    require_int(op, "blocks", blocks, 1)
+    require_int(op, "heads", heads, 0)
+    require_int(op, "n_random", n_random, 0, _DRAWS)
+    require_int(op, "seed", seed)
+    require_int(op, "draw", draw, 0, (1 << 20) - 1)
+    require_bool(op, "causal", causal)
+    inner = torch.arange(1, max(blocks - 1, 1))
+    far = (inner - inner[:, None]).abs() > 1
+    if causal:
+        far = far & (inner < inner[:, None])
+    count = far.sum(-1)
+    # Candidates in ascending order, then the others.
+    order = torch.argsort((~far).to(torch.int64), dim=-1, stable=True)
+    left = inner[order].expand(heads, -1, -1).contiguous()
+    key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32 & 0xFFFFFFFF))
+    rows, head = inner[None], torch.arange(heads)[:, None]
+    found = torch.full((heads, len(inner), n_random), -1)
+    for m in range(min(n_random, len(inner))):
+        counter = (torch.tensor(_DRAWS * draw + m), rows, head, torch.tensor(_WORD))
+        u = torch.broadcast_to(philox.philox4x32(counter, key)[0], left.shape[:2])
+        n = (count - m).clamp(min=1)
+        place = (u * n >> 32)[..., None]
+        pick = left.gather(-1, place)
+        found[..., m] = torch.where(count > m, pick[..., 0], -1)
+        final = left.gather(-1, (n - 1).expand(heads, -1)[..., None])
+        left.scatter_(-1, place, final)
+    return found
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 64,
+    n_random: int = 3,
+    seed: int = 0,
+    draw: int = 0,
+    rand_blocks: Tensor | None = None,
+    count_duplicates: bool = False,
+    num_global_tokens: int = 0,
+    key_padding: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention to the first and the last block, to three blocks around, and to random ones.
+
+    ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over the keys j of the blocks 0, n - 1, I - 1, I,
+    I + 1 and R(h, I) for a query of block I, each block once; blocks 0 and n - 1 attend to all. Up
+    to 5 + 2 n_random blocks, without rand_blocks, all attend to all.
+
+    Args:
+        q: (B, T, Hq, D), float64, float32, bfloat16 or float16.
+        k: (B, T, Hkv, D), Hkv a divisor of Hq.
+        v: (B, T, Hkv, Dv).
+        block: tokens of a block; the last one may have fewer.
+        n_random, seed, draw: R, see :func:`bigbird_random_blocks`.
+        rand_blocks: R in place of a draw, integers (Hq, n - 2, r) for the blocks 1 .. n - 2, -1 for
+            none, as transformers keeps them.
+        count_duplicates: a block that R lists c times, or that is among the others, counts as often
+            as it is listed: its logits get + ln of that, as in transformers.
+        num_global_tokens: so many tokens come before the blocks, attend to all and are seen by all
+            (BigBird-ETC).
+        key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.
+        causal: only keys up to the query, and random blocks from those before (not in the paper).
+        scale: None is 1 / sqrt(D).
+        backend: see :func:`attention`.
+
+    Returns:
+        O (B, T, Hq, Dv) of q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; random blocks outside of
+            the blocks, or without count_duplicates among the neighbours or named twice.
+
+    Note:
+        O(T block (5 + n_random)) time: a mask of blocks, or one for each number of times that
+        blocks are counted, merged by their lse. Deterministic; gradients to q, k and v.
+
+    Reference:
+        Zaheer et al., Big Bird: Transformers for Longer Sequences, 2020, arXiv:2007.14062.
+
+    Example:
+        >>> q = torch.ones(1, 200, 2, 4)
+        >>> bigbird_attention(q, q, q, block=16, n_random=2).shape
+        torch.Size([1, 200, 2, 4])
+    """
+    op = "bigbird_attention"
+    q, k, v = self_attention_inputs(op, q, k, v)
+    for name, n, least in (("block", block, 1), ("num_global_tokens", num_global_tokens, 0)):
+        require_int(op, name, n, least)
+    require_int(op, "n_random", n_random, 0, _DRAWS)
+    for name, flag in (("count_duplicates", count_duplicates), ("causal", causal)):
+        require_bool(op, name, flag)
+    if num_global_tokens > q.shape[1]:
+        raise ValueError(
+            f"{op}: num_global_tokens must be at most T, got "
+            f"num_global_tokens={num_global_tokens}, T={q.shape[1]}"
+        )
+    blocks = -(-(q.shape[1] - num_global_tokens) // block)
+    if rand_blocks is not None:
+        _require_random(op, rand_blocks, q.shape[2], blocks, count_duplicates)
+    if key_padding is not None:
+        require_real(op, key_padding, q)
+    if use_reference(op, backend, q):
+        return reference.bigbird_attention(
+            *(q, k, v),
+            block=block,
+            n_random=n_random,
+            seed=seed,
+            draw=draw,
+            rand_blocks=rand_blocks,
+            count_duplicates=count_duplicates,
+            num_global_tokens=num_global_tokens,
+            key_padding=key_padding,
+            causal=causal,
+            scale=scale,
+        )
+    if rand_blocks is None:
+        drawn = _drawn_counts if is_traced() else _kept_counts
+        counts = drawn(blocks, q.shape[2], n_random, seed, draw, causal).to(q.device)
+    else:
+        counts = _counts(blocks, rand_blocks)
+    tokens = num_global_tokens
+    several = count_duplicates and rand_blocks is not None
+    times = sorted(set(counts[counts > 0].tolist())) if several else [1]
+    parts = []
+    for n in times:
+        listed = counts == n if several else counts > 0
+        mask = _mask(listed, block, q.shape[1] - tokens, causal)
+        if key_padding is not None:
+            mask = mask & KeyPadding(key_padding[:, tokens:])
+        rows = q[:, tokens:], k[:, tokens:], v[:, tokens:]
+        out, lse = attention(*rows, mask=mask, scale=scale, return_lse=True, backend=backend)
+        parts.append((out, lse + torch.log(lse.new_tensor(n)) if n > 1 else lse))
+    if tokens:
+        parts.append(_global_keys(q, k, v, tokens, key_padding, scale, backend))
+    out = parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
+    if tokens:
+        rules: list[Mask] = [] if key_padding is None else [KeyPadding(key_padding)]
+        rules += [Causal(top_left=True)] if causal else []
+        rows = q[:, :tokens], k, v
+        top = attention(*rows, mask=All(tuple(rules)), scale=scale, backend=backend)
+        out = torch.cat((top, out), 1)
+    return out if key_padding is None else out.masked_fill(~key_padding[..., None, None], 0)
+
+
+def _mask(listed: Tensor, block: int, length: int, causal: bool) -> Mask:
+    """Of the blocks (H, blocks, blocks) that are listed."""
+    mask: Mask
+    if is_traced():  # the number of partial blocks is a value
+        at = torch.arange(length, device=listed.device) // block
+        mask = BoolMask(listed[:, at[:, None], at])
+    else:
+        size = (length, length)
+        mask = Blocks.from_block_mask(listed[None], block_size=block, size=size)
+    return mask & Causal() if causal else mask
+
+
+def _global_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: int,
+    real: Tensor | None,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """O and lse of the tokens after the global ones on these."""
+    mask = None if real is None else KeyPadding(real[:, :tokens])
+    rows = q[:, tokens:], k[:, :tokens], v[:, :tokens]
+    return attention(*rows, mask=mask, scale=scale, return_lse=True, backend=backend)
+
+
+def _drawn_counts(
+    blocks: int, heads: int, n_random: int, seed: int, draw: int, causal: bool
+) -> Tensor:
+    if blocks <= 5 + 2 * n_random:
+        return torch.ones(1, blocks, blocks, dtype=torch.int64)
+    random = bigbird_random_blocks(blocks, heads, n_random, seed, draw=draw, causal=causal)
+    return _counts(blocks, random)
+
+
+_kept_counts = functools.lru_cache(maxsize=64)(_drawn_counts)
+
+
+def _counts(blocks: int, rand_blocks: Tensor) -> Tensor:
+    """How often each query block lists each key block, (H, blocks, blocks) of int64."""
+    at = torch.arange(blocks, device=rand_blocks.device)
+    ends = (at == 0) | (at == blocks - 1)
+    base = ends | ends[:, None] | ((at - at[:, None]).abs() <= 1)
+    target = torch.where(rand_blocks >= 0, rand_blocks, blocks).long()
+    drawn = target.new_zeros(*target.shape[:2], blocks + 1)
+    drawn = drawn.scatter_add(-1, target, torch.ones_like(target))[..., :blocks]
+    return base.long() + torch.nn.functional.pad(drawn, (0, 0, 1, 1))[:, :blocks]
+
+
+def _require_random(
+    op: str, rand_blocks: Tensor, heads: int, blocks: int, count_duplicates: bool
+) -> None:
+    require_integers(op, "rand_blocks", rand_blocks)
+    require_not_mapped(op, "rand_blocks", rand_blocks)
+    if rand_blocks.dim() != 3:
+        raise ValueError(
+            f"{op}: rand_blocks must have shape (Hq, blocks - 2, r), "
+            f"got rand_blocks.shape={tuple(rand_blocks.shape)}"
+        )
+    require_shape(op, "rand_blocks", rand_blocks, (heads, max(blocks - 2, 0), rand_blocks.shape[2]))
+    if is_traced() or rand_blocks.numel() == 0:
+        return
+    low, high = (int(n) for n in rand_blocks.aminmax())
+    if low < -1 or high >= blocks:
+        raise ValueError(
+            f"{op}: rand_blocks must be in [0, {blocks}), or -1 for none, "
+            f"got rand_blocks from {low} to {high}"
+        )
+    counts = _counts(blocks, rand_blocks)
+    counts[:, 0] = counts[:, -1] = 1
+    if not count_duplicates and int(counts.max()) > 1:
+        h, row, column = (int(n) for n in (counts > 1).nonzero()[0])
+        raise ValueError(
+            f"{op}: rand_blocks must name blocks that are not listed yet unless "
+            f"count_duplicates=True, got block {column} for head {h} and query block {row}"
+        )

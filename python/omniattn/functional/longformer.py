@@ -1,0 +1,218 @@
+"""Longformer's attention: a window and global tokens, with projections of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._checks import (
+    require_bool,
+    require_int,
+    shown,
+    use_reference,
+)
+from omniattn.functional._sparse import (
+    require_real,
+    require_token_sets,
+    second_set,
+    self_attention_inputs,
+    tokens_at,
+    with_tokens,
+)
+from omniattn.functional.attention import attention
+from omniattn.functional.attention_lse import merge_attention
+from omniattn.functional.masks import BoolMask, Dilated, KeyPadding, Mask
+
+__all__ = ["longformer_attention"]
+
+
+def longformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor | None = None,
+    k_global: Tensor | None = None,
+    v_global: Tensor | None = None,
+    *,
+    window: int,
+    global_index: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    dilation: int | tuple[int, ...] = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Each token attends to a window around it and to global tokens, and these attend to all.
+
+    ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over ``|i - j| <= window / 2`` and the global j,
+    each key once; a global token i has ``q_global_i . k_global_j`` and v_global_j over all j in its
+    place.
+
+    Args:
+        q: (B, T, Hq, D), float64, float32, bfloat16 or float16.
+        k: (B, T, Hkv, D), Hkv a divisor of Hq; also of the global keys that local tokens see.
+        v: (B, T, Hkv, Dv).
+        q_global, k_global, v_global: second projections, as q, k and v; without them those.
+        window: even, window / 2 tokens on each side.
+        global_index: (B, G) of integers, the global tokens of each sequence, -1 for none.
+        key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.
+        dilation: distance of the keys of a window, one number or one for each query head.
+        causal: only keys up to the query, of global tokens as well.
+        scale: None is 1 / sqrt(D).
+        backend: see :func:`attention`.
+
+    Returns:
+        O (B, T, Hq, Dv) of q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; global tokens outside of
+            the sequence or named twice; projections of other shapes.
+
+    Note:
+        O(T window + T G) time and memory: the windows, the global keys and the global queries are
+        three calls of :func:`attention` on disjoint pairs, merged by their lse. Deterministic;
+        gradients to all six tensors.
+
+    Reference:
+        Beltagy et al., Longformer: The Long-Document Transformer, 2020, arXiv:2004.05150.
+
+    Example:
+        >>> q = torch.ones(1, 6, 2, 4)
+        >>> first = torch.tensor([[0]])
+        >>> longformer_attention(q, q, q, window=2, global_index=first).shape
+        torch.Size([1, 6, 2, 4])
+    """
+    op = "longformer_attention"
+    q, k, v = self_attention_inputs(op, q, k, v)
+    require_int(op, "window", window, 0)
+    if window % 2:
+        raise ValueError(f"{op}: window must be even, got window={window}")
+    require_bool(op, "causal", causal)
+    dilations = _dilations(op, dilation, q.shape[2])
+    names = ("q_global", "k_global", "v_global")
+    second = second_set(op, (q, k, v), (q_global, k_global, v_global), names)
+    if key_padding is not None:
+        require_real(op, key_padding, q)
+    if global_index is not None:
+        require_token_sets(op, "global_index", global_index, q)
+    if use_reference(op, backend, q):
+        return reference.longformer_attention(
+            *(q, k, v, *second),
+            window=window,
+            global_index=global_index,
+            key_padding=key_padding,
+            dilation=dilation,
+            causal=causal,
+            scale=scale,
+        )
+    hidden = None if key_padding is None else ~key_padding
+    unseen = hidden
+    if global_index is not None:
+        marks = _marks(global_index, q.shape[1])
+        unseen = marks if hidden is None else hidden | marks
+    parts = [_windows(q, k, v, dilations, window // 2, unseen, causal, scale, backend)]
+    if global_index is not None:
+        parts.append(_global_keys(q, k, v, global_index, key_padding, causal, scale, backend))
+    out = parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
+    if global_index is not None:
+        rows = _global_queries(second, global_index, key_padding, causal, scale, backend)
+        out = with_tokens(out, global_index, rows)
+    return out if hidden is None else out.masked_fill(hidden[..., None, None], 0)
+
+
+def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[int, ...]:
+    dilations = dilation if isinstance(dilation, (tuple, list)) else (dilation,) * heads
+    if len(dilations) != heads:
+        raise ValueError(
+            f"{op}: dilation must be one int or one for each of {heads} heads, "
+            f"got dilation={shown(dilation)}"
+        )
+    for n in dilations:
+        require_int(op, "dilation", n, 1)
+    return tuple(dilations)
+
+
+def _marks(index: Tensor, length: int) -> Tensor:
+    """Bool (B, T), True at `index`."""
+    none = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=index.device)
+    target = torch.where(index >= 0, index, length).long()
+    return none.scatter(1, target, torch.ones_like(target, dtype=torch.bool))[:, :length]
+
+
+def _windows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dilations: tuple[int, ...],
+    reach: int,
+    unseen: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """O and lse of the windows; heads of one dilation together."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dilation: int) -> tuple[Tensor, Tensor]:
+        mask: Mask = Dilated(dilation, reach, causal)
+        if unseen is not None:
+            mask = mask & KeyPadding(~unseen)
+        return attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
+
+    kinds = sorted(set(dilations))
+    if len(kinds) <= 1:
+        return attend(q, k, v, kinds[0] if kinds else 1)
+    group = q.shape[2] // k.shape[2]
+    order: list[int] = []
+    outs, lses = [], []
+    for kind in kinds:
+        heads = [h for h, n in enumerate(dilations) if n == kind]
+        shared = [h // group for h in heads]
+        out, lse = attend(q[:, :, heads], k[:, :, shared], v[:, :, shared], kind)
+        outs.append(out)
+        lses.append(lse)
+        order += heads
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(outs, 2)[:, :, back], torch.cat(lses, 1)[:, back]
+
+
+def _global_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    real: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """O and lse of all queries on the global keys."""
+    place = index.clamp(min=0).long()
+    seen = index >= 0
+    if real is not None:
+        seen = seen & real.gather(1, place)
+    mask = seen[:, None, None]
+    if causal:
+        mask = mask & (place[:, None, None] <= torch.arange(q.shape[1], device=q.device)[:, None])
+    keys, values = tokens_at(k, place), tokens_at(v, place)
+    return attention(
+        q, keys, values, mask=BoolMask(mask), scale=scale, return_lse=True, backend=backend
+    )
+
+
+def _global_queries(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    index: Tensor,
+    real: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> Tensor:
+    """O (B, G, Hq, Dv) of the global tokens on all keys."""
+    q, k, v = tensors
+    place = index.clamp(min=0).long()
+    mask = None if real is None else real[:, None, None]
+    if causal:
+        before = torch.arange(q.shape[1], device=q.device) <= place[:, None, :, None]
+        mask = before if mask is None else mask & before
+    return attention(tokens_at(q, place), k, v, mask=mask, scale=scale, backend=backend)

@@ -1,0 +1,90 @@
+"""Dual chunk attention by the positions of each pair, and the mixture of near and far keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn.reference.attention import attention, default_scale, softmax
+from omniattn.reference.precision import widen
+from omniattn.reference.rope import apply_rotary
+
+
+def dual_chunk_mscale(length: int, train_length: int, kind: str) -> float:
+    """Factor of the logits of texts of `length` tokens, longer than those of training.
+
+    "chunkllama": ``(0.05 ln(T / L) + 1)^2``, the square of what cos and sin are multiplied by;
+    "qwen": ``max(1, 0.1 ln(T / L) + 1)^2``, as vLLM has it for Qwen2.5-1M. 1 if T <= L.
+
+    Example:
+        >>> round(dual_chunk_mscale(4096, 1024, "qwen"), 4)
+        1.2965
+    """
+    if length <= train_length:
+        return 1.0
+    slope = 0.05 if kind == "chunkllama" else 0.1
+    return (slope * math.log(length / train_length) + 1) ** 2
+
+
+def dual_chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    chunk_size: int,
+    local_window: int,
+    train_length: int | None = None,
+    mscale: str | None = None,
+    interleaved: bool = False,
+    k_rotated: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), cos, sin (P,Dr/2) -> O (B,Tq,Hq,Dv).
+
+    Every pair (i, j) with j <= i has logits of q_i rotated to p_q(i, j) and k_j rotated to j mod c.
+    """
+    (tq, heads), (tk, kv_heads) = q.shape[1:3], k.shape[1:3]
+    c = chunk_size - local_window
+    i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
+    back = i // c - j // c
+    p_q = torch.where(back == 0, i % c, (i % c + c).clamp(max=chunk_size))
+    p_q = torch.where(back > 1, min(2 * c - 1, chunk_size), p_q).clamp(min=0)
+    q, k, v, out_dtype = widen(q), widen(k), widen(v), q.dtype
+    if not k_rotated:
+        k, _ = apply_rotary(k, None, cos, sin, positions=j % c, interleaved=interleaved)
+    k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, v))
+    s = q.new_zeros(q.shape[0], heads, tq, tk)
+    for position in p_q.unique().tolist():
+        rows = torch.full_like(i[:, 0], position)
+        turned, _ = apply_rotary(q, None, cos, sin, positions=rows, interleaved=interleaved)
+        s = torch.where(p_q == position, torch.einsum("bihd,bjhd->bhij", turned, k), s)
+    s = s * (default_scale(q.shape[3]) if scale is None else scale)
+    if mscale is not None and train_length is not None:
+        s = s * dual_chunk_mscale(tk, train_length, mscale)
+    p, _ = softmax(s.masked_fill(j > i, -torch.inf), None)
+    return torch.einsum("bhij,bjhd->bihd", p, v).to(out_dtype)
+
+
+def local_strided_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    *,
+    window: int,
+    stride: int,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), gate (B,Tq,Hq,Dv | 1) -> O (B,Tq,Hq,Dv)."""
+    tq, tk = q.shape[1], k.shape[1]
+    i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
+    wide = widen(q), widen(k), widen(v)
+    local = attention(*wide, mask=(j <= i) & (j > i - window), scale=scale)
+    strided = attention(*wide, mask=(j <= i) & (j % stride == 0), scale=scale)
+    assert isinstance(local, Tensor) and isinstance(strided, Tensor)
+    g = widen(gate).sigmoid()
+    return (g * local + (1 - g) * strided).to(q.dtype)

@@ -1,0 +1,112 @@
+"""Neighbourhood attention in grids of tokens, by NATTEN's rule, one axis after another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from omniattn.reference.attention import attention
+
+Ints = int | Sequence[int]
+Bools = bool | Sequence[bool]
+
+
+def na1d(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """query (B,X,H,D) -> O (B,X,H,Dv) [, lse (B,X,H)], see :func:`na2d`."""
+    options = kernel_size, stride, dilation, is_causal
+    return _neighbourhood(query, key, value, *options, scale, return_lse)
+
+
+def na2d(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse].
+
+    A token sees those that every axis shows it: of the coordinates in steps of `dilation` from its
+    own the `kernel_size` around it, as near as the ends of the axis allow. Causal: the ones up to
+    its own. Groups of `stride` coordinates take the window of their middle, or of their last.
+    """
+    options = kernel_size, stride, dilation, is_causal
+    return _neighbourhood(query, key, value, *options, scale, return_lse)
+
+
+def na3d(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: Ints,
+    stride: Ints = 1,
+    dilation: Ints = 1,
+    is_causal: Bools = False,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """query (B,Z,Y,X,H,D) -> O (B,Z,Y,X,H,Dv) [, lse (B,Z,Y,X,H)], see :func:`na2d`."""
+    options = kernel_size, stride, dilation, is_causal
+    return _neighbourhood(query, key, value, *options, scale, return_lse)
+
+
+def _neighbourhood(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: Ints,
+    stride: Ints,
+    dilation: Ints,
+    is_causal: Bools,
+    scale: float | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    shape = query.shape[1:-2]
+    each = [
+        option if isinstance(option, Sequence) else (option,) * len(shape)
+        for option in (kernel_size, stride, dilation, is_causal)
+    ]
+    axes = [_axis(n, *options) for n, *options in zip(shape, *each, strict=True)]
+    mask = functools.reduce(torch.kron, axes).bool().to(query.device)
+    last = len(shape)
+    q, k, v = (t.flatten(1, last) for t in (query, key, value))
+    out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True)
+    out, lse = out.unflatten(1, shape), lse.transpose(1, 2).unflatten(1, shape)
+    return (out, lse) if return_lse else out
+
+
+def _axis(length: int, kernel: int, stride: int, dilation: int, causal: bool) -> Tensor:
+    """(length, length) of 0 and 1: which coordinates each one sees."""
+    seen = torch.zeros(length, length)
+    for y in range(length):
+        line = list(range(y % dilation, length, dilation))  # the coordinates that count
+        place = line.index(y)
+        group = range(place - place % stride, min(place - place % stride + stride, len(line)))
+        if causal:
+            window = line[max(group[-1] - kernel + 1, 0) : place + 1]
+        else:
+            middle = min(group[0] + stride // 2, len(line) - 1)
+            first = min(max(middle - kernel // 2, 0), len(line) - kernel)
+            window = line[first : first + kernel]
+        seen[y, window] = 1
+    return seen

@@ -1,0 +1,264 @@
+"""Static patterns and their attention, each by a dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from omniattn.reference import philox
+from omniattn.reference.attention import attention, default_scale, softmax
+from omniattn.reference.precision import widen
+
+
+def longformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor | None = None,
+    k_global: Tensor | None = None,
+    v_global: Tensor | None = None,
+    *,
+    window: int,
+    global_index: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    dilation: int | tuple[int, ...] = 1,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv).
+
+    A token sees the keys at most window / 2 steps of `dilation` away and those of global_index
+    (B,G), a global token all keys by the second projections; key_padding (B,T) hides keys and rows.
+    """
+    batch, length, heads = q.shape[:3]
+    at = torch.arange(length, device=q.device)
+    marked = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
+    if global_index is not None:
+        marked = (global_index[..., None] == at).any(1)
+    each = dilation if isinstance(dilation, Sequence) else (dilation,) * heads
+    steps = torch.tensor(each, device=q.device)[:, None, None]
+    away = at[:, None] - at
+    local = (away % steps == 0) & (away.abs() <= steps * (window // 2))
+    allowed = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
+    real = torch.ones_like(marked) if key_padding is None else key_padding
+    allowed = allowed & real[:, None, None]
+    near = attention(q, k, v, mask=(local | marked[:, None, None]) & allowed, scale=scale)
+    if global_index is None:
+        return _rows(near, real)
+    second = (
+        first if other is None else other
+        for first, other in ((q, q_global), (k, k_global), (v, v_global))
+    )
+    far = attention(*second, mask=allowed.expand(batch, 1, length, length), scale=scale)
+    return _rows(torch.where(marked[..., None, None], _one(far), _one(near)), real)
+
+
+def _one(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _rows(out: Tensor | tuple[Tensor, Tensor], real: Tensor) -> Tensor:
+    return _one(out).masked_fill(~real[..., None, None], 0)
+
+
+def bigbird_random_blocks(
+    blocks: int, heads: int, n_random: int, seed: int, *, draw: int = 0, causal: bool = False
+) -> Tensor:
+    """Random key blocks (H, blocks - 2, r) int64 of the query blocks 1 .. blocks - 2, -1 for none.
+
+    Each row draws r different ones of the blocks that are neither its neighbours nor the first or
+    the last, if causal only of those before: pick m is at place floor(u n / 2^32) of the n that are
+    left, in ascending order at first; the last one takes its place. u is the first word of
+    Philox(key = seed, counter = (4096 draw + m, I, h, 0xB16B1D)).
+    """
+    key = tuple(torch.tensor(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    found = torch.full((heads, max(blocks - 2, 0), n_random), -1)
+    for h in range(heads):
+        for row in range(1, blocks - 1):
+            left = [j for j in range(1, blocks - 1) if abs(j - row) > 1]
+            if causal:
+                left = [j for j in left if j < row]
+            for m in range(min(n_random, len(left))):
+                words = (4096 * draw + m, row, h, 0xB16B1D)
+                counter = tuple(torch.tensor(word) for word in words)
+                u = int(philox.philox4x32(counter, key)[0])  # type: ignore[arg-type]
+                place = u * len(left) >> 32
+                found[h, row - 1, m] = left[place]
+                left[place] = left[-1]
+                left.pop()
+    return found
+
+
+def bigbird_counts(
+    blocks: int, heads: int, rand_blocks: Tensor | None, n_random: int = 3
+) -> Tensor:
+    """How often query block I lists key block J, (H, blocks, blocks); without random blocks, and
+    for at most 5 + 2 r blocks, all are listed once."""
+    if rand_blocks is None and blocks <= 5 + 2 * n_random:
+        return torch.ones(heads, blocks, blocks, dtype=torch.int64)
+    counts = torch.zeros(heads, blocks, blocks, dtype=torch.int64)
+    for row in range(blocks):
+        if row in (0, blocks - 1):
+            counts[:, row] = 1
+            continue
+        for column in {0, blocks - 1, row - 1, row, row + 1}:
+            counts[:, row, column] = 1
+        if rand_blocks is not None:
+            for h in range(heads):
+                for column in rand_blocks[h, row - 1].tolist():
+                    if column >= 0:
+                        counts[h, row, column] += 1
+    return counts
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 64,
+    n_random: int = 3,
+    seed: int = 0,
+    draw: int = 0,
+    rand_blocks: Tensor | None = None,
+    count_duplicates: bool = False,
+    num_global_tokens: int = 0,
+    key_padding: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv): one softmax over the keys of the listed
+    blocks, each counted once or as often as it is listed; global tokens come first."""
+    tokens = num_global_tokens
+    length, heads = q.shape[1] - tokens, q.shape[2]
+    blocks = -(-length // block)
+    if rand_blocks is None and blocks > 5 + 2 * n_random:
+        rand_blocks = bigbird_random_blocks(blocks, heads, n_random, seed, draw=draw, causal=causal)
+    counts = bigbird_counts(blocks, heads, rand_blocks, n_random).to(q.device)
+    if not count_duplicates:
+        counts = counts.clamp(max=1)
+    of = torch.arange(length, device=q.device) // block
+    counts = torch.nn.functional.pad(counts[:, of[:, None], of], (tokens, 0, tokens, 0), value=1)
+    at = torch.arange(tokens + length, device=q.device)
+    allowed = (counts > 0) & (at <= at[:, None] if causal else torch.ones_like(counts[0] > 0))
+    real = torch.ones_like(q[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
+    bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
+    out = attention(q, k, v, mask=allowed & real[:, None, None], bias=bias, scale=scale)
+    return _rows(out, real)
+
+
+def hub_spoke_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_global: Tensor | None = None,
+    k_global: Tensor | None = None,
+    v_global: Tensor | None = None,
+    *,
+    window: int,
+    global_index: tuple[int, ...] = (),
+    global_every: int | None = None,
+    causal: bool = True,
+    dual: str | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv).
+
+    Keys within the window, and all pairs with a hub. dual="disjoint": these pairs have the second
+    projections, in the same softmax; "longformer": the rows of hubs have them, for all keys.
+    """
+    (tq, tk), device = (q.shape[1], k.shape[1]), q.device
+    i, j = torch.arange(tq, device=device)[:, None] + tk - tq, torch.arange(tk, device=device)
+    hubs = set(global_index)
+    if global_every is not None:
+        hubs |= set(range(0, tk, global_every))
+    is_hub = torch.tensor([n in hubs for n in range(tk)], dtype=torch.bool, device=device)
+    row_hub = is_hub[i.clamp(min=0)] & (i >= 0) if tk else torch.zeros_like(i, dtype=torch.bool)
+    pairs = row_hub | is_hub
+    near = (i - j <= window) if causal else (i - j).abs() <= window
+    allowed = (near | pairs) & (j <= i) if causal else near | pairs
+    if dual is None:
+        return _one(attention(q, k, v, mask=allowed, scale=scale))
+    assert q_global is not None and k_global is not None and v_global is not None
+    if dual == "longformer":
+        own = _one(attention(q, k, v, mask=allowed, scale=scale))
+        other = _one(attention(q_global, k_global, v_global, mask=allowed, scale=scale))
+        return torch.where(row_hub[:, None], other, own)
+    group = q.shape[2] // k.shape[2]
+    s, s_hub = (
+        widen(x).transpose(1, 2) @ widen(y).repeat_interleave(group, 2).permute(0, 2, 3, 1)
+        for x, y in ((q, k), (q_global, k_global))
+    )
+    s = torch.where(pairs, s_hub, s) * (default_scale(q.shape[3]) if scale is None else scale)
+    p, _ = softmax(s.masked_fill(~allowed, -torch.inf), None)
+    v, v_global = (widen(x).repeat_interleave(group, 2).transpose(1, 2) for x in (v, v_global))
+    out = (p * ~pairs) @ v + (p * pairs) @ v_global
+    return out.transpose(1, 2).to(q.dtype)
+
+
+def detsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    stride: int,
+    global_index: tuple[int, ...] = (0,),
+    anchor: str = "relative",
+    representative: str = "token",
+    count_bias: bool = False,
+    levels: tuple[tuple[int, int], ...] | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv): each query alone, with its list of keys.
+
+    It has the keys from `window` before it on, the global ones, and of each group further back the
+    last or, relative, the first key, or the mean of its keys and values.
+    """
+    tq, tk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    wide_q = widen(q)
+    wide_k, wide_v = (widen(t).repeat_interleave(group, 2) for t in (k, v))
+    rows = []
+    for i in range(tk - tq, tk):
+        single = {j for j in range(max(i - window, 0), i + 1)}
+        single |= {j for j in global_index if j <= i}
+        groups = _groups(max(i - window, 0), stride, anchor, levels)
+        if representative == "token":
+            single |= {(g[-1] if anchor == "absolute" else g[0]) for g, whole in groups if whole}
+            groups = []
+        keys = [wide_k[:, j] for j in sorted(single)]
+        values = [wide_v[:, j] for j in sorted(single)]
+        keys += [wide_k[:, list(g)].mean(1) for g, _ in groups]
+        values += [wide_v[:, list(g)].mean(1) for g, _ in groups]
+        counts = [1] * len(single) + [len(g) if count_bias else 1 for g, _ in groups]
+        if not keys:
+            rows.append(wide_v.new_zeros(q.shape[0], *wide_v.shape[2:]))
+            continue
+        s = torch.einsum("bhd,bnhd->bhn", wide_q[:, i - tk + tq], torch.stack(keys, 1))
+        s = s * (default_scale(q.shape[3]) if scale is None else scale)
+        p = (s + torch.tensor(counts, device=s.device).to(s.dtype).log()).softmax(-1)
+        rows.append(torch.einsum("bhn,bnhd->bhd", p, torch.stack(values, 1)))
+    return torch.stack(rows, 1).to(q.dtype) if rows else _nothing(q, v)
+
+
+def _nothing(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+def _groups(
+    before: int, stride: int, anchor: str, levels: tuple[tuple[int, int], ...] | None
+) -> list[tuple[range, bool]]:
+    """The groups of the keys 0 .. before - 1, and whether each has all of its keys."""
+    if anchor == "absolute":
+        return [(range(n, n + stride), True) for n in range(0, before - stride + 1, stride)]
+    sizes = [size for count, size in levels for _ in range(count)] if levels is not None else None
+    found = []
+    end, n = before, 0
+    while end > 0 and (sizes is None or n < len(sizes)):
+        size = stride if sizes is None else sizes[n]
+        found.append((range(max(end - size, 0), end), end >= size))
+        end, n = end - size, n + 1
+    return found

@@ -1,0 +1,317 @@
+"""What every module has by its Config: construction, checks, printing, initialisation."""
+
+import dataclasses
+import inspect
+import math
+import re
+
+import pytest
+import torch
+
+from omniattn import functional, modules, reference
+from omniattn.models.presets import TRAINED
+from omniattn.modules import (
+    MLP,
+    Attention,
+    DecoderBlock,
+    GatedMLP,
+    KVCache,
+    LayerNorm,
+    Linear,
+    MoE,
+    MultiheadAttention,
+    PagePool,
+    Residual,
+    RMSNorm,
+    RollingCache,
+    RotaryEmbedding,
+    WindowAttention,
+)
+from omniattn.modules.layer import Layer
+
+ATTENTION, NORM = Attention.Config(8, 2), RMSNorm.Config(8)
+
+#: Fields of the Config of every module, and what else the module must have.
+FIELDS = {
+    "ALiBi": {"num_heads": 2, "trainable": True},
+    "Attention": {"dim": 8, "num_heads": 2, "causal": False},
+    "DecoderBlock": {"mixer": ATTENTION, "mlp": MLP.Config(8, 16), "norm": NORM},
+    "DeltaNet": {"dim": 8, "num_heads": 2},
+    "DifferentialAttention": {"dim": 8, "num_heads": 2, "depth": 1},
+    "DisentangledAttention": {"dim": 8, "num_heads": 2},
+    "GatedAttentionUnit": {"dim": 8, "key_dim": 4},
+    "GatedDeltaNet": {"dim": 8, "num_heads": 2},
+    "GatedLinearAttention": {"dim": 8, "num_heads": 2},
+    "GatedMLP": {"dim": 8, "hidden_dim": 16},
+    "GroupNorm": {"dim": 8, "num_groups": 2},
+    "KimiDeltaAttention": {"dim": 8, "num_heads": 2},
+    "LayerNorm": {"dim": 8, "bias": False},
+    "LearnedPositional": {"max_positions": 4, "dim": 8},
+    "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
+    "LinearAttention": {"dim": 8, "num_heads": 2},
+    "Mamba": {"dim": 8},
+    "SimpleSelectiveSSM": {"dim": 8, "d_state": 4},
+    "Mamba2": {"dim": 8, "d_state": 4, "headdim": 8},
+    "Linear": {"in_features": 8, "out_features": 4},
+    "MLSTM": {"dim": 8, "num_heads": 2},
+    "MLP": {"dim": 8, "hidden_dim": 16},
+    "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
+    "MultiHeadLatentAttention": {
+        **{"dim": 8, "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 4},
+        **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4},
+    },
+    "MultiScaleRetention": {"dim": 8, "num_heads": 2},
+    "MultiTokenPredictor": {"dim": 8, "depths": 2},
+    "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
+    "PatchMerging": {"dim": 8},
+    "S4": {"dim": 8},
+    "S4D": {"dim": 8},
+    "SLSTM": {"dim": 8, "num_heads": 2},
+    "Performer": {"dim": 8, "num_heads": 2},
+    "RMSNorm": {"dim": 8, "eps": 1e-3},
+    "RMSNormGated": {"dim": 8},
+    "RWKV4TimeMix": {"dim": 8},
+    "RWKV5TimeMix": {"dim": 8, "head_dim": 4},
+    "RWKV6TimeMix": {"dim": 8, "head_dim": 4},
+    "RWKV7TimeMix": {"dim": 8, "head_dim": 4},
+    "RWKVChannelMix": {"dim": 8},
+    "RotaryEmbedding": {"rotary_dim": 8},
+    "Router": {"dim": 8, "experts": 4, "top_k": 2},
+    "ShortConvolution": {"dim": 8},
+    "SinCosPositional2d": {"dim": 8},
+    "SinusoidalPositional": {"dim": 8},
+    "SpatialReductionAttention": {"dim": 8, "num_heads": 2, "sr_ratio": 2},
+    "SwinBlock": {"attention": WindowAttention.Config(8, 2)},
+    "T5RelativeBias": {"num_heads": 2},
+    "TransformerXLAttention": {"dim": 8, "num_heads": 2},
+    "WindowAttention": {"dim": 8, "num_heads": 2},
+}
+OTHERS = {"MultiTokenPredictor": {"block": torch.nn.Identity}}
+LAYERS = [n for n in modules.__all__ if n in Layer.layers]
+
+
+def valid_config(name):
+    config = getattr(modules, name).Config
+    return getattr(config, "of", config)(**FIELDS[name])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_takes_its_config_or_the_fields_of_it(name):
+    module, fields, others = getattr(modules, name), FIELDS[name], OTHERS.get(name, {})
+    make = getattr(module.Config, "of", module.Config)
+    config = valid_config(name)
+    first, *rest = fields  # fields in the order of the config, at first without names
+    for built in (
+        module(config, **others),
+        module(config=config, **others),
+        module(**fields, **others),
+        module(fields[first], **{n: fields[n] for n in rest}, **others),
+    ):
+        assert getattr(built, "config", config) == config
+    parameters = inspect.signature(module).parameters
+    expected = [*inspect.signature(make).parameters]
+    assert [name for name in parameters if name in expected] == expected
+    if "device" in parameters:
+        built = module(**fields, **others, device="meta")
+        assert all(p.is_meta for p in built.parameters())
+    message = f"{name}: must have a {name}.Config or its fields, got nothing"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        module()
+    with pytest.raises(TypeError, match=re.escape(f"{name}: config must be a {name}.Config")):
+        module(config=8, **others)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: RMSNorm(0), ValueError, "RMSNorm: dim must be an integer >= 1, got dim=0"),
+        (lambda: RMSNorm("8"), TypeError, "RMSNorm: dim must be int, got dim='8'"),
+        (lambda: RMSNorm(8, epsilon=1.0), TypeError, "the fields are dim, eps, offset, casting"),
+        (lambda: RMSNorm(NORM, eps=1.0), TypeError, "unexpected keyword argument 'eps'"),
+        (
+            lambda: GatedMLP(MLP.Config(6, 10)),
+            TypeError,
+            "GatedMLP: must have a GatedMLP.Config or its fields, got MLP.Config(dim=6",
+        ),
+    ],
+)
+def test_wrong_fields_of_a_module_are_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_module_prints_the_arguments_that_make_its_config(name):
+    config = valid_config(name)
+    parts = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if isinstance(value := getattr(config, field.name), modules.layer.LayerConfig)
+    }
+    shown = eval(f"dict({config.as_arguments()})")  # as help(module) names them
+    assert type(config)(**shown, **parts) == config
+    built = getattr(modules, name)(config, **OTHERS.get(name, {}))
+    first = repr(built).removeprefix(f"{name}(").strip()
+    assert first.startswith(config.as_arguments()) or built.config != config  # set by its layer
+
+
+def test_whether_attention_is_causal_is_shown():
+    assert "causal=True" in repr(Attention(8, 2))
+    assert "causal=False" in repr(Attention(8, 2, causal=False))
+    assert inspect.signature(functional.attention).parameters["causal"].default is False
+
+
+def test_a_residual_takes_its_layer_and_then_its_config_or_the_fields_of_it():
+    config = Residual.Config(NORM, "sandwich")
+    for built in (
+        Residual(torch.nn.Identity(), config),
+        Residual(torch.nn.Identity(), NORM, "sandwich"),
+        Residual(layer=torch.nn.Identity(), norm=NORM, placement="sandwich", device="meta"),
+    ):
+        assert built.config == config
+        assert "placement='sandwich'" in repr(built)
+    with pytest.raises(TypeError, match="Residual: must have a Residual"):
+        Residual(torch.nn.Identity(), NORM, place="post")
+
+
+def test_a_subclass_may_have_arguments_of_its_own():
+    class Wide(RMSNorm):
+        def __init__(self, *, factor: int) -> None:
+            super().__init__(8 * factor, device="meta")
+
+    assert Wide(factor=2).weight.shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RMSNorm.Config(0), "RMSNorm: dim must be an integer >= 1, got dim=0"),
+        (lambda: Linear.Config(4, 2.0), "out_features must be an integer >= 1"),
+        (lambda: MLP.Config(6, -1), "MLP: hidden_dim must be an integer >= 1"),
+        (
+            lambda: MoE.Config.of(6, 4, 2, 1, shared_hidden_dim=-1),
+            "GatedMLP: hidden_dim must be an int",
+        ),
+        (lambda: MultiheadAttention.Config(8, 0), "num_heads must be an integer >= 1"),
+        (lambda: Attention.Config(8, 2, num_kv_heads=-1), "num_kv_heads must be an integer >= 1"),
+        (lambda: RMSNorm.Config(4, casting="half"), "casting must be one of ('fp32', 'llama')"),
+        (lambda: LayerNorm.Config(4, eps=float("nan")), "eps must be finite and >= 0, got eps=nan"),
+        (
+            lambda: Attention.Config(8, 2, qk_norm_eps=-1.0),
+            "qk_norm_eps must be finite and >= 0, got qk_norm_eps=-1.0",
+        ),
+        (lambda: RMSNorm.Config(None), "RMSNorm: dim must be int, got dim=None"),
+        (lambda: RMSNorm.Config(4, eps="1"), "RMSNorm: eps must be float, got eps='1'"),
+        (lambda: MoE.Config.of(6, 4, 2, [1]), "Router: top_k must be int, got top_k=[1]"),
+        (lambda: MLP.Config(6, 4, dropout_p=math.inf), "MLP: dropout_p must be finite, got"),
+        (lambda: RMSNorm.Config(True), "RMSNorm: dim must be int, got dim=True"),
+        (lambda: MLP.Config(6, 4, init_std=-1.0), "MLP: init_std must be"),
+        (lambda: MLP.Config(6, 4, dropout_p=1.5), "MLP: dropout_p must be"),
+        (lambda: MultiheadAttention.Config(8, 2, dropout=-1.0), "MultiheadAttention: dropout must"),
+        (
+            lambda: modules.DifferentialAttention.Config(8, 2, 1, window_size=(1,)),
+            "DifferentialAttention: window_size must be two ints",
+        ),
+        (
+            lambda: DecoderBlock.Config(Linear.Config(4, 4), MLP.Config(4, 4), RMSNorm.Config(4)),
+            "DecoderBlock: mixer must be the Config of Attention, DeltaNet",
+        ),
+        (
+            lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
+            "Attention: x must have shape (B, T, dim), got x.shape=(5, 8)",
+        ),
+    ],
+)
+def test_sizes_and_options_are_checked_where_they_are_given(call, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call()
+
+
+def test_every_config_checks_its_fields():
+    for name in modules.__all__:
+        config = getattr(getattr(modules, name), "Config", modules.layer.LayerConfig)
+        assert issubclass(config, modules.layer.LayerConfig), name
+
+
+@pytest.mark.parametrize("cache", [KVCache, RollingCache, PagePool])
+def test_caches_hold_floating_point(cache):
+    with pytest.raises(
+        TypeError, match=f"{cache.__name__}: dtype must be .* got dtype=torch.int64"
+    ):
+        cache(1, 4, 1, 2, dtype=torch.int64)
+
+
+#: Numbers that may be below 0, and what else is not nonsense for its field.
+SENSIBLE = {"lower_bound", "offset", "scale", "clamp_length"}
+
+
+def numeric_fields(config):
+    for field in dataclasses.fields(config):
+        kinds = set(str(getattr(field.type, "__name__", field.type)).split(" | "))
+        if kinds & {"int", "float"} and kinds <= {"int", "float", "None"}:
+            yield field.name, "float" in kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "is_float"),
+    [
+        pytest.param(config, *each, id=f"{type(config).__qualname__}-{each[0]}")
+        for config in [*map(valid_config, LAYERS), *TRAINED.values()]
+        for each in numeric_fields(config)
+    ],
+)
+def test_no_number_may_be_nonsense(config, name, is_float):
+    nonsense = [-1, -3, math.nan, math.inf, "2", [1], True, 1j, 10**400]
+    if not is_float:
+        nonsense += [0.5, 2.0]
+    for value in nonsense:
+        if name in SENSIBLE and value in (-1, -3):
+            continue
+        with pytest.raises((TypeError, ValueError), match=name):
+            dataclasses.replace(config, **{name: value})
+
+
+EVERY_PARAMETER = (
+    modules.ALiBi.Config(4),
+    modules.ALiBi.Config(4, trainable=True),
+    Attention.Config(8, 2, bias=True, out_bias=True, qk_norm="l2", sinks=True, gate="headwise"),
+    Attention.Config(8, 2, qk_norm="layer", head_scale=True),
+    modules.DifferentialAttention.Config(8, 2, depth=0),
+    modules.DifferentialAttention.Config(8, 2, depth=0, form="simple"),
+    modules.DisentangledAttention.Config(8, 2, share_projections=False),
+    modules.GatedAttentionUnit.Config(8, relative="t5"),
+    modules.GatedAttentionUnit.Config(8),
+    modules.LearnedPositional.Config(4, 8),
+    MLP.Config(8, 16),
+    MoE.Config.of(8, 16, 4, 2, bias=True, router_bias=True, shared_hidden_dim=8, shared_gate=True),
+    MoE.Config.of(8, 16, 4, 2, router="sigmoid"),
+    MoE.Config.of(8, 16, 4, 2, router="noisy"),
+    MoE.Config.of(8, 16, 4, 2, router_grad="default_vector"),
+    MultiheadAttention.Config(8, 2, add_bias_kv=True),
+    MultiheadAttention.Config(8, 2, kdim=4, vdim=6),
+    modules.MultiHeadLatentAttention.Config(8, 2, 8, 8, 4, 4, 4),
+    modules.PatchMerging.Config(8),
+    modules.RMSNormGated.Config(8),
+    RotaryEmbedding.Config(8, scaling=reference.DynamicNTKScaling(2.0, 64), sticky=True),
+    modules.SpatialReductionAttention.Config(8, 2, sr_ratio=2, bias=True),
+    modules.T5RelativeBias.Config(2),
+    modules.TransformerXLAttention.Config(8, 2),
+    modules.WindowAttention.Config(8, 2, window=4),
+)
+
+
+@pytest.mark.parametrize("config", EVERY_PARAMETER, ids=lambda c: type(c).__qualname__[:-7])
+def test_reset_parameters_fills_memory_that_held_anything(config):
+    """What FSDP does after the construction on the meta device."""
+    with torch.device("meta"):
+        layer = getattr(modules, type(config).__qualname__.split(".")[0])(config)
+    layer.to_empty(device="cpu")
+    held = [*layer.named_parameters(), *layer.named_buffers()]
+    with torch.no_grad():
+        for _, tensor in held:
+            tensor.fill_(math.nan if tensor.is_floating_point() else 99)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert held
+    assert not [name for name, t in held if not (t == t).all() or (t == 99).any()]
