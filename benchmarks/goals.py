@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import goal_caches
 import goal_rows
 import goal_scans
+import goal_tiles
 import harness
 import report
 from goal_rows import Row
@@ -44,6 +45,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "experts": goal_rows.expert_rows,
     "state space": goal_rows.state_space_rows,
     "scans": goal_scans.rows,
+    "tiles": goal_tiles.rows,
     **llama_groups(),
 }
 

@@ -1,6 +1,7 @@
 """This package's linear kernel against torch's: the measurement for ops/gemm_choice.py.
 
     python benchmarks/linear_choice.py [--threads 1] [--seconds 0.3] [--dtypes bfloat16 ...]
+    python benchmarks/linear_choice.py --record    # adds this family of CPUs to what is installed
 
 Both kernels alternate; the best time of each counts, since a shared machine only ever adds to it.
 """
@@ -8,13 +9,21 @@ Both kernels alternate; the best time of each counts, since a shared machine onl
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from omniattn.config import CPU_ISAS
 from omniattn.functional import linear
 from omniattn.ops import gemm_choice
+from omniattn.ops._cpu import cpu_family
+
+UNBOUNDED = 1 << 62
 
 SHAPES = [  # (M, N, K)
     (1, 1024, 1024),
@@ -24,6 +33,7 @@ SHAPES = [  # (M, N, K)
     (256, 256, 256),
     (512, 512, 512),
     (1024, 1024, 1024),
+    (2048, 2048, 2048),
     (1024, 64, 1024),
     (2048, 1408, 512),
 ]
@@ -42,6 +52,62 @@ def best_times(functions: list[Callable[[], object]], seconds: float) -> list[fl
     return best
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one product and of its gradients, ours and torch's."""
+
+    shape: tuple[int, int, int]
+    forward: list[float]
+    backward: list[float]
+
+    @property
+    def madds(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def gain(self) -> float:
+        """Of forward and backward together."""
+        ours, theirs = (f + b for f, b in zip(self.forward, self.backward, strict=True))
+        return theirs / ours
+
+    def __str__(self) -> str:
+        rates = [
+            (count * 2e-9 * self.madds / t for t in times)
+            for count, times in ((1, self.forward), (2, self.backward))
+        ]
+        parts = [f"{ours:8.1f} {theirs:8.1f} {ours / theirs:6.2f}" for ours, theirs in rates]
+        return f"{self.shape[0]:5} {self.shape[1]:5} {self.shape[2]:5}  {'   '.join(parts)}"
+
+
+def measure(dtype: torch.dtype, shape: tuple[int, int, int], seconds: float) -> Measured:
+    m, n, k = shape
+    leaves = [torch.randn(r, k).to(dtype).requires_grad_() for r in (m, n)]
+    grad = torch.randn(m, n).to(dtype)
+    functions = [functools.partial(linear, backend="cpu"), torch.nn.functional.linear]
+    with torch.no_grad():
+        forward = best_times([functools.partial(f, *leaves) for f in functions], seconds)
+    backward = [
+        functools.partial(torch.autograd.grad, f(*leaves), leaves, grad, retain_graph=True)
+        for f in functions
+    ]
+    return Measured(shape, forward, best_times(backward, seconds))
+
+
+def crossings(measured: list[Measured]) -> tuple[int, int]:
+    """(least, most): the range of multiply-adds in which ours gains most over torch's in total; (1,
+    0) if ours loses in every one. Shapes between the last one inside and the first one outside are
+    torch's. A range with the largest measured product has no end."""
+    order = sorted(measured, key=lambda m: m.madds)
+    counts = sorted({m.madds for m in order})
+    best, found = 0.0, (1, 0)
+    for least in counts:
+        for most in counts:
+            total = sum(math.log(m.gain) for m in order if least <= m.madds <= most)
+            if total > best:
+                best, found = total, (0 if least == counts[0] else least, most)
+    return (found[0], UNBOUNDED) if found[1] == counts[-1] else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -49,34 +115,32 @@ def main() -> None:
     parser.add_argument(
         "--dtypes", nargs="*", default=["float32", "bfloat16", "float16", "float64"]
     )
+    parser.add_argument(
+        "--record", action="store_true", help=f"write {gemm_choice.RECORDS.name} for this family"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(*gemm_choice.describe(), sep="\n")
+    print(cpu_family(), *gemm_choice.describe(), sep="\n")
     print("dtype         M     N     K   forward: ours torch GF/s gain   backward: ours torch gain")
+    dtypes = {}
     for name in arguments.dtypes:
-        for m, n, k in SHAPES:
-            x, weight = (torch.randn(r, k).to(getattr(torch, name)) for r in (m, n))
-            grad = torch.randn(m, n).to(x.dtype)
-            flops = 2e-9 * m * n * k
-            leaves = [t.requires_grad_() for t in (x, weight)]
-            outputs = [linear(*leaves, backend="cpu"), torch.nn.functional.linear(*leaves)]
-
-            def backward(y: torch.Tensor) -> Callable[[], object]:
-                return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)  # noqa: B023
-
-            with torch.no_grad():
-                forward = [
-                    lambda: linear(x, weight, backend="cpu"),  # noqa: B023
-                    lambda: torch.nn.functional.linear(x, weight),  # noqa: B023
-                ]
-                ours, theirs = best_times(forward, arguments.seconds)
-            ours_back, theirs_back = best_times([backward(y) for y in outputs], arguments.seconds)
-            print(
-                f"{name:9} {m:5} {n:5} {k:5}  {flops / ours:8.1f} {flops / theirs:8.1f}"
-                f" {theirs / ours:6.2f}   {2 * flops / ours_back:8.1f}"
-                f" {2 * flops / theirs_back:8.1f} {theirs_back / ours_back:6.2f}",
-                flush=True,
-            )
+        found = []
+        for shape in SHAPES:
+            found.append(measure(getattr(torch, name), shape, arguments.seconds))
+            print(f"{name:9} {found[-1]}", flush=True)
+        least, most = crossings(found)
+        gains = [[*m.shape, round(m.gain, 2)] for m in found]
+        dtypes[name] = {"least": least, "most": most, "gains": gains}
+        print(f"{name:9} ours from {least:.2e} to {most:.2e} multiply-adds")
+    if arguments.record:
+        records = json.loads(gemm_choice.RECORDS.read_text())
+        records[cpu_family()] = {
+            "isa": CPU_ISAS[torch.ops.omniattn.cpu_isa()],
+            "torch": torch.__version__,
+            "threads": arguments.threads,
+            "dtypes": dtypes,
+        }
+        gemm_choice.RECORDS.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

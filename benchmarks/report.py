@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from omniattn.ops._cpu import cpuinfo
 from omniattn.testing import registry
 from omniattn.testing.table import replace_block
 
@@ -32,12 +33,8 @@ Row = dict[str, Any]
 
 
 def machine(threads: int, isa: str) -> dict[str, Any]:
-    model = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if "model name" in line),
-        platform.processor(),
-    )
     return {
-        "cpu": model,
+        "cpu": cpuinfo().get("model name", platform.processor()),
         "cores": os.cpu_count(),
         "threads": threads,
         "isa": isa,
@@ -46,10 +43,6 @@ def machine(threads: int, isa: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
     }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def commit() -> str:

@@ -1,9 +1,10 @@
 """Times omniattn against what users run today, on the cases of the OpSpecs.
 
-    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name cpu] [--keep]
+    python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name NAME] [--keep]
 
 Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
-benchmarks/results/<name>.{json,csv,png}; --publish also writes docs/benchmarks.md.
+benchmarks/results/<name>.{json,csv,png}, named by the family of the CPU; --publish also writes
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from baselines import BASELINES
 from system_rows import SYSTEMS
 from systems import System, same_results
 
+from omniattn.ops._cpu import cpu_family
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.environment import current_device
 from omniattn.testing.spec import SHORT_DTYPE, Function
@@ -237,7 +239,9 @@ def main() -> None:
     parser.add_argument("--op", nargs="*", choices=choices, default=choices, metavar="OP")
     parser.add_argument("--quick", action="store_true", help="a third of the time per case")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--name", default="cpu", help="of the files in benchmarks/results")
+    parser.add_argument(
+        "--name", default=cpu_family(), help="of the files in benchmarks/results: the CPU family"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the record's rows of other ops")
     parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")

@@ -45,15 +45,16 @@ int64_t largest(const Problems& problems, const F& f) {
   return found;
 }
 
-// Gives each problem its own part of one workspace.
+// Gives each problem its own part of one workspace, in whole cache lines.
 template <class Params, class F>
 Tensor share_workspace(std::span<Params> problems, const F& elements) {
   const DType dtype = problems.front().problem.dtype;
-  const Tensor memory = buffer(total(problems, elements), dtype);
+  const auto whole_lines = [&](const Params& x) { return round_up(elements(x), 16); };
+  const Tensor memory = buffer(total(problems, whole_lines), dtype);
   char* next = static_cast<char*>(memory.mutable_data_ptr());
   for (Params& x : problems) {
     x.workspace = next;
-    next += elements(x) * size_of(accumulator(dtype));
+    next += whole_lines(x) * size_of(accumulator(dtype));
   }
   return memory;
 }

@@ -12,6 +12,7 @@ int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa(
 bool set_cpu_isa(int64_t isa) {
   return isa >= 0 && isa < omniattn::kIsaCount && omniattn::set_active_isa(static_cast<Isa>(isa));
 }
+int64_t tile_state() { return omniattn::tile_state(); }
 
 }  // namespace
 
@@ -19,9 +20,11 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("cpu_isa() -> int");
   m.def("detected_cpu_isa() -> int");
   m.def("set_cpu_isa(int isa) -> bool");
+  m.def("tile_state() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+  m.impl("tile_state", TORCH_BOX(&tile_state));
 }

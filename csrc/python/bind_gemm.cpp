@@ -13,9 +13,10 @@ namespace {
 const GemmKernels& kernels_of(const std::string& isa, DType factors) {
   Isa level = Isa::baseline;
 #if defined(__x86_64__)
-  if (isa == "avx512_bf16_emulated") {
-    if (factors == DType::bf16) return isa_avx512_bf16_emulated::gemm_kernels_table;
-    level = Isa::avx512;
+  if (isa.ends_with("_emulated")) {
+    if (factors != DType::bf16) return gemm_kernels_on(Isa::avx512, factors);
+    return isa == "amx_bf16_emulated" ? isa_amx_bf16_emulated::gemm_kernels_table
+                                      : isa_avx512_bf16_emulated::gemm_kernels_table;
   }
 #endif
   parse_isa(isa.c_str(), level);

@@ -28,12 +28,24 @@ const char* dtype_name(DType dtype) {
   return kNames[static_cast<int32_t>(dtype)];
 }
 
+#if defined(__x86_64__)
+// Levels of products by the instructions of avx512.
+struct Emulated {
+  const char* isa;
+  const ProbeKernels* products;  // of bf16
+};
+const Emulated kEmulated[] = {
+    {"avx512_bf16_emulated", &isa_avx512_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_emulated", &isa_amx_bf16_emulated::probe_kernels_table},
+};
+#endif
+
 // The kernels that run a dtype on an ISA, null if this machine lacks it.
 const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
-  if (isa == "avx512_bf16_emulated" && detected_isa() >= Isa::avx512) {
-    return dtype == DType::bf16 ? &isa_avx512_bf16_emulated::probe_kernels_table
-                                : &isa_avx512::probe_kernels_table;
+  for (const Emulated& emulated : kEmulated) {
+    if (isa != emulated.isa || detected_isa() < Isa::avx512) continue;
+    return dtype == DType::bf16 ? emulated.products : &isa_avx512::probe_kernels_table;
   }
 #endif
   Isa level;
@@ -46,9 +58,11 @@ std::vector<std::string> probe_isas() {
   for (int32_t i = 0; i <= static_cast<int32_t>(detected_isa()); ++i) {
     found.emplace_back(isa_name(static_cast<Isa>(i)));
   }
-  if (find_table("avx512_bf16_emulated", DType::f32) != nullptr) {
-    found.emplace_back("avx512_bf16_emulated");
+#if defined(__x86_64__)
+  for (const Emulated& emulated : kEmulated) {
+    if (find_table(emulated.isa, DType::f32) != nullptr) found.emplace_back(emulated.isa);
   }
+#endif
   return found;
 }
 

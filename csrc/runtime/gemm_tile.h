@@ -17,11 +17,15 @@
 // registers, 6 x 2 of 16 elsewhere. Narrower remainders of n use taller tiles, so that at least 8
 // accumulators hide the latency of the multiply-add. Rows are split evenly over tiles. Tiles are
 // compiled once per ISA, in gemm_tile_cpu.cpp.
+//
+// On AMX (tile_product.h) a block of C is 32 x 32. The caller keeps a TileScope alive, and columns
+// of B can be read up to a multiple of 16.
 #pragma once
 
 #include <type_traits>
 
 #include "runtime/isa.h"
+#include "runtime/tiles.h"
 #include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -39,6 +43,11 @@ constexpr int kTileVecs = 2;
 constexpr int tile_rows(int vecs) {
   return kTileAccumulators / vecs < 8 ? kTileAccumulators / vecs : 8;
 }
+
+// Whether products are in AMX tiles.
+constexpr bool kOnTiles = multiplies_on_tiles(kIsa);
+// Rows of C that a caller which calls for few at a time asks for.
+constexpr int64_t kTileRows = kOnTiles ? 32 : tile_rows(kTileVecs);
 
 // The operand type in which storage type S is multiplied.
 template <class S>

@@ -3,6 +3,9 @@
 
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
+#if defined(__AVX512F__)
+#include "runtime/tile_product.h"
+#endif
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -123,14 +126,10 @@ OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, const TileArgs
   }
 }
 
-}  // namespace
-
+// All of C.
 template <class T, ALayout kLayout>
-void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
-               int64_t n, int64_t k, bool accumulate) {
-  if (m <= 0) return;
-  OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));
-  OMNIATTN_ASSERT(n == 0 || k == 0 || (a != nullptr && b.data != nullptr && c != nullptr));
+void multiply_in_vectors(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc,
+                         int64_t m, int64_t n, int64_t k, bool accumulate) {
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   TileArgs<T> args{a, lda, b.data, b.row_stride, c, ldc, k, kWidth, accumulate};
   for (; n >= kPanelCols<T>; n -= kPanelCols<T>) {
@@ -142,6 +141,24 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
     const int64_t vecs = (n + kWidth - 1) / kWidth;
     args.last = n - (vecs - 1) * kWidth;
     partial_panel_tiles<T, kLayout>(m, vecs, args);
+  }
+}
+
+}  // namespace
+
+template <class T, ALayout kLayout>
+void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
+               int64_t n, int64_t k, bool accumulate) {
+  if (m <= 0) return;
+  OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));
+  OMNIATTN_ASSERT(n == 0 || k == 0 || (a != nullptr && b.data != nullptr && c != nullptr));
+#if defined(__AVX512F__)
+  if constexpr (kOnTiles) {
+    multiply_on_tiles<kLayout>(a, lda, b, c, ldc, m, n, k, accumulate);
+  } else
+#endif
+  {
+    multiply_in_vectors<T, kLayout>(a, lda, b, c, ldc, m, n, k, accumulate);
   }
 }
 

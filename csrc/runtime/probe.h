@@ -56,8 +56,9 @@ struct ProbeKernels {
   // The product without the packing, `repeats` times.
   void (*tile)(const TileProbe&, int64_t repeats);
 
-  // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`; 0 if the ISA has
-  // none for it (bf16 without a dot product, f16).
+  // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`, on tiles with the
+  // loads of their operands from L1; 0 if the ISA has none for it (bf16 without a dot product,
+  // f16).
   double (*multiply_adds)(DType operand, int64_t rounds);
   // Sum of n floats; a[i] = b[i] + s c[i] with and without write-allocate.
   float (*read)(const float* x, int64_t n);

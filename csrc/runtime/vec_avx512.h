@@ -187,8 +187,18 @@ OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const bf16* first, int64_t n, const
   return interleave(_mm256_maskz_loadu_epi16(first16(n), first),
                     _mm256_maskz_loadu_epi16(first16(n_second), second));
 }
+
+// Narrowing of factors of products, which read denormals as 0: these may become 0 here.
+OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
+#else
+  return narrow_bf16(x);
+#endif
+}
+OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { _mm256_storeu_epi16(p, narrow_factors(x)); }
 OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
-  return interleave(narrow_bf16(first), narrow_bf16(second));
+  return interleave(narrow_factors(first), narrow_factors(second));
 }
 
 // acc + a.second * b.second + a.first * b.first per lane, in the instruction's order.

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAST = "level(avx512_bf16, bf16, HAS(avx512bf16), __VA_ARGS__)"
-ADDED = "level(tiles_f16, f16, HAS(amx-tile) && HAS(amx-fp16), __VA_ARGS__)"
+LAST = "level(amx_bf16, bf16, TILES(amx-tile) && TILES(amx-bf16), __VA_ARGS__)"
+ADDED = "level(tiles_f16, f16, TILES(amx-fp16), __VA_ARGS__)"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AMX = ["-mamx-tile", "-mamx-bf16"]
 PROGRAM = """
 #include <cstdio>
 #include <initializer_list>
@@ -39,7 +40,8 @@ OMNIATTN_ISAS(DEFINE_PRODUCTS)
 int main() {
   using namespace omniattn;
   std::printf("%s", rows().isa);
-  for (const Isa isa : {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::tiles_f16}) {
+  for (const Isa isa :
+       {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::tiles_f16}) {
     for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
       std::printf(" %s", products_on(isa, dtype).isa);
     }
@@ -71,7 +73,8 @@ def test_kernels_are_chosen_by_level_and_dtype(table):
     assert products[:4] == ["baseline"] * 4
     assert products[4:8] == ["avx512"] * 4
     assert products[8:12] == ["avx512", "avx512", "avx512_bf16", "avx512"]
-    assert products[12:] == ["avx512", "avx512", "avx512_bf16", "tiles_f16"]
+    assert products[12:16] == ["avx512", "avx512", "amx_bf16", "avx512"]
+    assert products[16:] == ["avx512", "avx512", "amx_bf16", "tiles_f16"]
     assert built_for_bf16 == "0" and active == "tiles_f16"
 
 
@@ -96,10 +99,11 @@ endforeach()
     }
     assert extensions == {
         "all": ["baseline", "avx2", "avx512"],
-        "products": ["avx512_bf16", "tiles_f16"],
+        "products": ["avx512_bf16", "amx_bf16", "tiles_f16"],
         "baseline": [],
         "avx2": AVX2,
         "avx512": AVX512,
         "avx512_bf16": [*AVX512, "-mavx512bf16"],
-        "tiles_f16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-fp16"],
+        "amx_bf16": [*AVX512, "-mavx512bf16", *AMX],
+        "tiles_f16": [*AVX512, "-mavx512bf16", *AMX, "-mamx-fp16"],
     }

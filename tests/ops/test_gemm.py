@@ -1,10 +1,14 @@
 """linear beyond what tests/ops/test_specs.py runs for every op: the choice of the kernel."""
 
+import json
+
 import pytest
 import torch
 
+from omniattn.config import CPU_ISAS
 from omniattn.functional import linear
 from omniattn.ops import gemm_choice
+from omniattn.ops._cpu import cpu_family, cpuinfo
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -37,9 +41,72 @@ def test_free_choice_follows_the_table(monkeypatch):
     assert len(gemm_choice.describe()) == len(DTYPES)
 
 
-def test_a_free_choice_compiles_into_one_graph():
+RECORD = {
+    "isa": "amx_bf16",
+    "torch": "2.13.0",
+    "threads": 2,
+    "dtypes": {
+        "float32": {"least": 1000, "most": 9000, "gains": []},
+        "float64": {"least": 1, "most": 0, "gains": []},
+    },
+}
+
+
+def test_a_record_decides_by_the_number_of_multiply_adds(monkeypatch):
+    found = gemm_choice._recorded("here", "amx_bf16", {"here": RECORD})
+    for dtype, choice in found.items():
+        monkeypatch.setitem(gemm_choice.CHOICE, dtype, choice)
+    for dtype, m, native in [
+        (torch.float32, 9, False),  # 900 multiply-adds
+        (torch.float32, 10, True),
+        (torch.float32, 90, True),
+        (torch.float32, 91, False),
+        (torch.float64, 10, False),
+    ]:
+        x, weight = torch.ones(m, 10, dtype=dtype), torch.ones(10, 10, dtype=dtype)
+        assert gemm_choice.native_is_faster(x, weight) is native
+    text = "\n".join(gemm_choice.describe())
+    assert "measured on here, torch 2.13.0, 2 threads" in text
+    assert "never ours" in text
+
+
+def test_a_record_holds_for_its_family_and_kernels_only():
+    assert not gemm_choice._recorded("there", "amx_bf16", {"here": RECORD})
+    assert not gemm_choice._recorded("here", "avx512", {"here": RECORD})
+
+
+def test_records_are_of_known_kernels_and_dtypes():
+    for family, record in json.loads(gemm_choice.RECORDS.read_text()).items():
+        assert record["isa"] in CPU_ISAS
+        assert set(gemm_choice._recorded(family, record["isa"], {family: record})) <= set(DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "name"),
+    [
+        ("GenuineIntel", 6, 106, "ice_lake"),
+        ("GenuineIntel", 6, 143, "sapphire_rapids"),
+        ("AuthenticAMD", 25, 1, "zen3"),
+        ("AuthenticAMD", 25, 17, "zen4"),
+        ("AuthenticAMD", 26, 2, "zen5"),
+        ("GenuineIntel", 6, 42, "genuineintel_6_42"),
+    ],
+)
+def test_families_have_names(tmp_path, vendor, family, model, name):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+    (tmp_path / "cpuinfo").write_text(text + "\n" + text.replace("family", "model"))
+    assert cpu_family(cpuinfo(tmp_path / "cpuinfo")) == name
+    assert cpu_family(cpuinfo(tmp_path / "missing")) == "unknown_0_0"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_free_choice_compiles_into_one_graph(monkeypatch, recorded):
+    if recorded:
+        record = RECORD | {"dtypes": {"bfloat16": {"least": 0, "most": 1 << 62}}}
+        for dtype, choice in gemm_choice._recorded("here", "amx_bf16", {"here": record}).items():
+            monkeypatch.setitem(gemm_choice.CHOICE, dtype, choice)
     x, weight, bias = inputs(torch.bfloat16)
-    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager", dynamic=recorded)
     torch.testing.assert_close(compiled(x, weight, bias), linear(x, weight, bias))
 
 

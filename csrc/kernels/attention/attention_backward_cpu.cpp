@@ -76,7 +76,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
     static_cast<A*>(params.part_sinks)[part_of(p, x)] = sum;
   }
   for (int64_t split = 0; split < params.splits; ++split) {
-    fill_zero(rows.grad_q(split, x.row), count * rows.ldq);
+    fill_zero(rows.grad_q(split, x.row), count * rows.width_q);
   }
 }
 
@@ -154,10 +154,10 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
   gradient_rows(tile);
   const auto x =
       tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, query_factor<A>(p, h));
-  accumulate_queries(plan, x.weights, grad_out, rows.ldo, width_v, side.grad_v);
-  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k);
-  accumulate_keys(plan, x.dq, kKeyBlock, side.k, rows.ldq, width_k, rows.grad_q(split, row),
-                  rows.ldq);
+  const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
+  accumulate_queries(plan, x.weights, grad_out, rows.ldo, width_v, side.grad_v, ldv);
+  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k, ldk);
+  accumulate_keys(plan, x.dq, kKeyBlock, side.k, ldk, width_k, rows.grad_q(split, row), ldk);
 }
 
 // All queries of one kv head against one key block.
@@ -173,8 +173,9 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
   pack_keys_as_columns(k, p.k.stride_t, p.d, count, kKeyBlock, side.kt);
   pack_keys_as_columns(v, p.v.stride_t, p.dv, count, kKeyBlock, side.vt);
   pack_operand_rows(k, p.k.stride_t, count, p.d, side.k);
-  fill_zero(side.grad_k, kKeyBlock * rows.ldq);
-  fill_zero(side.grad_v, kKeyBlock * rows.ldo);
+  const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
+  fill_zero(side.grad_k, kKeyBlock * ldk);
+  fill_zero(side.grad_v, kKeyBlock * ldv);
 
   TilePlan plan;
   for (int64_t head = h * group_size(p); head < (h + 1) * group_size(p); ++head) {
@@ -183,10 +184,9 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
     }
   }
   for (int64_t n = 0; n < count; ++n) {
-    store_row(side.grad_k + n * rows.ldq, static_cast<A>(p.score.chain), p.d,
+    store_row(side.grad_k + n * ldk, static_cast<A>(p.score.chain), p.d,
               row_of<T>(params.grad_k, b, keys.begin + n, h));
-    store_row(side.grad_v + n * rows.ldo, A(1), p.dv,
-              row_of<T>(params.grad_v, b, keys.begin + n, h));
+    store_row(side.grad_v + n * ldv, A(1), p.dv, row_of<T>(params.grad_v, b, keys.begin + n, h));
   }
 }
 
@@ -202,7 +202,7 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<T>& row
     A* const sum = rows.grad_q(0, x.row + r);
     for (int64_t split = 1; split < params.splits; ++split) {
       const A* const part = rows.grad_q(split, x.row + r);
-      for (int64_t c = 0; c < rows.ldq; c += V::kWidth) {
+      for (int64_t c = 0; c < rows.width_q; c += V::kWidth) {
         store(sum + c, load(sum + c) + load(part + c));
       }
     }
@@ -276,6 +276,7 @@ void prepare(const AttentionBackwardParams& params, void*, int64_t begin, int64_
 }
 
 void backward(const AttentionBackwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(params.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(params, scratch, i);
   });
@@ -294,6 +295,7 @@ void finish(const AttentionBackwardParams& params, void*, int64_t begin, int64_t
 
 void backward_heads(const AttentionBackwardParams& params, void* scratch, int64_t begin,
                     int64_t end) {
+  const TileScope tiles;
   dispatch(params.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) {
       for_owned(params, i,

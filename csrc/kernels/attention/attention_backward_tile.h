@@ -14,26 +14,29 @@ template <class T>
 struct QueryRows {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  int64_t first, count, ldq, ldo;
+  int64_t first, count;
+  int64_t ldq, ldo;  // of q and dO
+  int64_t width_q;   // of dQ
   M *q_, *grad_out_;
   A *grad_q_, *delta_, *shift_;
 
   QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
       : first(first_row),
         count(rows),
-        ldq(padded_row(params.problem.d)),
-        ldo(padded_row(params.problem.dv)) {
+        ldq(operand_row<M>(params.problem.d)),
+        ldo(operand_row<M>(params.problem.dv)),
+        width_q(padded_row(params.problem.d)) {
     Arena<A> arena{static_cast<A*>(memory), backward_workspace_elements(params, rows)};
-    q_ = reinterpret_cast<M*>(arena.take(count * ldq));
-    grad_out_ = reinterpret_cast<M*>(arena.take(count * ldo));
-    grad_q_ = arena.take(count * ldq * params.splits);
+    q_ = reinterpret_cast<M*>(arena.take(count * width_q));
+    grad_out_ = reinterpret_cast<M*>(arena.take(count * padded_row(params.problem.dv)));
+    grad_q_ = arena.take(count * width_q * params.splits);
     delta_ = arena.take(count);
     shift_ = arena.take(count);
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
   OMNIATTN_INLINE A* grad_q(int64_t split, int64_t row) const {
-    return grad_q_ + (split * count + row - first) * ldq;
+    return grad_q_ + (split * count + row - first) * width_q;
   }
   OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
@@ -189,7 +192,7 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
     }
     for (int64_t r = 0; r < rows; ++r) {
       for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
-        store(ds_rows + r * kKeyBlock + n, load(ds + r * kKeyBlock + n));
+        store_factors(ds_rows + r * kKeyBlock + n, load(ds + r * kKeyBlock + n));
       });
     }
     for (int64_t r = 0; r < rows; r += 2) {
@@ -200,11 +203,11 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
 }
 
 // sum += X^T Y, where X is (queries x keys of the tile), for bf16 in pairs of queries, and Y has a
-// row per query. Where the mask cuts the tile, a few keys at a time use only the groups that see
-// them.
+// row of `ldy` per query. Where the mask cuts the tile, a few keys at a time use only the groups
+// that see them.
 template <class M>
-void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld, int64_t width,
-                        compute_t<M>* sum) {
+void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ldy, int64_t width,
+                        compute_t<M>* sum, int64_t ld) {
   constexpr int64_t kPair = Operand<M>::kStep;
   const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
   const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
@@ -223,13 +226,15 @@ void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld
     }
   };
   if constexpr (kPair == 1) {
-    multiply(row_panels(y, ld), 0, width);
+    multiply(row_panels(y, ldy), 0, width);
   } else {
-    M pairs[kQueryBlock * kPanelCols<M>];
-    for (int64_t column = 0; column < width; column += kPanelCols<M>) {
-      const int64_t columns = width - column < kPanelCols<M> ? width - column : kPanelCols<M>;
-      pack_rows(y + column, ld, plan.rows(), columns, pairs, kPanelCols<M>, columns);
-      multiply(packed_panels(static_cast<const M*>(pairs), kQueryBlock), column, columns);
+    // AMX transposes X in each call.
+    constexpr int64_t kColumns = (kOnTiles ? 4 : 1) * kPanelCols<M>;
+    M pairs[kQueryBlock * kColumns];
+    for (int64_t column = 0; column < width; column += kColumns) {
+      const int64_t columns = width - column < kColumns ? width - column : kColumns;
+      pack_b(y + column, ldy, plan.rows(), columns, pairs);
+      multiply(packed_panels(static_cast<const M*>(pairs), plan.rows()), column, columns);
     }
   }
 }

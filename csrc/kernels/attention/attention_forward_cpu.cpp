@@ -37,24 +37,31 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
     if (is_empty(columns)) continue;
     for (int64_t first = rows.begin; first < rows.end; first += kRowsAtOnce) {
       const Range part = intersect(rows, {first, first + kRowsAtOnce});
+      SoftmaxRow<A> of[kRowsAtOnce];
       A top[kRowsAtOnce];
       for (int64_t r = part.begin; r < part.end; ++r) {
-        A* const x = s + r * kKeyBlock;
+        SoftmaxRow<A>& row = of[r - first];
+        row = {s + r * kKeyBlock, factor, o + r * width, width, m + r, l + r * V::kWidth};
         const RowScore<A> score{
             p,        b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr,
             registers};
-        scale_row(x, columns, factor);
-        score.to_logits(x, columns);
-        if (is_softmax(p.score)) top[r - first] = row_maximum(x, columns);
+        if (!score.is_plain()) {
+          scale_row(row.s, columns, factor);
+          row.factor = A(1);
+          score.to_logits(row.s, columns);
+        }
+        if (is_softmax(p.score)) top[r - first] = row_maximum<M>(row, columns);
       }
       for (int64_t r = part.begin; r < part.end; ++r) {
-        const SoftmaxRow<A> row{s + r * kKeyBlock, o + r * width, width, m + r, l + r * V::kWidth};
+        const SoftmaxRow<A>& row = of[r - first];
         if (is_softmax(p.score)) raise_maximum(p.score, row, top[r - first]);
-        weigh(p.score, row, columns);
-        if (p.dropout.threshold != 0) {
+        if (p.dropout.threshold == 0) {
+          weigh<M, M>(p.score, row, columns);
+        } else {
+          weigh<M, A>(p.score, row, columns);
           RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
+          narrow_row<M>(row.s, columns);
         }
-        narrow_row<M>(row.s, columns);
       }
     }
   }
@@ -70,10 +77,10 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const AttentionProblem& p = params.problem;
   const Range queries = block(n, kQueryBlock, p.tq);
   const int64_t rows = queries.end - queries.begin;
-  const int64_t dq = padded_row(p.d), width = padded_row(p.dv);
+  const int64_t width = padded_row(p.dv), ldq = operand_row<M>(p.d);
 
   Arena<A> arena{static_cast<A*>(scratch), forward_scratch_elements(p)};
-  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * dq));
+  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * padded_row(p.d)));
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const o = arena.take(kQueryBlock * width);
   A* const m = arena.take(kQueryBlock);
@@ -93,7 +100,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   TilePlan plan;
   for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
     const Range keys = plan.keys;
-    multiply_by_keys(plan, q, dq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
+    multiply_by_keys(plan, q, ldq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
     softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
     accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
@@ -148,12 +155,14 @@ void pack(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
 }
 
 void forward(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) block_item<decltype(type)>(p, scratch, i);
   });
 }
 
 void forward_heads(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, scratch, i);
   });

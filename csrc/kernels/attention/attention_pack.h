@@ -32,13 +32,21 @@ struct Arena {
   }
 };
 
-// to[r][c] = factor * from[r][c] for c < cols, then 0, in rows of padded_row(cols).
+// Elements between the rows of operands that products read as A. Tiles load them in place: each
+// starts at a cache line, in memory for rows of the compute type.
+template <class M>
+OMNIATTN_INLINE int64_t operand_row(int64_t cols) {
+  constexpr int64_t kRatio = sizeof(compute_t<M>) / sizeof(M);
+  return padded_row(cols) * (kOnTiles ? kRatio : 1);
+}
+
+// to[r][c] = factor * from[r][c] for c < cols, then 0 up to padded_row(cols); in operand_row(cols).
 template <class T, class M>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
                M* to) {
   using V = Vec<compute_t<T>>;
-  const int64_t width = padded_row(cols);
-  for (int64_t r = 0; r < rows; ++r, from += stride, to += width) {
+  const int64_t width = padded_row(cols), ld = operand_row<M>(cols);
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += ld) {
     int64_t c = 0;
     for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
     for (; c < width; c += V::kWidth) store(to + c, load_n(from + c, cols - c) * V(factor));

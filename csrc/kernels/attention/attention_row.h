@@ -91,6 +91,12 @@ struct RowScore {
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
   void* registers;          // of the program, if there is one
 
+  // Whether to_logits changes nothing.
+  OMNIATTN_INLINE bool is_plain() const {
+    return p.score.transform == ScoreKind::none && p.bias.data == nullptr &&
+           p.relative.data == nullptr && p.program == nullptr && visible == nullptr;
+  }
+
   // Turns x = pre * q.k into logits: transform, bias, table term, program, mask. With a transform,
   // `slope` receives its derivative unless it is null; then the registers of a program are left as
   // its gradient needs them.

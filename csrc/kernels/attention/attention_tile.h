@@ -11,7 +11,7 @@ namespace {
 
 // The queries of a group share one clipped range of keys, so that a causal tile costs little more
 // than the area of its triangle.
-constexpr int64_t kRowGroup = 24;
+constexpr int64_t kRowGroup = kOnTiles ? kTileRows : 24;
 constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
 
 // The work of one tile (a query block x a key block). Ranges of keys are relative to the block.
@@ -127,12 +127,13 @@ OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t
 template <class M, class F>
 void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, int64_t ldc,
                         int64_t m, int64_t n, int64_t k, bool accumulate, const F& fetch) {
-  constexpr int64_t kRows = tile_rows(kTileVecs), kCols = kPanelCols<M>;
+  constexpr int64_t kCols = kPanelCols<M>;
   for (int64_t col = 0; col < n; col += kCols) {
-    for (int64_t r = 0; r < m; r += kRows) {
+    for (int64_t r = 0; r < m; r += kTileRows) {
       fetch();
       gemm_tile<M>(a + r * lda, lda, b.at(0, col), c + r * ldc + col, ldc,
-                   m - r < kRows ? m - r : kRows, n - col < kCols ? n - col : kCols, k, accumulate);
+                   m - r < kTileRows ? m - r : kTileRows, n - col < kCols ? n - col : kCols, k,
+                   accumulate);
     }
   }
 }
@@ -142,7 +143,8 @@ void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, i
 template <class M>
 void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t k, const M* packed,
                       compute_t<M>* x, TileRows next = {}) {
-  constexpr int64_t kFetchRows = 3;  // of 96, between 32 register tiles of AVX-512
+  // Of 96, between the calls for both panels of keys: 32 register tiles of AVX-512, 6 of AMX.
+  constexpr int64_t kFetchRows = kOnTiles ? 16 : 3;
   for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<M>) {
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<M>});

@@ -101,6 +101,7 @@ struct BackwardRows {
   using A = compute_t<T>;
   using M = operand_t<T>;
   int64_t count, capacity, ldq, ldo;
+  int64_t row_q, row_o;     // of q and grad_out
   M *q, *grad_out;          // x_q and dO times the factor of its row of P
   M *q_pairs, *grad_pairs;  // the same as right factors
   A *grad_q, *weights, *ds, *delta, *shift;
@@ -109,7 +110,9 @@ struct BackwardRows {
       : count(0),
         capacity(selected_rows(params.lists, params.attention.problem)),
         ldq(padded_row(params.attention.problem.d)),
-        ldo(padded_row(params.attention.problem.dv)) {
+        ldo(padded_row(params.attention.problem.dv)),
+        row_q(operand_row<M>(params.attention.problem.d)),
+        row_o(operand_row<M>(params.attention.problem.dv)) {
     q = q_pairs = reinterpret_cast<M*>(arena.take(capacity * ldq));
     grad_out = grad_pairs = reinterpret_cast<M*>(arena.take(capacity * ldo));
     if constexpr (kKeepsQueries<T>) {
@@ -138,7 +141,7 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
     const A lse = static_cast<const A*>(params.lse)[stat];
     const A tail = static_cast<const A*>(params.lse_tail)[stat];
     const A factor = exp2(V(softmax_tail_exponent(tail))).v[0];
-    auto* const grad = rows.grad_out + r * rows.ldo;
+    auto* const grad = rows.grad_out + r * rows.row_o;
     pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv, factor, grad);
     const T* const out = row_of<T>(params.out, item.b, query, h);
     V sum = zero<A>();
@@ -154,8 +157,8 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
     }
   });
   if constexpr (kKeepsQueries<T>) {
-    pack_rows(rows.q, rows.ldq, rows.count, rows.ldq, rows.q_pairs, rows.ldq, rows.ldq);
-    pack_rows(rows.grad_out, rows.ldo, rows.count, rows.ldo, rows.grad_pairs, rows.ldo, rows.ldo);
+    pack_rows(rows.q, rows.row_q, rows.count, rows.ldq, rows.q_pairs, rows.ldq, rows.ldq);
+    pack_rows(rows.grad_out, rows.row_o, rows.count, rows.ldo, rows.grad_pairs, rows.ldo, rows.ldo);
   }
 }
 
@@ -222,8 +225,8 @@ void gradient_item(const SelectedBackwardParams& params, const SelectedItem& ite
   for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
     visible.set(params.lists, p, item, tile);
     if (params.lists.gathered) keys.gather(p, item, tile);
-    multiply_by_tile(tile, rows.q, rows.ldq, rows.count, p.d, keys.kt, rows.weights);
-    multiply_by_tile(tile, rows.grad_out, rows.ldo, rows.count, p.dv, keys.vt, rows.ds);
+    multiply_by_tile(tile, rows.q, rows.row_q, rows.count, p.d, keys.kt, rows.weights);
+    multiply_by_tile(tile, rows.grad_out, rows.row_o, rows.count, p.dv, keys.vt, rows.ds);
     for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
       const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
       gradient_row<T>(p, tile, score, rows, r);
@@ -301,6 +304,7 @@ void pack(const SelectedBackwardParams& params, void*, int64_t begin, int64_t en
             [&](auto type, int64_t n) { pack_item<decltype(type)>(params, n); });
 }
 void backward(const SelectedBackwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  const TileScope scope;
   for_items(params, begin, end,
             [&](auto type, int64_t n) { owner_item<decltype(type)>(params, scratch, n); });
 }

@@ -20,17 +20,17 @@ struct ForwardRows {
 
   ForwardRows(const SelectedForwardParams& params, const SelectedItem& item, Arena<A>& arena)
       : count((item.queries.end - item.queries.begin) * item.heads),
-        dq(padded_row(params.attention.problem.d)),
+        dq(operand_row<M>(params.attention.problem.d)),
         width(padded_row(params.attention.problem.dv)) {
     const int64_t rows = selected_rows(params.lists, params.attention.problem);
-    q = reinterpret_cast<M*>(arena.take(rows * dq));
+    q = reinterpret_cast<M*>(arena.take(rows * padded_row(params.attention.problem.d)));
     s = arena.take(rows * kKeyBlock);
     o = arena.take(rows * width);
     l = arena.take(rows * Vec<A>::kWidth);
     m = arena.take(rows);
   }
   SoftmaxRow<A> row(int64_t r) const {
-    return {s + r * kKeyBlock, o + r * width, width, m + r, l + r * Vec<A>::kWidth};
+    return {s + r * kKeyBlock, A(1), o + r * width, width, m + r, l + r * Vec<A>::kWidth};
   }
 };
 
@@ -51,6 +51,7 @@ template <class T>
 void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const KeyTile& tile,
                   const Visibility& visible, const ForwardRows<T>& rows) {
   using A = compute_t<T>;
+  using M = operand_t<T>;
   const Range columns = tile.padded_columns();
   const A factor = kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1);
   for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
@@ -58,10 +59,10 @@ void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const Key
     const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
     scale_row(row.s, columns, factor);
     score.to_logits(row.s, columns);
-    raise_maximum(p.score, row, row_maximum(row.s, columns));
-    weigh(p.score, row, columns);
+    raise_maximum(p.score, row, row_maximum<M>(row, columns));
+    weigh<M, A>(p.score, row, columns);
     drop_row(p, item.b, h, q, tile, row.s);
-    narrow_row<operand_t<T>>(row.s, columns);
+    narrow_row<M>(row.s, columns);
   });
 }
 
@@ -134,6 +135,7 @@ void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n)
 }
 
 void forward(const SelectedForwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  const TileScope scope;
   dispatch(params.attention.problem.dtype, [&](auto type) {
     for (int64_t n = begin; n < end; ++n) forward_item<decltype(type)>(params, scratch, n);
   });

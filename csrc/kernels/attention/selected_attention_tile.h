@@ -162,7 +162,7 @@ void pack_item_rows(const HeadView& x, const SelectedItem& item, int64_t cols, c
   for (int64_t q = item.queries.begin; q < item.queries.end; ++q) {
     pack_rows<T>(row_of<T>(x, item.b, q, item.first_head), x.stride_h, item.heads, cols, factor,
                  to);
-    to += item.heads * padded_row(cols);
+    to += item.heads * operand_row<M>(cols);
   }
 }
 

@@ -34,16 +34,17 @@ struct Grid {
   int64_t depth;                   // rows of a block of B
 
   // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. These
-  // push C out of L2; a deep block of B moves C less often, a wide one packs A less often.
+  // push C out of L2; a deep block of B moves C less often, a wide one packs A less often. With
+  // tiles, which are faster than L3 and copy A, blocks are deep and wide: 512 KiB of bf16.
   explicit Grid(const GemmParams& p) {
     const bool deep = reads_a_in_place(p);
-    depth = deep ? 512 : 256;
-    col_blocks = ceil_div(p.n, deep ? 128 : 256);
+    depth = kOnTiles ? 1024 : deep ? 512 : 256;
+    col_blocks = ceil_div(p.n, deep && !kOnTiles ? 128 : 256);
     cols = round_up(ceil_div(p.n, larger(col_blocks, 1)), kPanelCols<float>);
     col_blocks = ceil_div(p.n, larger(cols, 1));
     const int64_t wanted = ceil_div(kEnoughItems, larger(col_blocks, 1));
     row_blocks = larger(ceil_div(p.m, kMaxItemRows), smaller(wanted, p.m / kBlockM));
-    rows = ceil_div(p.m, larger(row_blocks, 1));
+    rows = round_up(ceil_div(p.m, larger(row_blocks, 1)), kOnTiles ? kTileRows : 1);
     row_blocks = ceil_div(p.m, larger(rows, 1));
   }
 };
@@ -235,6 +236,7 @@ int64_t workspace_bytes(const GemmParams& p) {
 
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   if (is_dot(p)) return run_dot(p, begin, end);
+  const TileScope tiles;
   dispatch_operand(p, [&]<class T>(T) {
     const Grid grid(p);
     const Workspace<T> work(workspace, grid);

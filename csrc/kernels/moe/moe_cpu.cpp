@@ -276,12 +276,15 @@ void gather_any(const MoeGatherParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class S>(S) { gather<operand_t<S>, S>(p, begin, end); });
 }
 void up_any(const MoeUpParams& p, void* workspace, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.dtype, [&]<class S>(S) { up<operand_t<S>, S>(p, workspace, begin, end); });
 }
 void up_backward_any(const MoeUpBackwardParams& p, void* workspace, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.dtype, [&]<class S>(S) { up_backward<operand_t<S>, S>(p, workspace, begin, end); });
 }
 void project_any(const MoeProjectParams& p, void* workspace, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.dtype, [&]<class S>(S) { project<operand_t<S>, S>(p, workspace, begin, end); });
 }
 void combine_any(const MoeCombineParams& p, int64_t begin, int64_t end) {

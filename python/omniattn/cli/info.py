@@ -6,6 +6,7 @@ Where CUDA is not used, it says why and what to do.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import platform
 import textwrap
@@ -17,6 +18,7 @@ import torch
 import omniattn
 from omniattn import config
 from omniattn.ops import _library, gemm_choice
+from omniattn.ops._cpu import cpuinfo
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -28,7 +30,12 @@ _MEANING = {
     "avx512": "512-bit vectors; bfloat16 and float16 are computed in float32",
     "avx512_bf16": "512-bit vectors; matrix products multiply bfloat16 directly and sum in "
     "float32, all else of bfloat16, and float16, is computed in float32",
+    "amx_bf16": "512-bit vectors; matrix products multiply bfloat16 in AMX tiles, which read "
+    "denormals as 0, and sum in float32, all else is computed as by avx512_bf16",
 }
+
+#: Of `torch.ops.omniattn.tile_state`: the CPU has AMX, and nobody asked Linux for its tiles.
+_NOT_ASKED_FOR = -2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,23 +77,24 @@ def _rows() -> Iterator[tuple[str, str]]:
 
 def _cpu() -> str:
     """The processor's name, and the numbers that distinguish models."""
-    cpuinfo = Path("/proc/cpuinfo")
-    entries: dict[str, str] = {}  # of the first processor
-    for line in cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else ():
-        key, _, value = line.partition(":")
-        entries.setdefault(key.strip(), value.strip())
+    entries = cpuinfo()
     parts = [entries.get("model name", platform.processor())]
     parts += [f"{key} {entries[key]}" for key in ("cpu family", "model") if key in entries]
     return ", ".join(filter(None, (*parts, platform.machine())))
 
 
 def _kernels() -> str:
+    tiles: int = torch.ops.omniattn.tile_state()
     found = config.CPU_ISAS[torch.ops.omniattn.detected_cpu_isa()]
+    found = "amx_bf16" if tiles == _NOT_ASKED_FOR else found
     chosen = config.CPU_ISAS[torch.ops.omniattn.cpu_isa()]
-    if chosen == found:
-        choice = "the best this CPU supports, detected from its instructions, not its name"
-    else:
+    if chosen != found:
         choice = f"although this CPU has {found}: OMNIATTN_CPU_ISA={config.CPU_ISA}"
+    elif tiles > 0:
+        small = ", a thread has a signal stack of less than 12 KiB" if tiles == errno.ENOSPC else ""
+        choice = f"although this CPU has AMX: Linux refused its tiles, {os.strerror(tiles)}{small}"
+    else:
+        choice = "the best this CPU supports, detected from its instructions, not its name"
     return f"{chosen} ({choice}): {_MEANING[chosen]}"
 
 

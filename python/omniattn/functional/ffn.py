@@ -217,6 +217,6 @@ def _run(
 ) -> Tensor:
     x = tensors[0]
     run = implementation(op, backend, x, ops.glu_mlp)
-    native = native_is_faster(x) if backend is None else backend == "cpu"
+    native = native_is_faster(x, tensors[1]) if backend is None else backend == "cpu"
     y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native)
     return y

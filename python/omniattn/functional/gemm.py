@@ -70,7 +70,7 @@ def linear(
         require_shape("linear", "bias", bias, weight.shape[:1])
     run = implementation("linear", backend, x, ops.linear)
     strided = x.layout == weight.layout == torch.strided  # of others the native op says more
-    if backend is None and strided and not native_is_faster(x):
+    if backend is None and strided and not native_is_faster(x, weight):
         run = torch.nn.functional.linear
     y: Tensor = run(x, weight, bias)
     return y

@@ -1,24 +1,32 @@
 """Which kernel `linear` runs on when it is free to choose: this package's or torch's.
 
-The figures are gains, torch's time over ours, from `benchmarks/linear_choice.py --threads 1` on an
-Intel Ice Lake server and torch 2.13, over products of 256^3 to 1024^3 and of 1 to 32 rows. The
-first rule that fits decides.
+`benchmarks/linear_choice.py --record` measures it on a family of CPUs and writes the numbers of
+multiply-adds between which ours is the faster one, by dtype, to gemm_crossings.json. On a family
+without a record the first rule that fits decides. The figures of rules are gains, torch's time over
+ours, from an Intel Ice Lake server and torch 2.13, over 256^3 to 1024^3 and 1 to 32 rows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops._cpu import cpu_family, cpuinfo
 
-__all__ = ["CHOICE", "describe", "native_is_faster"]
+__all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
 
 _AVX512, _AVX512_BF16 = 2, 3  # AVX2 is 1
+
+#: Records by family of CPUs.
+RECORDS = Path(__file__).with_name("gemm_crossings.json")
 
 
 @dataclass(frozen=True)
@@ -68,26 +76,65 @@ RULES = (
 
 def _mkl_at_its_best() -> bool:
     """MKL takes its AVX-512 code on Intel CPUs only."""
-    cpuinfo = Path("/proc/cpuinfo")
-    intel = cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(errors="replace")
-    return intel and torch.backends.mkl.is_available()
+    return cpuinfo().get("vendor_id") == "GenuineIntel" and torch.backends.mkl.is_available()
 
 
-def _choose() -> dict[torch.dtype, Rule]:
-    isa, mkl = torch.ops.omniattn.cpu_isa(), _mkl_at_its_best()
+@dataclass(frozen=True)
+class Crossings:
+    """Ours is faster for products of `least` to `most` multiply-adds; never where most < least."""
+
+    least: int
+    most: int
+    condition: str
+    measured: str
+
+    @property
+    def native(self) -> bool:
+        """Whether it is for any."""
+        return self.least <= self.most
+
+
+def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
+    """What was measured on the family with these kernels."""
+    record = records.get(family)
+    if record is None or record["isa"] != isa:
+        return {}
+    condition = f"measured on {family}, torch {record['torch']}, {record['threads']} threads"
     return {
-        dtype: next(r for r in RULES if dtype in r.dtypes and r.applies(isa, mkl))
-        for dtype in RULES[-1].dtypes
+        getattr(torch, dtype): Crossings(
+            found["least"],
+            found["most"],
+            condition,
+            f"ours for {found['least']:.1e} to {found['most']:.1e} multiply-adds"
+            if found["least"] <= found["most"]
+            else "never ours",
+        )
+        for dtype, found in record["dtypes"].items()
     }
 
 
-#: The rule that holds on this machine, by dtype.
+def _choose() -> dict[torch.dtype, Rule | Crossings]:
+    isa, mkl = torch.ops.omniattn.cpu_isa(), _mkl_at_its_best()
+    rules: dict[torch.dtype, Rule | Crossings] = {
+        dtype: next(r for r in RULES if dtype in r.dtypes and r.applies(isa, mkl))
+        for dtype in RULES[-1].dtypes
+    }
+    return rules | _recorded(cpu_family(), CPU_ISAS[isa], json.loads(RECORDS.read_text()))
+
+
+#: What holds on this machine, by dtype.
 CHOICE = _choose()
 
 
-def native_is_faster(x: Tensor) -> bool:
-    """Whether products of x, and their gradients, are faster on this package's kernel."""
-    return x.device.type == "cpu" and CHOICE[x.dtype].native
+def native_is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether x weight^T, and its gradients, are faster on this package's kernel."""
+    if x.device.type != "cpu":
+        return False
+    choice = CHOICE[x.dtype]
+    if isinstance(choice, Rule):
+        return choice.native
+    # A symbolic size of torch.compile is only compared where it decides.
+    return choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most)
 
 
 def describe() -> list[str]:

@@ -1,0 +1,37 @@
+"""The processor, by what Linux says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["cpu_family", "cpuinfo"]
+
+_INTEL = {
+    85: "skylake_server", 106: "ice_lake", 108: "ice_lake", 143: "sapphire_rapids",
+    173: "granite_rapids", 174: "granite_rapids", 207: "emerald_rapids",
+}  # fmt: skip
+_ZEN4 = (range(0x10, 0x20), range(0x60, 0xB0))  # models of family 25; the others are Zen 3
+_AMD = {23: "zen2", 25: "zen3", 26: "zen5"}
+
+
+def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """What Linux lists of the first processor; empty on other systems."""
+    entries: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        key, _, value = line.partition(":")
+        entries.setdefault(key.strip(), value.strip())
+    return entries
+
+
+def cpu_family(entries: dict[str, str] | None = None) -> str:
+    """The name of the cores, by which records of measurements are kept: "sapphire_rapids", or
+    vendor, family and model of a processor that has none here."""
+    entries = cpuinfo() if entries is None else entries
+    vendor = entries.get("vendor_id", "unknown")
+    family, model = (int(entries.get(key, 0)) for key in ("cpu family", "model"))
+    if vendor == "GenuineIntel" and family == 6 and model in _INTEL:
+        return _INTEL[model]
+    if vendor == "AuthenticAMD" and family in _AMD:
+        zen4 = family == 25 and any(model in models for models in _ZEN4)
+        return "zen4" if zen4 else _AMD[family]
+    return f"{vendor}_{family}_{model}".lower()

@@ -1,0 +1,295 @@
+"""AMX tiles: the arithmetic of the software ones, their equality with the hardware, and how a
+process comes to have the registers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omniattn import _kernels as kernels
+from omniattn import config
+from omniattn.cli import info
+from omniattn.functional import linear
+
+ROOT = Path(__file__).parents[2]
+ISAS = kernels.probe_isas()
+emulated = pytest.mark.skipif("amx_bf16_emulated" not in ISAS, reason="needs AVX-512")
+hardware = pytest.mark.skipif("amx_bf16" not in ISAS, reason="needs AMX")
+BF16, F32 = 2, 1
+
+
+def as_bf16(x):
+    """Floats, cut to the bits of bf16."""
+    return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_float(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def multiply(isa, a, b, c):
+    """C + A B on one tile; A (16, 32) and B (32, 16) as bits of bf16."""
+    out, (m, k), n = c.copy(), a.shape, b.shape[1]
+    probe = kernels.Probe(isa)
+    probe.tile("bf16", "packed_rows", a, k, False, b, n, out, n, m, n, k, True)
+    return out
+
+
+def expected(a, b, c):
+    """The rule, in float64, where products of bf16 and their sums with an fp32 are exact."""
+    sums = np.zeros((2, *c.shape), np.float32)
+    for k in range(a.shape[1]):
+        product = as_float(a)[:, k, None].astype(np.float64) * as_float(b)[k].astype(np.float64)
+        sums[k % 2] = (sums[k % 2].astype(np.float64) + product).astype(np.float32)
+    return c + (sums[0] + sums[1])
+
+
+@emulated
+def test_sums_are_one_chain_of_the_even_and_one_of_the_odd_terms():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        a, b = (as_bf16(rng.standard_normal(shape)) for shape in ((16, 32), (32, 16)))
+        c = rng.standard_normal((16, 16)).astype(np.float32)
+        np.testing.assert_array_equal(multiply("amx_bf16_emulated", a, b, c), expected(a, b, c))
+
+
+@emulated
+def test_denormal_operands_and_results_are_zero():
+    a, b, c = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16), np.zeros((16, 16))
+    c = c.astype(np.float32)
+    a[0, 0], b[0, 0] = 0x0001, as_bf16(1.0)[()]  # a denormal operand
+    a[1, 1], b[1, 1] = as_bf16(2.0**-100)[()], as_bf16(2.0**-40)[()]  # a denormal product
+    c[2, 2] = 2.0**-130  # a denormal sum
+    assert not multiply("amx_bf16_emulated", a, b, c).any()
+
+
+SCOPE = """
+#include "runtime/tiles.h"
+
+int main() {
+  using namespace omniattn::OMNIATTN_ISA;
+#if defined(SCOPE)
+  const TileScope scope;
+#else
+  { const TileScope ended; }
+#endif
+  TileRegisters tiles;
+  tiles.zero<0>();
+}
+"""
+
+
+@emulated
+def test_software_tiles_need_a_configuration_as_the_hardware_does(tmp_path):
+    """Outside a scope the hardware would end the process without a word."""
+    (tmp_path / "main.cpp").write_text(SCOPE)
+    flags = ["-mfma", "-mf16c", *(f"-mavx512{x}" for x in ("f", "bw", "vl", "dq"))]
+    flags += ["-DOMNIATTN_ISA=isa_amx_bf16", f"-I{ROOT / 'csrc'}", "-w", "-std=c++20", "-O1"]
+    for defines, fails in (["-DSCOPE"], False), ([], True):
+        command = ["g++", *flags, *defines, "main.cpp", "-o", "main"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        result = subprocess.run([tmp_path / "main"], capture_output=True, text=True)
+        assert (result.returncode < 0) is fails
+        assert ("tiles are used outside a TileScope" in result.stderr) is fails
+
+
+def aligned(x, offset):
+    """A copy that starts `offset` bytes after a cache line."""
+    memory = np.zeros(x.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+@emulated
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("a_transposed", [False, True], ids=["a", "at"])
+@pytest.mark.parametrize("k", [1, 32, 33, 96, 512, 545])
+def test_blocks_of_any_size(k, a_transposed, accumulate):
+    """Whole and partial tiles, A in place and copied: small integers make every sum exact."""
+    rng = np.random.default_rng(0)
+    probe = kernels.Probe("amx_bf16_emulated")
+    for m, n in [(1, 16), (16, 31), (17, 32), (31, 33), (32, 64), (33, 70), (48, 48), (96, 130)]:
+        a, b, c = (rng.integers(-2, 3, shape) for shape in ((m, k), (k, n), (m, n)))
+        want = a @ b + (c if accumulate else 0)
+        rows = as_bf16(a)
+        if a_transposed:
+            padded = np.zeros((k + k % 2, m), np.uint16)
+            padded[:k] = rows.T
+            rows = np.ascontiguousarray(padded.reshape(-1, 2, m).swapaxes(1, 2))
+        for offset in (0, 2):
+            out = c.astype(np.float32) if accumulate else np.full((m, n), np.nan, np.float32)
+            lda = m if a_transposed else k
+            probe.tile(
+                "bf16", "packed_rows", aligned(rows, offset), lda, a_transposed, as_bf16(b), n,
+                out, n, m, n, k, accumulate,
+            )  # fmt: skip
+            np.testing.assert_array_equal(out, want, err_msg=f"{m=} {n=} {offset=}")
+
+
+@emulated
+def test_what_lies_behind_the_operands_is_not_multiplied():
+    """NaN next to the terms of A, and in its rows and columns of C that are not asked for."""
+    m, n, k = 17, 33, 40
+    a, b = np.full((m, 64), 0xFFFF, np.uint16), as_bf16(np.ones((k, n)))
+    a[:, :k] = as_bf16(1.0)
+    out = np.full((m + 1, n + 3), np.nan, np.float32)
+    probe = kernels.Probe("amx_bf16_emulated")
+    probe.tile("bf16", "packed_rows", a, 64, False, b, n, out, n + 3, m, n, k, False)
+    assert (out[:m, :n] == k).all()
+    assert np.isnan(out[m:]).all()
+    assert np.isnan(out[:, n:]).all()
+
+
+def operands(rng, kind):
+    """Bits of A and B, and C: values of many kinds, all bits among them."""
+    a, b = (rng.integers(0, 1 << 16, shape, np.uint16) for shape in ((16, 32), (32, 16)))
+    c = rng.integers(0, 1 << 32, (16, 16), np.uint32)
+    exponents = {
+        "any": None,
+        "finite": (1, 251),
+        "near the denormals": (60, 72),
+        "overflow": (190, 192),
+        "denormal": (0, 2),
+    }[kind]
+    if exponents is not None:
+        a, b = (
+            (x & 0x807F) | (rng.integers(*exponents, x.shape).astype(np.uint16) << 7)
+            for x in (a, b)
+        )
+        c = (c & 0x80FFFFFF) | (rng.integers(0, 4, c.shape, np.uint32) << 23)
+    return a, b, c.view(np.float32)
+
+
+def assert_same_bits(got, want):
+    """NaN for NaN: which operand's payload survives is the only difference."""
+    same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
+    assert same.all()
+
+
+@hardware
+@pytest.mark.parametrize("kind", ["any", "finite", "near the denormals", "overflow", "denormal"])
+def test_software_tiles_equal_the_hardware(kind):
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        a, b, c = operands(rng, kind)
+        assert_same_bits(multiply("amx_bf16_emulated", a, b, c), multiply("amx_bf16", a, b, c))
+
+
+@hardware
+@pytest.mark.parametrize("transposed", [(False, True), (True, False)], ids=str)
+def test_products_equal_those_of_software_tiles(transposed):
+    rng = np.random.default_rng(0)
+    m, n, k = 101, 333, 1100
+    a, b = (as_bf16(rng.standard_normal(s)) for s in ((m, k), (k, n)))
+    a, b = (
+        np.ascontiguousarray(x.T if flip else x) for x, flip in zip((a, b), transposed, strict=True)
+    )
+    results = []
+    for isa in ("amx_bf16", "amx_bf16_emulated"):
+        c = np.zeros((m, n), np.float32)
+        dtypes = (BF16, BF16, F32)
+        kernels.gemm(isa, dtypes, a, transposed[0], b, transposed[1], None, c, k, False)
+        results.append(c)
+    assert_same_bits(*results)
+
+
+# The permission. What `arch_prctl` says without asking for it is 0x1022.
+STATE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def permitted():
+    mask = ctypes.c_ulong()
+    assert libc.syscall(158, 0x1022, ctypes.byref(mask)) == 0
+    return bool(mask.value >> 18 & 1)
+"""
+RUN = """
+import torch
+from omniattn.functional import linear
+x = torch.ones(64, 64, dtype=torch.bfloat16)
+def multiply():
+    assert (linear(x, x, backend="cpu") == 64).all()
+"""
+
+
+def run(program, **env):
+    env = {k: v for k, v in os.environ.items() if k != "OMNIATTN_CPU_ISA"} | env
+    command = [sys.executable, "-c", STATE + program]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.split()
+
+
+@hardware
+def test_permission_is_asked_for_once_loaded_and_not_below_a_lower_cap():
+    program = "import omniattn\nprint(permitted())"
+    assert run(program) == ["True"]
+    assert run(program, OMNIATTN_CPU_ISA="avx512_bf16") == ["False"]
+
+
+@hardware
+def test_a_refusal_leaves_the_level_below():
+    program = """
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+import omniattn, torch
+print(torch.ops.omniattn.cpu_isa(), torch.ops.omniattn.tile_state())
+"""
+    level = str(config.CPU_ISAS.index("avx512_bf16"))
+    assert run(program) == [level, "28"]
+
+
+@hardware
+def test_threads_made_before_and_forked_processes_have_tiles():
+    program = (
+        RUN
+        + """
+import threading
+go = threading.Event()
+thread = threading.Thread(target=lambda: (go.wait(), multiply()))
+thread.start()
+multiply()
+go.set()
+thread.join()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    multiply()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+    run(program)
+
+
+@hardware
+def test_onednn_and_our_tiles_take_turns_on_the_same_threads():
+    x, weight = (torch.randn(s).to(torch.bfloat16) for s in ((96, 256), (160, 256)))
+    ours, theirs = linear(x, weight, backend="cpu"), torch.nn.functional.linear(x, weight)
+    for _ in range(100):
+        assert torch.equal(linear(x, weight, backend="cpu"), ours)
+        assert torch.equal(torch.nn.functional.linear(x, weight), theirs)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (0, "the best this CPU supports"),
+        (-1, "the best this CPU supports"),
+        (-2, "although this CPU has amx_bf16: OMNIATTN_CPU_ISA="),
+        (28, "refused its tiles, No space left on device, a thread has a signal stack of less"),
+        (22, "refused its tiles, Invalid argument)"),
+    ],
+)
+def test_info_says_what_became_of_tiles(monkeypatch, state, words):
+    level = config.CPU_ISAS.index("avx512_bf16" if state else "amx_bf16")
+    for op, result in (("tile_state", state), ("detected_cpu_isa", level), ("cpu_isa", level)):
+        monkeypatch.setattr(torch.ops.omniattn, op, lambda result=result: result)
+    assert words in info._kernels()
