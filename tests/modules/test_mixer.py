@@ -15,19 +15,24 @@ from omniattn.modules import (
     S4D,
     SLSTM,
     Attention,
+    BigBirdAttention,
     CrossCache,
     DecoderBlock,
     DeltaNet,
+    DeterministicSparseAttention,
     DifferentialAttention,
+    DualChunkAttention,
     GatedAttentionUnit,
     GatedDeltaNet,
     GatedLinearAttention,
     GatedMLP,
+    HubSpokeAttention,
     KimiDeltaAttention,
     KVCache,
     LatentCache,
     Linear,
     LinearAttention,
+    LongformerAttention,
     Mamba,
     Mamba2,
     Mixer,
@@ -165,9 +170,22 @@ def test_beams_and_copies_of_a_hybrid(model):
     torch.testing.assert_close(model(tokens[:, 5:], state=other), full[:, 5:])
 
 
+STD = {"init_std": 0.5}
 MIXERS = [
     Attention.Config(24, 4, 2, init_std=0.5),
     Average.Config(24),
+    BigBirdAttention.Config(24, 4, 2, block=2, n_random=0, causal=True, max_length=30, **STD),
+    BigBirdAttention.Config(24, 4, 2, block=1, n_random=1, causal=True, max_length=30, **STD),
+    DeterministicSparseAttention.Config(24, 4, 2, window=2, stride=2, **STD),
+    DeterministicSparseAttention.Config(
+        24, 4, window=2, stride=2, anchor="absolute", representative="mean", **STD
+    ),
+    DualChunkAttention.Config(24, 4, 2, chunk_size=4, local_window=1, **STD),
+    HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, **STD),
+    HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, dual="disjoint", **STD),
+    HubSpokeAttention.Config(24, 4, window=2, global_every=3, dual="longformer", **STD),
+    LongformerAttention.Config(24, 4, 2, window=4, causal=True, global_index=(0, 6), **STD),
+    LongformerAttention.Config(24, 4, window=4, causal=True, dual=False, global_index=(), **STD),
     DeltaNet.Config(24, 2, init_std=0.5),
     DifferentialAttention.Config(24, 2, depth=1, head_dim=6, init_std=0.5),
     GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),

@@ -57,7 +57,7 @@ def second_set(
 
 
 def require_real(op: str, real: Tensor, q: Tensor) -> None:
-    """`key_padding` (B, T) of bool."""
+    """`key_padding` (B, T) of bool, as q or k."""
     require_bool_mask(op, "key_padding", real)
     require_device(op, "key_padding", real, q, "q")
     require_shape(op, "key_padding", real, tuple(q.shape[:2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class Representatives(OfPositions):
 
     window: int
     stride: int
-    anchor: Literal["relative", "absolute"] = "relative"
+    anchor: str = "relative"
     levels: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     is_traced,
     require_bool,
@@ -16,7 +17,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
-from omniattn.functional._sparse import require_real, self_attention_inputs
+from omniattn.functional._sparse import require_real
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import All, Blocks, BoolMask, Causal, KeyPadding, Mask
@@ -105,6 +106,7 @@ def bigbird_attention(
     num_global_tokens: int = 0,
     key_padding: Tensor | None = None,
     causal: bool = False,
+    length: int | None = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -115,8 +117,9 @@ def bigbird_attention(
     to 5 + 2 n_random blocks, without rand_blocks, all attend to all.
 
     Args:
-        q: (B, T, Hq, D), float64, float32, bfloat16 or float16.
-        k: (B, T, Hkv, D), Hkv a divisor of Hq.
+        q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16.
+        k: (B, T, Hkv, D), Hkv a divisor of Hq. Query q is at position q + T - Tq of the keys;
+            Tq < T only without num_global_tokens.
         v: (B, T, Hkv, Dv).
         block: tokens of a block; the last one may have fewer.
         n_random, seed, draw: R, see :func:`bigbird_random_blocks`.
@@ -128,11 +131,12 @@ def bigbird_attention(
             (BigBird-ETC).
         key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.
         causal: only keys up to the query, and random blocks from those before (not in the paper).
+        length: T for counting blocks; a longer one keeps the pattern of a text while it grows.
         scale: None is 1 / sqrt(D).
         backend: see :func:`attention`.
 
     Returns:
-        O (B, T, Hq, Dv) of q's dtype.
+        O (B, Tq, Hq, Dv) of q's dtype.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :func:`attention`; random blocks outside of
@@ -151,7 +155,15 @@ def bigbird_attention(
         torch.Size([1, 200, 2, 4])
     """
     op = "bigbird_attention"
-    q, k, v = self_attention_inputs(op, q, k, v)
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    total = k.shape[1] if length is None else length
+    require_int(op, "length", total, k.shape[1])
+    if q.shape[1] > k.shape[1] or (num_global_tokens and q.shape[1] < k.shape[1]):
+        raise ValueError(
+            f"{op}: Tq must be T, or at most T with num_global_tokens=0, got Tq={q.shape[1]}, "
+            f"T={k.shape[1]}, num_global_tokens={num_global_tokens}"
+        )
     for name, n, least in (("block", block, 1), ("num_global_tokens", num_global_tokens, 0)):
         require_int(op, name, n, least)
     require_int(op, "n_random", n_random, 0, _DRAWS)
@@ -162,11 +174,11 @@ def bigbird_attention(
             f"{op}: num_global_tokens must be at most T, got "
             f"num_global_tokens={num_global_tokens}, T={q.shape[1]}"
         )
-    blocks = -(-(q.shape[1] - num_global_tokens) // block)
+    blocks = -(-(total - num_global_tokens) // block)
     if rand_blocks is not None:
         _require_random(op, rand_blocks, q.shape[2], blocks, count_duplicates)
     if key_padding is not None:
-        require_real(op, key_padding, q)
+        require_real(op, key_padding, k)
     if use_reference(op, backend, q):
         return reference.bigbird_attention(
             *(q, k, v),
@@ -179,6 +191,7 @@ def bigbird_attention(
             num_global_tokens=num_global_tokens,
             key_padding=key_padding,
             causal=causal,
+            length=length,
             scale=scale,
         )
     if rand_blocks is None:
@@ -192,11 +205,11 @@ def bigbird_attention(
     parts = []
     for n in times:
         listed = counts == n if several else counts > 0
-        mask = _mask(listed, block, q.shape[1] - tokens, causal)
+        mask = _mask(listed, block, q.shape[1] - tokens, k.shape[1] - tokens, causal)
         if key_padding is not None:
             mask = mask & KeyPadding(key_padding[:, tokens:])
-        rows = q[:, tokens:], k[:, tokens:], v[:, tokens:]
-        out, lse = attention(*rows, mask=mask, scale=scale, return_lse=True, backend=backend)
+        later = q[:, tokens:], k[:, tokens:], v[:, tokens:]
+        out, lse = attention(*later, mask=mask, scale=scale, return_lse=True, backend=backend)
         parts.append((out, lse + torch.log(lse.new_tensor(n)) if n > 1 else lse))
     if tokens:
         parts.append(_global_keys(q, k, v, tokens, key_padding, scale, backend))
@@ -204,20 +217,24 @@ def bigbird_attention(
     if tokens:
         rules: list[Mask] = [] if key_padding is None else [KeyPadding(key_padding)]
         rules += [Causal(top_left=True)] if causal else []
-        rows = q[:, :tokens], k, v
-        top = attention(*rows, mask=All(tuple(rules)), scale=scale, backend=backend)
+        first = q[:, :tokens], k, v
+        top = attention(*first, mask=All(tuple(rules)), scale=scale, backend=backend)
         out = torch.cat((top, out), 1)
-    return out if key_padding is None else out.masked_fill(~key_padding[..., None, None], 0)
+    if key_padding is None:
+        return out
+    rows = key_padding[:, k.shape[1] - q.shape[1] :]
+    return out.masked_fill(~rows[..., None, None], 0)
 
 
-def _mask(listed: Tensor, block: int, length: int, causal: bool) -> Mask:
+def _mask(listed: Tensor, block: int, tq: int, tk: int, causal: bool) -> Mask:
     """Of the blocks (H, blocks, blocks) that are listed."""
     mask: Mask
-    if is_traced():  # the number of partial blocks is a value
-        at = torch.arange(length, device=listed.device) // block
-        mask = BoolMask(listed[:, at[:, None], at])
+    if is_traced() or tq < tk:  # the number of partial blocks is a value
+        at = torch.arange(tk, device=listed.device) // block
+        mask = BoolMask(listed[:, at[tk - tq :, None], at])
     else:
-        size = (length, length)
+        size, shown = (tq, tk), -(-tk // block)
+        listed = listed[:, :shown, :shown]
         mask = Blocks.from_block_mask(listed[None], block_size=block, size=size)
     return mask & Causal() if causal else mask
 

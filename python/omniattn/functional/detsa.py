@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +37,8 @@ def detsa_attention(
     window: int,
     stride: int,
     global_index: tuple[int, ...] = (0,),
-    anchor: Literal["relative", "absolute"] = "relative",
-    representative: Literal["token", "mean"] = "token",
+    anchor: str = "relative",
+    representative: str = "token",
     count_bias: bool = False,
     levels: Levels | None = None,
     scale: float | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def dual_chunk_attention(
     chunk_size: int,
     local_window: int,
     train_length: int | None = None,
-    mscale: Literal["chunkllama", "qwen"] | None = None,
+    mscale: str | None = None,
     interleaved: bool = False,
     k_rotated: bool = False,
     scale: float | None = None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ def hub_spoke_attention(
     global_index: tuple[int, ...] = (),
     global_every: int | None = None,
     causal: bool = True,
-    dual: Literal["disjoint", "longformer"] | None = None,
+    dual: str | None = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:

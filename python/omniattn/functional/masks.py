@@ -384,7 +384,7 @@ def deterministic_sparse(
     stride: int,
     global_index: tuple[int, ...] = (0,),
     *,
-    anchor: Literal["relative", "absolute"] = "relative",
+    anchor: str = "relative",
     levels: tuple[tuple[int, int], ...] | None = None,
 ) -> Mask:
     """The `window` keys before the query and its own, one of every `stride` before these, and the

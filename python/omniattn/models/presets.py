@@ -25,14 +25,19 @@ from omniattn.modules import (
     S4D,
     SLSTM,
     Attention,
+    BigBirdAttention,
     DecoderBlock,
     DeltaNet,
+    DeterministicSparseAttention,
+    DualChunkAttention,
     GatedDeltaNet,
     GatedLinearAttention,
     GatedMLP,
+    HubSpokeAttention,
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
+    LongformerAttention,
     Mamba,
     MultiScaleRetention,
     Performer,
@@ -71,6 +76,18 @@ def _samba() -> BlocksConfig:
         num_layers=base.num_layers,
         blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
         rope=RotaryEmbedding.Config(base.dim // base.num_heads),
+    )
+
+
+def _sparse(mixers: tuple[LayerConfig, ...], *, rotated: bool = True) -> BlocksConfig:
+    """A decoder of the size of "llama" with these mixers in turn."""
+    base = LlamaConfig()
+    mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
+    return BlocksConfig(
+        dim=base.dim,
+        num_layers=base.num_layers,
+        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
+        rope=RotaryEmbedding.Config(base.dim // base.num_heads) if rotated else None,
     )
 
 
@@ -142,6 +159,25 @@ TRAINED: dict[str, ModelConfig] = {
     "jamba": JambaConfig(attention_period=4, attention_offset=2, hidden_dim=256, experts=4),
     "samba": _samba(),
     "zamba2": Zamba2Config(),
+    "longformer": _sparse(
+        (LongformerAttention.Config(192, 6, 2, window=64, global_index=(0, 64, 128), causal=True),)
+    ),
+    # Each layer draws other blocks.
+    "bigbird": _sparse(
+        tuple(
+            BigBirdAttention.Config(
+                192, 6, 2, block=16, n_random=2, draw=layer, causal=True, max_length=4096
+            )
+            for layer in range(4)
+        )
+    ),
+    "hub-spoke": _sparse(
+        (HubSpokeAttention.Config(192, 6, 2, window=31, global_every=32, dual="disjoint"),)
+    ),
+    "detsa": _sparse((DeterministicSparseAttention.Config(192, 6, 2, window=31, stride=8),)),
+    "dual-chunk": _sparse(
+        (DualChunkAttention.Config(192, 6, 2, chunk_size=96, local_window=32),), rotated=False
+    ),
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
     "bert": BertConfig(),

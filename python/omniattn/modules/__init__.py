@@ -1,16 +1,19 @@
 """Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
 
 from omniattn.modules.attention import Attention
+from omniattn.modules.bigbird import BigBirdAttention
 from omniattn.modules.cache import Cache
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
+from omniattn.modules.dual_chunk import DualChunkAttention
 from omniattn.modules.evicting_cache import EvictingCache
 from omniattn.modules.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
 from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
+from omniattn.modules.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
 from omniattn.modules.kv_cache import CrossCache, KVCache, LatentCache
 from omniattn.modules.liger_cross_entropy import (
     CrossEntropyOutput,
@@ -36,6 +39,7 @@ from omniattn.modules.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.longformer import LongformerAttention
 from omniattn.modules.mamba import Mamba
 from omniattn.modules.mamba2 import Mamba2
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
@@ -82,16 +86,19 @@ __all__ = [
     "SLSTM",
     "ALiBi",
     "Attention",
+    "BigBirdAttention",
     "Cache",
     "ChannelMixer",
     "CrossCache",
     "CrossEntropyOutput",
     "DecoderBlock",
     "DeltaNet",
+    "DeterministicSparseAttention",
     "DifferentialAttention",
     "DisentangledAttention",
     "DropPath",
     "Dropout",
+    "DualChunkAttention",
     "EvictingCache",
     "Eviction",
     "ExpertParallel",
@@ -101,6 +108,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "GroupNorm",
+    "HubSpokeAttention",
     "KVCache",
     "KimiDeltaAttention",
     "LatentCache",
@@ -120,6 +128,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
+    "LongformerAttention",
     "Mamba",
     "Mamba2",
     "Mixer",

@@ -9,14 +9,18 @@ import torch.nn.modules.module
 import torch.nn.parameter
 
 import omniattn.modules.attention
+import omniattn.modules.bigbird
 import omniattn.modules.decoder_block
 import omniattn.modules.delta_net
 import omniattn.modules.differential
+import omniattn.modules.dual_chunk
 import omniattn.modules.experts
 import omniattn.modules.gau
+import omniattn.modules.hub_spoke
 import omniattn.modules.layer
 import omniattn.modules.linear
 import omniattn.modules.linear_attention
+import omniattn.modules.longformer
 import omniattn.modules.mamba
 import omniattn.modules.mamba2
 import omniattn.modules.mla
@@ -102,6 +106,38 @@ def Attention(
     dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
+def BigBirdAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.bigbird.BigBirdAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def BigBirdAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    block: int = ...,
+    n_random: int = ...,
+    seed: int = ...,
+    draw: int = ...,
+    causal: bool = ...,
+    max_length: int | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
 def DecoderBlock(
     self: torch.nn.Module,
     config: omniattn.modules.decoder_block.DecoderBlock.Config,
@@ -145,6 +181,39 @@ def DeltaNet(
     init_std: float = ...,
     backend: str | None = ...,
     allow_neg_eigval: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeterministicSparseAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.hub_spoke.DeterministicSparseAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeterministicSparseAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    window: int = ...,
+    stride: int = ...,
+    global_index: tuple[int, ...] = ...,
+    anchor: str = ...,
+    representative: str = ...,
+    count_bias: bool = ...,
+    levels: tuple[tuple[int, int], ...] | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -201,6 +270,37 @@ def DisentangledAttention(
     dropout_p: float = ...,
     init_std: float = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DualChunkAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.dual_chunk.DualChunkAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DualChunkAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    chunk_size: int = ...,
+    local_window: int = ...,
+    train_length: int | None = ...,
+    mscale: str | None = ...,
+    rope_base: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -363,6 +463,36 @@ def GroupNorm(
     dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
+def HubSpokeAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.hub_spoke.HubSpokeAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def HubSpokeAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    window: int = ...,
+    global_index: tuple[int, ...] = ...,
+    global_every: int | None = ...,
+    dual: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
 def KimiDeltaAttention(
     self: torch.nn.Module,
     config: omniattn.modules.delta_net.KimiDeltaAttention.Config,
@@ -467,6 +597,37 @@ def LinearAttention(
     causal: bool = ...,
     init_std: float = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LongformerAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.longformer.LongformerAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LongformerAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    window: int = ...,
+    global_index: tuple[int, ...] = ...,
+    dual: bool = ...,
+    dilation: int | tuple[int, ...] = ...,
+    causal: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

@@ -128,12 +128,14 @@ def bigbird_attention(
     num_global_tokens: int = 0,
     key_padding: Tensor | None = None,
     causal: bool = False,
+    length: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv): one softmax over the keys of the listed
-    blocks, each counted once or as often as it is listed; global tokens come first."""
-    tokens = num_global_tokens
-    length, heads = q.shape[1] - tokens, q.shape[2]
+    """q (B,Tq,Hq,D), k, v (B,T,Hkv,.) -> O (B,Tq,Hq,Dv): one softmax over the keys of the listed
+    blocks of `length` tokens, each counted once or as often as it is listed; global tokens come
+    first."""
+    tokens, tk, heads = num_global_tokens, k.shape[1], q.shape[2]
+    length = (tk if length is None else length) - tokens
     blocks = -(-length // block)
     if rand_blocks is None and blocks > 5 + 2 * n_random:
         rand_blocks = bigbird_random_blocks(blocks, heads, n_random, seed, draw=draw, causal=causal)
@@ -143,11 +145,13 @@ def bigbird_attention(
     of = torch.arange(length, device=q.device) // block
     counts = torch.nn.functional.pad(counts[:, of[:, None], of], (tokens, 0, tokens, 0), value=1)
     at = torch.arange(tokens + length, device=q.device)
+    rows = slice(tk - q.shape[1], tk)
     allowed = (counts > 0) & (at <= at[:, None] if causal else torch.ones_like(counts[0] > 0))
-    real = torch.ones_like(q[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
+    counts, allowed = counts[:, rows, :tk], allowed[:, rows, :tk]
+    real = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
     bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
     out = attention(q, k, v, mask=allowed & real[:, None, None], bias=bias, scale=scale)
-    return _rows(out, real)
+    return _rows(out, real[:, rows])
 
 
 def hub_spoke_attention(

@@ -201,6 +201,13 @@ BIGBIRD = _spec(
             count_duplicates=True,
         ),
         tokens("causal", 1, 160, 4, 2, 16, block=10, n_random=2, causal=True),
+        tokens(
+            *("growing", 1, 150, 4, 2, 16, None, (), 70),
+            block=10,
+            n_random=2,
+            length=300,
+            causal=True,
+        ),
         tokens("extra", 2, 130, 2, 1, 16, None, ("padding",), block=8, num_global_tokens=5),
     ),
     (_timed(tokens("blocks", 1, 2048, 8, 8, 64)),),
@@ -322,27 +329,30 @@ VARIANTS = (
     ),
     Variant(
         "Longformer: windows, dilated per head, global tokens with their own projections",
-        ("longformer_attention",),
+        ("longformer_attention", "LongformerAttention"),
         "Beltagy et al. 2020, arXiv 2004.05150",
     ),
     Variant(
         "BigBird: random, near and global blocks, global tokens",
-        ("bigbird_attention", "bigbird_random_blocks"),
+        ("bigbird_attention", "bigbird_random_blocks", "BigBirdAttention"),
         "Zaheer et al. 2020, arXiv 2007.14062",
     ),
     Variant(
         "hub and spoke, one or two sets of projections",
-        ("hub_spoke_attention", "hub_spoke"),
+        ("hub_spoke_attention", "hub_spoke", "HubSpokeAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
     Variant(
         "deterministic sparse: a window and representatives, tokens or means, pyramids",
-        ("detsa_attention", "deterministic_sparse", "Representatives"),
+        (
+            *("detsa_attention", "deterministic_sparse", "Representatives"),
+            "DeterministicSparseAttention",
+        ),
         "Child et al. 2019, arXiv 1904.10509",
     ),
     Variant(
         "dual chunk attention",
-        ("dual_chunk_attention", "dual_chunk_mscale"),
+        ("dual_chunk_attention", "dual_chunk_mscale", "DualChunkAttention"),
         "An et al. 2024, arXiv 2402.17463",
     ),
     Variant(

@@ -1,0 +1,210 @@
+"""What attention layers with a static pattern share: projections, rotation, cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.modules.cache import Cache, require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.layer import LayerConfig
+from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.state import State, Storage
+
+
+@dataclass(frozen=True)
+class SparseConfig(LayerConfig):
+    """Sizes and options that all of them have.
+
+    Args:
+        dim: width of x and y.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
+        head_dim: default dim / num_heads.
+        bias, out_bias: of the projections; of o_proj.
+        rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
+        scale: of the scores, default 1 / sqrt(head_dim).
+        init_std, out_init_std: of the weights and of o_proj.
+        backend: of all ops of this layer.
+    """
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    bias: bool = False
+    out_bias: bool = False
+    rope_interleaved: bool = False
+    scale: float | None = None
+    init_std: float = 0.02
+    out_init_std: float = 0.02
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op = type(self).__qualname__.removesuffix(".Config")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"{op}: num_heads must be a multiple of num_kv_heads, "
+                f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
+            )
+        if self.head_dim is None:
+            self._require_multiple("dim", "num_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that a model rotates."""
+        return self.head_size
+
+    @property
+    def second(self) -> bool:
+        """Whether there is a second set of projections."""
+        return False
+
+
+class SparseAttention(Mixer):
+    """y = W_o attend(W_q x, W_k x, W_v x); a subclass says how in `_attend`.
+
+    A second set of projections, where the config has one, is that of global tokens; the cache
+    keeps the keys and values of both.
+    """
+
+    config: Any
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        c: SparseConfig = self.config
+        sizes = {"q": c.num_heads * c.head_size, "k": c.kv_heads * c.head_size}
+        sizes["v"] = sizes["k"]
+
+        def linear(n_in: int, n_out: int, bias: bool, std: float) -> Linear:
+            config = Linear.Config(n_in, n_out, bias, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        for suffix in ("proj", "global_proj") if c.second else ("proj",):
+            for name, size in sizes.items():
+                self.add_module(f"{name}_{suffix}", linear(c.dim, size, c.bias, c.init_std))
+        self.o_proj = linear(sizes["q"], c.dim, c.out_bias, c.out_init_std)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
+        """An empty cache.
+
+        Args:
+            batch, max_length: sizes.
+            device, dtype: of the storage, default: those of the parameters.
+        """
+        c: SparseConfig = self.config
+        self._require_causal()
+        heads = c.kv_heads * (2 if c.second else 1)
+        like = storage_like(self.o_proj.weight, **storage)
+        return KVCache(batch, max_length, heads, c.head_size, **like)
+
+    def _require_causal(self) -> None:
+        if not getattr(self.config, "causal", True):
+            op = type(self).__name__
+            raise ValueError(f"{op}: a state must have causal=True, got causal=False")
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: queries, keys and values.
+            state: a Cache, to which the new keys and values are appended.
+            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            mask: must be None; the pattern is the mask.
+        """
+        return self._run(x, state, rope, mask)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: State | None,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | Mask | None,
+        **given: Any,
+    ) -> Tensor:
+        c, op = self.config, type(self).__name__
+        if x.is_nested or x.dim() != 3:
+            raise ValueError(
+                f"{op}: x must be a dense tensor (B, T, dim), got x.shape={tuple(x.shape)}"
+            )
+        cache = require_cache(op, state)
+        if mask is not None or (cache is not None and cache.mask is not None):
+            raise ValueError(f"{op}: mask must be None, the pattern is the mask")
+        if cache is not None:
+            self._require_causal()
+        start = 0 if cache is None else cache.length
+        first = self._projected(x, "proj", rope, start)
+        second = self._projected(x, "global_proj", rope, start) if c.second else None
+        if cache is not None:
+            first, second = _cached(cache, first, second)
+        out = self._attend(*first, *(second or ()), x=x, **given)
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return y
+
+    def _projected(
+        self, x: Tensor, suffix: str, rope: tuple[Tensor, Tensor] | None, start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = self.config.head_size
+        q, k, v = (
+            self.get_submodule(f"{name}_{suffix}")(x).unflatten(-1, (-1, size)) for name in "qkv"
+        )
+        q, k = self._rotated(q, k, rope, start)
+        return q, k, v
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, start: int
+    ) -> tuple[Tensor, Tensor]:
+        if rope is None:
+            return q, k
+        c = self.config
+        turned: tuple[Tensor, Tensor] = functional.apply_rotary(
+            q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+        )
+        return turned
+
+    @abstractmethod
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        """O (B, Tq, Hq, D) of q, k, v and those of the second set."""
+
+
+def _cached(
+    cache: Cache,
+    first: tuple[Tensor, Tensor, Tensor],
+    second: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    """All keys and values for the queries of both sets."""
+    if second is None:
+        k, v = cache.append(*first[1:])
+        return (first[0], k, v), None
+    heads = first[1].shape[2]
+    both = (torch.cat(pair, 2) for pair in zip(first[1:], second[1:], strict=True))
+    k, v = cache.append(*both)
+    return (
+        (first[0], k[:, :, :heads], v[:, :, :heads]),
+        (second[0], k[:, :, heads:], v[:, :, heads:]),
+    )
