@@ -103,6 +103,7 @@ TITLES = {
     "attention_cached": "attention, decoding on a cache",
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
+    "selective_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

@@ -98,6 +98,7 @@ RUNS = [
     ("value", "shuffled", PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
     ("value", "descending shuffled", FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
+    ("value", "ascending", ("-selective_attention-",), VALUES, ("f32", "bf16")),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW, ("backward",), ("bf16",)),

@@ -80,6 +80,7 @@ from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selection import select_attention
+from omniattn.functional.selective import selective_attention
 from omniattn.functional.selective_scan import selective_scan
 from omniattn.functional.ssd import ssd
 from omniattn.functional.state_space import discretize, hippo_legs, nplr, ssm_init
@@ -190,6 +191,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selective_attention",
     "selective_scan",
     "sequence_log_prob",
     "sigmoid_top_k",

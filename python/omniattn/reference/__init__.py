@@ -81,6 +81,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.selective import selective_attention
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
@@ -152,6 +153,7 @@ __all__ = [
     "scaling_from_hf",
     "scaling_to_hf",
     "select_attention",
+    "selective_attention",
     "selective_scan",
     "sincos_2d",
     "sinusoidal",
