@@ -97,6 +97,7 @@ TITLES = {
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
     "selected_attention": "attention, selected blocks of keys",
+    "selective_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

@@ -55,6 +55,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sigmoid and squared ReLU attention": (("attention", "sigmoid"), ("attention", "relu2")),
     "selection of one key": (("select_attention", "causal"),),
+    "selective attention": (("selective_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward: ReLU, GELU, SiLU, squared ReLU": (
         *(("mlp", "gelu"), ("mlp", "relu"), ("mlp", "silu"), ("mlp", "relu2")),

@@ -234,6 +234,7 @@ BASELINES = {
     "attention_cached": {"aten": masked_cached},
     "select_attention": {"eager": reference.select_attention},
     "selected_attention": {"eager": gathered_attention},
+    "selective_attention": {"eager": reference.selective_attention},
 }
 #: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
 ON_GPU = {

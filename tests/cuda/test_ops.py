@@ -108,6 +108,7 @@ RUNS = [
     ("value", "descending shuffled", FEW_SELECTED, VALUES, ("bf16",)),
     ("race", "ascending", FEW_SELECTED, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_SELECTED, (*VALUES, "strided"), ("bf16",)),
+    ("value", "ascending", ("-selective_attention-",), VALUES, ("f32", "bf16")),
     ("race", "ascending", FEW, ("backward",), ("f32", "bf16")),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW, ("backward",), ("bf16",)),

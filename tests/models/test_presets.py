@@ -316,6 +316,7 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
         "gpt2",
         "mla",
         "differential",
+        "selective",
         "mamba",
         "mamba2",
         "jamba",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
 from omniattn.modules import (
+    H2O,
     MLSTM,
     S4,
     S4D,
@@ -22,6 +23,7 @@ from omniattn.modules import (
     DeterministicSparseAttention,
     DifferentialAttention,
     DualChunkAttention,
+    EvictingCache,
     GatedAttentionUnit,
     GatedDeltaNet,
     GatedLinearAttention,
@@ -49,6 +51,8 @@ from omniattn.modules import (
     RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
+    SelectiveAttention,
+    SelectiveCache,
     SimpleSelectiveSSM,
     State,
     TransformerXLAttention,
@@ -207,6 +211,7 @@ MIXERS = [
     RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),
     RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),
+    SelectiveAttention.Config(24, 4, 2, init_std=0.5),
     SimpleSelectiveSSM.Config(24, 5, init_std=0.5),
     SimpleSelectiveSSM.Config(24, 5, a_dep=True, init_std=0.5),
     TransformerXLAttention.Config(24, 4, init_std=0.5),
@@ -247,6 +252,8 @@ def test_every_mixer_works_in_a_block(config):
         LatentCache(1, 4, 2, 2),
         CrossCache(),
         PagedCache(PagePool(4, 4, 1, 2)),
+        EvictingCache(H2O(1, 2), 1, 4, 1, 2),
+        SelectiveCache(1, 4, 1, 2),
         RecurrentState(h=torch.zeros(1, 2)),
     ],
     ids=lambda state: type(state).__name__,

@@ -92,6 +92,7 @@ from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.functional.selection import select_attention
+from omniattn.functional.selective import selective_attention
 from omniattn.functional.selective_scan import selective_scan
 from omniattn.functional.ssd import ssd
 from omniattn.functional.state_space import discretize, hippo_legs, nplr, ssm_init
@@ -214,6 +215,7 @@ __all__ = [
     "scaling_to_hf",
     "select_attention",
     "selected_attention",
+    "selective_attention",
     "selective_scan",
     "sequence_log_prob",
     "sigmoid_top_k",

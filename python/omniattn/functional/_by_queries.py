@@ -27,6 +27,9 @@ _LEAST = 256
 #: bias_of(first, last, keys) is the bias (B, Hq, last - first, keys) of queries first .. last - 1
 #: and the first `keys` keys.
 BiasOf = Callable[[int, int, int], Tensor]
+#: The same of a bias that depends on earlier queries: takes what they have left, and gives what the
+#: queries after `last` need.
+CarriedBiasOf = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
 
 
 def attention_by_queries(
@@ -43,11 +46,30 @@ def attention_by_queries(
     Parts of the queries are computed one after another, and once more in the backward. Masks, terms
     and dropout see the whole call. With `causal` a part has the keys up to its last query.
     """
+
+    def bias_alone(first: int, last: int, keys: int, carry: Tensor) -> tuple[Tensor, Tensor]:
+        return bias_of(first, last, keys), carry
+
+    carry = q.new_empty(0)
+    return attention_with_carry(q, k, v, bias_alone, carry, backend=backend, **options)[0]
+
+
+def attention_with_carry(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias_of: CarriedBiasOf,
+    carry: Tensor,
+    *,
+    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]:
+    """The same with a bias that depends on earlier queries, and what the last of them leave."""
     tq, tk = q.shape[1], k.shape[1]
     size = tq if tq * tk <= _ELEMENTS else max(_LEAST, _ELEMENTS // tk // 64 * 64)
     if size >= tq:
-        options["bias"] = bias_of(0, tq, tk)
-        return attention(q, k, v, backend=backend, **options)
+        options["bias"], carry = bias_of(0, tq, tk, carry)
+        return attention(q, k, v, backend=backend, **options), carry
     op = "attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
@@ -58,13 +80,12 @@ def attention_by_queries(
     seed = require_seed(op, record.seed, q) if record.dropout_p > 0 else None
     attend = implementation(op, backend, q, ops.attention)
 
-    def part(first: int, last: int, keys: int) -> Tensor:
-        bias = bias_of(first, last, keys)
+    def part(first: int, last: int, keys: int, carry: Tensor) -> tuple[Tensor, Tensor]:
+        bias, carry = bias_of(first, last, keys, carry)
         own = [bias if i == place else t for i, t in enumerate(aux)]
         rules = [MaskKind.QUERIES, first, tq, -1, MaskKind.KEYS, 0, tk, -1, *mask]
         rows = q[:, first:last], k[:, :keys], v[:, :keys]
-        out: Tensor = attend(*rows, own, seed, rules, score, params)[0]
-        return out
+        return attend(*rows, own, seed, rules, score, params)[0], carry
 
     # torch.func allows no hooks on what is saved.
     again = torch.is_grad_enabled() and peek_interpreter_stack() is None
@@ -72,9 +93,10 @@ def attention_by_queries(
     for first in range(0, tq, size):
         last = min(first + size, tq)
         keys = min(max(last + tk - tq, 1), tk) if record.causal else tk
+        rows = functools.partial(part, first, last, keys)
         if again:
-            rows = functools.partial(part, first, last, keys)
-            outs.append(checkpoint(rows, use_reentrant=False, preserve_rng_state=False))
+            out, carry = checkpoint(rows, carry, use_reentrant=False, preserve_rng_state=False)
         else:
-            outs.append(part(first, last, keys))
-    return torch.cat(outs, 1)
+            out, carry = rows(carry)
+        outs.append(out)
+    return torch.cat(outs, 1), carry

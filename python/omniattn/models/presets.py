@@ -48,6 +48,7 @@ from omniattn.modules import (
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
+    SelectiveAttention,
 )
 from omniattn.modules.layer import LayerConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
@@ -141,6 +142,7 @@ TRAINED: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(),
     "mla": MLAConfig(),
     "differential": DifferentialConfig(),
+    "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "linear": _recurrent(LinearAttention.Config(192, 3)),
     "performer": _recurrent(Performer.Config(192, 3)),
     "gla": _recurrent(GatedLinearAttention.Config(192, 3)),

@@ -69,6 +69,7 @@ from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.s4 import S4, S4D
+from omniattn.modules.selective_attention import SelectiveAttention, SelectiveCache
 from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
@@ -156,6 +157,8 @@ __all__ = [
     "RotaryEmbedding",
     "Router",
     "RouterState",
+    "SelectiveAttention",
+    "SelectiveCache",
     "ShortConvolution",
     "SimpleSelectiveSSM",
     "SinCosPositional2d",

@@ -38,6 +38,7 @@ import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
 import omniattn.modules.s4
+import omniattn.modules.selective_attention
 import omniattn.modules.selective_ssm
 import omniattn.modules.short_conv
 import omniattn.modules.spatial_reduction
@@ -1206,6 +1207,32 @@ def SLSTM(
     num_layers: int = ...,
     conv_size: int = ...,
     norm_eps: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SelectiveAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.selective_attention.SelectiveAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def SelectiveAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    budget: int | None = ...,
+    rope_interleaved: bool = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
     backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,

@@ -14,17 +14,16 @@ from omniattn.functional._checks import require_number
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
+from omniattn.modules.attention_cache import new_cache
 from omniattn.modules.cache import Cache, require_cache, storage_like, with_cache
 from omniattn.modules.evicting_cache import EvictingCache
-from omniattn.modules.eviction import Eviction, Window, policies_of_groups
+from omniattn.modules.eviction import Eviction
 from omniattn.modules.jagged import Sequences, sequences_of
-from omniattn.modules.kv_cache import CrossCache, KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, in_pages
-from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -270,44 +269,8 @@ class Attention(Mixer):
             eviction: which tokens to keep, a policy or one for each query head; causal
                 self-attention by softmax without a window only.
         """
-        c = self.config
-        if eviction is not None:
-            return self._evicting(batch, max_length, eviction, rolling, storage)
-        if c.cross:
-            return CrossCache()
-        kind: type[KVCache] | type[RollingCache] = KVCache
-        if rolling:
-            if not c.causal or c.window_size[0] < 0:
-                raise ValueError(
-                    "Attention: a rolling cache must have causal=True and a left window, "
-                    f"got causal={c.causal}, window_size={c.window_size}"
-                )
-            max_length, kind = min(max_length, c.window_size[0] + 1), RollingCache
         like = storage_like(self.k_proj.weight, **storage)
-        return kind(batch, max_length, c.kv_heads, c.head_size, **like)
-
-    def _evicting(
-        self,
-        batch: int,
-        max_length: int,
-        eviction: Eviction | Sequence[Eviction],
-        rolling: bool,
-        storage: Storage,
-    ) -> Cache:
-        c = self.config
-        whole = c.causal and c.window_size == (-1, -1) and c.normaliser == "softmax"
-        if rolling or not whole:
-            raise ValueError(
-                "Attention: eviction needs causal self-attention by softmax without a window, "
-                f"got causal={c.causal}, window_size={c.window_size}, "
-                f"normaliser={c.normaliser!r}, rolling={rolling}"
-            )
-        policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
-        sizes = (c.kv_heads, c.head_size)
-        like = storage_like(self.k_proj.weight, **storage)
-        if isinstance(policies, Window):
-            return RollingCache(batch, min(max_length, policies.size), *sizes, **like)
-        return EvictingCache(policies, batch, max_length, *sizes, **like)
+        return new_cache(self.config, batch, max_length, rolling, eviction, like)
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))

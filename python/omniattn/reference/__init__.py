@@ -88,6 +88,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.selective import selective_attention
 from omniattn.reference.sparse import (
     bigbird_attention,
     bigbird_random_blocks,
@@ -178,6 +179,7 @@ __all__ = [
     "scaling_to_hf",
     "select_attention",
     "selected_attention",
+    "selective_attention",
     "selective_scan",
     "sincos_2d",
     "sinusoidal",

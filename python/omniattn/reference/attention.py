@@ -195,6 +195,12 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     return s.masked_fill(~_visible(options, tq, tk, q.device, heads), -math.inf)
 
 
+@spelled_out(WeightOptions)
+def attention_logits(q: Tensor, k: Tensor, **options: Unpack[WeightOptions]) -> Tensor:
+    """The logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where not allowed."""
+    return _logits(q, k, pack("attention_logits", options, WeightOptions))
+
+
 def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
     """k - i of all pairs, i = q + Tk - Tq the position of query q among the keys."""
     i = torch.arange(tq, device=device)[:, None] + tk - tq

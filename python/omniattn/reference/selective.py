@@ -1,0 +1,66 @@
+"""Selective attention: tokens hide each other from all later queries."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from omniattn.reference.attention import attention, attention_logits
+from omniattn.reference.precision import widen
+
+
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    penalty: Tensor | None = None,
+    budget: int | None = None,
+    return_penalty: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, F (B,Tk) afterwards].
+
+    ``F_i = penalty + sum_{r < i} S_r`` is subtracted from the logits of all heads, S the positive
+    part of those of head 0, 0 for the key 0 and for a query's own. With `budget` a query sees that
+    many keys of the smallest F, the later of equal ones.
+    """
+    tq, tk = q.shape[1], k.shape[1]
+    first = None if head_scale is None else head_scale[:1]
+    logits = attention_logits(
+        q[:, :, :1], k[:, :, :1], causal=True, scale=scale, softcap=softcap, head_scale=first
+    )
+    place = torch.arange(tk, device=q.device)
+    own = place == torch.arange(tk - tq, tk, device=q.device)[:, None]
+    s = logits[:, 0].relu().masked_fill(own | (place == 0), 0)
+    start = s.new_zeros(len(q), tk) if penalty is None else widen(penalty).to(s.dtype)
+    sums = torch.cat([start[:, None], s], 1).cumsum(1)
+    f = sums[:, :-1]
+    bias = -f
+    if budget is not None:
+        hidden = logits[:, 0] == -math.inf
+        order = f.detach().masked_fill(hidden, math.inf).flip(-1).sort(dim=-1, stable=True).indices
+        kept = torch.zeros_like(hidden).scatter(-1, tk - 1 - order[..., :budget], True)
+        bias = bias.masked_fill(~kept, -math.inf)
+    out = attention(
+        q,
+        k,
+        v,
+        causal=True,
+        bias=bias[:, None],
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        head_scale=head_scale,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
+    assert isinstance(out, Tensor)
+    return (out, sums[:, -1]) if return_penalty else out
