@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
 from omniattn.modules import (
     MLSTM,
+    NSA,
     S4,
     S4D,
     SLSTM,
@@ -31,6 +32,7 @@ from omniattn.modules import (
     Mamba,
     Mamba2,
     Mixer,
+    MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
     PagedCache,
@@ -175,6 +177,9 @@ MIXERS = [
     GatedLinearAttention.Config(24, 2, init_std=0.5),
     KimiDeltaAttention.Config(24, 2, init_std=0.5),
     LinearAttention.Config(24, 2, init_std=0.5),
+    MoBA.Config(24, 4, 2, block_size=2, topk=2, decode="moba", init_std=0.5),
+    NSA.Config(24, 4, 2, None, 2, 1, 2, 4, 3, init_std=0.5),
+    NSA.Config(24, 4, 1, None, 4, 2, 2, 3, 3, "mean", separate_kv=False, init_std=0.5),
     MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
     MLSTM.Config(24, 2),

@@ -147,6 +147,8 @@ FIELDS = {
     "Mamba2": {"dim": 8, "d_state": 4, "headdim": 8},
     "Linear": {"in_features": 8, "out_features": 4},
     "MLSTM": {"dim": 8, "num_heads": 2},
+    "MoBA": {"dim": 8, "num_heads": 2, "block_size": 2},
+    "NSA": {"dim": 8, "num_heads": 2, "compress_dim": 4},
     "MLP": {"dim": 8, "hidden_dim": 16},
     "MoE": {"dim": 8, "hidden_dim": 4, "experts": 4, "top_k": 2},
     "MultiHeadLatentAttention": {

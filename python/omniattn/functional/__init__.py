@@ -82,6 +82,7 @@ from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.selective_scan import selective_scan
+from omniattn.functional.sparse import moba_attention, nsa_attention
 from omniattn.functional.ssd import ssd
 from omniattn.functional.state_space import discretize, hippo_legs, nplr, ssm_init
 from omniattn.functional.structured import cauchy, vandermonde
@@ -162,11 +163,13 @@ __all__ = [
     "merge_attention",
     "mlp",
     "mlstm",
+    "moba_attention",
     "moe_experts",
     "mrope_axes",
     "noisy_top_k",
     "normal_like",
     "nplr",
+    "nsa_attention",
     "orpo_loss",
     "orthogonal_gaussian",
     "packed_positions",

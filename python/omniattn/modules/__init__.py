@@ -65,6 +65,7 @@ from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.s4 import S4, S4D
 from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution
+from omniattn.modules.sparse_attention import NSA, MoBA, NSAState
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
@@ -74,6 +75,7 @@ from omniattn.modules.xlstm import MLSTM, SLSTM
 __all__ = [
     "MLP",
     "MLSTM",
+    "NSA",
     "S4",
     "S4D",
     "SLSTM",
@@ -118,11 +120,13 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mixer",
+    "MoBA",
     "MoE",
     "MultiHeadLatentAttention",
     "MultiScaleRetention",
     "MultiTokenPredictor",
     "MultiheadAttention",
+    "NSAState",
     "Norm",
     "PagePool",
     "PagedCache",

@@ -81,6 +81,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.sparse import moba_attention, nsa_attention
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
@@ -133,8 +134,10 @@ __all__ = [
     "merge_attention",
     "mlp",
     "mlstm",
+    "moba_attention",
     "moe_experts",
     "mrope_axes",
+    "nsa_attention",
     "packed_positions",
     "qk_norm_rotary",
     "recurrence",
