@@ -96,6 +96,8 @@ TITLES = {
     "attention_cached": "attention, decoding on a cache",
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
+    "moba_attention": "attention, selected blocks of keys",
+    "nsa_attention": "attention, selected blocks of keys",
     "selected_attention": "attention, selected blocks of keys",
     "selective_attention": "attention, weights and selection",
     "norm": "norms",

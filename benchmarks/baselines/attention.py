@@ -235,6 +235,8 @@ BASELINES = {
     "select_attention": {"eager": reference.select_attention},
     "selected_attention": {"eager": gathered_attention},
     "selective_attention": {"eager": reference.selective_attention},
+    "moba_attention": {"eager": reference.moba_attention},
+    "nsa_attention": {"eager": reference.nsa_attention},
 }
 #: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
 ON_GPU = {

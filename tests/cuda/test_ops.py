@@ -35,6 +35,8 @@ VARIED = (
 LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
 SELECTED = ("-selected_attention-",)
+#: Made of the kernels of other ops.
+COMPOSED = ("-moba_attention-", "-nsa_attention-")
 #: Lists of tokens, of blocks, of no block, per head and per block of queries.
 FEW_SELECTED = tuple(
     f"-selected_attention-{case}-"
@@ -106,6 +108,7 @@ RUNS = [
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
     ("value", "ascending", SELECTED, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
     ("value", "descending shuffled", FEW_SELECTED, VALUES, ("bf16",)),
+    ("value", "ascending", COMPOSED, VALUES, ("bf16",)),
     ("race", "ascending", FEW_SELECTED, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_SELECTED, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ("-selective_attention-",), VALUES, ("f32", "bf16")),

@@ -67,6 +67,8 @@ FIELDS = {
     "S4": {"dim": 8},
     "S4D": {"dim": 8},
     "SLSTM": {"dim": 8, "num_heads": 2},
+    "MoBA": {"dim": 8, "num_heads": 2, "block_size": 2},
+    "NSA": {"dim": 8, "num_heads": 2, "compress_dim": 4},
     "Performer": {"dim": 8, "num_heads": 2},
     "BigBirdAttention": {"dim": 8, "num_heads": 2},
     "DeterministicSparseAttention": {"dim": 8, "num_heads": 2},

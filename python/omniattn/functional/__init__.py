@@ -91,6 +91,7 @@ from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
 from omniattn.functional.selected_attention import selected_attention
+from omniattn.functional.selected_blocks import moba_attention, nsa_attention
 from omniattn.functional.selection import select_attention
 from omniattn.functional.selective import selective_attention
 from omniattn.functional.selective_scan import selective_scan
@@ -182,6 +183,7 @@ __all__ = [
     "merge_attention",
     "mlp",
     "mlstm",
+    "moba_attention",
     "moe_experts",
     "mrope_axes",
     "na1d",
@@ -190,6 +192,7 @@ __all__ = [
     "noisy_top_k",
     "normal_like",
     "nplr",
+    "nsa_attention",
     "orpo_loss",
     "orthogonal_gaussian",
     "packed_positions",

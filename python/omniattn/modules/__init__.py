@@ -69,6 +69,7 @@ from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.s4 import S4, S4D
+from omniattn.modules.selected_blocks import NSA, MoBA, NSAState
 from omniattn.modules.selective_attention import SelectiveAttention, SelectiveCache
 from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution
@@ -82,6 +83,7 @@ __all__ = [
     "H2O",
     "MLP",
     "MLSTM",
+    "NSA",
     "S4",
     "S4D",
     "SLSTM",
@@ -133,11 +135,13 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mixer",
+    "MoBA",
     "MoE",
     "MultiHeadLatentAttention",
     "MultiScaleRetention",
     "MultiTokenPredictor",
     "MultiheadAttention",
+    "NSAState",
     "Norm",
     "PagePool",
     "PagedCache",

@@ -41,6 +41,7 @@ import omniattn.modules.s4
 import omniattn.modules.selective_attention
 import omniattn.modules.selective_ssm
 import omniattn.modules.short_conv
+import omniattn.modules.sparse_attention
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
 import omniattn.modules.transformer_xl
@@ -743,6 +744,35 @@ def Mamba2(
     dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
+def MoBA(
+    self: torch.nn.Module,
+    config: omniattn.modules.selected_blocks.MoBA.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def MoBA(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    block_size: int = ...,
+    topk: int = ...,
+    decode: str = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
 def MoE(
     self: torch.nn.Module,
     config: omniattn.modules.moe.MoE.Config,
@@ -870,6 +900,38 @@ def MultiheadAttention(
     kdim: int | None = ...,
     vdim: int | None = ...,
     batch_first: bool = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NSA(
+    self: torch.nn.Module,
+    config: omniattn.modules.selected_blocks.NSA.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NSA(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    compress_size: int = ...,
+    compress_stride: int = ...,
+    block_size: int = ...,
+    topk: int = ...,
+    window: int = ...,
+    compress: str = ...,
+    compress_dim: int = ...,
+    separate_kv: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
     backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,

@@ -88,6 +88,7 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
 from omniattn.reference.sparse import (
     bigbird_attention,
@@ -157,11 +158,13 @@ __all__ = [
     "merge_attention",
     "mlp",
     "mlstm",
+    "moba_attention",
     "moe_experts",
     "mrope_axes",
     "na1d",
     "na2d",
     "na3d",
+    "nsa_attention",
     "packed_positions",
     "qk_norm_rotary",
     "recurrence",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -358,132 +357,11 @@ SELECT_ATTENTION = OpSpec(
 )
 
 
-def _selected_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    """Lists of different blocks in any order, some of them padded with -1; "past": of a causal
-    call, the blocks up to that of the query, its own first."""
-    b, tq, tk, g = (case.sizes[k] for k in ("B", "Tq", "Tk", "G"))
-    others = tuple(t for t in case.tensors if t in ("sinks", "seed"))
-    made = attention_inputs(replace(case, tensors=others), random)
-    size, n = case.options["block_size"], case.sizes["n"]
-    queries = -(-tq // case.options.get("query_block", 1))
-    heads = 1 if "shared" in case.tensors else case.sizes["H"] if "each head" in case.tensors else g
-    blocks = -(-tk // size)
-    order = random.uniform(1 if "shared" in case.tensors else b, heads, queries, blocks)
-    if "past" in case.tensors:
-        own = ((torch.arange(queries) + tk - tq) // size)[:, None]
-        block = torch.arange(blocks)
-        order = order.masked_fill(block > own, -1).masked_fill(block == own, 2)
-    scores, index = order.sort(-1, descending=True)
-    index = index.masked_fill(scores < 0, -1)[..., :n]
-    if "padded" in case.tensors:
-        index = index.masked_fill(random.uniform(*index.shape) < 0.3, -1)
-        index[:, :, :1] = -1
-    return made | {"indices": index.to(torch.int32 if "int32" in case.tensors else torch.int64)}
-
-
-def _selected(
-    label: str,
-    B: int,
-    Tq: int,
-    Tk: int,
-    H: int,
-    G: int,
-    D: int,
-    Dv: int,
-    n: int,
-    block_size: int,
-    tensors: tuple[str, ...] = (),
-    **options: Any,
-) -> Case:
-    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "G": G, "D": D, "Dv": Dv, "n": n}
-    return Case(label, sizes, tensors, {"block_size": block_size, **options})
-
-
-def _selected_flops(case: Case, pass_: Pass) -> float:
-    """As attention_flops, of the selected pairs; lists of "past" blocks hold their query's."""
-    s, size = case.sizes, case.options["block_size"]
-    position = torch.arange(s["Tq"]) + s["Tk"] - s["Tq"]
-    most = torch.full_like(position, s["n"] * size)
-    if "past" in case.tensors:
-        most = (position // size).clamp(max=s["n"] - 1) * size + position % size + 1
-    pairs = s["B"] * s["H"] * float(most.sum())
-    forward, backward = 2.0 * (s["D"] + s["Dv"]), 2.0 * (3 * s["D"] + 2 * s["Dv"])
-    return pairs * {"forward": forward, "backward": backward}.get(pass_, forward + backward)
-
-
-SELECTED_ATTENTION = OpSpec(
-    name="selected_attention",
-    family="attention",
-    cuda="emulated",
-    paper="Yuan et al. 2025, arXiv 2502.11089",
-    inputs=_selected_inputs,
-    differentiable=("q", "k", "v", "sinks"),
-    flops=_selected_flops,
-    gradient_factor=GRADIENT_FACTOR,
-    gradient_factors=GRADIENT_FACTORS,
-    second_order=True,
-    special=("tokens", "padded", "ragged", "sinks", "dropout", "eachhead", "queryblocks"),
-    cases=(
-        _selected("tiny", 2, 4, 5, 2, 1, 3, 2, 2, 2, return_lse=True, causal=True),
-        _selected("blocks", 1, 70, 300, 8, 2, 32, 32, 4, 32, causal=True, return_lse=True),
-        _selected("one", 1, 1, 1, 1, 1, 1, 1, 1, 1),
-        _selected("past", 1, 100, 100, 4, 1, 24, 40, 3, 16, ("past",), causal=True),
-        _selected("tokens", 2, 20, 150, 16, 1, 24, 16, 40, 1, ("int32",), return_lse=True),
-        _selected("latents", 1, 3, 300, 112, 1, 40, 24, 140, 1, ("past",), causal=True),
-        _selected("padded", 2, 33, 200, 6, 2, 16, 16, 5, 20, ("padded",), return_lse=True),
-        _selected("ragged", 1, 40, 203, 4, 2, 16, 16, 3, 48, causal=True, return_lse=True),
-        _selected("odd", 1, 40, 100, 4, 2, 16, 16, 3, 17, ("past",), causal=True),
-        _selected("long", 1, 60, 600, 2, 1, 16, 16, 2, 250, causal=True),
-        _selected("whole", 1, 30, 90, 2, 1, 16, 16, 2, 64, ("shared",)),
-        _selected("emptyrows", 1, 60, 40, 2, 2, 16, 16, 2, 16, causal=True, return_lse=True),
-        _selected("eachhead", 2, 40, 80, 6, 2, 16, 16, 3, 16, ("each head", "int32"), causal=True),
-        _selected("queryblocks", 1, 75, 90, 4, 2, 16, 16, 3, 16, query_block=32, causal=True),
-        _selected("manyqueries", 1, 150, 200, 4, 2, 16, 16, 2, 32, ("shared",), query_block=128),
-        _selected("softcap", 1, 40, 100, 4, 2, 16, 16, 3, 16, softcap=3.0, scale=0.4),
-        _selected("sinks", 2, 40, 100, 4, 2, 16, 16, 3, 16, ("sinks",), causal=True),
-        _selected("sinks+", 1, 20, 60, 4, 1, 16, 16, 9, 3, ("sinks", "padded"), return_lse=True),
-        _selected("dropout", 2, 33, 90, 4, 2, 16, 16, 3, 16, ("seed",), dropout_p=0.3),
-        _selected("dropouttokens", 1, 9, 50, 4, 1, 16, 16, 20, 1, ("seed",), dropout_p=0.4),
-        _selected("nolists", 1, 3, 40, 2, 1, 8, 8, 0, 16, return_lse=True),
-        _selected("nokeys", 1, 3, 0, 2, 1, 8, 8, 0, 16, return_lse=True),
-        _selected("noqueries", 1, 0, 40, 2, 1, 8, 8, 2, 16, return_lse=True),
-        _selected("nobatch", 0, 4, 40, 2, 1, 8, 8, 2, 16),
-    ),
-    benchmarks=(
-        # NSA: 16 queries a group, 16 blocks of 64; MLA in its absorbed form with 2048 tokens of 8k.
-        Benchmark(
-            _selected("nsa", 1, 256, 4096, 16, 1, 128, 128, 16, 64, ("past",), causal=True),
-            (F32,),
-            BOTH,
-            "compute",
-        ),
-        Benchmark(
-            _selected("nsa", 1, 256, 4096, 16, 1, 128, 128, 16, 64, ("past",), causal=True),
-            (BF16,),
-            FORWARD,
-            "compute",
-        ),
-        Benchmark(
-            _selected("tokens", 1, 4, 8192, 128, 1, 576, 512, 2048, 1, ("past",), causal=True),
-            (F32,),
-            BOTH,
-            "compute",
-        ),
-        Benchmark(
-            _selected("moba", 1, 512, 4096, 8, 8, 128, 128, 3, 512, ("past",), causal=True),
-            (F32,),
-            BOTH,
-            "compute",
-        ),
-    ),
-)
-
 SPECS = (
     ATTENTION,
     SCALED_DOT_PRODUCT_ATTENTION,
     ATTENTION_WEIGHTS,
     SELECT_ATTENTION,
-    SELECTED_ATTENTION,
 )
 
 VARIANTS = (
@@ -525,11 +403,6 @@ VARIANTS = (
         "Ramapuram et al. 2024, arXiv 2409.04431",
     ),
     Variant("selection of one key", ("select_attention",), "this package"),
-    Variant(
-        "selected blocks of keys, selected keys",
-        ("selected_attention",),
-        "Yuan et al. 2025, arXiv 2502.11089",
-    ),
     Variant(
         "T5 relative bias", ("T5Bias", "T5RelativeBias"), "Raffel et al. 2019, arXiv 1910.10683"
     ),

@@ -1,0 +1,279 @@
+"""Attention over blocks of keys that the scores of the blocks select: MoBA, NSA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.functional._attention import autocast, check_shapes
+from omniattn.functional._checks import (
+    cast_like,
+    require_int,
+    require_number,
+    require_shape,
+    use_reference,
+)
+from omniattn.functional.attention import attention
+from omniattn.functional.attention_lse import attention_weights
+from omniattn.functional.selected_attention import selected_attention
+from omniattn.functional.topk import top_k
+from omniattn.reference.precision import widen
+from omniattn.reference.selected_blocks import (
+    block_means,
+    compressed_mask,
+    moba_scores,
+    nsa_scores,
+    positions,
+)
+
+__all__ = ["moba_attention", "nsa_attention"]
+
+#: Scores of blocks that are in memory at a time.
+_SCORES = 1 << 22
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    topk: int,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Mixture of block attention: each query and head attends to `topk` blocks of keys.
+
+    These are the own block of query i and the topk - 1 blocks b before it with the largest
+    ``q_i . mean(k_j, j in b)``, the first of equal ones; causal, with one softmax over all keys.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`; q and k after the rotary embedding. The last
+            query is at the position of the last key.
+        k: (B, Tk, Hkv, D).
+        v: (B, Tk, Hkv, Dv).
+        block_size: keys of a block.
+        topk: blocks of a query, its own included.
+        scale: factor on q k^T of the attention; None is 1 / sqrt(D). The scores have none.
+        backend: see :func:`attention`.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        Scores are in fp32 (fp64 for fp64), a few queries at a time. Gradients flow to q, k and v
+        through the attention alone: the choice has none.
+
+    Reference:
+        Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv:2502.13189.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 8, 2, 4)
+        >>> moba_attention(q, k, v, block_size=2, topk=2).shape
+        torch.Size([1, 8, 2, 4])
+    """
+    op = "moba_attention"
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    _check(op, scale, block_size=block_size, topk=topk)
+    if use_reference(op, backend, q):
+        return reference.moba_attention(q, k, v, block_size=block_size, topk=topk, scale=scale)
+    means, tk = block_means(k, block_size), k.shape[1]
+
+    def scores(q: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
+        return moba_scores(q, means, ends, tk, block_size)
+
+    index = _chosen(q, tk, -(-tk // block_size), topk, scores, backend)
+    return selected_attention(
+        q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
+    )
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_compressed: Tensor,
+    v_compressed: Tensor,
+    gates: Tensor,
+    *,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    compress_size: int = 32,
+    compress_stride: int = 16,
+    block_size: int = 64,
+    topk: int = 16,
+    window: int = 512,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Native sparse attention: a gated sum of attention to compressed keys, blocks and a window.
+
+    ``O = g_0 O_compressed + g_1 O_selected + g_2 O_window``, all causal. Compressed key n stands
+    for `compress_size` keys from n compress_stride on, and is seen when all of them are. The
+    weights of the compressed keys, given to the blocks as often as their strides overlap and summed
+    over the query heads of a group, choose the blocks of the group: `topk` with the largest sums,
+    among which are always the first block, the own and the one before it.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`; the last query is at the position of the last
+            key.
+        k: (B, Tk, Hkv, D), the keys of selected blocks.
+        v: (B, Tk, Hkv, Dv).
+        k_compressed: (B, N, Hkv, D), for any N; means of the keys or what a network makes of them,
+            see :class:`omniattn.modules.NSA`.
+        v_compressed: (B, N, Hkv, Dv).
+        gates: (B, Tq, Hq, 3) of compressed keys, selected blocks and window, of q's dtype.
+        k_window, v_window: the same shapes as k and v; None for k and v.
+        compress_size, compress_stride: l and d of the compressed keys; l is a multiple of d.
+        block_size: keys of a selected block, a multiple of compress_stride.
+        topk: blocks of a query.
+        window: keys of the window, the query's own included.
+        scale: factor on q k^T; None is 1 / sqrt(D).
+        backend: see :func:`attention`.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        The scores of blocks are made from the lse of the first branch for some queries at a time:
+        memory is O(T N / T), not (Tq, N) for each head. Gradients flow to all tensors; the choice
+        has none.
+
+    Reference:
+        Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089.
+
+    Example:
+        >>> q, k = torch.ones(1, 64, 4, 8), torch.ones(1, 64, 1, 8)
+        >>> pooled = k.unflatten(1, (4, 16)).mean(2)
+        >>> gates = torch.full((1, 64, 4, 3), 0.5)
+        >>> out = nsa_attention(q, k, k, pooled, pooled, gates, compress_size=16, topk=2)
+        >>> out[0, -1, 0, 0]
+        tensor(1.5000)
+    """
+    op = "nsa_attention"
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    _check(
+        op,
+        scale,
+        compress_size=compress_size,
+        compress_stride=compress_stride,
+        block_size=block_size,
+        topk=topk,
+        window=window,
+    )
+    for name, size in (("compress_size", compress_size), ("block_size", block_size)):
+        if size % compress_stride:
+            raise ValueError(
+                f"{op}: {name} must be a multiple of compress_stride, got {name}={size}, "
+                f"compress_stride={compress_stride}"
+            )
+    k_window, v_window = (
+        (k if k_window is None else k_window),
+        (v if v_window is None else v_window),
+    )
+    k_window, v_window = (
+        cast_like(op, "k_window", k_window, q),
+        cast_like(op, "v_window", v_window, q),
+    )
+    k_compressed = cast_like(op, "k_compressed", k_compressed, q)
+    v_compressed = cast_like(op, "v_compressed", v_compressed, q)
+    gates = cast_like(op, "gates", gates, q)
+    require_shape(op, "k_window", k_window, tuple(k.shape))
+    require_shape(op, "v_window", v_window, tuple(v.shape))
+    count = k_compressed.shape[1] if k_compressed.dim() == 4 else 0
+    require_shape(op, "k_compressed", k_compressed, (k.shape[0], count, *k.shape[2:]))
+    require_shape(op, "v_compressed", v_compressed, (v.shape[0], count, *v.shape[2:]))
+    require_shape(op, "gates", gates, (*q.shape[:3], 3))
+    if use_reference(op, backend, q):
+        return reference.nsa_attention(
+            *(q, k, v, k_compressed, v_compressed, gates),
+            k_window=k_window,
+            v_window=v_window,
+            compress_size=compress_size,
+            compress_stride=compress_stride,
+            block_size=block_size,
+            topk=topk,
+            window=window,
+            scale=scale,
+        )
+    tk, sizes = k.shape[1], (compress_size, compress_stride)
+    seen = compressed_mask(positions(q.shape[1], tk, q.device), count, *sizes)
+    compressed, lse = attention(
+        *(q, k_compressed, v_compressed), mask=seen, scale=scale, return_lse=True, backend=backend
+    )
+    # In full precision, as the definition has it: rounded weights are often equal.
+    kept_k, kept_lse = widen(k_compressed.detach()), lse.detach()
+
+    def scores(part: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
+        p = attention_weights(
+            *(widen(part), kept_k, kept_lse[:, :, queries]),
+            mask=seen[queries],
+            scale=scale,
+            backend=backend,
+        )
+        return nsa_scores(p, k.shape[2], ends, tk, *sizes, block_size)
+
+    index = _chosen(q, tk, max(count, 1), topk, scores, backend)
+    selected = selected_attention(
+        q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
+    )
+    near = attention(
+        *(q, k_window, v_window),
+        causal=True,
+        window_size=(window - 1, 0),
+        scale=scale,
+        backend=backend,
+    )
+    first, second, third = widen(gates)[..., None].unbind(-2)
+    return (first * compressed + second * selected + third * near).to(q.dtype)
+
+
+def _check(op: str, scale: float | None, **sizes: int) -> None:
+    for name, size in sizes.items():
+        require_int(op, name, size, 1, 2**31 - 1)
+    if scale is not None:
+        require_number(op, "scale", scale)
+
+
+@torch.no_grad()
+def _chosen(
+    q: Tensor,
+    tk: int,
+    width: int,
+    topk: int,
+    scores: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
+    backend: str | None,
+) -> Tensor:
+    """Lists of the topk blocks with the largest scores(queries, their positions, their places).
+
+    `width` elements are what the scores of a query need for each head.
+    """
+    batch, tq, heads = q.shape[:3]
+    ends = positions(tq, tk, q.device)
+    step = max(1, _SCORES // max(1, batch * heads * width))
+    found = []
+    # Scores have full precision, also where autocast would round their products.
+    device = q.device.type
+    with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
+        for queries in _parts(tq, step):
+            values, past = scores(q.detach()[:, queries], ends[queries], queries)
+            count = min(topk, values.shape[-1])
+            found.append(top_k(values, count, mask=past, backend=backend)[1].int())
+    return torch.cat(found, 2)
+
+
+def _parts(count: int, step: int) -> Iterator[slice]:
+    for first in range(0, max(count, 1), step):
+        yield slice(first, first + step)

@@ -1,0 +1,449 @@
+"""Attention layers whose queries select blocks of keys: MoBA, NSA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.functional._checks import shown
+from omniattn.functional.masks import Mask
+from omniattn.modules import _signatures
+from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.layer import LayerConfig, config_or_fields
+from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import Mixer
+from omniattn.modules.state import State, Storage, take
+
+
+@dataclass(frozen=True)
+class _SparseConfig(LayerConfig):
+    """Sizes that these layers share."""
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op = type(self).__qualname__.removesuffix(".Config")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"{op}: num_heads must be a multiple of num_kv_heads, "
+                f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
+            )
+        if self.head_dim is None and self.dim % self.num_heads:
+            raise ValueError(
+                f"{op}: dim must be a multiple of num_heads unless head_dim is given, "
+                f"got dim={self.dim}, num_heads={self.num_heads}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that a model rotates."""
+        return self.head_size
+
+
+def _require_tokens(op: str, x: Tensor, mask: Tensor | Mask | None, dim: int) -> None:
+    if mask is not None:
+        raise ValueError(f"{op}: mask must be None, got mask={shown(mask)}")
+    if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
+        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
+        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
+
+
+class MoBA(Mixer):
+    """Mixture of block attention: y = W_o moba_attention(q, k, v), causal.
+
+    Each query and head attends to its own block of keys and to the topk - 1 blocks before it whose
+    mean key it likes best, see :func:`omniattn.functional.moba_attention`. It has the parameters of
+    full attention, so that a model may switch between the two while it trains.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
+
+    Reference:
+        Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
+
+    Example:
+        >>> layer = MoBA(dim=16, num_heads=4, num_kv_heads=2, block_size=4, topk=2)
+        >>> layer(torch.ones(1, 10, 16)).shape
+        torch.Size([1, 10, 16])
+    """
+
+    @dataclass(frozen=True)
+    class Config(_SparseConfig):
+        """Sizes and options.
+
+        Args:
+            dim, num_heads, num_kv_heads, head_dim: as in Attention.
+            block_size: keys of a block.
+            topk: blocks of a query, its own included.
+            decode: what single tokens after a prompt do: "full" attention, as in the paper, or
+                "moba", the same rule.
+            bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
+            rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+        """
+
+        block_size: int = 512
+        topk: int = 3
+        decode: str = "full"
+        bias: bool = False
+        out_bias: bool = False
+        rope_interleaved: bool = False
+        scale: float | None = None
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name, value in (("block_size", self.block_size), ("topk", self.topk)):
+                if value < 1:
+                    raise ValueError(f"MoBA: {name} must be an integer >= 1, got {name}={value}")
+            if self.decode not in ("full", "moba"):
+                raise ValueError(
+                    f"MoBA: decode must be one of ('full', 'moba'), got decode={self.decode!r}"
+                )
+
+    @config_or_fields(Config, _signatures.MoBA)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        q_dim, kv_dim = c.num_heads * c.head_size, c.kv_heads * c.head_size
+
+        def linear(n_in: int, n_out: int, bias: bool, std: float) -> Linear:
+            config = Linear.Config(n_in, n_out, bias, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q_proj = linear(c.dim, q_dim, c.bias, c.init_std)
+        self.k_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
+        self.v_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
+        self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+        """An empty cache of all keys and values."""
+        c = self.config
+        like = storage_like(self.k_proj.weight, **storage)
+        return KVCache(batch, max_length, c.kv_heads, c.head_size, **like)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`.
+            state: from `new_state`; the new keys and values are appended.
+            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        _require_tokens("MoBA", x, mask, c.dim)
+        cache = require_cache("MoBA", state)
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, c.head_size))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rope is not None:
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+            )
+        decodes = cache is not None and cache.filled and x.shape[1] == 1
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if decodes and c.decode == "full":
+            out = functional.attention(q, k, v, scale=c.scale, backend=c.backend)
+        else:
+            out = functional.moba_attention(
+                *(q, k, v),
+                block_size=c.block_size,
+                topk=c.topk,
+                scale=c.scale,
+                backend=c.backend,
+            )
+        return self.o_proj(out.flatten(-2))
+
+
+class Compression(nn.Module):
+    """Compressed keys or values of NSA: the mean of a window of tokens, or W_2 silu(W_1 w) of the
+    window w of vectors with a learned vector for each place added."""
+
+    def __init__(self, config: Any, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.config = c = config
+        size = c.compress_size * c.head_size
+        if c.compress == "mlp":
+
+            def linear(n_in: int, n_out: int) -> Linear:
+                config = Linear.Config(n_in, n_out, True, n_in**-0.5, c.backend)
+                return Linear(config, device=device, dtype=dtype)
+
+            self.position = nn.Parameter(
+                torch.empty(c.compress_size, c.head_size, device=device, dtype=dtype)
+            )
+            self.up, self.down = linear(size, c.compress_dim), linear(c.compress_dim, c.head_size)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeroes the vectors of places."""
+        if self.config.compress == "mlp":
+            nn.init.zeros_(self.position)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, Hkv, D) -> (B, windows that fit into T, Hkv, D)."""
+        c = self.config
+        if x.shape[1] < c.compress_size:
+            return x[:, :0]
+        windows = x.unfold(1, c.compress_size, c.compress_stride)
+        if c.compress == "mean":
+            return windows.mean(-1)
+        windows = (windows.transpose(-1, -2) + self.position).flatten(-2)
+        return self.down(nn.functional.silu(self.up(windows)))
+
+
+class NSAState:
+    """What NSA keeps: keys and values of each branch, or shared ones, and the compressed ones.
+
+    Args:
+        branches: caches of compressed keys' tokens, of selected blocks and of the window, or one.
+        compressed: cache of the compressed keys and values.
+        size, stride: of the windows of compressed keys.
+    """
+
+    def __init__(
+        self, branches: list[KVCache], compressed: KVCache, size: int, stride: int
+    ) -> None:
+        self.branches, self.compressed = branches, compressed
+        self._size, self._stride = size, stride
+
+    def windows(self, length: int) -> int:
+        """The number of windows that fit into `length` tokens."""
+        return max(0, (length - self._size) // self._stride + 1)
+
+    @property
+    def length(self) -> int:
+        return self.branches[0].length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self._all())
+
+    def _all(self) -> list[KVCache]:
+        return [*self.branches, self.compressed]
+
+    def crop(self, length: int) -> None:
+        for cache in self.branches:
+            cache.crop(length)
+        self.compressed.crop(self.windows(length))
+
+    def reorder(self, index: Tensor) -> None:
+        for cache in self._all():
+            cache.reorder(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "branches": [cache.state_dict() for cache in self.branches],
+            "compressed": self.compressed.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        branches, compressed = take("NSAState", state, "branches", "compressed")
+        if len(branches) != len(self.branches):
+            raise ValueError(
+                f"NSAState: state must have {len(self.branches)} branches, got {len(branches)}"
+            )
+        for cache, saved in zip(self._all(), [*branches, compressed], strict=True):
+            cache.load_state_dict(saved)
+
+
+class NSA(Mixer):
+    """Native sparse attention: y = W_o sum_c sigmoid(W_g x)_c O_c of three causal branches.
+
+    The branches attend to compressed keys, to the blocks that the weights of these select for a
+    group of query heads, and to a window, see :func:`omniattn.functional.nsa_attention`.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj (three times as many outputs
+        with separate_kv, in the order above), g_proj, o_proj; k_compression and v_compression with
+        position (compress_size, head_dim), up and down.
+
+    Reference:
+        Yuan et al., Native Sparse Attention, 2025, arXiv 2502.11089.
+
+    Example:
+        >>> layer = NSA(dim=32, num_heads=4, num_kv_heads=1, compress_size=4, compress_stride=2,
+        ...             block_size=8, topk=3, window=8)
+        >>> layer(torch.ones(1, 40, 32)).shape
+        torch.Size([1, 40, 32])
+    """
+
+    @dataclass(frozen=True)
+    class Config(_SparseConfig):
+        """Sizes and options.
+
+        Args:
+            dim, num_heads, num_kv_heads, head_dim: as in Attention; the heads of a group share
+                their blocks.
+            compress_size, compress_stride: tokens of a compressed key, and from one to the next.
+            block_size: tokens of a selected block.
+            topk: blocks of a query: the first, the own and the one before it are always among them.
+            window: tokens of the window, the query's own included.
+            compress: "mlp" or "mean".
+            compress_dim: width inside of the MLPs.
+            separate_kv: keys and values of their own for each branch (paper), or the same.
+            rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+        """
+
+        compress_size: int = 32
+        compress_stride: int = 16
+        block_size: int = 64
+        topk: int = 16
+        window: int = 512
+        compress: str = "mlp"
+        compress_dim: int = 128
+        separate_kv: bool = True
+        rope_interleaved: bool = False
+        scale: float | None = None
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("compress_size", "compress_stride", "block_size", "topk", "window"):
+                value = getattr(self, name)
+                if value < 1:
+                    raise ValueError(f"NSA: {name} must be an integer >= 1, got {name}={value}")
+            self._require_multiple("compress_size", "compress_stride")
+            self._require_multiple("block_size", "compress_stride")
+            if self.compress not in ("mlp", "mean"):
+                raise ValueError(
+                    f"NSA: compress must be one of ('mlp', 'mean'), got compress={self.compress!r}"
+                )
+
+    @config_or_fields(Config, _signatures.NSA)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        q_dim = c.num_heads * c.head_size
+        kv_dim = c.kv_heads * c.head_size * (3 if c.separate_kv else 1)
+
+        def linear(n_in: int, n_out: int, std: float = c.init_std) -> Linear:
+            config = Linear.Config(n_in, n_out, False, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q_proj = linear(c.dim, q_dim)
+        self.k_proj, self.v_proj = linear(c.dim, kv_dim), linear(c.dim, kv_dim)
+        self.g_proj = linear(c.dim, 3 * c.num_heads)
+        self.o_proj = linear(q_dim, c.dim, c.out_init_std)
+        self.k_compression = Compression(c, device, dtype)
+        self.v_compression = Compression(c, device, dtype)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> NSAState:
+        """Empty caches of all branches and of the compressed keys."""
+        c = self.config
+        like = storage_like(self.k_proj.weight, **storage)
+
+        def cache(length: int) -> KVCache:
+            return KVCache(batch, length, c.kv_heads, c.head_size, **like)
+
+        branches = [cache(max_length) for _ in range(3 if c.separate_kv else 1)]
+        windows = max(0, (max_length - c.compress_size) // c.compress_stride + 1)
+        return NSAState(branches, cache(windows), c.compress_size, c.compress_stride)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`.
+            state: from `new_state`; the new keys and values are appended.
+            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        _require_tokens("NSA", x, mask, c.dim)
+        if state is not None and not isinstance(state, NSAState):
+            raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
+        q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
+        k, v = (proj(x).unflatten(-1, (-1, c.head_size)) for proj in (self.k_proj, self.v_proj))
+        if rope is not None:
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+            )
+        pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+        if state is not None:
+            pairs = [cache.append(*pair) for cache, pair in zip(state.branches, pairs, strict=True)]
+        compressed = self._compressed(*pairs[0], state)
+        gates = torch.sigmoid(self.g_proj(x)).unflatten(-1, (c.num_heads, 3))
+        selected, near = pairs[min(1, len(pairs) - 1)], pairs[-1]
+        out = functional.nsa_attention(
+            *(q, *selected, *compressed, gates),
+            k_window=near[0],
+            v_window=near[1],
+            compress_size=c.compress_size,
+            compress_stride=c.compress_stride,
+            block_size=c.block_size,
+            topk=c.topk,
+            window=c.window,
+            scale=c.scale,
+            backend=c.backend,
+        )
+        return self.o_proj(out.flatten(-2))
+
+    def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
+        """Compressed keys and values of all tokens; a state has those of earlier tokens."""
+        if state is None:
+            return self.k_compression(k), self.v_compression(v)
+        first = state.compressed.length * self.config.compress_stride
+        return state.compressed.append(
+            self.k_compression(k[:, first:]), self.v_compression(v[:, first:])
+        )

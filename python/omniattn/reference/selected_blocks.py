@@ -1,0 +1,129 @@
+"""Attention over blocks of keys that the scores of the blocks select: MoBA, NSA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.reference.attention import attention, attention_weights, selected_attention
+from omniattn.reference.precision import widen
+from omniattn.reference.topk import top_k
+
+
+def positions(tq: int, tk: int, device: torch.device) -> Tensor:
+    """The position of each query among the keys."""
+    return torch.arange(tq, device=device) + tk - tq
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    topk: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of each query and head to its own block and the topk - 1 blocks before it
+    whose mean keys have the largest q . k; q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv)."""
+    ends = positions(q.shape[1], k.shape[1], q.device)
+    scores, past = moba_scores(q, block_means(k, block_size), ends, k.shape[1], block_size)
+    _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
+    out = selected_attention(q, k, v, index, block_size=block_size, causal=True, scale=scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def block_means(k: Tensor, block_size: int) -> Tensor:
+    """The means (B,blocks,Hkv,D) of the whole blocks of k, without gradient."""
+    blocks = k.shape[1] // block_size
+    keys = widen(k.detach())[:, : blocks * block_size]
+    return keys.unflatten(1, (blocks, block_size)).mean(2)
+
+
+def moba_scores(
+    q: Tensor, means: Tensor, ends: Tensor, tk: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """q . mean (B,Hq,Tq,blocks) and which blocks are candidates of queries at the positions `ends`.
+
+    inf: the own block, of which no mean is needed.
+    """
+    blocks = -(-tk // block_size)
+    means = means.repeat_interleave(q.shape[2] // means.shape[2], 2)
+    scores = widen(q.detach()).transpose(1, 2) @ means.permute(0, 2, 3, 1)
+    scores = torch.nn.functional.pad(scores, (0, blocks - means.shape[1]))
+    block, own = torch.arange(blocks, device=q.device), ends[:, None] // block_size
+    past = (block <= own).expand(scores.shape)
+    return scores.masked_fill(block == own, torch.inf), past
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_compressed: Tensor,
+    v_compressed: Tensor,
+    gates: Tensor,
+    *,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    compress_size: int = 32,
+    compress_stride: int = 16,
+    block_size: int = 64,
+    topk: int = 16,
+    window: int = 512,
+    scale: float | None = None,
+) -> Tensor:
+    """Sum of gates (B,Tq,Hq,3) times attention to compressed keys, selected blocks and a window.
+
+    Compressed key n (B,N,Hkv,.) stands for the keys from n compress_stride on, compress_size many.
+    """
+    k_window, v_window = (
+        (k if k_window is None else k_window),
+        (v if v_window is None else v_window),
+    )
+    tq, tk = q.shape[1], k.shape[1]
+    ends = positions(tq, tk, q.device)
+    seen = compressed_mask(ends, k_compressed.shape[1], compress_size, compress_stride)
+    compressed, lse = attention(
+        q, k_compressed, v_compressed, mask=seen, scale=scale, return_lse=True
+    )
+    with torch.no_grad():
+        p = attention_weights(widen(q), widen(k_compressed), lse, mask=seen, scale=scale)
+        scores, past = nsa_scores(
+            p, k.shape[2], ends, tk, compress_size, compress_stride, block_size
+        )
+        _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
+    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, scale=scale)
+    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), scale=scale)
+    assert isinstance(selected, Tensor) and isinstance(near, Tensor)
+    branches = torch.stack([widen(x) for x in (compressed, selected, near)], -1)
+    return (branches * widen(gates)[..., None, :]).sum(-1).to(q.dtype)
+
+
+def compressed_mask(ends: Tensor, count: int, size: int, stride: int) -> Tensor:
+    """(Tq, count): whether all tokens of a compressed key are at the positions `ends` or before."""
+    last = torch.arange(count, device=ends.device) * stride + size - 1
+    return last <= ends[:, None]
+
+
+def nsa_scores(
+    p: Tensor, kv_heads: int, ends: Tensor, tk: int, size: int, stride: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Scores of blocks (B,Hkv,Tq,blocks) from the weights p (B,Hq,Tq,N) of compressed keys.
+
+    Each compressed key gives its weight to a block as often as one of its strides overlaps one of
+    the block's; the heads of a group are summed. inf: the first block, the own, the one before it.
+    """
+    p = p.unflatten(1, (kv_heads, -1)).sum(2)
+    per_key, per_block = size // stride, block_size // stride
+    blocks = -(-tk // block_size)
+    pad = torch.nn.functional.pad
+    # Strides are covered by the keys that begin at them or up to per_key - 1 strides before.
+    p = pad(p, (per_key - 1, max(0, max(1, blocks) * per_block - p.shape[-1])))
+    strides = p.unfold(-1, per_key, 1).sum(-1)[..., : blocks * per_block]
+    scores = strides.unflatten(-1, (blocks, per_block)).sum(-1)
+    block, own = torch.arange(blocks, device=p.device), ends[:, None] // block_size
+    forced = (block == 0) | (block == own) | (block == own - 1)
+    past = (block <= own).expand(scores.shape)
+    return scores.masked_fill(forced & (block <= own), torch.inf), past
