@@ -7,7 +7,7 @@ import torch
 from omniattn.testing import registry
 from omniattn.testing.properties import _results
 
-OPS = ("attention", "attention_varlen", "moe_experts", "linear", "glu_mlp")
+OPS = ("attention", "attention_varlen", "selected_attention", "moe_experts", "linear", "glu_mlp")
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
             digest = hashlib.sha256()
             for result in _results(spec, case, torch.bfloat16):
                 # NaN by NaN: which payload survives is the one difference.
-                digest.update(torch.nan_to_num(result.double()).numpy().tobytes())
+                digest.update(torch.nan_to_num(result.detach().double()).numpy().tobytes())
             print(name, case.name, digest.hexdigest())
 
 
