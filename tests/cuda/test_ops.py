@@ -34,6 +34,8 @@ VARIED = (
 )
 LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
+#: A rule of masks along each axis, and chunks before the query's, in one op each.
+PATTERNS = ("-na2d-", "-na3d-video-", "-dual_chunk_attention-scaled-")
 FEW = (
     *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
@@ -95,6 +97,7 @@ RUNS = [
     ("sanitized", "shuffled", OPS, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
     ("value", "ascending", VARIED, ("backward",), ("bf16",)),
+    ("value", "shuffled", PATTERNS, VALUES, ("f32", "bf16")),
     ("value", "shuffled", PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
     ("value", "descending shuffled", FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),
