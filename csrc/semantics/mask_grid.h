@@ -11,11 +11,11 @@
 
 namespace omniattn::mask_rules {
 
-// One axis of a grid of tokens: floor(p / inner) mod length is the coordinate of position p. A query
-// sees the keys whose coordinates differ from its own by multiples of the dilation and lie, counted
-// in those, in a window of `kernel`: around it, shifted inwards at the ends of the axis, or, with
-// causal, up to it. The queries of a group of `stride` have the window of the one in the middle; if
-// causal, that of the last.
+// One axis of a grid of tokens: floor(p / inner) mod length is the coordinate of position p. A
+// query sees the keys whose coordinates differ from its own by multiples of the dilation and lie,
+// counted in those, in a window of `kernel`: around it, shifted inwards at the ends of the axis,
+// or, with causal, up to it. The queries of a group of `stride` have the window of the one in the
+// middle; if causal, that of the last.
 //
 // a = inner + length 2^20, b = kernel + dilation 2^13 + stride 2^26 + causal 2^39
 struct Grid {

@@ -42,6 +42,8 @@ FEW_SELECTED = tuple(
     f"-selected_attention-{case}-"
     for case in ("tiny", "padded", "ragged", "sinks", "dropouttokens", "eachhead", "queryblocks")
 )
+#: A rule of masks along each axis, and chunks before the query's, in one op each.
+PATTERNS = ("-na2d-", "-na3d-video-", "-dual_chunk_attention-scaled-")
 FEW = (
     *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
@@ -103,6 +105,7 @@ RUNS = [
     ("sanitized", "shuffled", OPS, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
     ("value", "ascending", VARIED, ("backward",), ("bf16",)),
+    ("value", "shuffled", PATTERNS, VALUES, ("f32", "bf16")),
     ("value", "shuffled", PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
     ("value", "descending shuffled", FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("value", "shuffled", LOOKS, ("strided", "poisoned"), ("f32",)),

@@ -22,7 +22,7 @@ from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import All, Blocks, BoolMask, Causal, KeyPadding, Mask
 from omniattn.reference import philox
-from omniattn.reference.vmap import require_not_mapped
+from omniattn.reference.precision import widen
 
 __all__ = ["bigbird_attention", "bigbird_random_blocks"]
 
@@ -201,6 +201,11 @@ def bigbird_attention(
         counts = _counts(blocks, rand_blocks)
     tokens = num_global_tokens
     several = count_duplicates and rand_blocks is not None
+    bias = None
+    if several and is_traced():  # how many counts there are is a value
+        at = torch.arange(k.shape[1] - tokens, device=q.device) // block
+        bias = counts[:, at[k.shape[1] - q.shape[1] :, None], at].clamp(min=1)
+        bias, several = bias.to(widen(q).dtype).log(), False
     times = sorted(set(counts[counts > 0].tolist())) if several else [1]
     parts = []
     for n in times:
@@ -209,7 +214,9 @@ def bigbird_attention(
         if key_padding is not None:
             mask = mask & KeyPadding(key_padding[:, tokens:])
         later = q[:, tokens:], k[:, tokens:], v[:, tokens:]
-        out, lse = attention(*later, mask=mask, scale=scale, return_lse=True, backend=backend)
+        out, lse = attention(
+            *later, mask=mask, bias=bias, scale=scale, return_lse=True, backend=backend
+        )
         parts.append((out, lse + torch.log(lse.new_tensor(n)) if n > 1 else lse))
     if tokens:
         parts.append(_global_keys(q, k, v, tokens, key_padding, scale, backend))
@@ -281,7 +288,6 @@ def _require_random(
     op: str, rand_blocks: Tensor, heads: int, blocks: int, count_duplicates: bool
 ) -> None:
     require_integers(op, "rand_blocks", rand_blocks)
-    require_not_mapped(op, "rand_blocks", rand_blocks)
     if rand_blocks.dim() != 3:
         raise ValueError(
             f"{op}: rand_blocks must have shape (Hq, blocks - 2, r), "

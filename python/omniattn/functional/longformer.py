@@ -106,19 +106,16 @@ def longformer_attention(
             causal=causal,
             scale=scale,
         )
-    hidden = None if key_padding is None else ~key_padding
-    unseen = hidden
+    reach = window // 2
+    parts = [_windows(q, k, v, dilations, reach, key_padding, causal, scale, backend)]
     if global_index is not None:
-        marks = _marks(global_index, q.shape[1])
-        unseen = marks if hidden is None else hidden | marks
-    parts = [_windows(q, k, v, dilations, window // 2, unseen, causal, scale, backend)]
-    if global_index is not None:
-        parts.append(_global_keys(q, k, v, global_index, key_padding, causal, scale, backend))
+        outside = _outside(global_index, q.shape[1], dilations, reach, causal)
+        parts.append(_global_keys(q, k, v, global_index, key_padding, outside, scale, backend))
     out = parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
     if global_index is not None:
         rows = _global_queries(second, global_index, key_padding, causal, scale, backend)
         out = with_tokens(out, global_index, rows)
-    return out if hidden is None else out.masked_fill(hidden[..., None, None], 0)
+    return out if key_padding is None else out.masked_fill(~key_padding[..., None, None], 0)
 
 
 def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[int, ...]:
@@ -133,11 +130,15 @@ def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[in
     return tuple(dilations)
 
 
-def _marks(index: Tensor, length: int) -> Tensor:
-    """Bool (B, T), True at `index`."""
-    none = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=index.device)
-    target = torch.where(index >= 0, index, length).long()
-    return none.scatter(1, target, torch.ones_like(target, dtype=torch.bool))[:, :length]
+def _outside(
+    index: Tensor, length: int, dilations: tuple[int, ...], reach: int, causal: bool
+) -> Tensor:
+    """Bool (B, H | 1, T, G): the global keys that a query sees, but not in its window."""
+    kinds = dilations if len(set(dilations)) > 1 else dilations[:1] or (1,)
+    step = torch.tensor(kinds, device=index.device)[:, None, None]
+    before = torch.arange(length, device=index.device)[:, None] - index[:, None, None]
+    outside = (before % step != 0) | (before.abs() > step * reach)
+    return outside & (before >= 0) if causal else outside
 
 
 def _windows(
@@ -146,7 +147,7 @@ def _windows(
     v: Tensor,
     dilations: tuple[int, ...],
     reach: int,
-    unseen: Tensor | None,
+    real: Tensor | None,
     causal: bool,
     scale: float | None,
     backend: str | None,
@@ -155,8 +156,8 @@ def _windows(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dilation: int) -> tuple[Tensor, Tensor]:
         mask: Mask = Dilated(dilation, reach, causal)
-        if unseen is not None:
-            mask = mask & KeyPadding(~unseen)
+        if real is not None:
+            mask = mask & KeyPadding(real)
         return attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
 
     kinds = sorted(set(dilations))
@@ -182,18 +183,16 @@ def _global_keys(
     v: Tensor,
     index: Tensor,
     real: Tensor | None,
-    causal: bool,
+    outside: Tensor,
     scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of all queries on the global keys."""
+    """O and lse of all queries on the global keys that are not in their windows."""
     place = index.clamp(min=0).long()
     seen = index >= 0
     if real is not None:
         seen = seen & real.gather(1, place)
-    mask = seen[:, None, None]
-    if causal:
-        mask = mask & (place[:, None, None] <= torch.arange(q.shape[1], device=q.device)[:, None])
+    mask = seen[:, None, None] & outside
     keys, values = tokens_at(k, place), tokens_at(v, place)
     return attention(
         q, keys, values, mask=BoolMask(mask), scale=scale, return_lse=True, backend=backend
