@@ -146,9 +146,9 @@ def nsa_attention(
         TypeError, ValueError, NotImplementedError: see :func:`attention`.
 
     Note:
-        The scores of blocks are made from the lse of the first branch for some queries at a time:
-        memory is O(T N / T), not (Tq, N) for each head. Gradients flow to all tensors; the choice
-        has none.
+        The scores of blocks are made from the lse of the first branch, for some queries at a time:
+        no (Tq, N) tensor of each head is made, only the mask (Tq, N) of compressed keys. Gradients
+        flow to all tensors; the choice has none.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089.
