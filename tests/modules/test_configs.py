@@ -70,6 +70,7 @@ FIELDS = {
     "MoBA": {"dim": 8, "num_heads": 2, "block_size": 2},
     "NSA": {"dim": 8, "num_heads": 2, "compress_dim": 4},
     "Performer": {"dim": 8, "num_heads": 2},
+    "SelectiveAttention": {"dim": 8, "num_heads": 2},
     "BigBirdAttention": {"dim": 8, "num_heads": 2},
     "DeterministicSparseAttention": {"dim": 8, "num_heads": 2},
     "DualChunkAttention": {"dim": 8, "num_heads": 2},

@@ -38,10 +38,10 @@ import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
 import omniattn.modules.s4
+import omniattn.modules.selected_blocks
 import omniattn.modules.selective_attention
 import omniattn.modules.selective_ssm
 import omniattn.modules.short_conv
-import omniattn.modules.sparse_attention
 import omniattn.modules.spatial_reduction
 import omniattn.modules.swin
 import omniattn.modules.transformer_xl
