@@ -179,14 +179,8 @@ def nsa_attention(
                 f"{op}: {name} must be a multiple of compress_stride, got {name}={size}, "
                 f"compress_stride={compress_stride}"
             )
-    k_window, v_window = (
-        (k if k_window is None else k_window),
-        (v if v_window is None else v_window),
-    )
-    k_window, v_window = (
-        cast_like(op, "k_window", k_window, q),
-        cast_like(op, "v_window", v_window, q),
-    )
+    k_window = k if k_window is None else cast_like(op, "k_window", k_window, q)
+    v_window = v if v_window is None else cast_like(op, "v_window", v_window, q)
     k_compressed = cast_like(op, "k_compressed", k_compressed, q)
     v_compressed = cast_like(op, "v_compressed", v_compressed, q)
     gates = cast_like(op, "gates", gates, q)
