@@ -37,6 +37,13 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
     ),
     "blocks and global tokens": (("attention", "blockslocalglobal"),),
+    "selected blocks of keys, selected keys": (
+        *(("selected_attention", "nsa"), ("selected_attention", "tokens")),
+    ),
+    "native sparse attention: compressed keys, selected blocks, a window": (
+        ("nsa_attention", "causal"),
+    ),
+    "mixture of block attention": (("moba_attention", "causal"),),
     "Longformer: windows, dilated per head, global tokens with their own projections": (
         *(("longformer_attention", "window"), ("longformer_attention", "global")),
     ),

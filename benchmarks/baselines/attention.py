@@ -200,8 +200,9 @@ def gathered_attention(
     **options: Any,
 ) -> Tensor:
     """Keys and values gathered to (B, Hkv, Tq, n, D), then two products for each query."""
-    lacks(sinks=sinks, lse=return_lse, options=options, queries=query_block != 1)
     (batch, tq, heads, dim), (tk, groups) = q.shape, k.shape[1:3]
+    each_head = indices.shape[1] > groups
+    lacks(sinks=sinks, lse=return_lse, options=options, queries=query_block != 1, heads=each_head)
     lists = indices.expand(batch, groups, -1, -1).long()
     key = lists[..., None] * block_size + torch.arange(block_size, device=q.device)
     key = key.flatten(3)
@@ -211,11 +212,11 @@ def gathered_attention(
     head = torch.arange(groups, device=q.device)[:, None, None]
     at = key.clamp(0, tk - 1)
     chosen_k, chosen_v = k[entry, at, head], v[entry, at, head]
-    rows = q.view(batch, tq, groups, -1, dim).transpose(1, 2)
+    rows = q.view(batch, tq, groups, heads // groups, dim).transpose(1, 2)
     factor = dim**-0.5 if scale is None else scale
     s = (rows @ chosen_k.mT * factor).masked_fill(~seen[..., None, :], float("-inf"))
     out = torch.softmax(s.float(), -1).to(q.dtype) @ chosen_v
-    return out.transpose(1, 2).reshape(batch, tq, heads, -1)
+    return out.transpose(1, 2).reshape(batch, tq, heads, v.shape[3])
 
 
 BASELINES = {
