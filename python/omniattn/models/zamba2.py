@@ -179,7 +179,7 @@ class Zamba2(Decoder):
         device, dtype: of the parameters.
 
     Example:
-        >>> config = Zamba2Config(dim=64, num_layers=2, hybrid_layers=(1,), headdim=32)
+        >>> config = Zamba2Config(dim=48, num_layers=2, hybrid_layers=(1,), headdim=32)
         >>> Zamba2(config)(torch.zeros(1, 5, dtype=torch.long)).shape
         torch.Size([1, 5, 256])
     """
