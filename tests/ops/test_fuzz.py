@@ -27,6 +27,8 @@ OTHER_DTYPES = (torch.bool, torch.uint8, torch.complex64)
 SPECS = testing.registry()
 #: They multiply blocks of steps, or of powers, as their docstrings say.
 BLOCKED = {"mlstm", "vandermonde", *(n for n in SPECS if SPECS[n].family == "recurrence")}
+#: They add up parts, as their docstrings say.
+PARTS = {"detsa_attention", "selective_attention"}
 COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 
@@ -64,7 +66,7 @@ def valid_calls():
 def test_every_op_is_fuzzed():
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "omniattn::" in n}
     twins = {n for n in names if n + "_raw" in names}  # the same implementation under two names
-    machine = {n for n in names if n.endswith("cpu_isa") or "paths_" in n}
+    machine = {n for n in names if n.endswith(("cpu_isa", "tile_state")) or "paths_" in n}
     assert names - twins - machine == set(valid_calls())
 
 
@@ -200,7 +202,7 @@ def test_public_function(name, data):
 
 @pytest.mark.parametrize(
     "name",
-    sorted(n for n in SPECS if SPECS[n].differentiable and n not in BLOCKED),
+    sorted(n for n in SPECS if SPECS[n].differentiable and n not in BLOCKED | PARTS),
 )
 @FUZZ
 @given(data=st.data())

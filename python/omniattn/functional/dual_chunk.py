@@ -16,6 +16,7 @@ from omniattn.functional._checks import (
     require_choice,
     require_float,
     require_int,
+    require_tensor,
     use_reference,
 )
 from omniattn.functional._token_masks import OfPositions
@@ -102,6 +103,8 @@ def dual_chunk_attention(
     require_bool(op, "k_rotated", k_rotated)
     if tq > tk:
         raise ValueError(f"{op}: Tq must be at most Tk, got Tq={tq}, Tk={tk}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_tensor(op, name, table)
     if cos.dim() != 2 or cos.shape[0] <= chunk_size:
         raise ValueError(
             f"{op}: cos must have shape (P, Dr / 2) with P > chunk_size={chunk_size}, "
