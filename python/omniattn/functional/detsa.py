@@ -76,8 +76,8 @@ def detsa_attention(
 
     Note:
         "token" is a mask, `masks.deterministic_sparse`; "mean" also attends to the means, rounded
-        to the dtype of k and v, and merges by lse, so that NaN and inf in a query also reach
-        gradients of keys that it does not see. Deterministic; gradients to q, k and v.
+        to the dtype of k and v, and merges by lse. Deterministic; gradients to q, k and v. As in
+        `attention`, NaN in a query reaches gradients of keys that it does not see.
 
     Reference:
         No paper; the strided pattern of Child et al., 2019, arXiv:1904.10509, anchored to the

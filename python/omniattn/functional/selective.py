@@ -104,8 +104,8 @@ def selective_attention(
 
     Note:
         Gradients flow through S to q and k of head 0, and to penalty; what `budget` selects is
-        constant. S and F are in fp32 (fp64 for fp64). NaN and inf in a query also reach gradients of
-        keys that it does not see.
+        constant. S and F are in fp32 (fp64 for fp64). As in `attention`, NaN in a query reaches
+        gradients of keys that it does not see.
 
     Reference:
         Leviathan, Kalman and Matias, Selective Attention Improves Transformer, 2024,
