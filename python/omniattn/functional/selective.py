@@ -16,6 +16,7 @@ from omniattn.functional._checks import (
     require_bool,
     require_int,
     require_number,
+    require_seed,
     use_reference,
     widen,
 )
@@ -125,6 +126,11 @@ def selective_attention(
     require_number(op, "softcap", softcap, 0)
     if scale is not None:
         require_number(op, "scale", scale)
+    for name, t in (("sinks", sinks), ("head_scale", head_scale)):
+        if t is not None:
+            require_parameter(op, name, t, q, [(q.shape[2],)])
+    if seed is not None:
+        require_seed(op, seed, q)
     dtype = widen(q.new_zeros(0)).dtype
     carry = q.new_zeros(q.shape[0], k.shape[1], dtype=dtype)
     if penalty is not None:
