@@ -220,8 +220,7 @@ def _neighbourhood(
 ) -> Found:
     for name, t in (("query", query), ("key", key), ("value", value)):
         require_tensor(op, name, t)
-        grid = query.shape[: axes + 1]
-        if t.dim() != axes + 3 or t.shape[: axes + 1] != grid:
+        if t.dim() != axes + 3 or t.shape[: axes + 1] != query.shape[: axes + 1]:
             raise ValueError(
                 f"{op}: {name} must have {axes + 3} dimensions, the batch, those of the grid as in "
                 f"query, heads and their size, got {name}.shape={tuple(t.shape)}"
@@ -230,8 +229,8 @@ def _neighbourhood(
     q, k, v = (t.flatten(1, axes) for t in (query, key, value))
     if q.shape[1] == 0:
         raise ValueError(f"{op}: query must have tokens, got query.shape={tuple(query.shape)}")
-    mask = GridNeighbourhood(tuple(query.shape[1 : axes + 1]), *options)
-    out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
     shape = tuple(query.shape[1 : axes + 1])
+    mask = GridNeighbourhood(shape, *options)
+    out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
     out = out.unflatten(1, shape)
     return (out, lse.transpose(1, 2).unflatten(1, shape)) if return_lse else out

@@ -15,49 +15,11 @@ from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.kv_cache import KVCache
-from omniattn.modules.layer import LayerConfig, config_or_fields
+from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
+from omniattn.modules.sparse_attention import HeadsConfig
 from omniattn.modules.state import State, Storage, take
-
-
-@dataclass(frozen=True)
-class _SparseConfig(LayerConfig):
-    """Sizes that these layers share."""
-
-    dim: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        op = type(self).__qualname__.removesuffix(".Config")
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"{op}: num_heads must be a multiple of num_kv_heads, "
-                f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
-            )
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise ValueError(
-                f"{op}: dim must be a multiple of num_heads unless head_dim is given, "
-                f"got dim={self.dim}, num_heads={self.num_heads}"
-            )
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        """Size of one head."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dimensions of a head that a model rotates."""
-        return self.head_size
 
 
 def _require_tokens(op: str, x: Tensor, mask: Tensor | Mask | None, dim: int) -> None:
@@ -92,7 +54,7 @@ class MoBA(Mixer):
     """
 
     @dataclass(frozen=True)
-    class Config(_SparseConfig):
+    class Config(HeadsConfig):
         """Sizes and options.
 
         Args:
@@ -314,7 +276,7 @@ class NSA(Mixer):
     """
 
     @dataclass(frozen=True)
-    class Config(_SparseConfig):
+    class Config(HeadsConfig):
         """Sizes and options.
 
         Args:

@@ -21,32 +21,13 @@ from omniattn.modules.state import State, Storage
 
 
 @dataclass(frozen=True)
-class SparseConfig(LayerConfig):
-    """Sizes and options that all of them have.
-
-    Args:
-        dim: width of x and y.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
-        head_dim: default dim / num_heads.
-        bias, out_bias: of the projections; of o_proj.
-        rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
-        scale: of the scores, default 1 / sqrt(head_dim).
-        init_std, out_init_std: of the weights and of o_proj.
-        backend: of all ops of this layer.
-    """
+class HeadsConfig(LayerConfig):
+    """The sizes of the heads, checked."""
 
     dim: int
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    bias: bool = False
-    out_bias: bool = False
-    rope_interleaved: bool = False
-    scale: float | None = None
-    init_std: float = 0.02
-    out_init_std: float = 0.02
-    backend: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +54,31 @@ class SparseConfig(LayerConfig):
     def rotary_dim(self) -> int:
         """Dimensions of a head that a model rotates."""
         return self.head_size
+
+
+@dataclass(frozen=True)
+class SparseConfig(HeadsConfig):
+    """Sizes and options that all of them have.
+
+    Args:
+        dim: width of x and y.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
+        head_dim: default dim / num_heads.
+        bias, out_bias: of the projections; of o_proj.
+        rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
+        scale: of the scores, default 1 / sqrt(head_dim).
+        init_std, out_init_std: of the weights and of o_proj.
+        backend: of all ops of this layer.
+    """
+
+    bias: bool = False
+    out_bias: bool = False
+    rope_interleaved: bool = False
+    scale: float | None = None
+    init_std: float = 0.02
+    out_init_std: float = 0.02
+    backend: str | None = None
 
     @property
     def second(self) -> bool:
