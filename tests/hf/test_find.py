@@ -1,6 +1,7 @@
 """Layers are recognised by what they compute; others stay, and the log says why."""
 
 import copy
+import inspect
 import logging
 from types import MethodType
 
@@ -103,8 +104,10 @@ def test_rotary_calls_say_where_the_heads_are():
     from transformers.models.efficientloftr.modeling_efficientloftr import EfficientLoFTRAttention
     from transformers.models.pixtral.modeling_pixtral import PixtralAttention
 
-    theirs = EfficientLoFTRAttention.forward.__globals__["apply_rotary_pos_emb"]
-    ours = rotary_forward(EfficientLoFTRAttention).__globals__["apply_rotary_pos_emb"]
+    theirs = inspect.unwrap(EfficientLoFTRAttention.forward).__globals__["apply_rotary_pos_emb"]
+    ours = inspect.unwrap(rotary_forward(EfficientLoFTRAttention)).__globals__[
+        "apply_rotary_pos_emb"
+    ]
     q, k, angles = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 4)
     table = angles.repeat_interleave(2, -1)
     for a, e in zip(
@@ -120,8 +123,8 @@ def test_rotary_calls_say_where_the_heads_are():
 def test_learned_rotary_tables_get_gradients():
     from transformers.models.lightglue.modeling_lightglue import LightGlueAttention
 
-    theirs = LightGlueAttention.forward.__globals__["apply_rotary_pos_emb"]
-    ours = rotary_forward(LightGlueAttention).__globals__["apply_rotary_pos_emb"]
+    theirs = inspect.unwrap(LightGlueAttention.forward).__globals__["apply_rotary_pos_emb"]
+    ours = inspect.unwrap(rotary_forward(LightGlueAttention)).__globals__["apply_rotary_pos_emb"]
     q, k, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 4)
     angles.requires_grad_()
     table = angles.repeat_interleave(2, -1)
@@ -139,8 +142,14 @@ OWN_ATTENTION = {
     "MptAttention": lambda: hf.MptForCausalLM(
         hf.MptConfig(vocab_size=97, d_model=48, n_layers=2, n_heads=4)
     ),
-    "GPTJAttention": lambda: hf.GPTJForCausalLM(
-        hf.GPTJConfig(**SMALL, n_embd=48, n_layer=2, n_head=4, rotary_dim=4)
+    "GPTNeoSelfAttention": lambda: hf.GPTNeoForCausalLM(
+        hf.GPTNeoConfig(
+            **SMALL,
+            hidden_size=48,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+        )
     ),
     "DisentangledSelfAttention": lambda: hf.DebertaV2ForMaskedLM(
         hf.DebertaV2Config(

@@ -89,9 +89,17 @@ def test_rules_are_the_predicate(name, q_length, kv_length, q_offset, kv_offset)
         assert recognised == len(paddings())
 
 
+def packed(predicate, last: bool = True):
+    """As transformers combines them: which sequence, first until 5.23 and last since 5.24."""
+    parts = [mu.remap_positions_for_packed_sequence(predicate, POSITIONS)]
+    parts.insert(int(last), mu.packed_sequence_mask_function(PACKED))
+    return mu.and_masks(*parts)
+
+
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", ["causal", "window"])
-def test_packed_sequences_are_rules(name):
-    predicate = mu.packed_sequence_compatibility_function(PREDICATES[name], POSITIONS, PACKED)
+def test_packed_sequences_are_rules(name, last):
+    predicate = packed(PREDICATES[name], last)
     mask = attention_mask(BATCH, LENGTH, LENGTH, mask_function=predicate)
     expected = mu.sdpa_mask(
         BATCH, LENGTH, LENGTH, mask_function=predicate, allow_is_causal_skip=False
@@ -106,9 +114,7 @@ def test_packed_sequences_are_rules(name):
         mu.chunked_causal_mask_function(4, torch.tensor([0, 2, 0])),
         mu.and_masks(mu.causal_mask_function, lambda b, h, q, k: (q + k) % 3 > 0),
         mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(PACKED)),
-        mu.packed_sequence_compatibility_function(
-            mu.chunked_causal_mask_function(2, torch.zeros(3)), POSITIONS, PACKED
-        ),
+        packed(mu.chunked_causal_mask_function(2, torch.zeros(3))),
         mu.sliding_window_causal_mask_function(0),
     ],
     ids=["chunked", "unknown", "or", "packed-chunked", "window-0"],
@@ -231,12 +237,8 @@ def test_mask_stays_when_a_static_cache_is_updated():
     config._attn_implementation = "omniattn"
     cache, k = transformers.StaticCache(config=config, max_cache_len=6), torch.randn(1, 2, 2, 4)
     cache.update(k, k, 0)
-    mask = mu.create_causal_mask(
-        config=config,
-        inputs_embeds=torch.randn(1, 1, 8),
-        attention_mask=None,
-        past_key_values=cache,
-    )
+    # By position: transformers 5.24 renames past_key_values to cache.
+    mask = mu.create_causal_mask(config, torch.randn(1, 1, 8), None, cache)
     before = mask & True
     cache.update(k[:, :, :1], k[:, :, :1], 0)
     assert torch.equal(mask & True, before)

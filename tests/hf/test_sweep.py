@@ -56,7 +56,7 @@ def tensors(output) -> list[Tensor]:
         return [
             x
             for name, part in output.items()
-            if "past_key_values" not in name and "attentions" not in name
+            if not any(other in name for other in ("past_key_values", "cache", "attentions"))
             for x in tensors(part)
         ]
     return [x for part in output for x in tensors(part)] if isinstance(output, tuple) else []

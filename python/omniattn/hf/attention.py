@@ -12,9 +12,9 @@ from transformers.utils.output_capturing import _active_collector
 from omniattn import functional
 from omniattn.functional import masks
 from omniattn.hf.masks import RuleMask
-from omniattn.hf.paged import paged_attention
+from omniattn.hf.paged import is_paged, paged_attention
 
-__all__ = ["attention_forward"]
+__all__ = ["attention_forward", "collects_weights"]
 
 #: Keywords of transformers' attention functions that change the result and are not computed here:
 #: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), caches that the kernels
@@ -68,7 +68,7 @@ def attention_forward(
         sliding_window: acts where no mask is given; a mask already contains it.
         cu_seq_lens_q, cu_seq_lens_k: ends of the sequences packed in a row of a batch of one.
         output_attentions: give the weights as well, as the layer's config may say, too.
-        cache: of continuous batching; then no mask is read.
+        cache: of continuous batching, up to transformers 5.23; then no mask is read.
 
     Returns:
         (B, Tq, Hq, Dv), and the weights (B, Hq, Tq, Tk) before dropout or None.
@@ -77,9 +77,9 @@ def attention_forward(
         NotImplementedError: a keyword that changes the result and is not computed here.
         ValueError: no mask, and the layer does not say whether it is causal.
     """
-    paged = isinstance(cache, PagedAttentionCache)
+    paged = is_paged(cache, kwargs)
     _check_supported(module, attention_mask, {**kwargs, "cache": None if paged else cache})
-    output_attentions = output_attentions or _collects_weights(module)
+    output_attentions = output_attentions or collects_weights(module)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
         if output_attentions or position_bias is not None or cu_seq_lens_q is None:
@@ -115,7 +115,7 @@ def attention_forward(
     return out, nn.functional.pad(weights, (0, key.shape[2] - keys))
 
 
-def _collects_weights(module: nn.Module) -> bool:
+def collects_weights(module: nn.Module) -> bool:
     """Whether weights are asked for in a way that a layer does not hand on, as GPT-2's: by its
     config, or of the model, whose hooks then collect them."""
     if getattr(getattr(module, "config", None), "output_attentions", False):

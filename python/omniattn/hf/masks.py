@@ -217,17 +217,19 @@ def _all(parts: tuple[Predicate, ...]) -> list[masks.Mask] | None:
     return [rule for rules in found if rules is not None for rule in rules]
 
 
+#: The two predicates of packed sequences; transformers has combined them in either order.
+_SAME = "packed_sequence_mask_function.<locals>.inner_mask"
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+
+
 def _is_packed(parts: tuple[Predicate, ...]) -> bool:
-    """Whether this is the pair that packed_sequence_compatibility_function makes."""
-    names = [part.__qualname__ for part in parts]
-    return names == [
-        "packed_sequence_mask_function.<locals>.inner_mask",
-        "remap_positions_for_packed_sequence.<locals>.inner_mask",
-    ]
+    """Whether these say that several sequences lie in a row."""
+    return sorted(part.__qualname__ for part in parts) == [_SAME, _REMAPPED]
 
 
-def _packed(same: Predicate, remapped: Predicate) -> list[masks.Mask] | None:
+def _packed(*parts: Predicate) -> list[masks.Mask] | None:
     """Several sequences in a row: positions differ within one exactly as indices do."""
+    same, remapped = sorted(parts, key=lambda part: part.__qualname__)
     (sequence,) = (cell.cell_contents for cell in same.__closure__ or ())
     cells = dict(zip(remapped.__code__.co_freevars, remapped.__closure__ or (), strict=True))
     rules = _rules(cells["mask_function"].cell_contents)

@@ -16,19 +16,34 @@ from transformers.generation.continuous_batching import (
     ContinuousBatchingManager,
     PagedAttentionCache,
 )
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
 from omniattn.functional import attention_varlen
 
-__all__ = ["accept_continuous_batching", "paged_attention"]
+__all__ = ["accept_continuous_batching", "is_paged", "paged_attention"]
+
+
+def is_paged(cache: PagedAttentionCache | None, given: dict[str, Any]) -> bool:
+    """Whether a call of attention is one of continuous batching. Until transformers 5.23 it comes
+    with the cache; since 5.24 the layers ask the cache, which leaves its indices in the keywords."""
+    return isinstance(cache, PagedAttentionCache) or given.get("write_index") is not None
 
 
 @torch.compiler.disable  # the cache updates views of its tensor in place
+def _update(
+    cache: PagedAttentionCache, key: Tensor, value: Tensor, layer: int, given: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of all tokens; `given` gets their ends for this kind of layer."""
+    keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=given)
+    return keys, values
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: PagedAttentionCache,
+    cache: PagedAttentionCache | None,
     cu_seq_lens_q: Tensor,
     *,
     scale: float | None,
@@ -41,9 +56,10 @@ def paged_attention(
     Args:
         module: the calling layer.
         query: (1, Hq, total, D).
-        key: (1, Hkv, total, D) of the new tokens, which go into the cache.
-        value: (1, Hkv, total, Dv).
-        cache: has the other keys and values.
+        key: (1, Hkv, total, D) of the new tokens, which go into the cache; without a cache
+            (1, Hkv, total keys, D) of all tokens.
+        value: (1, Hkv, total or total keys, Dv).
+        cache: has the other keys and values, if the layer has not asked it.
         cu_seq_lens_q: ends of the requests in query.
         scale, softcap, sinks: see :func:`omniattn.functional.attention`.
         kwargs: what the manager gives to the model; the cache reads its indices there.
@@ -52,9 +68,10 @@ def paged_attention(
         (1, total, Hq, Dv).
     """
     layer: Any = module.layer_idx
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    if cache is not None:
+        key, value = _update(cache, key, value, layer, kwargs)
     config: Any = module.config
-    slides = cache.layer_to_allocator[layer].layer_type == "sliding_attention"
+    slides = layer in group_layers_by_attn_type(config).get("sliding_attention", ())
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention_varlen(
         q,

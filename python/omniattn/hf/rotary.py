@@ -23,7 +23,7 @@ __all__ = ["rotary_forward"]
 @functools.cache
 def rotary_forward(kind: Any) -> Finding:
     """The forward of an attention layer with our rotary function in place of its module's."""
-    forward, name = kind.forward, "apply_rotary_pos_emb"
+    forward, name = inspect.unwrap(kind.forward), "apply_rotary_pos_emb"
     if not isinstance(forward, FunctionType):
         return None
     used = [each for each in forward.__code__.co_names if each.startswith(name)]
@@ -40,7 +40,7 @@ def rotary_forward(kind: Any) -> Finding:
     rotary = next((ours for ours in _ROTARIES if _same_rotary(original, ours, layout)), None)
     if rotary is None:
         return Left(f"its {name} computes something else")
-    return rescoped(forward, {name: rotary})
+    return rescoped(kind.forward, {name: rotary})
 
 
 _ROTARY = ("q", "k", "cos", "sin")

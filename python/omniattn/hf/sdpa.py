@@ -3,6 +3,7 @@ SAM's, with this package's in its place."""
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType
 from typing import Any
 
@@ -36,8 +37,9 @@ def sdpa_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def find_sdpa(module: nn.Module) -> Finding:
     """:func:`sdpa_forward` for a layer whose own forward calls torch's function."""
-    forward = getattr(type(module), "forward", None)
-    if "Attention" not in type(module).__name__ or not isinstance(forward, FunctionType):
+    kind: Any = type(module)
+    forward = inspect.unwrap(kind.forward)
+    if "Attention" not in kind.__name__ or not isinstance(forward, FunctionType):
         return None
     config = getattr(module, "config", None)
     calls = _SDPA.__name__ in forward.__code__.co_names
