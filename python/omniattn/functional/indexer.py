@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.functional._attention import require_int32_or_int64, require_parameter
 from omniattn.functional._checks import (
     autocast_dtype,
+    implementation,
     require_bool,
     require_choice,
     require_float,
@@ -19,8 +20,10 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
     shown,
+    widen,
 )
 from omniattn.functional._sparse import require_real
+from omniattn.ops import indexer as ops
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 
@@ -122,15 +125,17 @@ def dsa_indexer(
     require_choice(op, "tie", tie, ("first", "recent"))
     require_bool(op, "sorted_by_index", sorted_by_index)
     require_bool(op, "return_scores", return_scores)
-    return reference.dsa_indexer(
-        *(q, k, w, topk),
-        causal=causal,
-        activation=activation,
-        tie=tie,
-        key_padding=key_padding,
-        sorted_by_index=sorted_by_index,
-        return_scores=return_scores,
+    run = implementation(op, backend, q, ops.dsa_indexer)
+    weights = None if w is None else widen(w.detach())
+    index, scores = run(
+        *(q.detach(), k.detach(), weights, key_padding, topk),
+        *(causal, activation == "relu", tie == "recent", return_scores),
     )
+    if sorted_by_index:
+        order = torch.where(index < 0, k.shape[1], index).argsort(-1)
+        index = index.gather(-1, order)
+        scores = scores.gather(-1, order) if return_scores else scores
+    return (index, scores) if return_scores else index
 
 
 def dsa_indexer_loss(
