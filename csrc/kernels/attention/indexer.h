@@ -21,10 +21,10 @@ namespace omniattn {
 struct IndexerParams {
   DType dtype;
   int64_t batch, tq, tk, heads, d;
-  int64_t count;   // entries of a list
-  HeadView q;      // (B, Tq, H, D)
-  HeadView k;      // (B, Tk, 1, D)
-  const void* w;   // (B, Tq, H) of the compute type; null: 1
+  int64_t count;        // entries of a list
+  HeadView q;           // (B, Tq, H, D)
+  HeadView k;           // (B, Tk, 1, D)
+  const void* w;        // (B, Tq, H) of the compute type; null: 1
   const uint8_t* real;  // (B, Tk), 0: never chosen; null: all are
   int64_t real_stride;
   bool causal, relu, recent;
@@ -38,10 +38,10 @@ struct IndexerParams {
 };
 static_assert(std::is_trivially_copyable_v<IndexerParams>);
 
-constexpr int64_t kIndexerKeys = 64;      // of a tile
-constexpr int64_t kIndexerRows = 512;     // (query, head) of an item
-constexpr int64_t kIndexerQueries = 32;   // of an item, at most
-constexpr int64_t kIndexerItems = 64;     // keys are split to get so many items,
+constexpr int64_t kIndexerKeys = 64;        // of a tile
+constexpr int64_t kIndexerRows = 512;       // (query, head) of an item
+constexpr int64_t kIndexerQueries = 32;     // of an item, at most
+constexpr int64_t kIndexerItems = 64;       // keys are split to get so many items,
 constexpr int64_t kIndexerSplitKeys = 512;  // of at least so many keys
 
 // Keys from here on are hidden from a query.
@@ -82,7 +82,9 @@ OMNIATTN_FN int64_t indexer_packed(const IndexerParams& p) {
 OMNIATTN_FN int64_t indexer_part_capacity(const IndexerParams& p) {
   return smaller(indexer_kept(p), ceil_div(indexer_tiles(p), p.splits) * kIndexerKeys);
 }
-OMNIATTN_FN int64_t indexer_part(const IndexerParams& p) { return 2 * indexer_part_capacity(p) + 1; }
+OMNIATTN_FN int64_t indexer_part(const IndexerParams& p) {
+  return 2 * indexer_part_capacity(p) + 1;
+}
 OMNIATTN_FN int64_t indexer_parts(const IndexerParams& p) {
   return p.batch * p.tq * p.splits * indexer_part(p);
 }

@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(kIndexerThreads)
                             reinterpret_cast<int32_t*>(memory + capacity), 0, 0};
     for (int64_t first = 0; first < end; first += kThreads) {
       const int64_t i = first + thread(), j = p.recent ? end - 1 - i : i;
-      const bool seen =
-          i < end && (p.real == nullptr || p.real[b * p.real_stride + j] != 0);
+      const bool seen = i < end && (p.real == nullptr || p.real[b * p.real_stride + j] != 0);
       list.add(seen, seen ? score<T>(p, b, t, j) : A(0), j);
       if (list.count + kThreads > capacity) list.drop(kept);
     }

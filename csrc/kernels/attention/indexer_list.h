@@ -88,8 +88,8 @@ struct Candidates {
   using Order = order_t<A>;
   Entries<Order> entries;
   int64_t count;
-  Order least;      // only orders from here on can still be chosen
-  A least_score;    // if `has_least`: only scores above can
+  Order least;    // only orders from here on can still be chosen
+  A least_score;  // if `has_least`: only scores above can
   bool has_least;
 
   OMNIATTN_INLINE void start(A* memory, int64_t capacity) {

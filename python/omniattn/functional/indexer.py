@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from contextlib import nullcontext
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
     shown,
+    use_reference,
     widen,
 )
+from omniattn.functional._indexer_loss import loss_by_queries
 from omniattn.functional._sparse import require_real
 from omniattn.ops import indexer as ops
 
@@ -207,13 +210,18 @@ def dsa_indexer_loss(
         require_number(op, "scale", scale)
     if indices is not None:
         _check_lists(op, indices, q_idx)
-    return reference.dsa_indexer_loss(
-        *(q_idx, k_idx, w, q, k, lse, indices),
-        scale=scale,
-        causal=causal,
-        activation=activation,
-        key_padding=key_padding,
-    )
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "activation": activation,
+        "key_padding": key_padding,
+    }
+    tensors = (q_idx, k_idx, w, q, k, lse, indices)
+    if use_reference(op, backend, q_idx):
+        return reference.dsa_indexer_loss(*tensors, **options)
+    is_cast = autocast_dtype(q_idx) is not None  # products have full precision
+    with torch.autocast(q_idx.device.type, enabled=False) if is_cast else nullcontext():
+        return loss_by_queries(*tensors, **options, backend=backend)
 
 
 def _index_inputs(

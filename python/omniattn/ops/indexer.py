@@ -52,7 +52,5 @@ dsa_indexer = Op(
     "dsa_indexer",
     fakes={"index": _index, "scores": _scores},
     formula=_formula,
-    fold=Fold(
-        ("q", "k", "w", "key_padding"), when=lambda return_scores: bool(return_scores)
-    ),
+    fold=Fold(("q", "k", "w", "key_padding"), when=lambda return_scores: bool(return_scores)),
 )

@@ -113,9 +113,13 @@ def attention_target(
             lse = logits.logsumexp(-1)
         # A head that sees no key has lse = -inf.
         lse = lse.to(logits.dtype).masked_fill(lse == -torch.inf, 0)
-        total = (logits - lse[..., None]).exp().sum(1)
-        whole = total.sum(-1, keepdim=True)
-        return total / torch.where(whole == 0, 1, whole)
+        return normalised((logits - lse[..., None]).exp().sum(1))
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """Rows divided by their sums; rows of zeros stay."""
+    whole = weights.sum(-1, keepdim=True)
+    return weights / torch.where(whole == 0, 1, whole)
 
 
 def divergence(target: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
