@@ -13,6 +13,7 @@ from omniattn.functional._attention import require_int32_or_int64, require_param
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
+    is_traced,
     require_bool,
     require_choice,
     require_float,
@@ -209,7 +210,7 @@ def dsa_indexer_loss(
     if scale is not None:
         require_number(op, "scale", scale)
     if indices is not None:
-        _check_lists(op, indices, q_idx)
+        _check_lists(op, indices, q_idx, k_idx.shape[1])
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -286,7 +287,13 @@ def _check_attention(
         require_parameter(op, "lse", lse, q, [(batch, q.shape[2], tq)])
 
 
-def _check_lists(op: str, indices: Tensor, q: Tensor) -> None:
+def _check_lists(op: str, indices: Tensor, q: Tensor, tk: int) -> None:
+    """Lists of keys; values are checked where that waits for no device."""
     require_int32_or_int64(op, "indices", indices, q)
     n = indices.shape[2] if indices.dim() == 3 else 0
     require_shape(op, "indices", indices, (q.shape[0], q.shape[1], n))
+    if not indices.is_cpu or indices.numel() == 0 or is_traced():
+        return
+    low, high = (int(t) for t in indices.aminmax())
+    if low < -1 or high >= tk:
+        raise ValueError(f"{op}: indices must be in [-1, {tk}), got indices from {low} to {high}")
