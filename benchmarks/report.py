@@ -96,6 +96,8 @@ TITLES = {
     "attention_cached": "attention, decoding on a cache",
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
+    "dsa_indexer": "attention, selected blocks of keys",
+    "dsa_indexer_loss": "attention, selected blocks of keys",
     "moba_attention": "attention, selected blocks of keys",
     "nsa_attention": "attention, selected blocks of keys",
     "selected_attention": "attention, selected blocks of keys",

@@ -44,6 +44,11 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("nsa_attention", "causal"),
     ),
     "mixture of block attention": (("moba_attention", "causal"),),
+    "lightning indexer of DeepSeek sparse attention, and its loss": (
+        *(("dsa_indexer", "heads64"), ("dsa_indexer", "step")),
+        *(("dsa_indexer_loss", "dense"), ("dsa_indexer_loss", "sparse")),
+    ),
+    "indexer of a single head without weights, ties to the latest": (("dsa_indexer", "onehead"),),
     "Longformer: windows, dilated per head, global tokens with their own projections": (
         *(("longformer_attention", "window"), ("longformer_attention", "global")),
     ),

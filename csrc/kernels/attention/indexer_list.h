@@ -1,0 +1,142 @@
+// The candidates of a query of the indexer (see indexer.h), in the order in which the keys are
+// walked, and how the best of them are found: by their scores as integers, a digit at a time.
+#pragma once
+
+#include "kernels/attention/indexer.h"
+#include "runtime/vec.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+constexpr int kDigitBits = 11;  // of sign, exponent and two more: scores differ in the first digit
+constexpr int kDigits = 1 << kDigitBits;
+
+template <class Order>
+OMNIATTN_INLINE int digit_of(Order x, int shift) {
+  return static_cast<int>(x >> shift & (kDigits - 1));
+}
+
+// The n-th largest, n in [1, count]. `equal` becomes how many of those equal to it are among the n.
+template <class Order>
+Order nth_largest(const Order* x, int64_t count, int64_t n, int64_t& equal) {
+  constexpr int kBits = 8 * static_cast<int>(sizeof(Order));
+  Order found = 0, known = 0;
+  for (int left = kBits; left > 0; left -= kDigitBits) {
+    const int shift = left > kDigitBits ? left - kDigitBits : 0;
+    int32_t counts[kDigits] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      if ((x[i] & known) == found) ++counts[digit_of(x[i], shift)];
+    }
+    int digit = kDigits - 1;
+    for (; counts[digit] < n; --digit) n -= counts[digit];
+    found |= static_cast<Order>(digit) << shift;
+    known |= static_cast<Order>(kDigits - 1) << shift;
+  }
+  equal = n;
+  return found;
+}
+
+// Parallel arrays of scores and keys.
+template <class Order>
+struct Entries {
+  Order* order;
+  int32_t* key;
+  OMNIATTN_INLINE void move(int64_t to, const Entries& from, int64_t i) const {
+    order[to] = from.order[i];
+    key[to] = from.key[i];
+  }
+};
+
+// Sorts `count` entries, larger first; equal ones stay in their order. Returns where they are then:
+// x or `other`.
+template <class Order>
+Entries<Order> sort_entries(Entries<Order> x, Entries<Order> other, int64_t count) {
+  constexpr int kBits = 8 * static_cast<int>(sizeof(Order));
+  constexpr int64_t kFew = 64;
+  if (count <= kFew) {
+    for (int64_t i = 1; i < count; ++i) {
+      const Order order = x.order[i];
+      const int32_t key = x.key[i];
+      int64_t at = i;
+      for (; at > 0 && x.order[at - 1] < order; --at) x.move(at, x, at - 1);
+      x.order[at] = order;
+      x.key[at] = key;
+    }
+    return x;
+  }
+  for (int shift = 0; shift < kBits; shift += kDigitBits) {
+    int32_t place[kDigits] = {};
+    for (int64_t i = 0; i < count; ++i) ++place[digit_of(x.order[i], shift)];
+    int32_t before = 0;
+    for (int digit = kDigits - 1; digit >= 0; --digit) {
+      const int32_t here = place[digit];
+      place[digit] = before;
+      before += here;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      other.move(place[digit_of(x.order[i], shift)]++, x, i);
+    }
+    const Entries<Order> sorted = other;
+    other = x;
+    x = sorted;
+  }
+  return x;
+}
+
+template <class A>
+struct Candidates {
+  using Order = order_t<A>;
+  Entries<Order> entries;
+  int64_t count;
+  Order least;    // only orders from here on can still be chosen
+  A least_score;  // if `has_least`: only scores above can
+  bool has_least;
+
+  OMNIATTN_INLINE void start(A* memory, int64_t capacity) {
+    entries = {reinterpret_cast<Order*>(memory), reinterpret_cast<int32_t*>(memory + capacity)};
+    count = 0;
+    least = 0;
+    has_least = false;
+  }
+
+  // Of `keys` scores s of the keys from `key` on those that can be chosen. The memory must have
+  // room for all.
+  OMNIATTN_INLINE void add(const A* s, const uint8_t* real, int64_t key, int64_t keys,
+                           bool backwards) {
+    constexpr int64_t kWidth = Vec<A>::kWidth;
+    const int64_t vectors = ceil_div(keys, kWidth);
+    for (int64_t v = 0; v < vectors; ++v) {
+      const int64_t first = (backwards ? vectors - 1 - v : v) * kWidth;
+      if (has_least && !any(load(s + first) > Vec<A>(least_score))) continue;
+      const int64_t lanes = smaller(kWidth, keys - first);
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        const int64_t i = first + (backwards ? lanes - 1 - lane : lane);
+        const Order order = order_of_score(s[i]);
+        entries.order[count] = order;
+        entries.key[count] = static_cast<int32_t>(key + i);
+        count += order >= least && (real == nullptr || real[key + i] != 0) ? 1 : 0;
+      }
+    }
+  }
+
+  // Leaves the best `kept`, in the order of the walk.
+  void drop(int64_t kept) {
+    if (count < kept || kept == 0) return;
+    int64_t equal;
+    const Order last = nth_largest(entries.order, count, kept, equal);
+    int64_t left = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const Order order = entries.order[i];
+      const bool ties = order == last && equal > 0;
+      equal -= ties ? 1 : 0;
+      if (order > last || ties) entries.move(left++, entries, i);
+    }
+    count = left;
+    least = last + 1;  // of equal ones those before came first; the largest order is that of inf
+    least_score = score_of_order(last);
+    has_least = last != 0;  // to NaN no score compares
+  }
+};
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
