@@ -5,6 +5,7 @@ import pickle
 from unittest import mock
 
 import pytest
+import small_models
 import torch
 import transformers as hf
 from patched_models import messages
@@ -12,6 +13,7 @@ from torch import nn
 
 import omniattn.hf
 from omniattn import functional
+from omniattn.hf.attention import attention_forward
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -190,3 +192,121 @@ def test_a_decoder_generates_the_same():
     x = torch.randint(3, 97, (2, 7))
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(x)}
     assert torch.equal(patched.generate(x, **options), model.generate(x, **options))
+
+
+def minimax(**given) -> nn.Module:
+    """MiniMax-M3: the second layer chooses blocks of four keys for each group of heads."""
+    config = hf.MiniMaxM3VLTextConfig(
+        **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+        **{"dense_intermediate_size": 48, "index_n_heads": 2, "index_head_dim": 16},
+        **{"index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 1},
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )
+    return hf.MiniMaxM3VLForCausalLM(config)
+
+
+def choosing(name: str) -> tuple[nn.Module, nn.Module]:
+    """A model whose layers choose keys, with eager attention and with ours."""
+    if name == "minimax_m3":
+        model = minimax().eval()
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        model.set_attn_implementation("eager")
+    else:
+        model = small_models.make(name).float()
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = 6
+    ours = copy.deepcopy(model)
+    ours.set_attn_implementation("omniattn")
+    return model, ours
+
+
+CHOOSING = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4_text", "minimax_m3"]
+
+
+#: MiniMax's indexer scores padded tokens as well, which hold the results of padded queries.
+SIDES = [(name, side) for name in CHOOSING for side in ("none", "right", "left")]
+SIDES.remove(("minimax_m3", "left"))
+
+
+@pytest.mark.parametrize(("name", "side"), SIDES)
+def test_chosen_keys_give_the_models_logits_and_gradients(name, side):
+    model, ours = choosing(name)
+    x = torch.randint(5, 90, (2, 33))
+    real = torch.ones_like(x)
+    if side != "none":
+        real[1, slice(22, None) if side == "right" else slice(9)] = 0
+    found = []
+    with mock.patch.object(
+        functional, "selected_attention", mock.Mock(wraps=functional.selected_attention)
+    ) as calls:
+        for each in (model, ours):
+            y = each(x, attention_mask=real, use_cache=False)[0][real > 0]
+            parameters = list(each.parameters())
+            found.append((y, *torch.autograd.grad(y.sin().sum(), parameters, allow_unused=True)))
+    assert calls.call_count == (1 if name == "minimax_m3" else 2)
+    largest = max(g.abs().max() for g in found[0][1:] if g is not None)
+    for e, a in zip(*found, strict=True):
+        assert (e is None) == (a is None)
+        if e is not None:
+            torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-5 * largest + 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [name for name in CHOOSING if "text" not in name])
+def test_models_that_choose_keys_generate_the_same(name, cache):
+    model, ours = choosing(name)
+    x = torch.randint(5, 90, (2, 13))
+    real = torch.ones_like(x)
+    real[1, :4] = int(name == "minimax_m3")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options |= {"attention_mask": real, "cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(ours.generate(x, **options), model.generate(x, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
+def test_weights_of_chosen_keys(name):
+    x = torch.randint(5, 90, (2, 21))
+    expected, actual = (each(x, output_attentions=True).attentions for each in choosing(name))
+    for e, a in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-5)
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def test_masks_of_chosen_keys():
+    q, k, v = (torch.randn(2, 2, 9, 8) for _ in range(3))
+    indices = torch.rand(2, 9, 9).argsort(-1)[..., :4].int()
+    chosen = torch.zeros(2, 1, 9, 9, dtype=torch.bool).scatter(3, indices[:, None].long(), True)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    sparse = (torch.rand(2, 1, 9, 9) < 0.7) & causal
+    sdpa = nn.functional.scaled_dot_product_attention
+    additive = torch.zeros(2, 1, 9, 9).masked_fill(~sparse, torch.finfo(torch.float32).min)
+    ends = torch.tensor([0, 4, 9])
+    blocks = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool()
+    for mask, seen in ((None, causal), (sparse, sparse), (additive, sparse)):
+        out, _ = attention_forward(Layer(), q, k, v, mask, indices=indices)
+        expected = sdpa(q, k, v, attn_mask=seen & chosen).nan_to_num()
+        torch.testing.assert_close(out.transpose(1, 2), expected)
+    last, _ = attention_forward(Layer(), q[:, :, -1:], k, v, None, indices=indices[:, -1:])
+    expected = sdpa(q[:, :, -1:], k, v, attn_mask=chosen[:, :, -1:])
+    torch.testing.assert_close(last.transpose(1, 2), expected)
+    one = [x[:1] for x in (q, k, v)]
+    out, _ = attention_forward(
+        Layer(), *one, None, indices=indices[:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends
+    )
+    expected = sdpa(*one, attn_mask=chosen[:1] & causal & blocks).nan_to_num()
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    with pytest.raises(NotImplementedError, match="Layer attends to chosen keys with an attention"):
+        attention_forward(Layer(), q, k, v, additive + 1.0, indices=indices)
+    with pytest.raises(NotImplementedError, match="Layer passes position_bias with the keys"):
+        attention_forward(Layer(), q, k, v, None, indices=indices, position_bias=additive)

@@ -192,12 +192,15 @@ def try_model(model_type: str, dtype: torch.dtype) -> tuple[str, str]:
     except Exception as error:
         return NOT_TRIED, type(error).__name__ + " " + str(error)[-120:].replace("\n", " ")
     how = EQUAL, ""
-    calls = mock.Mock(wraps=functional.attention)
-    with mock.patch.object(functional, "attention", calls):
+    calls = mock.Mock()
+    calls.attention.side_effect = functional.attention
+    calls.selected_attention.side_effect = functional.selected_attention
+    used = {"attention": calls.attention, "selected_attention": calls.selected_attention}
+    with mock.patch.dict(vars(functional), used):
         try:
             ours.set_attn_implementation("omniattn")
             compare(ours, expected, "interface")
-            if not calls.called:
+            if not calls.mock_calls:
                 how = WITHOUT, ""
         except NotImplementedError as error:
             how = REFUSED, refused(error)

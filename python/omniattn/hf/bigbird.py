@@ -147,11 +147,11 @@ def find_bigbird(module: nn.Module) -> Finding:
         return None
     if name in ("Attention", "EncoderAttention") and hasattr(kind, "set_attention_type"):
         return layer_forward
-    return _found(kind, name) if name in _OURS else None
+    return _found(name, kind) if name in _OURS else None
 
 
 @functools.cache
-def _found(kind: Any, name: str) -> Finding:
+def _found(name: str, kind: Any) -> Finding:
     ours = _OURS[name]
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64}
     blocks = {"num_random_blocks": 1, "block_size": 2, "use_bias": True, "is_decoder": False}
