@@ -143,9 +143,9 @@ def find_bigbird(module: nn.Module) -> Finding:
     """Ours for an attention of BigBird or Pegasus, and for the layer that holds it."""
     kind: Any = type(module)
     name = kind.__name__.removeprefix("BigBird").removeprefix("Pegasus")
-    if name == kind.__name__ or hasattr(kind, "omniattn_original"):
+    if name == kind.__name__ or hasattr(module, "omniattn_original"):
         return None
-    if name in ("Attention", "EncoderAttention") and hasattr(kind, "set_attention_type"):
+    if name in ("Attention", "EncoderAttention") and hasattr(module, "set_attention_type"):
         return layer_forward
     return _found(name, kind) if name in _OURS else None
 

@@ -18,6 +18,7 @@ from omniattn.hf.find import ATTENTIONS, FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
 from omniattn.hf.loss import causal_lm_forward, causal_lm_loss, head, plain_head
 from omniattn.hf.probe import Left
+from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
 from omniattn.hf.subclass import original_of, subclass
 
@@ -209,11 +210,18 @@ def _set_interfaces(
     for layer in layers:
         yield "attention", layer, why_not(layer, "_attn_implementation")
     for other in other_attention(model) if attention else ():
-        if type(other).forward in ATTENTIONS:
-            continue
-        yield "attention", other, "it does not ask transformers' AttentionInterface"
+        if not any(map(_runs_on_ours, other.modules())):
+            yield "attention", other, "it does not ask transformers' AttentionInterface"
     for mixture in mixtures:
         yield "experts", mixture, unsupported or why_not(mixture, "_experts_implementation")
+
+
+def _runs_on_ours(module: Any) -> bool:
+    """Whether `module` is an attention that was swapped, or a recurrent layer that is named one."""
+    kind: Any = type(module)
+    if not hasattr(kind, "omniattn_original"):
+        return False
+    return kind.forward in ATTENTIONS or kind.forward is recurrent_forward(_unpatched(module))
 
 
 def unpatch(model: nn.Module) -> None:
