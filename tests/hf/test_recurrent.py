@@ -16,6 +16,8 @@ import omniattn.hf
 #: How many layers of the small model are swapped.
 SWAPPED = {
     "qwen3_next": 1,
+    "qwen3_5_text": 1,
+    "qwen3_5_moe_text": 1,
     "kimi_linear": 1,
     "olmo_hybrid": 1,
     "lfm2_moe": 1,

@@ -40,6 +40,26 @@ def test_longformer_rows_of_global_tokens_have_projections_of_their_own():
         torch.testing.assert_close(out[b, local], want[0, local])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_longformer_drops_what_attention_with_its_mask_drops(causal):
+    q, k, v = qkv(150, kv_heads=2)
+    index = torch.tensor([[70, -1], [0, 149]])
+    seed = torch.tensor([3, 4])
+    i, j = torch.arange(150)[:, None], torch.arange(150)
+    marked = (index[..., None] == j).any(1)[:, None]
+    seen = ((i - j).abs() <= 3) | marked[..., None, :] | marked[..., None]
+    mask = seen & (j <= i) if causal else seen
+    drop = {"dropout_p": 0.5, "seed": seed}
+    want = F.attention(q, k, v, mask=mask, **drop)
+    got = F.longformer_attention(q, k, v, window=6, global_index=index, causal=causal, **drop)
+    torch.testing.assert_close(got, want)
+    assert not torch.allclose(got, F.attention(q, k, v, mask=mask))
+    torch.manual_seed(1)
+    drawn = F.longformer_attention(q, k, v, window=6, global_index=index, dropout_p=0.5)
+    other = F.longformer_attention(q, k, v, window=6, global_index=index, dropout_p=0.5)
+    assert not torch.allclose(drawn, other)
+
+
 def test_random_blocks_are_different_and_far():
     drawn = F.bigbird_random_blocks(20, 3, 4, seed=11)
     assert drawn.shape == (3, 18, 4)
@@ -182,6 +202,14 @@ WRONG = [
     (
         lambda: F.longformer_attention(Q, K, V, window=2, key_padding=torch.ones(2, 41) > 0),
         r"key_padding must have shape \(2, 40\)",
+    ),
+    (
+        lambda: F.longformer_attention(Q, K, V, window=2, dropout_p=1.5),
+        "dropout_p must be a finite number >= 0 and <= 1, got dropout_p=1.5",
+    ),
+    (
+        lambda: F.longformer_attention(Q, K, V, window=2, dropout_p=0.5, seed=INDEX),
+        r"seed must be an int64 tensor \[seed, offset\]",
     ),
     (
         lambda: F.bigbird_attention(Q, K, V, block=8, rand_blocks=BLOCKS + 3),

@@ -17,6 +17,11 @@ SIZES = {
     "initializer_range": 0.1,
 }
 
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+
 #: What patching swaps: 2 layers of 7 linears and the head, ...
 MODELS = {
     "llama": (
@@ -126,6 +131,70 @@ MODELS = {
             )
         ),
         {"linear": 15, "norm": 6, "rope": 2, "attention": 2},
+    ),
+    "qwen3_next": (  # one layer of delta rules, one of attention, as the next two
+        lambda: hf.Qwen3NextForCausalLM(
+            hf.Qwen3NextConfig(
+                **SIZES,
+                **HYBRID,
+                head_dim=12,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                mlp_only_layers=[0, 1],
+            )
+        ),
+        {"mixer": 1, "linear": 14, "mlp": 2, "norm": 7, "rope": 1, "loss": 1, "attention": 1},
+    ),
+    "kimi_linear": (
+        lambda: hf.KimiLinearForCausalLM(
+            hf.KimiLinearConfig(
+                **{**SIZES, **HYBRID, "num_key_value_heads": 4},
+                q_lora_rank=None,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=4,
+                v_head_dim=10,
+                linear_num_heads=4,
+                linear_head_dim=8,
+                first_k_dense_replace=2,
+            )
+        ),
+        {"mixer": 1, "linear": 20, "mlp": 2, "norm": 6, "loss": 1, "attention": 1},
+    ),
+    "olmo_hybrid": (
+        lambda: hf.OlmoHybridForCausalLM(
+            hf.OlmoHybridConfig(
+                **SIZES,
+                **HYBRID,
+                linear_num_key_heads=4,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=16,
+            )
+        ),
+        {"mixer": 1, "linear": 18, "mlp": 2, "norm": 7, "rope": 1, "loss": 1, "attention": 1},
+    ),
+    "rwkv": (
+        lambda: hf.RwkvForCausalLM(
+            hf.RwkvConfig(
+                vocab_size=97,
+                hidden_size=48,
+                num_hidden_layers=2,
+                attention_hidden_size=48,
+                intermediate_size=64,
+            )
+        ),
+        {"mixer": 2, "linear": 15, "norm": 6, "loss": 1},
+    ),
+    "xlstm": (  # its states have the sizes of its layers where those are multiples of 64
+        lambda: hf.xLSTMForCausalLM(
+            hf.xLSTMConfig(
+                vocab_size=97, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_heads=4
+            )
+        ),
+        {"mixer": 2, "linear": 21, "norm": 5, "loss": 1},
     ),
     "bloom": (  # not its attention, which it computes itself
         lambda: hf.BloomForCausalLM(

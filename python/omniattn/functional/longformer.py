@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.masks import BLOCK
 from omniattn.functional._checks import (
     require_bool,
     require_int,
+    require_number,
+    require_seed,
     shown,
     use_reference,
 )
@@ -22,7 +27,8 @@ from omniattn.functional._sparse import (
 )
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
-from omniattn.functional.masks import BoolMask, Dilated, KeyPadding, Mask
+from omniattn.functional.masks import All, Blocks, BoolMask, Causal, Dilated, KeyPadding, Mask
+from omniattn.functional.selected_attention import selected_attention
 
 __all__ = ["longformer_attention"]
 
@@ -41,6 +47,8 @@ def longformer_attention(
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Each token attends to a window around it and to global tokens, and these attend to all.
@@ -60,6 +68,8 @@ def longformer_attention(
         dilation: distance of the keys of a window, one number or one for each query head.
         causal: only keys up to the query, of global tokens as well.
         scale: None is 1 / sqrt(D).
+        dropout_p, seed: see :func:`attention`; a weight is dropped by the positions of its query
+            and key, as there with a mask.
         backend: see :func:`attention`.
 
     Returns:
@@ -71,8 +81,9 @@ def longformer_attention(
 
     Note:
         O(T window + T G) time and memory: the windows, the global keys and the global queries are
-        three calls of :func:`attention` on disjoint pairs, merged by their lse. Deterministic;
-        gradients to all six tensors.
+        three calls of :func:`attention` on disjoint pairs, merged by their lse. With dropout the
+        global keys are selected, not copied, and a block of 64 rows is computed for a global query,
+        as the copies would have other positions. Deterministic; gradients to all six tensors.
 
     Reference:
         Beltagy et al., Longformer: The Long-Document Transformer, 2020, arXiv:2004.05150.
@@ -96,6 +107,9 @@ def longformer_attention(
         require_real(op, key_padding, q)
     if global_index is not None:
         require_token_sets(op, "global_index", global_index, q)
+    require_number(op, "dropout_p", dropout_p, 0, 1)
+    seed = require_seed(op, seed, q) if dropout_p > 0 else None
+    how: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
     if use_reference(op, backend, q):
         return reference.longformer_attention(
             *(q, k, v, *second),
@@ -104,17 +118,18 @@ def longformer_attention(
             key_padding=key_padding,
             dilation=dilation,
             causal=causal,
-            scale=scale,
+            **how,
         )
+    how["backend"] = backend
     reach = window // 2
-    parts = [_windows(q, k, v, dilations, reach, key_padding, causal, scale, backend)]
+    out, lse = _windows(q, k, v, dilations, reach, key_padding, causal, how)
     if global_index is not None:
         outside = _outside(global_index, q.shape[1], dilations, reach, causal)
-        parts.append(_global_keys(q, k, v, global_index, key_padding, outside, scale, backend))
-    out = parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
-    if global_index is not None:
-        rows = _global_queries(second, global_index, key_padding, causal, scale, backend)
-        out = with_tokens(out, global_index, rows)
+        if key_padding is not None:
+            outside = outside & _at(key_padding, global_index)[:, None, None]
+        far, far_lse = _global_keys(q, k, v, global_index, outside, how)
+        out, _ = merge_attention((out, far), (lse, far_lse))
+        out = _with_global_queries(out, second, global_index, key_padding, causal, how)
     return out if key_padding is None else out.masked_fill(~key_padding[..., None, None], 0)
 
 
@@ -128,6 +143,11 @@ def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[in
     for n in dilations:
         require_int(op, "dilation", n, 1)
     return tuple(dilations)
+
+
+def _at(real: Tensor, index: Tensor) -> Tensor:
+    """Whether there is a real token at index (B, G)."""
+    return real.gather(1, index.clamp(min=0).long()) & (index >= 0)
 
 
 def _outside(
@@ -149,8 +169,7 @@ def _windows(
     reach: int,
     real: Tensor | None,
     causal: bool,
-    scale: float | None,
-    backend: str | None,
+    how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """O and lse of the windows; heads of one dilation together."""
 
@@ -158,7 +177,7 @@ def _windows(
         mask: Mask = Dilated(dilation, reach, causal)
         if real is not None:
             mask = mask & KeyPadding(real)
-        return attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
+        return attention(q, k, v, mask=mask, return_lse=True, **how)
 
     kinds = sorted(set(dilations))
     if len(kinds) <= 1:
@@ -169,7 +188,12 @@ def _windows(
     for kind in kinds:
         heads = [h for h, n in enumerate(dilations) if n == kind]
         shared = [h // group for h in heads]
-        out, lse = attend(q[:, :, heads], k[:, :, shared], v[:, :, shared], kind)
+        if how["dropout_p"] > 0:  # which depends on the number of a head
+            out, lse = (
+                t[:, :, heads] if t.dim() == 4 else t[:, heads] for t in attend(q, k, v, kind)
+            )
+        else:
+            out, lse = attend(q[:, :, heads], k[:, :, shared], v[:, :, shared], kind)
         outs.append(out)
         lses.append(lse)
         order += heads
@@ -178,40 +202,56 @@ def _windows(
 
 
 def _global_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor,
-    real: Tensor | None,
-    outside: Tensor,
-    scale: float | None,
-    backend: str | None,
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, outside: Tensor, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """O and lse of all queries on the global keys that are not in their windows."""
+    seen = outside & (index >= 0)[:, None, None]
+    if how["dropout_p"] > 0:  # by the positions of the keys, so that they stay where they are
+        lists = torch.where(seen, index[:, None, None], -1).long()
+        return selected_attention(q, k, v, lists, block_size=1, return_lse=True, **how)
     place = index.clamp(min=0).long()
-    seen = index >= 0
-    if real is not None:
-        seen = seen & real.gather(1, place)
-    mask = seen[:, None, None] & outside
     keys, values = tokens_at(k, place), tokens_at(v, place)
-    return attention(
-        q, keys, values, mask=BoolMask(mask), scale=scale, return_lse=True, backend=backend
-    )
+    return attention(q, keys, values, mask=BoolMask(seen), return_lse=True, **how)
 
 
-def _global_queries(
+def _with_global_queries(
+    out: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
     index: Tensor,
     real: Tensor | None,
     causal: bool,
-    scale: float | None,
-    backend: str | None,
+    how: dict[str, Any],
 ) -> Tensor:
-    """O (B, G, Hq, Dv) of the global tokens on all keys."""
+    """`out` with the rows of the global tokens, which see all keys."""
+    if how["dropout_p"] > 0:
+        return _with_global_rows(out, tensors, index, real, causal, how)
     q, k, v = tensors
     place = index.clamp(min=0).long()
     mask = None if real is None else real[:, None, None]
     if causal:
         before = torch.arange(q.shape[1], device=q.device) <= place[:, None, :, None]
         mask = before if mask is None else mask & before
-    return attention(tokens_at(q, place), k, v, mask=mask, scale=scale, backend=backend)
+    rows = attention(tokens_at(q, place), k, v, mask=mask, **how)
+    return with_tokens(out, index, rows)
+
+
+def _with_global_rows(
+    out: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    index: Tensor,
+    real: Tensor | None,
+    causal: bool,
+    how: dict[str, Any],
+) -> Tensor:
+    """The same for queries that stay where they are: blocks without a global one are skipped."""
+    batch, length = index.shape[0], out.shape[1]
+    target = torch.where(index >= 0, index, length).long()
+    marked = torch.zeros(batch, length + 1, dtype=torch.bool, device=out.device)
+    marked = marked.scatter(1, target, True)[:, :length]
+    rows = torch.nn.functional.pad(marked, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK)).any(-1)
+    blocks = rows[:, None, :, None].expand(-1, -1, -1, rows.shape[1])
+    rules: list[Mask] = [Blocks.from_block_mask(blocks), BoolMask(marked[:, None, :, None])]
+    rules += [] if real is None else [KeyPadding(real)]
+    rules += [Causal()] if causal else []
+    far = attention(*tensors, mask=All(tuple(rules)), **how)
+    return torch.where(marked[..., None, None], far, out)

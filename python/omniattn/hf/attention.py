@@ -13,27 +13,16 @@ from omniattn import functional
 from omniattn.functional import masks
 from omniattn.hf.masks import RuleMask
 from omniattn.hf.paged import is_paged, paged_attention
+from omniattn.hf.selected import attention_to_chosen
 
 __all__ = ["attention_forward", "collects_weights"]
 
 #: Keywords of transformers' attention functions that change the result and are not computed here:
-#: chosen keys (DeepSeek-V3.2, MiniMax-M3), sinks of each query (Inkling 2), caches that the kernels
-#: of FlashAttention read.
+#: sinks of each query (Inkling 2), caches that the kernels of FlashAttention read.
 #: Other keywords are ignored: models pass on whatever they were called with, also arguments of a
 #: loss, a collator or another layer, so no list of these can be complete. A test compares this list
 #: with all calls of attention functions in the installed transformers.
-UNSUPPORTED = frozenset(
-    {
-        "block_indices",
-        "block_table",
-        "cache",
-        "cache_seqlens",
-        "indices",
-        "k_cache",
-        "sinks",
-        "v_cache",
-    }
-)
+UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "sinks", "v_cache"})
 
 
 def attention_forward(
@@ -53,6 +42,8 @@ def attention_forward(
     cu_seq_lens_k: Any = None,
     output_attentions: bool | None = None,
     cache: PagedAttentionCache | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a transformers model, by :func:`omniattn.functional.attention`.
@@ -69,6 +60,8 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: ends of the sequences packed in a row of a batch of one.
         output_attentions: give the weights as well, as the layer's config may say, too.
         cache: of continuous batching, up to transformers 5.23; then no mask is read.
+        indices: (B, Tq, n) keys that an indexer has chosen (DeepSeek-V3.2), hidden ones among them.
+        block_indices: (B, Hkv, Tq, n) blocks of keys that it has chosen (MiniMax-M3), -1 for none.
 
     Returns:
         (B, Tq, Hq, Dv), and the weights (B, Hq, Tq, Tk) before dropout or None.
@@ -81,11 +74,18 @@ def attention_forward(
     _check_supported(module, attention_mask, {**kwargs, "cache": None if paged else cache})
     output_attentions = output_attentions or collects_weights(module)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    chooses = indices is not None or block_indices is not None
+    if chooses and position_bias is not None:
+        raise NotImplementedError(
+            f"omniattn.hf: {type(module).__name__} passes position_bias with the keys that it has "
+            'chosen, which this attention does not compute; use attn_implementation="eager"'
+        )
     if paged:
-        if output_attentions or position_bias is not None or cu_seq_lens_q is None:
+        if output_attentions or position_bias is not None or chooses or cu_seq_lens_q is None:
             raise NotImplementedError(
-                f"omniattn.hf: {type(module).__name__} can have no position_bias and give no "
-                'weights in continuous batching; use attn_implementation="paged|eager"'
+                f"omniattn.hf: {type(module).__name__} can have no position_bias and no chosen "
+                "keys and give no weights in continuous batching; use "
+                'attn_implementation="paged|eager"'
             )
         return paged_attention(
             module,
@@ -98,11 +98,19 @@ def attention_forward(
             **options,
             **kwargs,
         ), None
+    packed = None
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    if chooses:
+        options |= {"dropout_p": dropout, "packed": packed}
+        options["output_attentions"] = bool(output_attentions)
+        return attention_to_chosen(
+            *(module, query, key, value, attention_mask, indices, block_indices), **options
+        )
     mask, bias, keys = _mask_and_bias(
         module, query, key, attention_mask, position_bias, is_causal, sliding_window
     )
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    if packed is not None:
         mask = packed if mask is None else packed & mask
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)

@@ -13,12 +13,21 @@ import torch
 from torch import nn
 
 from omniattn.hf import layers
+from omniattn.hf.bigbird import block_sparse_forward, find_bigbird, full_forward
+from omniattn.hf.longformer import find_longformer, longformer_forward
 from omniattn.hf.probe import Finding, Left, same, twin
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.rotary import rotary_forward
-from omniattn.hf.sdpa import find_sdpa
+from omniattn.hf.sdpa import find_sdpa, sdpa_forward
 
-__all__ = ["FINDERS"]
+__all__ = ["ATTENTIONS", "FINDERS"]
+
+#: Forwards of attention layers that do not ask transformers' AttentionInterface.
+ATTENTIONS = (sdpa_forward, longformer_forward, block_sparse_forward, full_forward)
+
+
+def _attention(module: nn.Module) -> Finding:
+    return find_sdpa(module) or find_longformer(module) or find_bigbird(module)
 
 
 def _linear(module: nn.Module) -> Finding:
@@ -117,7 +126,7 @@ def _holds_plain_weight(module: Any) -> bool:
 
 #: By option of `patch`.
 FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
-    "attention": find_sdpa,
+    "attention": _attention,
     "linear": _linear,
     "norm": _norm,
     "mlp": _mlp,

@@ -65,9 +65,14 @@ class RuleMask(torch.Tensor):
         self._visible = visible
         return self
 
+    def visible(self) -> Tensor:
+        """The same mask as a plain bool tensor, True is visible."""
+        seen: Tensor = self._visible()
+        return seen
+
     def dense(self) -> Tensor:
-        """The same mask as a plain tensor, bool (True is visible) or additive."""
-        return _as_dtype(self._visible(), self.dtype)
+        """The same mask as a plain tensor, bool or additive."""
+        return _as_dtype(self.visible(), self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents
         return f"RuleMask({tuple(self.shape)}, {self.rules}, keys={self.keys})"

@@ -24,8 +24,11 @@ __all__ = ["accept_continuous_batching", "is_paged", "paged_attention"]
 
 
 def is_paged(cache: PagedAttentionCache | None, given: dict[str, Any]) -> bool:
-    """Whether a call of attention is one of continuous batching. Until transformers 5.23 it comes
-    with the cache; since 5.24 the layers ask the cache, which leaves its indices in the keywords."""
+    """Whether a call of attention is one of continuous batching.
+
+    Until transformers 5.23 it comes with the cache; since 5.24 the layers ask the cache, which
+    leaves its indices in the keywords.
+    """
     return isinstance(cache, PagedAttentionCache) or given.get("write_index") is not None
 
 

@@ -12,13 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.experts import why_unsupported
-from omniattn.hf.find import FINDERS
+from omniattn.hf.find import ATTENTIONS, FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
 from omniattn.hf.loss import causal_lm_forward, causal_lm_loss, head, plain_head
 from omniattn.hf.probe import Left
+from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
-from omniattn.hf.sdpa import sdpa_forward
 from omniattn.hf.subclass import original_of, subclass
 
 __all__ = ["is_patched", "patch", "unpatch"]
@@ -46,7 +47,7 @@ def patch(
     what they compute: a copy of each is run on a probe, and the layer swapped if ours gives the
     same. The logger "omniattn" reports each layer that is left unchanged, with the reason: as a
     warning if the layer cannot be swapped, such as an attention that does not ask transformers'
-    AttentionInterface (BLOOM, GPT-J); at debug level if it computes something else.
+    AttentionInterface (BLOOM, GPT-Neo); at debug level if it computes something else.
 
     The model may be sharded by fully_shard, have adapters, or be wrapped by DDP, torch.compile or
     PEFT, before or after. Quantise first: torch.ao's quantize_dynamic raises on a patched linear.
@@ -58,7 +59,11 @@ def patch(
         model: of transformers, weights loaded; or DistributedDataParallel, DataParallel,
             torch.compile or PEFT around one.
         attention: set its attention implementation, and give our function to layers that call
-            torch's scaled_dot_product_attention themselves (Falcon, SAM); layers are counted.
+            torch's scaled_dot_product_attention themselves (Falcon, SAM). Longformer, LED's encoder
+            and the encoders of BigBird and BigBird-Pegasus run `functional.longformer_attention`
+            and `bigbird_attention` with their own masks, random blocks and dropout, but give no
+            attention weights, except BigBird where a text is so short that all attend to all.
+            Layers are counted.
         linear: nn.Linear.
         norm: RMSNorm in its spellings, and LayerNorm.
         mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
@@ -118,7 +123,7 @@ def patch(
         elif found is not None:
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
-            count[name] += 1
+            count[name] += found is not layer_forward  # whose inner layer is counted
     if loss and inner.loss_function is ForCausalLMLoss:
         inner.loss_function = causal_lm_loss
         count["loss"] = 1
@@ -205,11 +210,18 @@ def _set_interfaces(
     for layer in layers:
         yield "attention", layer, why_not(layer, "_attn_implementation")
     for other in other_attention(model) if attention else ():
-        if type(other).forward is sdpa_forward:
-            continue
-        yield "attention", other, "it does not ask transformers' AttentionInterface"
+        if not any(map(_runs_on_ours, other.modules())):
+            yield "attention", other, "it does not ask transformers' AttentionInterface"
     for mixture in mixtures:
         yield "experts", mixture, unsupported or why_not(mixture, "_experts_implementation")
+
+
+def _runs_on_ours(module: Any) -> bool:
+    """Whether `module` is an attention that was swapped, or a recurrent layer that is named one."""
+    kind: Any = type(module)
+    if not hasattr(kind, "omniattn_original"):
+        return False
+    return kind.forward in ATTENTIONS or kind.forward is recurrent_forward(_unpatched(module))
 
 
 def unpatch(model: nn.Module) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Finding", "Forward", "Left", "draws", "same", "takes", "twin"]
+__all__ = ["Finding", "Forward", "Left", "draws", "probing", "same", "takes", "twin"]
 
 Forward = Callable[..., Any]
 
@@ -41,6 +42,16 @@ def draws() -> Callable[..., Tensor]:
     """The same random tensors each time, by their sizes."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator)
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """Where layers are made and run for comparison: the same draws each time, whatever the caller
+    has set."""
+    with torch.random.fork_rng(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            yield
 
 
 def twin(module: nn.Module, dtype: torch.dtype, modules: dict[str, nn.Module]) -> Any:

@@ -169,6 +169,8 @@ def _xlstm_cell(kind: Any) -> Finding:
             initial = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
             options = {"return_last_states": return_last_states, "mode": mode}
             return kind.forward(self, query, key, value, **gates, **initial, **options)
+        if torch.is_grad_enabled():
+            given = [t.clone() for t in given]  # into which the model writes the new states
         h, (c, n, m) = functional.mlstm(
             (query * query.shape[-1] ** -0.5).transpose(1, 2),  # which theirs scales, not the key
             key.transpose(1, 2),

@@ -35,7 +35,7 @@ def register(name: str = "omniattn") -> None:
         A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
         DeBERTa, Falcon) would take the name and ignore it, or end in a KeyError. It raises
         NotImplementedError instead, when it is made and in `set_attn_implementation`. A layer that
-        passes what is not computed here, such as the chosen indices of DeepSeek-V3.2, raises it in
+        passes what is not computed here, such as the sinks of each query of Inkling 2, raises it in
         its forward. docs/hf.md has the list.
 
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ def longformer_attention(
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv).
 
@@ -44,14 +47,15 @@ def longformer_attention(
     allowed = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
     real = torch.ones_like(marked) if key_padding is None else key_padding
     allowed = allowed & real[:, None, None]
-    near = attention(q, k, v, mask=(local | marked[:, None, None]) & allowed, scale=scale)
+    how: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    near = attention(q, k, v, mask=(local | marked[:, None, None]) & allowed, **how)
     if global_index is None:
         return _rows(near, real)
     second = (
         first if other is None else other
         for first, other in ((q, q_global), (k, k_global), (v, v_global))
     )
-    far = attention(*second, mask=allowed.expand(batch, 1, length, length), scale=scale)
+    far = attention(*second, mask=allowed.expand(batch, 1, length, length), **how)
     return _rows(torch.where(marked[..., None, None], _one(far), _one(near)), real)
 
 

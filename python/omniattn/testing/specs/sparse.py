@@ -58,6 +58,8 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     if "random" in case.tensors:
         blocks = -(-case.sizes["Tk"] // case.options["block"])
         made["rand_blocks"] = random.integers(blocks, case.sizes["H"], blocks - 2, 3)
+    if "seed" in case.tensors:
+        made["seed"] = torch.tensor([1234, 5])
     if "gate" in case.tensors:
         made["gate"] = random.normal(*made["q"].shape[:3], made["v"].shape[3])
     if "gate per head" in case.tensors:
@@ -127,8 +129,14 @@ def _rounded_parts(name: str) -> Function:
     def attend(*tensors: Tensor, backend: str | None = None, **options: Any) -> Any:
         return reference.attention(*tensors, **options)
 
+    def select(*tensors: Tensor, backend: str | None = None, **options: Any) -> Any:
+        return functional.selected_attention(*tensors, backend="reference", **options)
+
+    defined = {"attention": attend, "selected_attention": select}
+    used = {n: f for n, f in defined.items() if hasattr(module, n)}
+
     def eager(**arguments: Any) -> Any:
-        with mock.patch.object(module, "attention", attend):
+        with mock.patch.dict(vars(module), used):
             return getattr(functional, name)(**arguments)
 
     return eager
@@ -178,12 +186,24 @@ LONGFORMER = _spec(
         tokens("global", 2, 130, 4, 2, 16, 8, (*BOTH, "padding"), window=32),
         tokens("shared", 2, 100, 2, 1, 16, None, ("global",), window=20, causal=True),
         tokens("dilated", 2, 150, 4, 4, 8, None, BOTH, window=20, dilation=(1, 2, 1, 3)),
+        tokens(
+            *("dropout", 2, 150, 4, 2, 16, 8, (*BOTH, "padding", "seed")),
+            window=32,
+            dropout_p=0.3,
+        ),
+        tokens(
+            *("dropoutheads", 2, 80, 2, 1, 8, None, ("global", "seed")),
+            window=10,
+            dilation=(1, 3),
+            causal=True,
+            dropout_p=0.2,
+        ),
     ),
     (
         _timed(tokens("window", 1, 1024, 8, 8, 64, window=128)),
         _timed(tokens("global", 1, 1024, 8, 8, 64, None, BOTH, window=128)),
     ),
-    special=("global", "dilated"),
+    special=("global", "dilated", "dropout", "dropoutheads"),
     more=SECOND,
 )
 BIGBIRD = _spec(
