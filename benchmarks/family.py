@@ -47,7 +47,9 @@ def main() -> None:
     for step in args.steps:
         for command in found[step]:
             print("python benchmarks/" + " ".join(command), flush=True)
-            failed |= bool(subprocess.run([sys.executable, FOLDER / command[0], *command[1:]]).returncode)
+            failed |= bool(
+                subprocess.run([sys.executable, FOLDER / command[0], *command[1:]]).returncode
+            )
             report.publish()
     sys.exit(failed)
 

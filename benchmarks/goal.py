@@ -23,9 +23,9 @@ class Row:
     """`run` may take `goal` times the time of `yardstick` times `share`, and must reach `least`.
 
     With `memory` it may also add at most that many times the memory of `yardstick` times `share`.
-    The yardstick is held against ours before both are timed where it does the `same`. With `seconds`
-    it was `called_once` for so long, since it takes too long for turns, and gives what it gave then.
-    The rate is of `flops` where there are any, else of `bytes`.
+    The yardstick is held against ours before both are timed where it does the `same`. With
+    `seconds` it was `called_once` for so long, since turns would take too long, and gives what it
+    gave then. The rate is of `flops` where there are any, else of `bytes`.
     """
 
     name: str

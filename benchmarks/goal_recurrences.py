@@ -90,9 +90,7 @@ def delta_rows() -> Iterator[Row]:
     }
     for dim, goals in ((64, (10, 14)), (128, (6.5, 8.5))):
         for pass_, times in zip(PASSES, goals, strict=True):
-            gated = provider(
-                pass_, inputs(LENGTH, dim, "g", "beta"), functional.gated_delta_rule
-            )
+            gated = provider(pass_, inputs(LENGTH, dim, "g", "beta"), functional.gated_delta_rule)
             for op, (names, chunk) in ops.items():
                 named = inputs(LENGTH, dim, *names)
                 theirs = provider(pass_, named, BASELINES[op]["hf"])
@@ -239,7 +237,11 @@ def step_rows() -> Iterator[Row]:
     wkv = dict(zip("kv", tensors(*[(8, 1, 1024)] * 2), strict=True))
     decay, bonus, sums = tensors((1024,), (1024,), (8, 3, 1024))
     calls: dict[str, tuple[Named, Function, str]] = {
-        "gated_linear_attention": (inputs(1, 64, "channels", batch=8), loop(gated_token), "torch's"),
+        "gated_linear_attention": (
+            inputs(1, 64, "channels", batch=8),
+            loop(gated_token),
+            "torch's",
+        ),
         "gated_delta_rule": (
             inputs(1, 64, "g", "beta", batch=8),
             BASELINES["gated_delta_rule"]["hf"],

@@ -102,7 +102,7 @@ def step_rows() -> Iterator[Row]:
 
 
 def layer_step_rows() -> Iterator[Row]:
-    """One more token of a model of two layers, with a small vocabulary: nearly all is the layers."""
+    """One more token of two layers, with a vocabulary that is too small to count."""
     for name, kind in (("Mamba", MambaConfig), ("Mamba-2", Mamba2Config)):
         ours = kind(vocab_size=256, dim=768, num_layers=2).build().eval()
         theirs, tokens = ours.to_hf().eval(), torch.randint(256, (1, 17))
@@ -115,9 +115,9 @@ def layer_step_rows() -> Iterator[Row]:
             "forward",
             _without_gradients(lambda m=ours, t=tokens[:, -1:], s=state: m(t, state=s)),
             _without_gradients(
-                lambda m=theirs, t=tokens[:, -1:], c=cache: m(
-                    t, cache_params=c, use_cache=True
-                ).logits
+                lambda m=theirs, t=tokens[:, -1:], c=cache: (
+                    m(t, cache_params=c, use_cache=True).logits
+                )
             ),
             "transformers without kernels",
             1 / 15,

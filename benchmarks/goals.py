@@ -71,9 +71,9 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def result(
-    row: Row, ceilings: harness.Ceilings, speed: Callable[[], float], memory: str, quick: bool
+    row: Row, ceilings: harness.Ceilings, speed: Callable[[], float], memory: str, rounds: int
 ) -> report.Row:
-    share, seconds, machine_speed = timed(row, speed, quick)
+    share, seconds, machine_speed = timed(row, speed, rounds)
     dtype = SHORT_DTYPE[row.dtype]
     rate = 1e-9 * (row.flops or row.bytes) / seconds
     ratio = share / row.share
@@ -105,15 +105,13 @@ def result(
     }
 
 
-def timed(row: Row, speed: Callable[[], float], quick: bool) -> tuple[float, float, float]:
+def timed(row: Row, speed: Callable[[], float], rounds: int) -> tuple[float, float, float]:
     """Our time as a share of the yardstick's, in seconds, and the speed of the machine."""
     if row.same:
         same_results(row.against, *(tensors_of(run()) for run in (row.yardstick, row.run)))
     providers = {"ours": row.run} | ({} if row.seconds else {"yardstick": row.yardstick})
-    rounds = 1 if quick else harness.LEAST_ROUNDS
-    timing = harness.interleave(
-        providers, 0.0 if quick else SECONDS, speed, least_rounds=rounds
-    )
+    seconds = SECONDS if rounds > 1 else 0.0
+    timing = harness.interleave(providers, seconds, speed, least_rounds=rounds)
     ours = timing.seconds["ours"]
     share = ours / row.seconds if row.seconds else 1 / timing.ratios["yardstick"].median
     return share, ours, timing.speed
@@ -166,6 +164,9 @@ def main() -> None:
     parser.add_argument("--keep-memory", action="store_true", help="of freed blocks")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     parser.add_argument("--quick", action="store_true", help="one round, nothing is recorded")
+    parser.add_argument(
+        "--rounds", type=int, default=harness.LEAST_ROUNDS, help="at least, of rows that take long"
+    )
     args = parser.parse_args()
     if args.keep_memory:
         harness.keep_memory()
@@ -174,7 +175,7 @@ def main() -> None:
     for group in args.group:
         for row in GROUPS[group]():
             memory = "kept" if args.keep_memory else "returned"
-            found = result(row, ceilings, speed, memory, args.quick)
+            found = result(row, ceilings, speed, memory, 1 if args.quick else args.rounds)
             if not args.quick:
                 save([found])
             tqdm.write(line(found))

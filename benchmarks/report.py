@@ -75,7 +75,7 @@ def save(name: str, record: dict[str, Any]) -> None:
 
 
 def other_rows(name: str, ops: list[str]) -> list[Row]:
-    """What an earlier record of this name, if there is one, says about ops that are not in `ops`."""
+    """What an earlier record of this name, if any, says about ops that are not in `ops`."""
     if not (RESULTS / f"{name}.json").exists():
         return []
     return [row for row in read(name)["rows"] if row["op"] not in ops]
@@ -302,7 +302,7 @@ def _goals_of(family: str, rows: list[Row]) -> str:
         bound = f"{float(row['of_ceiling']):.0%}" if row["of_ceiling"] else "-"
         lines.append(
             f"| {row['row']}{kept} | {row['dtype']} | {SHORT_PASS[row['pass']]} | "
-            f"{float(row['milliseconds']):.3g} ms | {rate} | {bound}{_least(row)} | "
+            f"{_time(float(row['milliseconds']))} | {rate} | {bound}{_least(row)} | "
             f"{_memory(row)} | {row['against']} | {float(row['ratio']):.3g} | "
             f"{float(row['goal']):.3g} | {'yes' if row['met'] == 'True' else '**no**'} |"
         )
@@ -311,13 +311,18 @@ def _goals_of(family: str, rows: list[Row]) -> str:
 
 def _least(row: Row) -> str:
     least = float(row["least"])
-    return f" of {least:.0%}" if least else ""
+    return f" [{least:.0%}]" if least else ""
 
 
 def _memory(row: Row) -> str:
     if not row["memory_goal"]:
         return "-"
-    return f"{row['mib']} MiB, {row['memory_ratio']} of {float(row['memory_goal']):.2g}"
+    ratio = f"{float(row['memory_ratio']):.2g} [{float(row['memory_goal']):.2g}]"
+    return f"{float(row['mib']):.3g} MiB, {ratio}"
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
 
 
 def stale() -> list[Path]:
