@@ -82,18 +82,21 @@ def dual_rows() -> Iterator[Row]:
             )
 
 
+#: Of selective_scan: `selective` has steps before their softplus.
+SOFT = {"delta_softplus": True}
+
+
 def step_rows() -> Iterator[Row]:
     """One token of eight sequences, with the state before it."""
     named = selective(8, 1) | {"initial_state": torch.randn(8, 1536, 16)}
     state = torch.randn(8, 24, 128, 64).mT  # as a layer keeps it
     dual = _dual(8, 1, 24, 128) | {"initial_state": state}
-    calls = {"selective_scan": (named, "hf"), "ssd": (dual, "hf")}
-    for op, (given, other) in calls.items():
+    for op, given, options in (("selective_scan", named, SOFT), ("ssd", dual, {})):
         yield Row(
             f"{op} step B8",
             "forward",
-            provider("forward", given, getattr(functional, op)),
-            provider("forward", given, BASELINES[op][other]),
+            provider("forward", given, getattr(functional, op), **options),
+            provider("forward", given, BASELINES[op]["hf"], **options),
             "transformers' step",
             1 / 15,
             bytes=2.0 * given["initial_state"].nbytes,
@@ -132,19 +135,25 @@ def _without_gradients(run: Callable[[], object]) -> Provider:
 def length_rows() -> Iterator[Row]:
     """Time and memory per token: flat from 1k to 64k tokens."""
     short = 1024
+    scan, dual = functional.selective_scan, functional.ssd
     for length in (4096, 16384, 65536):
-        for name, make, flops in (
-            ("selective scan E256 N16", lambda t: selective(1, t, 256), selective_flops),
-            ("ssd H4 P64 N64", lambda t: _dual(1, t, 4, 64), dual_flops),
+        for name, call, make, flops, options in (
+            (
+                "selective scan E256 N16",
+                scan,
+                lambda t: selective(1, t, 256),
+                selective_flops,
+                SOFT,
+            ),
+            ("ssd H4 P64 N64", dual, lambda t: _dual(1, t, 4, 64), dual_flops, {}),
         ):
-            call = functional.ssd if name.startswith("ssd") else functional.selective_scan
             for pass_ in PASSES:
                 named = make(length)
                 yield Row(
                     f"{name} T{length}",
                     pass_,
-                    provider(pass_, named, call),
-                    provider(pass_, make(short), call),
+                    provider(pass_, named, call, **options),
+                    provider(pass_, make(short), call, **options),
                     f"the same at T{short}, per token",
                     1.1,
                     share=length / short,
