@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from goal_rows import Provider, Row, tensors
+from goal import Provider, Row, tensors
 
 from omniattn import functional
 from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold

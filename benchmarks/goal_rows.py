@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from baselines.structured import vandermonde
+from goal import (
+    BF16,
+    F32,
+    PASSES,
+    PRODUCTS,
+    Provider,
+    Row,
+    provider,
+    sdpa,
+    self_attention,
+    tensors,
+)
 
 from omniattn import functional
 from omniattn.functional import masks, scores
 from omniattn.modules import DifferentialAttention, KVCache, RollingCache
-from omniattn.testing import prepare
-from omniattn.testing.spec import Call, Function, Pass
+from omniattn.testing.spec import Function
 from omniattn.testing.specs import _score_mods
-
-F32, BF16 = torch.float32, torch.bfloat16
-PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
-#: Products of the head size per pair: two forward, five backward.
-PRODUCTS = {"forward": 2, "forward+backward": 7}
-Provider = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Row:
-    """`run` may take `goal` times the time of `yardstick` times `share`, and must reach `least`."""
-
-    name: str
-    pass_: Pass
-    run: Provider
-    yardstick: Provider
-    against: str
-    goal: float
-    share: float = 1.0
-    dtype: torch.dtype = F32
-    flops: float = 0.0
-    bytes: float = 0.0
-    least: float = 0.0  # of the ceiling
-
-
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[torch.Tensor]:
-    make = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
-
-
-def self_attention(
-    batch: int, length: int, heads: int, dim: int, dtype: torch.dtype = F32
-) -> dict[str, torch.Tensor]:
-    return dict(zip("qkv", tensors(*[(batch, length, heads, dim)] * 3, dtype=dtype), strict=True))
-
-
-def provider(
-    pass_: Pass, named: dict[str, torch.Tensor], function: Function, **options: object
-) -> Provider:
-    leaves = tuple(name for name, t in named.items() if t.is_floating_point())
-    return prepare(Call(named, options, leaves), function, pass_)
 
 
 def with_table(
@@ -66,13 +36,6 @@ def with_table(
         return functional.attention(q, k, v, relative=make(table), **options)
 
     return attention
-
-
-def sdpa(q, k, v, bias=None, **options):
-    """torch's attention on our layout."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, **options)
-    return out.transpose(1, 2)
 
 
 def mask_rows() -> Iterator[Row]:

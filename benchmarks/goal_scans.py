@@ -1,19 +1,25 @@
-"""Rows of goals.py for the scans of Mamba and Mamba-2: against a loop in torch and transformers."""
+"""Rows of goals.py for the scans of Mamba and Mamba-2: against a loop in torch and transformers.
+
+What bounds the selective scan is the rate of exponentials, which no probe measures yet: its rate
+counts the steps of each state, an exponential as one, against multiply-adds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from baselines import BASELINES
-from goal_rows import PASSES, Row, provider, tensors
+from goal import PASSES, Provider, Row, provider, tensors
+from goal_products import plain
 from torch.nn import functional as F
 
 from omniattn import functional
-from omniattn.models import Mamba2Config
+from omniattn.models import Mamba2Config, MambaConfig
+from omniattn.testing.spec import Pass
 
 
-def _selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.Tensor]:
+def selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.Tensor]:
     """A layer of Mamba, by default of width 768."""
     states = 16
     row = (batch, steps, channels)
@@ -24,9 +30,15 @@ def _selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.
     return named | {"z": z, "delta_bias": bias}
 
 
+def selective_flops(named: dict[str, torch.Tensor], pass_: Pass) -> float:
+    """As the OpSpec: nine for each state and token, and twice as many in the backward."""
+    sweeps = {"forward": 1, "forward+backward": 3}[pass_]
+    return 9.0 * named["u"].numel() * named["A"].shape[1] * sweeps
+
+
 def selective_rows() -> Iterator[Row]:
-    named = _selective(1, 1024)
-    names = {"aten": "a loop over the tokens", "hf": "transformers without kernels"}
+    named = selective(1, 1024)
+    names = {"aten": "the best loop in torch", "hf": "transformers without kernels"}
     goals = {("forward", "aten"): 15, ("forward+backward", "aten"): 40, ("forward", "hf"): 95}
     for (pass_, other), times in goals.items():
         theirs = BASELINES["selective_scan"][other]
@@ -37,6 +49,8 @@ def selective_rows() -> Iterator[Row]:
             provider(pass_, named, theirs, delta_softplus=True),
             names[other],
             1 / times,
+            flops=selective_flops(named, pass_),
+            same=True,
         )
 
 
@@ -45,6 +59,10 @@ def _dual(batch: int, steps: int, heads: int, states: int) -> dict[str, torch.Te
         (batch, steps, heads, 64), (batch, steps, heads), *[(batch, steps, 1, states)] * 2, (heads,)
     )
     return {"x": x, "dt": F.softplus(dt - 4), "A": -A.exp(), "B": B, "C": C, "D": torch.ones(heads)}
+
+
+def dual_flops(named: dict[str, torch.Tensor], pass_: Pass) -> float:
+    return plain(named["x"].shape, named["B"].shape[-1])[pass_]
 
 
 def dual_rows() -> Iterator[Row]:
@@ -59,66 +77,121 @@ def dual_rows() -> Iterator[Row]:
                 provider(pass_, named, theirs),
                 "transformers' chunks",
                 1 / (forward if pass_ == "forward" else 6),
+                flops=dual_flops(named, pass_),
+                same=True,
             )
+
+
+#: Of selective_scan: `selective` has steps before their softplus.
+SOFT = {"delta_softplus": True}
 
 
 def step_rows() -> Iterator[Row]:
     """One token of eight sequences, with the state before it."""
-    named = _selective(8, 1) | {"initial_state": torch.randn(8, 1536, 16)}
+    named = selective(8, 1) | {"initial_state": torch.randn(8, 1536, 16)}
     state = torch.randn(8, 24, 128, 64).mT  # as a layer keeps it
     dual = _dual(8, 1, 24, 128) | {"initial_state": state}
-    calls = {"selective_scan": (named, "hf"), "ssd": (dual, "hf")}
-    for op, (given, other) in calls.items():
+    for op, given, options in (("selective_scan", named, SOFT), ("ssd", dual, {})):
         yield Row(
             f"{op} step B8",
             "forward",
-            provider("forward", given, getattr(functional, op)),
-            provider("forward", given, BASELINES[op][other]),
+            provider("forward", given, getattr(functional, op), **options),
+            provider("forward", given, BASELINES[op]["hf"], **options),
             "transformers' step",
             1 / 15,
+            bytes=2.0 * given["initial_state"].nbytes,
+            same=True,
         )
 
 
+def layer_step_rows() -> Iterator[Row]:
+    """One more token of two layers, with a vocabulary that is too small to count."""
+    for name, kind in (("Mamba", MambaConfig), ("Mamba-2", Mamba2Config)):
+        ours = kind(vocab_size=256, dim=768, num_layers=2).build().eval()
+        theirs, tokens = ours.to_hf().eval(), torch.randint(256, (1, 17))
+        state = ours.new_state(1, 1024)
+        with torch.no_grad():
+            ours(tokens[:, :-1], state=state)
+            cache = theirs(tokens[:, :-1], use_cache=True).cache_params
+        yield Row(
+            f"a token, 2 layers of {name}, D768",
+            "forward",
+            _without_gradients(lambda m=ours, t=tokens[:, -1:], s=state: m(t, state=s)),
+            _without_gradients(
+                lambda m=theirs, t=tokens[:, -1:], c=cache: (
+                    m(t, cache_params=c, use_cache=True).logits
+                )
+            ),
+            "transformers without kernels",
+            1 / 15,
+            bytes=4.0 * sum(p.numel() for p in ours.parameters()),
+        )
+
+
+def _without_gradients(run: Callable[[], object]) -> Provider:
+    return torch.no_grad()(run)
+
+
 def length_rows() -> Iterator[Row]:
-    """Time per token: flat from 1k to 64k tokens."""
+    """Time and memory per token: flat from 1k to 64k tokens."""
     short = 1024
+    scan, dual = functional.selective_scan, functional.ssd
     for length in (4096, 16384, 65536):
-        for name, make in (
-            ("selective scan E256 N16", lambda t: _selective(1, t, 256)),
-            ("ssd H4 P64 N64", lambda t: _dual(1, t, 4, 64)),
+        for name, call, make, flops, options in (
+            (
+                "selective scan E256 N16",
+                scan,
+                lambda t: selective(1, t, 256),
+                selective_flops,
+                SOFT,
+            ),
+            ("ssd H4 P64 N64", dual, lambda t: _dual(1, t, 4, 64), dual_flops, {}),
         ):
-            call = functional.ssd if name.startswith("ssd") else functional.selective_scan
             for pass_ in PASSES:
+                named = make(length)
                 yield Row(
                     f"{name} T{length}",
                     pass_,
-                    provider(pass_, make(length), call),
-                    provider(pass_, make(short), call),
+                    provider(pass_, named, call, **options),
+                    provider(pass_, make(short), call, **options),
                     f"the same at T{short}, per token",
                     1.1,
                     share=length / short,
+                    flops=flops(named, pass_),
+                    memory=1.1,
                 )
 
 
-def training_rows() -> Iterator[Row]:
-    """A step of two layers of Mamba-2 on 1024 tokens, without the optimiser."""
-    config = Mamba2Config(vocab_size=256, dim=768, num_layers=2)
+def training_step(name: str, length: int, goal: float) -> Row:
+    """Forward and backward of two layers, without the optimiser."""
+    kind = {"Mamba": MambaConfig, "Mamba-2": Mamba2Config}[name]
+    config = kind(vocab_size=256, dim=768, num_layers=2)
     ours = config.build()
-    theirs, tokens = ours.to_hf(), torch.randint(256, (1, 1025))
+    theirs, tokens = ours.to_hf().train(), torch.randint(256, (1, length + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
-    def step() -> None:
-        ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    def step() -> torch.Tensor:
+        ours.zero_grad()
+        loss = ours(inputs, targets)
+        loss.backward()
+        return loss.detach()
 
-    def yardstick() -> None:
-        theirs(tokens, labels=tokens).loss.backward()
+    def yardstick() -> torch.Tensor:
+        theirs.zero_grad()
+        logits = theirs(inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss.detach()
 
-    yield Row(
-        "training step, 2 layers of Mamba-2, D768 T1024",
+    return Row(
+        f"training step, 2 layers of {name}, D768 T{length}",
         "forward+backward",
         step,
         yardstick,
         "transformers without kernels",
-        1 / 5,
+        goal,
+        flops=6.0 * config.num_parameters * length,
+        same=True,
     )
 
 
@@ -126,5 +199,5 @@ def rows() -> Iterator[Row]:
     yield from selective_rows()
     yield from dual_rows()
     yield from step_rows()
-    yield from length_rows()
-    yield from training_rows()
+    yield from layer_step_rows()
+    yield training_step("Mamba-2", 1024, 1 / 5)

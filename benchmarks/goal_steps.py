@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from goal_rows import BF16, F32, Provider, Row
+from goal import BF16, F32, Provider, Row
 
 from omniattn.testing.spec import SHORT_DTYPE
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from goal_rows import BF16, PRODUCTS, Row, provider, sdpa, self_attention, tensors
+from goal import BF16, PRODUCTS, Row, provider, sdpa, self_attention, tensors
 from tqdm import tqdm
 
 from omniattn import functional

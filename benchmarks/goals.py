@@ -1,11 +1,12 @@
 """Times variants against yardsticks, and says which goals are met.
 
     python benchmarks/goals.py [--group masks scores ...] [--threads 2] [--keep-memory] [--force]
+    python benchmarks/goals.py --quick    # one round of each row, nothing is recorded
 
 A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
 share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
-The goal is the most that the call may take of the yardstick's time. Results are merged by name into
-benchmarks/results/goals.csv.
+The goal is the most that the call may take of the yardstick's time, or add of its memory. Results
+are merged by name and CPU family into benchmarks/results/goals.csv, which docs/goals.md shows.
 
 glibc gives blocks of more than 32 MiB back to the system when they are freed, which clears the
 pages of the next ones. --keep-memory keeps them, as jemalloc and tcmalloc do, for both sides of
@@ -20,18 +21,27 @@ import os
 from collections.abc import Callable, Iterator
 
 import goal_caches
+import goal_recurrences
 import goal_rows
 import goal_scans
+import goal_slow_paths
+import goal_sparse
 import goal_tiles
 import harness
 import report
-from goal_rows import Row
+import torch
+from goal import Row
 from goal_steps import llama_groups
+from systems import same_results
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from omniattn.ops._cpu import cpu_family
 from omniattn.testing.spec import SHORT_DTYPE
 
 SECONDS = 1.0
+#: The least memory that counts.
+PAGE_MIB = 1 / 256
 GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "masks": goal_rows.mask_rows,
     "window": goal_rows.window_rows,
@@ -45,55 +55,106 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "experts": goal_rows.expert_rows,
     "state space": goal_rows.state_space_rows,
     "scans": goal_scans.rows,
+    "scan lengths": goal_scans.length_rows,
+    "recurrences": goal_recurrences.rows,
+    "recurrence lengths": goal_recurrences.length_rows,
+    "patterns": goal_sparse.pattern_rows,
+    "pattern lengths": goal_sparse.length_rows,
+    "selected": goal_sparse.selected_rows,
+    "indexer": goal_sparse.indexer_rows,
+    "sparse layers": goal_sparse.layer_rows,
+    "sparse decoding": goal_sparse.decode_rows,
+    "slow paths": goal_slow_paths.rows,
     "tiles": goal_tiles.rows,
     **llama_groups(),
 }
 
 
 def result(
-    row: Row, ceilings: harness.Ceilings, speed: Callable[[], float], memory: str
+    row: Row, ceilings: harness.Ceilings, speed: Callable[[], float], memory: str, rounds: int
 ) -> report.Row:
-    timing = harness.interleave({"ours": row.run, "yardstick": row.yardstick}, SECONDS, speed)
-    seconds, dtype = timing.seconds["ours"], SHORT_DTYPE[row.dtype]
+    share, seconds, machine_speed = timed(row, speed, rounds)
+    dtype = SHORT_DTYPE[row.dtype]
     rate = 1e-9 * (row.flops or row.bytes) / seconds
-    ratio = 1 / (timing.ratios["yardstick"].median * row.share)
-    ceiling = ceilings.of(dtype) * timing.speed if row.flops else ceilings.bandwidth
-    of_ceiling = rate / ceiling
+    ratio = share / row.share
+    ceiling = ceilings.of(dtype) * machine_speed if row.flops else ceilings.bandwidth
+    of_ceiling = rate / ceiling  # 0: a row without a bound
+    mib, of_memory = used_memory(row)
     return {
         "row": row.name,
         "dtype": dtype,
         "pass": row.pass_,
         "against": row.against,
         "memory": memory,
+        "family": cpu_family(),
         "milliseconds": round(1e3 * seconds, 4),
-        "rate": round(rate, 2),
+        "rate": round(rate, 2) or "",
         "unit": "GFLOP/s" if row.flops else "GB/s",
-        "of_ceiling": round(of_ceiling, 3),
+        "of_ceiling": round(of_ceiling, 3) if rate else "",
         "share": round(row.share, 4),
-        "ratio": round(ratio, 3),
-        "goal": round(row.goal, 3),
+        "ratio": round(ratio, 5),
+        "goal": round(row.goal, 5),
         "least": row.least,
-        "met": ratio <= row.goal and of_ceiling >= row.least,
+        "mib": mib,
+        "memory_ratio": of_memory,
+        "memory_goal": row.memory or "",
+        "met": ratio <= row.goal
+        and of_ceiling >= row.least
+        and (not row.memory or of_memory <= row.memory),
         "commit": report.commit(),
     }
+
+
+def timed(row: Row, speed: Callable[[], float], rounds: int) -> tuple[float, float, float]:
+    """Our time as a share of the yardstick's, in seconds, and the speed of the machine."""
+    if row.same:
+        same_results(row.against, *(tensors_of(run()) for run in (row.yardstick, row.run)))
+    providers = {"ours": row.run} | ({} if row.seconds else {"yardstick": row.yardstick})
+    seconds = SECONDS if rounds > 1 else 0.0
+    timing = harness.interleave(providers, seconds, speed, least_rounds=rounds)
+    ours = timing.seconds["ours"]
+    share = ours / row.seconds if row.seconds else 1 / timing.ratios["yardstick"].median
+    return share, ours, timing.speed
+
+
+def tensors_of(found: object) -> tuple[torch.Tensor, ...]:
+    return tuple(t for t in tree_leaves(found) if isinstance(t, torch.Tensor))
+
+
+def used_memory(row: Row) -> tuple[float | str, float | str]:
+    """MiB that a call adds, and as a share of what the yardstick does; of rows with such a goal."""
+    if not row.memory:
+        return "", ""
+    ours, theirs = (harness.peak_memory(run) for run in (row.run, row.yardstick))
+    return round(ours, 2), round(ours / (max(theirs, PAGE_MIB) * row.share), 3)
+
+
+def key(row: report.Row) -> tuple[str, ...]:
+    """What a new row takes the place of: the same one on the same family of CPUs."""
+    return tuple(row[name] for name in ("row", "dtype", "pass", "against", "memory", "family"))
 
 
 def save(rows: list[report.Row]) -> None:
     """Merges rows into the record."""
     path = report.RESULTS / "goals.csv"
-
-    def key(row: report.Row) -> tuple[str, ...]:
-        return tuple(row[name] for name in ("row", "dtype", "pass", "against", "memory"))
-
-    old: dict[tuple[str, ...], report.Row] = {}
-    if path.exists():
-        with open(path, newline="") as file:
-            old = {key(row): row for row in csv.DictReader(file)}
-    merged = old | {key(row): row for row in rows}
+    merged = {key(row): row for row in [*report.goals(), *rows]}
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(merged.values())
+
+
+def line(found: report.Row) -> str:
+    rate = ""
+    if found["rate"]:
+        rate = f"{found['rate']:.3g} {found['unit']}, {found['of_ceiling']:.0%} of the ceiling, "
+    memory = f", {found['mib']} MiB, {found['memory_ratio']} of its" if found["memory_goal"] else ""
+    return (
+        f"{found['row']} {found['dtype']} {report.SHORT_PASS[found['pass']]}: "
+        f"{found['milliseconds']:.3g} ms, {rate}{found['ratio']:.4g} of "
+        f"{found['against']} (goal {found['goal']:.4g}: {'met' if found['met'] else 'MISSED'})"
+        f"{memory}"
+    )
 
 
 def main() -> None:
@@ -102,21 +163,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--keep-memory", action="store_true", help="of freed blocks")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
+    parser.add_argument("--quick", action="store_true", help="one round, nothing is recorded")
+    parser.add_argument(
+        "--rounds", type=int, default=harness.LEAST_ROUNDS, help="at least, of rows that take long"
+    )
     args = parser.parse_args()
     if args.keep_memory:
         harness.keep_memory()
-    isa, ceilings = harness.start(args.threads, args.force)
+    isa, ceilings = harness.start(args.threads, args.force or args.quick)
     speed = harness.cpu_speed(ceilings, args.threads, isa)
     for group in args.group:
         for row in GROUPS[group]():
-            found = result(row, ceilings, speed, "kept" if args.keep_memory else "returned")
-            save([found])
-            tqdm.write(
-                f"{found['row']} {found['dtype']} {report.SHORT_PASS[row.pass_]}: "
-                f"{found['milliseconds']:.3g} ms, {found['rate']:.3g} {found['unit']}, "
-                f"{found['of_ceiling']:.0%} of the ceiling, {found['ratio']:.2f} of "
-                f"{found['against']} (goal {found['goal']}: {'met' if found['met'] else 'MISSED'})"
-            )
+            memory = "kept" if args.keep_memory else "returned"
+            found = result(row, ceilings, speed, memory, 1 if args.quick else args.rounds)
+            if not args.quick:
+                save([found])
+            tqdm.write(line(found))
 
 
 if __name__ == "__main__":

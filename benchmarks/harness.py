@@ -105,6 +105,7 @@ def interleave(
     seconds: float,
     speed: Callable[[], float],
     clock: Callable[[Callable[[], object], int], float] = once,
+    least_rounds: int = LEAST_ROUNDS,
 ) -> Timing:
     """Rounds over all providers for about `seconds` in total, warm-up apart.
 
@@ -118,7 +119,7 @@ def interleave(
     speeds: list[float] = []
     start = time.perf_counter()
     while len(samples) < MOST_ROUNDS:
-        if len(samples) >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
+        if len(samples) >= least_rounds and time.perf_counter() - start > seconds:
             break
         names = list(providers) if len(samples) % 2 == 0 else list(reversed(providers))
         samples.append({name: clock(providers[name], repeats[name]) for name in names})

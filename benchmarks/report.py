@@ -2,7 +2,8 @@
 
     python benchmarks/report.py [--check]
 
-writes the page and the figures from all benchmarks/results/*.json, or checks that they are current.
+writes that page and the figures from all benchmarks/results/*.json, and docs/goals.md from
+goals.csv, or checks that they are current.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from omniattn.testing.table import replace_block
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+GOALS_PAGE = ROOT / "docs" / "goals.md"
 Row = dict[str, Any]
 
 
@@ -73,7 +75,9 @@ def save(name: str, record: dict[str, Any]) -> None:
 
 
 def other_rows(name: str, ops: list[str]) -> list[Row]:
-    """What an earlier record of this name says about ops that are not in `ops`."""
+    """What an earlier record of this name, if any, says about ops that are not in `ops`."""
+    if not (RESULTS / f"{name}.json").exists():
+        return []
     return [row for row in read(name)["rows"] if row["op"] not in ops]
 
 
@@ -209,7 +213,7 @@ def section(name: str) -> str:
     record = read(name)
     rows = record["rows"]
     lines = [
-        f"## {machine_line(record['machine'])}",
+        f"## `{name}`: {machine_line(record['machine'])}",
         "",
         f"Ceilings probed in the same process: {_ceilings(rows, 'compute')} GFLOP/s, "
         f"{_ceilings(rows, 'memory')} GB/s. Record: `benchmarks/results/{name}.json`.",
@@ -269,11 +273,66 @@ def page() -> str:
     return replace_block(PAGE.read_text(), "records", "\n\n".join(sections))
 
 
+def goals() -> list[Row]:
+    """The rows of goals.csv, as text."""
+    path = RESULTS / "goals.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def goals_page() -> str:
+    """docs/goals.md with a table for each family of CPUs."""
+    rows = goals()
+    blocks = [_goals_of(family, rows) for family in sorted({row["family"] for row in rows})]
+    return replace_block(GOALS_PAGE.read_text(), "goals", "\n\n".join(blocks))
+
+
+def _goals_of(family: str, rows: list[Row]) -> str:
+    own = [row for row in rows if row["family"] == family]
+    met = sum(row["met"] == "True" for row in own)
+    lines = [
+        f"## `{family}`: {met} of {len(own)} met",
+        "",
+        "| row | dtype | pass | time | rate | of bound | memory | against | ratio | goal | met |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in own:
+        kept = ", freed memory kept" if row["memory"] == "kept" else ""
+        rate = f"{float(row['rate']):.3g} {row['unit']}" if row["rate"] else "-"
+        bound = f"{float(row['of_ceiling']):.0%}" if row["of_ceiling"] else "-"
+        lines.append(
+            f"| {row['row']}{kept} | {row['dtype']} | {SHORT_PASS[row['pass']]} | "
+            f"{_time(float(row['milliseconds']))} | {rate} | {bound}{_least(row)} | "
+            f"{_memory(row)} | {row['against']} | {float(row['ratio']):.3g} | "
+            f"{float(row['goal']):.3g} | {'yes' if row['met'] == 'True' else '**no**'} |"
+        )
+    return "\n".join(lines)
+
+
+def _least(row: Row) -> str:
+    least = float(row["least"])
+    return f" [{least:.0%}]" if least else ""
+
+
+def _memory(row: Row) -> str:
+    if not row["memory_goal"]:
+        return "-"
+    ratio = f"{float(row['memory_ratio']):.2g} [{float(row['memory_goal']):.2g}]"
+    return f"{float(row['mib']):.3g} MiB, {ratio}"
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
+
+
 def stale() -> list[Path]:
-    """The page and the figures that do not show the records."""
+    """The pages and the figures that do not show the records."""
     from PIL import Image
 
-    found = [] if PAGE.read_text() == page() else [PAGE]
+    pages = {PAGE: page(), GOALS_PAGE: goals_page()}
+    found = [path for path, text in pages.items() if path.read_text() != text]
     for path in sorted(RESULTS.glob("*.json")):
         figure = path.with_suffix(".png")
         drawn = Image.open(figure).info.get("Source") if figure.exists() else None
@@ -284,6 +343,7 @@ def stale() -> list[Path]:
 
 def publish() -> None:
     PAGE.write_text(page())
+    GOALS_PAGE.write_text(goals_page())
 
 
 def main() -> None:

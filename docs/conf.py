@@ -38,7 +38,7 @@ suppress_warnings = ["ref.python"]
 CONTENTS = {
     "Guides": ["migration", "hf", "hybrids", "caches", "distributed"],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
-    "Support and speed": ["ops", "variants", "benchmarks", "cuda", "cuda_resources"],
+    "Support and speed": ["ops", "variants", "benchmarks", "goals", "cuda", "cuda_resources"],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
 }
 

@@ -32,11 +32,12 @@ def gated(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention with a decay for each head or channel, or none."""
+    """Linear attention with a decay for each head or channel, or none; in chunks of 64 or 16."""
     lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != v.shape[2], empty=v.numel() == 0)
     (b, steps, h, d), dtype = q.shape, v.dtype
-    size = SMALL_CHUNK if g is not None and g.ndim == 4 else CHUNK
+    size = chunk or (SMALL_CHUNK if g is not None and g.ndim == 4 else CHUNK)
     q, k, v = (_chunks(t.float() if dtype != torch.float64 else t, size) for t in (q, k, v))
     q = q * (d**-0.5 if scale is None else scale)
     state = q.new_zeros(b, h, d, v.shape[-1]) if initial_state is None else initial_state.to(q)
@@ -83,6 +84,7 @@ def linear_attention(
     causal: bool = True,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    chunk: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """elu(x) + 1, divided."""
@@ -96,6 +98,7 @@ def linear_attention(
         scale=1.0,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        chunk=chunk,
     )
     return (o[..., :-1] / o[..., -1:]).to(dtype), state
 
@@ -183,8 +186,8 @@ def rwkv7(
     return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
 
 
-def _transformers(model: str, name: str) -> Function:
-    """The chunk form of a model of transformers."""
+def _transformers(model: str, name: str, step: str) -> Function:
+    """The chunk form of a model of transformers, and its form for a single token."""
 
     def run(
         q: Tensor,
@@ -208,7 +211,7 @@ def _transformers(model: str, name: str) -> Function:
             float64=v.dtype == torch.float64,
         )
         module = import_module(f"transformers.models.{model}.modeling_{model}")
-        o, state = getattr(module, name)(
+        o, state = getattr(module, step if v.shape[1] == 1 else name)(
             q,
             k,
             v,
@@ -223,8 +226,12 @@ def _transformers(model: str, name: str) -> Function:
     return run
 
 
-GATED_DELTA_RULE = _transformers("qwen3_next", "torch_chunk_gated_delta_rule")
-KIMI_DELTA_ATTENTION = _transformers("kimi_linear", "chunk_kimi_delta_attention")
+GATED_DELTA_RULE = _transformers(
+    "qwen3_next", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+)
+KIMI_DELTA_ATTENTION = _transformers(
+    "kimi_linear", "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+)
 
 
 def delta_rule(

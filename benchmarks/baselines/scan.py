@@ -98,19 +98,25 @@ def selective_scan(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens one by one, with a state of all channels."""
+    """A loop of one multiply-add over factors and drives of all tokens, views of which are made at
+    once: the gradient of each indexing would be a tensor of all tokens."""
     lacks(cu_seqlens=cu_seqlens is not None, groups=B.dim() == 4 or C.dim() == 4)
     lacks(empty=u.shape[1] == 0)
     dt = delta.float() if delta_bias is None else delta + delta_bias
     if delta_softplus:
         dt = F.softplus(dt)
     h = A.new_zeros(len(u), *A.shape) if initial_state is None else initial_state
-    drive, out = dt * u, []
-    for t in range(u.shape[1]):
-        b, c = (x if x.dim() == 2 else x[:, t, None] for x in (B, C))
-        h = torch.exp(dt[:, t, :, None] * A) * h + drive[:, t, :, None] * b
-        out.append((h * c).sum(-1))
-    y = torch.stack(out, 1)
+    b = B if B.dim() == 2 else B[:, :, None]
+    factors = torch.exp(dt[..., None] * A)
+    states = []
+    for factor, drive in zip(factors.unbind(1), ((dt * u)[..., None] * b).unbind(1), strict=True):
+        h = torch.addcmul(drive, factor, h)
+        states.append(h)
+    all_states = torch.stack(states, 1)
+    if C.dim() == 2:
+        y = (all_states * C).sum(-1)
+    else:
+        y = (all_states @ C[..., None].to(h.dtype))[..., 0]
     if D is not None:
         y = y + D * u
     return (y if z is None else y * F.silu(z)).to(u.dtype), h

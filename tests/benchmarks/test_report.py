@@ -20,17 +20,19 @@ def test_page_and_figures_show_the_records(monkeypatch):
 
 
 def test_figure_of_another_record_is_stale(tmp_path, monkeypatch):
-    record = report.read("cpu")
+    record = report.read("ice_lake")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(report, "GOALS_PAGE", tmp_path / "goals.md")
     report.PAGE.write_text("<!-- records: begin -->\n<!-- records: end -->\n")
+    report.GOALS_PAGE.write_text("<!-- goals: begin -->\n<!-- goals: end -->\n")
     for change in (1, 2):
         record["rows"][1]["ratio"] *= change
-        (tmp_path / "cpu.json").write_text(json.dumps(record))
+        (tmp_path / "ice_lake.json").write_text(json.dumps(record))
         report.publish()
-        assert "cpu.png" in check(monkeypatch)
-        report.plot("cpu")
+        assert "ice_lake.png" in check(monkeypatch)
+        report.plot("ice_lake")
         assert check(monkeypatch) == 0
 
 
@@ -38,5 +40,5 @@ def test_figure_of_another_record_is_stale(tmp_path, monkeypatch):
 def test_page_says_what_the_baselines_of_a_kind_are(kind):
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", report.PAGE.read_text(), re.MULTILINE)
     on_page = {name for name, of in rows if of == kind}
-    timed = {row["provider"] for row in report.read("cpu")["rows"]}
+    timed = {row["provider"] for row in report.read("ice_lake")["rows"]}
     assert set(report.KINDS[kind]) & timed <= on_page <= set(report.KINDS[kind])

@@ -1,0 +1,362 @@
+"""Rows of goals.py for sparse attention: patterns, selected keys, layers that select, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from baselines import BASELINES
+from goal import (
+    PASSES,
+    PRODUCTS,
+    Provider,
+    Row,
+    called_once,
+    provider,
+    self_attention,
+    tensors,
+)
+from tqdm import tqdm
+
+from omniattn import functional, modules
+from omniattn.functional import bigbird, masks
+from omniattn.testing import prepare, registry
+from omniattn.testing.spec import Function, Pass
+
+DENSE = "dense x visited area"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A call with a pattern, and the masks of what it computes."""
+
+    call: Function
+    masks: Callable[[int], list[masks.Mask]]
+    options: dict[str, Any]
+
+    def area(self, length: int, heads: int) -> float:
+        """Share of the blocks that the kernel visits."""
+        found = self.masks(length)
+        return sum(mask.block_density(length, length, heads=heads) for mask in found)
+
+    def pairs(self, length: int, heads: int) -> float:
+        return sum(mask.count(length, length, heads=heads) for mask in self.masks(length))
+
+
+def _bigbird(length: int, heads: int = 4, block: int = 64) -> list[masks.Mask]:
+    counts = bigbird._kept_counts(length // block, heads, 3, 0, 0, False)
+    return [bigbird._mask(counts > 0, block, length, length, False)]
+
+
+def _blocks(length: int, size: int = 64) -> list[masks.Mask]:
+    """A tenth of the blocks at random, and the diagonal."""
+    count = length // size
+    chosen = torch.rand(count, count, generator=torch.Generator().manual_seed(0)) < 0.1
+    table = chosen | torch.eye(count, dtype=torch.bool)
+    return [masks.Blocks.from_block_mask(table[None, None], block_size=size, size=(length, length))]
+
+
+def _with_mask(make: Callable[[int], list[masks.Mask]]) -> Pattern:
+    """A pattern that is a mask of attention."""
+    kept: dict[int, masks.Mask] = {}
+
+    def call(q, k, v):
+        length = q.shape[1]
+        if length not in kept:
+            (kept[length],) = make(length)
+        return functional.attention(q, k, v, mask=kept[length])
+
+    return Pattern(call, make, {})
+
+
+def _na2d(q, k, v, **options):
+    """On a grid of 64 rows."""
+    grid = (t.unflatten(1, (64, -1)) for t in (q, k, v))
+    return functional.na2d(*grid, **options).flatten(1, 2)
+
+
+def patterns() -> dict[str, Pattern]:
+    hubs = (0, 1000)
+    sets = {"window": 256, "global_index": torch.tensor([[0, 1, 2, 3]])}
+    local = masks.SlidingWindow(128, 128)
+    rope = functional.rotary_tables(functional.rope_frequencies(64), torch.arange(1025))
+    chunks = {"cos": rope[0], "sin": rope[1], "chunk_size": 1024, "local_window": 256}
+    return {
+        "blocks, a tenth": _with_mask(_blocks),
+        "block-local 256 + global": _with_mask(
+            lambda t: [masks.block_local_global(256, (0, 1, 2, 3))]
+        ),
+        "Longformer 256 + 4": Pattern(
+            functional.longformer_attention,
+            lambda t: [local | masks.GlobalTokens((0, 1, 2, 3))],
+            sets,
+        ),
+        "BigBird 64": Pattern(functional.bigbird_attention, _bigbird, {}),
+        "hubs 256 + 2": Pattern(
+            functional.hub_spoke_attention,
+            lambda t: [masks.hub_spoke(256, hubs)],
+            {"window": 256, "global_index": hubs},
+        ),
+        "DetSA 256, 64": Pattern(
+            functional.detsa_attention,
+            lambda t: [masks.deterministic_sparse(256, 64)],
+            {"window": 256, "stride": 64},
+        ),
+        "local 256 and strided 64": Pattern(
+            lambda q, k, v, **o: functional.local_strided_attention(
+                q, k, v, torch.zeros(*q.shape[:3], 1), **o
+            ),
+            lambda t: [masks.SlidingWindow(255, 0), masks.EveryKth(64)],
+            {"window": 256, "stride": 64},
+        ),
+        "dual chunk 1024, 256": Pattern(
+            functional.dual_chunk_attention, lambda t: [masks.Causal()], chunks
+        ),
+        "na2d 13 x 13": Pattern(
+            _na2d,
+            lambda t: [masks.GridNeighbourhood((64, t // 64), kernel_size=13)],
+            {"kernel_size": 13},
+        ),
+    }
+
+
+def pattern_rows() -> Iterator[Row]:
+    """Time of visited tiles: each pattern at most 1.25 of its share of the dense call."""
+    length, heads, dim = 4096, 4, 64
+    qkv = self_attention(1, length, heads, dim)
+    found = patterns()
+    shares = {name: (p.area(length, heads), p.pairs(length, heads)) for name, p in found.items()}
+    for pass_ in PASSES:
+        dense = provider(pass_, qkv, functional.attention)
+        for name, pattern in found.items():
+            area, pairs = shares[name]
+            yield Row(
+                f"{name} N{length} D{dim}",
+                pass_,
+                provider(pass_, qkv, pattern.call, **pattern.options),
+                dense,
+                DENSE,
+                1.25,
+                share=area,
+                flops=2.0 * pairs * dim * PRODUCTS[pass_],
+            )
+
+
+def visited(pattern: Pattern, length: int, heads: int) -> float:
+    """Visited pairs; of long texts by the line through those of two shorter ones."""
+    least, most = 2048, 4096
+    if length <= most:
+        return pattern.area(length, heads) * length**2
+    low, high = (pattern.area(t, heads) * t**2 for t in (least, most))
+    return high + (high - low) * (length - most) / (most - least)
+
+
+#: Patterns with a fixed number of keys for each query.
+LINEAR = ("block-local 256 + global", "Longformer 256 + 4", "BigBird 64", "hubs 256 + 2")
+
+
+def length_rows() -> Iterator[Row]:
+    """Time per visited block: flat from 1k to 32k tokens where the pattern is linear."""
+    short, heads, dim = 1024, 4, 64
+    for name, pattern in patterns().items():
+        if name not in LINEAR:
+            continue
+        least = visited(pattern, short, heads)
+        for length in (8192, 32768):
+            seen = visited(pattern, length, heads)
+            for pass_ in PASSES:
+                run, base = (
+                    provider(
+                        pass_, self_attention(1, t, heads, dim), pattern.call, **pattern.options
+                    )
+                    for t in (length, short)
+                )
+                yield Row(
+                    f"{name} N{length} D{dim}",
+                    pass_,
+                    run,
+                    base,
+                    f"the same at N{short}, per visited block",
+                    1.15,
+                    share=seen / least,
+                    flops=2.0 * seen * heads * dim * PRODUCTS[pass_],
+                )
+
+
+def selected_rows() -> Iterator[Row]:
+    """The rate of the dense kernel per visited pair, and a gather in torch."""
+    spec = registry()["selected_attention"]
+    for benchmark in spec.benchmarks:
+        case = benchmark.case
+        if case.label not in ("nsa", "tokens") or torch.float32 not in benchmark.dtypes:
+            continue
+        call = spec.call(case, torch.float32)
+        s = case.sizes
+        dense_inputs = {name: call.tensors[name] for name in "qkv"}
+        for pass_ in PASSES:
+            run = prepare(call, spec.public, pass_)
+            flops = spec.flops(case, pass_)
+            dense = provider(pass_, dense_inputs, functional.attention, causal=True)
+            seen = s["Tq"] * (s["Tk"] - (s["Tq"] - 1) / 2)
+            sizes = {"forward": s["D"] + s["Dv"], "forward+backward": 4 * s["D"] + 3 * s["Dv"]}
+            dense_flops = 2.0 * s["B"] * s["H"] * seen * sizes[pass_]
+            name = f"selected {case.label} H{s['H']} D{s['D']} n{s['n']} of N{s['Tk']}"
+            yield Row(
+                name,
+                pass_,
+                run,
+                dense,
+                "dense x visited pairs",
+                1 / (0.6 if case.label == "nsa" else 0.5),
+                share=flops / dense_flops,
+                flops=flops,
+            )
+            yield Row(
+                name,
+                pass_,
+                run,
+                prepare(call, BASELINES["selected_attention"]["eager"], pass_),
+                "a gather in torch",
+                1 / 5,
+                flops=flops,
+                memory=0.1,
+                same=True,
+            )
+
+
+def indexer_rows() -> Iterator[Row]:
+    """The last 1024 queries of 8k tokens, 64 heads of 128, 2048 keys each."""
+    if not hasattr(functional, "dsa_indexer"):
+        tqdm.write("indexer: no rows, there is no dsa_indexer")
+        return
+    queries, length, heads, dim, topk = 1024, 8192, 64, 128, 2048
+    q, k, w = tensors((1, queries, heads, dim), (1, length, dim), (1, queries, heads))
+    named = {"q": q, "k": k, "w": w}
+    flops = 2.0 * heads * dim * queries * (length - (queries - 1) / 2)
+
+    def eager(q, k, w, topk):
+        """A few queries at a time: the scores of all heads are 64 times as large as the result."""
+        chosen = []
+        for start in range(0, queries, 64):
+            rows = slice(start, start + 64)
+            scores = (q[:, rows].flatten(1, 2) @ k.mT).unflatten(1, (-1, heads)).relu()
+            scores = (scores * w[:, rows, :, None]).sum(2)
+            position = torch.arange(length - queries + start, length - queries + start + 64)
+            hidden = torch.arange(length) > position[:, None]
+            chosen.append(scores.masked_fill(hidden, -torch.inf).topk(topk).indices)
+        return torch.cat(chosen, 1)
+
+    run = provider("forward", named, functional.dsa_indexer, topk=topk)
+    name = f"dsa_indexer T{queries} of N{length} H{heads} D{dim}"
+    yield Row(
+        f"{name} k{topk}",
+        "forward",
+        run,
+        provider("forward", named, eager, topk=topk),
+        "products, relu and topk in torch",
+        1.0,
+        flops=flops,
+        least=0.7 / 1.2,
+        memory=0.1,
+    )
+    yield Row(
+        f"{name} k{topk}",
+        "forward",
+        run,
+        provider("forward", named, functional.dsa_indexer, topk=1),
+        "the same with k1: the scores",
+        1.2,
+        flops=flops,
+    )
+
+
+WIDTH, LAYER_HEADS = 256, 4
+
+
+def layers() -> dict[str, torch.nn.Module]:
+    """Layers of four heads of 64 that share keys."""
+    torch.manual_seed(0)
+    sizes = {"dim": WIDTH, "num_heads": LAYER_HEADS, "num_kv_heads": 1}
+    return {
+        "dense": modules.Attention(**sizes, causal=True),
+        "NSA": modules.NSA(**sizes),
+        "MoBA": modules.MoBA(**sizes, decode="moba"),
+    }
+
+
+def _training(layer: torch.nn.Module, length: int) -> Provider:
+    (x,) = tensors((1, length, WIDTH))
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    grad = torch.randn(1, length, WIDTH)
+    return lambda: torch.autograd.grad(layer(x), leaves, grad)
+
+
+def layer_rows() -> Iterator[Row]:
+    """Forward and backward against dense causal attention: where they cross, and 3x at 32k."""
+    made = layers()
+    dense = made.pop("dense")
+    pass_: Pass = "forward+backward"
+    for length, goal in ((8192, 1.0), (16384, 1.0), (32768, 1 / 3)):
+        measured = called_once(_training(dense, length))
+        for name, layer in made.items():
+            yield Row(
+                f"{name} layer d{WIDTH} H{LAYER_HEADS} N{length}",
+                pass_,
+                _training(layer, length),
+                against="dense causal attention",
+                goal=goal,
+                **measured,
+            )
+
+
+SEEN = 32768
+
+
+def _filled(cache: modules.KVCache, length: int) -> int:
+    """Bytes of the keys and values of `length` tokens, which it then has."""
+    heads, dim = cache.views()[0].shape[2:]
+    cache.append(*tensors(*[(1, length, heads, dim)] * 2))
+    return 2 * 4 * length * heads * dim
+
+
+def _decoding(layer: torch.nn.Module, state: Any, length: int) -> Provider:
+    (x,) = tensors((1, 1, WIDTH))
+
+    def step() -> object:
+        state.crop(length)
+        with torch.no_grad():
+            return layer(x, state=state)
+
+    return step
+
+
+def decode_rows() -> Iterator[Row]:
+    """A token after 32k others: at 80 % of the bandwidth for what has to be read."""
+    made = layers()
+    states = {name: layer.new_state(1, SEEN + 1) for name, layer in made.items()}
+    whole = _filled(states["dense"], SEEN)
+    token = whole // SEEN
+    c = made["NSA"].config
+    for branch in states["NSA"].branches:
+        _filled(branch, SEEN)
+    compressed = _filled(states["NSA"].compressed, states["NSA"].windows(SEEN))
+    _filled(states["MoBA"], SEEN)
+    moba = made["MoBA"].config
+    read = {
+        "NSA": compressed + token * (c.topk * c.block_size + c.window),
+        "MoBA": whole // 2 + token * moba.topk * moba.block_size,  # all keys, for their means
+    }
+    for name, bytes in read.items():
+        weights = 4 * sum(p.numel() for p in made[name].parameters())
+        yield Row(
+            f"{name} decode after {SEEN} tokens",
+            "forward",
+            _decoding(made[name], states[name], SEEN),
+            _decoding(made["dense"], states["dense"], SEEN),
+            "dense attention",
+            1.0,
+            bytes=float(bytes + weights),
+            least=0.8,
+        )
