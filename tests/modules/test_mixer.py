@@ -35,6 +35,7 @@ from omniattn.modules import (
     LatentCache,
     Linear,
     LinearAttention,
+    LocalStridedAttention,
     LongformerAttention,
     Mamba,
     Mamba2,
@@ -190,6 +191,10 @@ MIXERS = [
     HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, **STD),
     HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, dual="disjoint", **STD),
     HubSpokeAttention.Config(24, 4, window=2, global_every=3, dual="longformer", **STD),
+    LocalStridedAttention.Config(24, 4, 2, window=3, stride=2, **STD),
+    LocalStridedAttention.Config(
+        24, 4, window=2, stride=3, gate="headwise", residual_inside=True, **STD
+    ),
     LongformerAttention.Config(24, 4, 2, window=4, causal=True, global_index=(0, 6), **STD),
     LongformerAttention.Config(24, 4, window=4, causal=True, dual=False, global_index=(), **STD),
     DeltaNet.Config(24, 2, init_std=0.5),

@@ -39,6 +39,7 @@ from omniattn.modules.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.local_strided import LocalStridedAttention
 from omniattn.modules.longformer import LongformerAttention
 from omniattn.modules.mamba import Mamba
 from omniattn.modules.mamba2 import Mamba2
@@ -131,6 +132,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
+    "LocalStridedAttention",
     "LongformerAttention",
     "Mamba",
     "Mamba2",

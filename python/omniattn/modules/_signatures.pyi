@@ -20,6 +20,7 @@ import omniattn.modules.hub_spoke
 import omniattn.modules.layer
 import omniattn.modules.linear
 import omniattn.modules.linear_attention
+import omniattn.modules.local_strided
 import omniattn.modules.longformer
 import omniattn.modules.mamba
 import omniattn.modules.mamba2
@@ -599,6 +600,36 @@ def LinearAttention(
     causal: bool = ...,
     init_std: float = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LocalStridedAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.local_strided.LocalStridedAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LocalStridedAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    window: int = ...,
+    stride: int = ...,
+    gate: str = ...,
+    residual_inside: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
