@@ -98,6 +98,7 @@ TITLES = {
     "select_attention": "attention, weights and selection",
     "moba_attention": "attention, selected blocks of keys",
     "nsa_attention": "attention, selected blocks of keys",
+    "routed_block_attention": "attention, selected blocks of keys",
     "selected_attention": "attention, selected blocks of keys",
     "selective_attention": "attention, weights and selection",
     "norm": "norms",

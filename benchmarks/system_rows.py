@@ -44,6 +44,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("nsa_attention", "causal"),
     ),
     "mixture of block attention": (("moba_attention", "causal"),),
+    "learned routing of blocks of keys: not trained, by gates, by distillation": (
+        *(("routed_block_attention", "plain"), ("routed_block_attention", "gate")),
+    ),
     "Longformer: windows, dilated per head, global tokens with their own projections": (
         *(("longformer_attention", "window"), ("longformer_attention", "global")),
     ),

@@ -85,6 +85,7 @@ FIELDS = {
     "RWKV7TimeMix": {"dim": 8, "head_dim": 4},
     "RWKVChannelMix": {"dim": 8},
     "RotaryEmbedding": {"rotary_dim": 8},
+    "RoutedBlockAttention": {"dim": 8, "num_heads": 2, "block_size": 2},
     "Router": {"dim": 8, "experts": 4, "top_k": 2},
     "ShortConvolution": {"dim": 8},
     "SinCosPositional2d": {"dim": 8},

@@ -46,6 +46,7 @@ from omniattn.modules import (
     Performer,
     RMSNorm,
     RotaryEmbedding,
+    RoutedBlockAttention,
     RWKV4TimeMix,
     RWKV5TimeMix,
     RWKV6TimeMix,
@@ -189,6 +190,9 @@ TRAINED: dict[str, ModelConfig] = {
     ),
     # Single tokens choose blocks too, so that generation continues what was trained.
     "moba": _sparse((MoBA.Config(192, 6, 2, block_size=16, topk=4, decode="moba"),)),
+    "routed-blocks": _sparse(
+        (RoutedBlockAttention.Config(192, 6, 2, block_size=16, topk=4, router_dim=32),)
+    ),
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
     "bert": BertConfig(),

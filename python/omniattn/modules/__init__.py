@@ -65,6 +65,7 @@ from omniattn.modules.relative_attention import (
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.rope import RotaryEmbedding
+from omniattn.modules.routed_blocks import RoutedBlockAttention
 from omniattn.modules.router import Router
 from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
@@ -161,6 +162,7 @@ __all__ = [
     "Residual",
     "RollingCache",
     "RotaryEmbedding",
+    "RoutedBlockAttention",
     "Router",
     "RouterState",
     "SelectiveAttention",

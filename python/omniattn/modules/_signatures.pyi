@@ -35,6 +35,7 @@ import omniattn.modules.positions
 import omniattn.modules.relative_attention
 import omniattn.modules.residual
 import omniattn.modules.rope
+import omniattn.modules.routed_blocks
 import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
@@ -1204,6 +1205,39 @@ def RotaryEmbedding(
     sections: tuple[int, ...] | None = ...,
     sections_interleaved: bool = ...,
     num_axes: int = ...,
+) -> None: ...
+@overload
+def RoutedBlockAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.routed_blocks.RoutedBlockAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RoutedBlockAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    block_size: int = ...,
+    topk: int = ...,
+    query_block: int = ...,
+    router_dim: int = ...,
+    router_grad: str = ...,
+    router_weight: float = ...,
+    decode: str = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
 def Router(
