@@ -28,6 +28,7 @@ from omniattn.functional.ffn import glu_mlp, mlp
 from omniattn.functional.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.gemm import linear
 from omniattn.functional.hub_spoke import hub_spoke_attention
+from omniattn.functional.indexer import dsa_indexer, dsa_indexer_loss
 from omniattn.functional.linear_system import ssm_kernel, ssm_recurrence
 from omniattn.functional.longformer import longformer_attention
 from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
@@ -148,6 +149,8 @@ __all__ = [
     "drop_over_capacity",
     "drop_second_at_random",
     "dropout",
+    "dsa_indexer",
+    "dsa_indexer_loss",
     "dual_chunk_attention",
     "dual_chunk_mscale",
     "expert_capacity",

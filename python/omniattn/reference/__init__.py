@@ -33,6 +33,7 @@ from omniattn.reference.dual_chunk import (
 from omniattn.reference.eviction import evicting_attention
 from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.gemm import linear
+from omniattn.reference.indexer import dsa_indexer, dsa_indexer_loss
 from omniattn.reference.loss import (
     cross_entropy,
     jsd,
@@ -130,6 +131,8 @@ __all__ = [
     "detsa_attention",
     "dplr_delta_rule",
     "dropout",
+    "dsa_indexer",
+    "dsa_indexer_loss",
     "dual_chunk_attention",
     "dual_chunk_mscale",
     "evicting_attention",
