@@ -104,6 +104,7 @@ TITLES = {
     "dsa_indexer_loss": "attention, selected blocks of keys",
     "moba_attention": "attention, selected blocks of keys",
     "nsa_attention": "attention, selected blocks of keys",
+    "routed_block_attention": "attention, selected blocks of keys",
     "selected_attention": "attention, selected blocks of keys",
     "selective_attention": "attention, weights and selection",
     "norm": "norms",

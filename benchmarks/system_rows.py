@@ -49,6 +49,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("dsa_indexer_loss", "dense"), ("dsa_indexer_loss", "sparse")),
     ),
     "indexer of a single head without weights, ties to the latest": (("dsa_indexer", "onehead"),),
+    "learned routing of blocks of keys: not trained, by gates, by distillation": (
+        *(("routed_block_attention", "plain"), ("routed_block_attention", "gate")),
+    ),
     "Longformer: windows, dilated per head, global tokens with their own projections": (
         *(("longformer_attention", "window"), ("longformer_attention", "global")),
     ),

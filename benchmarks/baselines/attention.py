@@ -238,6 +238,7 @@ BASELINES = {
     "selective_attention": {"eager": reference.selective_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
+    "routed_block_attention": {"eager": reference.routed_block_attention},
 }
 #: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
 ON_GPU = {

@@ -36,7 +36,7 @@ LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
 SELECTED = ("-selected_attention-",)
 #: Made of the kernels of other ops.
-COMPOSED = ("-moba_attention-", "-nsa_attention-")
+COMPOSED = ("-moba_attention-", "-nsa_attention-", "-routed_block_attention-")
 #: Lists of tokens, of blocks, of no block, per head and per block of queries.
 FEW_SELECTED = tuple(
     f"-selected_attention-{case}-"

@@ -323,6 +323,9 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
         "samba",
         "zamba2",
         "s4d",
+        "nsa",
+        "moba",
+        "local-strided",
     ],
 )
 @torch.no_grad()

@@ -66,6 +66,7 @@ from omniattn.functional.rope_tables import (
     rope_frequencies,
     rotary_tables,
 )
+from omniattn.functional.routed_blocks import routed_block_attention
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
@@ -207,6 +208,7 @@ __all__ = [
     "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
+    "routed_block_attention",
     "router_jitter",
     "router_z_loss",
     "rwkv4",

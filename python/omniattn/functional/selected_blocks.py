@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from omniattn.reference.selected_blocks import (
 
 __all__ = ["moba_attention", "nsa_attention"]
 
-#: Scores of blocks that are in memory at a time.
-_SCORES = 1 << 22
+#: Scores of blocks, or weights, that are in memory at a time.
+SCORES = 1 << 22
 
 
 def moba_attention(
@@ -90,7 +90,8 @@ def moba_attention(
     def scores(q: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         return moba_scores(q, means, ends, tk, block_size)
 
-    index = _chosen(q, tk, -(-tk // block_size), topk, scores, backend)
+    ends = positions(q.shape[1], tk, q.device)
+    index = chosen(q, ends, -(-tk // block_size), topk, scores, backend)
     return selected_attention(
         q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
     )
@@ -203,7 +204,8 @@ def nsa_attention(
             scale=scale,
         )
     tk, sizes = k.shape[1], (compress_size, compress_stride)
-    seen = compressed_mask(positions(q.shape[1], tk, q.device), count, *sizes)
+    ends = positions(q.shape[1], tk, q.device)
+    seen = compressed_mask(ends, count, *sizes)
     compressed, lse = attention(
         *(q, k_compressed, v_compressed), mask=seen, scale=scale, return_lse=True, backend=backend
     )
@@ -219,7 +221,7 @@ def nsa_attention(
         )
         return nsa_scores(p, k.shape[2], ends, tk, *sizes, block_size)
 
-    index = _chosen(q, tk, max(count, 1), topk, scores, backend)
+    index = chosen(q, ends, max(count, 1), topk, scores, backend)
     selected = selected_attention(
         q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
     )
@@ -242,32 +244,37 @@ def _check(op: str, scale: float | None, **sizes: int) -> None:
 
 
 @torch.no_grad()
-def _chosen(
+def chosen(
     q: Tensor,
-    tk: int,
+    ends: Tensor,
     width: int,
     topk: int,
     scores: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
     backend: str | None,
 ) -> Tensor:
-    """Lists of the topk blocks with the largest scores(queries, their positions, their places).
+    """Lists of the topk blocks with the largest scores(queries, their positions, their places), of
+    q (B, lists, heads, .) at the positions `ends` (lists,).
 
     `width` elements are what the scores of a query need for each head.
     """
     batch, tq, heads = q.shape[:3]
-    ends = positions(tq, tk, q.device)
-    step = max(1, _SCORES // max(1, batch * heads * width))
+    step = max(1, SCORES // max(1, batch * heads * width))
     found = []
-    # Scores have full precision, also where autocast would round their products.
-    device = q.device.type
-    with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
-        for queries in _parts(tq, step):
+    with full_precision(q):
+        for queries in parts_of(tq, step):
             values, past = scores(q.detach()[:, queries], ends[queries], queries)
             count = min(topk, values.shape[-1])
             found.append(top_k(values, count, mask=past, backend=backend)[1].int())
     return torch.cat(found, 2)
 
 
-def _parts(count: int, step: int) -> Iterator[slice]:
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Scores have full precision, also where autocast would round their products."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if device != "meta" else nullcontext()
+
+
+def parts_of(count: int, step: int) -> Iterator[slice]:
+    """Slices of `step` of `count`, at least one."""
     for first in range(0, max(count, 1), step):
         yield slice(first, first + step)

@@ -26,6 +26,7 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
+from omniattn.modules.auxiliary import AuxiliaryLoss
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.state import Stateful, Storage, takes_cache
 
@@ -157,13 +158,28 @@ class Decoder(Model, Stateful):
         return self.__dict__ | {"_predictor_loss": 0.0}
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """The loss of the tokens after the next one, if the model predicts them in training."""
-        return self.config.predictor_weight * self._predictor_loss
+        """The loss of the tokens after the next one, if the model predicts them in training, and
+        those of the layers that have losses of their own."""
+        total = self.config.predictor_weight * self._predictor_loss
+        for layer in self._trained_apart():
+            assert layer.auxiliary is not None
+            total = total + layer.auxiliary_weight * layer.auxiliary
+        return total
+
+    def _trained_apart(self) -> list[AuxiliaryLoss]:
+        """The layers that had a loss of their own in the last forward."""
+        layers = (module for module in self.modules() if isinstance(module, AuxiliaryLoss))
+        return [layer for layer in layers if layer.auxiliary is not None]
 
     def further_losses(self) -> dict[str, float]:
-        if self.predictor is None:
-            return {}
-        return {"mtp": torch.as_tensor(self._predictor_loss).item()}
+        found: dict[str, float] = {}
+        if self.predictor is not None:
+            found["mtp"] = torch.as_tensor(self._predictor_loss).item()
+        layers = self._trained_apart()
+        for name in sorted({layer.auxiliary_name for layer in layers}):
+            losses = [layer.auxiliary for layer in layers if layer.auxiliary_name == name]
+            found[name] = sum(float(loss) for loss in losses if loss is not None) / len(losses)
+        return found
 
     def new_state(
         self,

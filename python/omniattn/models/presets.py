@@ -22,6 +22,7 @@ from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
     MLSTM,
+    NSA,
     S4D,
     SLSTM,
     Attention,
@@ -37,12 +38,15 @@ from omniattn.modules import (
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
+    LocalStridedAttention,
     LongformerAttention,
     Mamba,
+    MoBA,
     MultiScaleRetention,
     Performer,
     RMSNorm,
     RotaryEmbedding,
+    RoutedBlockAttention,
     RWKV4TimeMix,
     RWKV5TimeMix,
     RWKV6TimeMix,
@@ -179,6 +183,15 @@ TRAINED: dict[str, ModelConfig] = {
     "detsa": _sparse((DeterministicSparseAttention.Config(192, 6, 2, window=31, stride=8),)),
     "dual-chunk": _sparse(
         (DualChunkAttention.Config(192, 6, 2, chunk_size=96, local_window=32),), rotated=False
+    ),
+    "local-strided": _sparse((LocalStridedAttention.Config(192, 6, 2, window=32, stride=8),)),
+    "nsa": _sparse(
+        (NSA.Config(192, 6, 2, None, 16, 8, 16, 6, 32, compress_dim=64),),
+    ),
+    # Single tokens choose blocks too, so that generation continues what was trained.
+    "moba": _sparse((MoBA.Config(192, 6, 2, block_size=16, topk=4, decode="moba"),)),
+    "routed-blocks": _sparse(
+        (RoutedBlockAttention.Config(192, 6, 2, block_size=16, topk=4, router_dim=32),)
     ),
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),

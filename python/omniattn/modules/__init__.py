@@ -39,6 +39,7 @@ from omniattn.modules.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.local_strided import LocalStridedAttention
 from omniattn.modules.longformer import LongformerAttention
 from omniattn.modules.mamba import Mamba
 from omniattn.modules.mamba2 import Mamba2
@@ -64,6 +65,7 @@ from omniattn.modules.relative_attention import (
 from omniattn.modules.residual import DropPath, ParallelResidual, Residual
 from omniattn.modules.rolling_cache import RollingCache
 from omniattn.modules.rope import RotaryEmbedding
+from omniattn.modules.routed_blocks import RoutedBlockAttention
 from omniattn.modules.router import Router
 from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
@@ -131,6 +133,7 @@ __all__ = [
     "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
+    "LocalStridedAttention",
     "LongformerAttention",
     "Mamba",
     "Mamba2",
@@ -159,6 +162,7 @@ __all__ = [
     "Residual",
     "RollingCache",
     "RotaryEmbedding",
+    "RoutedBlockAttention",
     "Router",
     "RouterState",
     "SelectiveAttention",

@@ -20,6 +20,7 @@ import omniattn.modules.hub_spoke
 import omniattn.modules.layer
 import omniattn.modules.linear
 import omniattn.modules.linear_attention
+import omniattn.modules.local_strided
 import omniattn.modules.longformer
 import omniattn.modules.mamba
 import omniattn.modules.mamba2
@@ -34,6 +35,7 @@ import omniattn.modules.positions
 import omniattn.modules.relative_attention
 import omniattn.modules.residual
 import omniattn.modules.rope
+import omniattn.modules.routed_blocks
 import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
@@ -599,6 +601,36 @@ def LinearAttention(
     causal: bool = ...,
     init_std: float = ...,
     backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LocalStridedAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.local_strided.LocalStridedAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def LocalStridedAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    window: int = ...,
+    stride: int = ...,
+    gate: str = ...,
+    residual_inside: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -1173,6 +1205,39 @@ def RotaryEmbedding(
     sections: tuple[int, ...] | None = ...,
     sections_interleaved: bool = ...,
     num_axes: int = ...,
+) -> None: ...
+@overload
+def RoutedBlockAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.routed_blocks.RoutedBlockAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def RoutedBlockAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    block_size: int = ...,
+    topk: int = ...,
+    query_block: int = ...,
+    router_dim: int = ...,
+    router_grad: str = ...,
+    router_weight: float = ...,
+    decode: str = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
 def Router(

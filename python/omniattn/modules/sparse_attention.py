@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,6 +85,11 @@ class SparseConfig(HeadsConfig):
         """Whether there is a second set of projections."""
         return False
 
+    @property
+    def projects_out(self) -> bool:
+        """Whether there is an o_proj."""
+        return True
+
 
 class SparseAttention(Mixer):
     """y = W_o attend(W_q x, W_k x, W_v x); a subclass says how in `_attend`.
@@ -107,7 +112,8 @@ class SparseAttention(Mixer):
         for suffix in ("proj", "global_proj") if c.second else ("proj",):
             for name, size in sizes.items():
                 self.add_module(f"{name}_{suffix}", linear(c.dim, size, c.bias, c.init_std))
-        self.o_proj = linear(sizes["q"], c.dim, c.out_bias, c.out_init_std)
+        if c.projects_out:
+            self.o_proj = linear(sizes["q"], c.dim, c.out_bias, c.out_init_std)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache.
@@ -119,7 +125,7 @@ class SparseAttention(Mixer):
         c: SparseConfig = self.config
         self._require_causal()
         heads = c.kv_heads * (2 if c.second else 1)
-        like = storage_like(self.o_proj.weight, **storage)
+        like = storage_like(cast(Linear, self.get_submodule("q_proj")).weight, **storage)
         return KVCache(batch, max_length, heads, c.head_size, **like)
 
     def _require_causal(self) -> None:
@@ -169,7 +175,11 @@ class SparseAttention(Mixer):
         if cache is not None:
             first, second = _cached(cache, first, second)
         out = self._attend(*first, *(second or ()), x=x, **given)
-        y: Tensor = self.o_proj(out.flatten(-2))
+        return self._output(out.flatten(-2), x)
+
+    def _output(self, out: Tensor, x: Tensor) -> Tensor:
+        """y of the heads' O (B, T, Hq D)."""
+        y: Tensor = self.o_proj(out)
         return y
 
     def _projected(

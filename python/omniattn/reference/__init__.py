@@ -88,6 +88,7 @@ from omniattn.reference.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
+from omniattn.reference.routed_blocks import routed_block_attention
 from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
@@ -177,6 +178,7 @@ __all__ = [
     "rms_norm_gated",
     "rope_frequencies",
     "rotary_tables",
+    "routed_block_attention",
     "rwkv4",
     "rwkv6",
     "rwkv7",

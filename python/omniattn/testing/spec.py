@@ -41,7 +41,8 @@ SHORT_DTYPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way to call an op: sizes by letter, optional tensors to pass, plain options.
+    """One way to call an op: sizes by letter, optional tensors to pass, plain options; `constant`
+    are the differentiable arguments that have no gradient with these options.
 
     The name, for example "window-B2Tq63Tk100H4G2D64", seeds the random inputs.
     """
@@ -50,6 +51,7 @@ class Case:
     sizes: Mapping[str, int]
     tensors: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    constant: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def name(self) -> str:
@@ -216,7 +218,9 @@ class OpSpec:
         where = device or current_device()
         tensors = {name: relayout(t.to(where), layout) for name, t in tensors.items()}
         named = tuple(
-            n for n in self.differentiable if n in tensors and tensors[n].is_floating_point()
+            n
+            for n in self.differentiable
+            if n in tensors and n not in case.constant and tensors[n].is_floating_point()
         )
         return Call(tensors, case.options, named)
 

@@ -377,7 +377,7 @@ VARIANTS = (
     ),
     Variant(
         "gated mean of local and strided attention",
-        ("local_strided_attention",),
+        ("local_strided_attention", "LocalStridedAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
 )

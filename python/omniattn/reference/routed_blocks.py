@@ -1,0 +1,102 @@
+"""Attention over blocks of keys that a learned router selects for blocks of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.reference.attention import attention, attention_weights, selected_keys
+from omniattn.reference.precision import widen
+from omniattn.reference.selected_blocks import positions
+from omniattn.reference.topk import top_k
+
+
+def routed_block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    router_q: Tensor,
+    router_k: Tensor,
+    *,
+    block_size: int,
+    topk: int,
+    query_block: int = 1,
+    router_grad: str = "none",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv), router_q (B,lists,Hr,Dr), router_k
+    (B,blocks,Hs,Dr) -> O (B,Tq,Hq,Dv) [, loss (B,Hr,lists)].
+
+    Causal; list I has its own block of keys and the topk - 1 before it with the largest
+    r = router_q . router_k / sqrt(Dr). "gate": logits of the blocks before the own get
+    ln sigmoid(r). "distill": loss = KL(shares of full attention || softmax r) of the blocks.
+    """
+    heads = q.shape[2]
+    ends = list_positions(q.shape[1], k.shape[1], query_block, q.device)
+    r = router_scores(router_q, router_k)
+    scores, past = with_own(r.detach(), ends, block_size)
+    _, index = top_k(scores, min(topk, r.shape[-1]), mask=past)
+    mask = selected_keys(index, block_size, query_block, (q.shape[1], k.shape[1]))
+    mask = mask.repeat_interleave(heads // r.shape[1], 1)
+    options: dict[str, Any] = {"causal": True, "scale": scale, "softcap": softcap}
+    bias = None
+    if router_grad == "gate":
+        block = torch.arange(r.shape[-1], device=q.device)
+        gate = torch.nn.functional.logsigmoid(r)
+        gate = gate.masked_fill(block >= (ends // block_size)[:, None], 0)
+        query = torch.arange(q.shape[1], device=q.device) // query_block
+        key = torch.arange(k.shape[1], device=q.device) // block_size
+        bias = gate[:, :, query][..., key].repeat_interleave(heads // r.shape[1], 1)
+    out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, seed=seed, **options)
+    assert isinstance(out, Tensor)
+    if router_grad != "distill":
+        return out
+    with torch.no_grad():
+        wide = widen(q), widen(k)
+        _, lse = attention(*wide, wide[1], return_lse=True, **options)
+        weights = attention_weights(*wide, lse, **options)
+        shares = block_shares(weights, r.shape[1], query_block, block_size)
+    return out, share_divergence(shares, r, past)
+
+
+def list_positions(tq: int, tk: int, query_block: int, device: torch.device) -> Tensor:
+    """The position among the keys of the first query of each list."""
+    return positions(tq, tk, device)[::query_block]
+
+
+def router_scores(router_q: Tensor, router_k: Tensor) -> Tensor:
+    """r (B,Hr,lists,blocks) of router_q (B,lists,Hr,Dr) and router_k (B,blocks,Hs,Dr)."""
+    heads, kv_heads, size = router_q.shape[2], router_k.shape[2], router_q.shape[3]
+    keys = widen(router_k).repeat_interleave(heads // max(kv_heads, 1), 2)
+    return torch.einsum("bihd,bjhd->bhij", widen(router_q), keys) * size**-0.5
+
+
+def with_own(r: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """r with inf for the block of the positions `ends`, and which blocks are candidates."""
+    block, own = torch.arange(r.shape[-1], device=r.device), ends[:, None] // block_size
+    return r.masked_fill(block == own, torch.inf), (block <= own).expand(r.shape)
+
+
+def block_shares(weights: Tensor, heads: int, query_block: int, block_size: int) -> Tensor:
+    """Of weights (B,Hq,Tq,Tk), the share (B,heads,lists,blocks) that each block has in those of a
+    list and of the query heads of one head."""
+    tq, tk = weights.shape[-2:]
+    pad = torch.nn.functional.pad
+    weights = pad(weights, (0, -tk % block_size, 0, -tq % query_block))
+    blocks, lists = -(-tk // block_size), -(-tq // query_block)
+    sums = weights.unflatten(-1, (blocks, block_size)).sum(-1)
+    sums = sums.unflatten(2, (lists, query_block)).sum(3).unflatten(1, (heads, -1)).sum(2)
+    whole = sums.sum(-1, keepdim=True)
+    return sums / torch.where(whole == 0, 1, whole)
+
+
+def share_divergence(shares: Tensor, r: Tensor, past: Tensor) -> Tensor:
+    """KL(shares || softmax r) over the candidates (B,Hr,lists), 0 without any."""
+    none = ~past.any(-1, keepdim=True)
+    logs = r.masked_fill(~past & ~none, -torch.inf).log_softmax(-1).masked_fill(~past, 0)
+    return (torch.xlogy(shares, shares) - shares * logs).sum(-1)

@@ -1,0 +1,57 @@
+"""Layers with sparse attention: their formulas, options and errors."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from omniattn.modules import LocalStridedAttention
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+@pytest.mark.parametrize("inside", [False, True])
+@torch.no_grad()
+def test_near_and_strided_keys_are_mixed_by_a_learned_gate(gate, inside):
+    torch.manual_seed(0)
+    sizes = {"window": 4, "stride": 3, "gate": gate, "residual_inside": inside}
+    layer = LocalStridedAttention(dim=12, num_heads=3, init_std=0.5, **sizes).double()
+    x = torch.randn(2, 11, 12, dtype=torch.float64)
+    q, k, v = (p(x).unflatten(-1, (3, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    i, j = torch.arange(11)[:, None], torch.arange(11)
+
+    def attend(seen):
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
+        p = scores.masked_fill(~(seen & (j <= i)), -torch.inf).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", p, v)
+
+    g = torch.sigmoid(x @ layer.l_proj.weight.T + math.log(4)).unflatten(-1, (3, -1))
+    assert g.shape[-1] == (4 if gate == "elementwise" else 1)
+    mixed = (g * attend(j > i - 4) + (1 - g) * attend(j % 3 == 0)).flatten(-2)
+    assert hasattr(layer, "o_proj") != inside
+    torch.testing.assert_close(layer(x), x + mixed if inside else layer.o_proj(mixed))
+
+
+def test_gates_of_local_and_strided_attention_begin_at_four_fifths():
+    layer = LocalStridedAttention(dim=8, num_heads=2, window=2, stride=2)
+    torch.testing.assert_close(layer.l_proj.bias.sigmoid(), torch.full((8,), 0.8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 0}, "LocalStridedAttention: window must be an integer >= 1, got window=0"),
+        ({"stride": 0}, "LocalStridedAttention: stride must be an integer >= 1, got stride=0"),
+        ({"gate": "tokenwise"}, "LocalStridedAttention: gate must be one of"),
+        (
+            {"residual_inside": True, "head_dim": 3},
+            "LocalStridedAttention: residual_inside needs num_heads * head_dim = dim, "
+            "got num_heads=2, head_dim=3, dim=8",
+        ),
+    ],
+)
+def test_wrong_fields_of_local_and_strided_attention(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LocalStridedAttention(dim=8, num_heads=2, **fields)
