@@ -101,6 +101,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
+    "means of decaying weights with r . k in the exponent: by pairs, by a state": (
+        *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),
+    ),
     "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step": (
         *(("vandermonde", "s4d"), ("cauchy", "s4")),
     ),

@@ -28,6 +28,40 @@ def rwkv4(
     return y, torch.stack(tuple(final), 1)
 
 
+def rwkv_quadratic(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """torch's attention with a bias of decays, which it makes."""
+    lacks(cu_seqlens=cu_seqlens is not None, channels=w.dim() == 2, empty=v.numel() == 0)
+    copies, at = v.shape[2] // r.shape[2], torch.arange(r.shape[1], device=r.device)
+    age = (at[:, None] - at).to(w.dtype)
+    bias = (-w[:, None, None] * age).masked_fill(age < 0, -torch.inf)
+    r, k = (t.repeat_interleave(copies, 2) for t in (r, k))
+    rows = (t.transpose(1, 2) for t in (r, k, v))
+    y = F.scaled_dot_product_attention(*rows, attn_mask=bias[None].to(v.dtype), scale=1.0)
+    return y.transpose(1, 2)
+
+
+def rwkv_recurrent(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loop of RWKV-4 in transformers, of the products."""
+    heads, width = v.shape[2:]
+    lacks(empty=v.numel() == 0)
+    score = (r.float() * k.float()).sum(-1, keepdim=True).repeat_interleave(heads // r.shape[2], 2)
+    w = (w if w.dim() == 2 else w[:, None]).expand(heads, width).flatten()
+    state = None if initial_state is None else initial_state.flatten(2)
+    rows = (score.expand(v.shape).flatten(2), v.float().flatten(2))
+    y, final = rwkv4(w, w, *rows, initial_state=state, cu_seqlens=cu_seqlens)
+    return y.view(v.shape).to(v.dtype), final.unflatten(2, (heads, width))
+
+
 def slstm(
     x: Tensor,
     r: Tensor,
@@ -170,6 +204,8 @@ def mamba(
 
 BASELINES = {
     "rwkv4": {"hf": rwkv4},
+    "rwkv_quadratic": {"aten": rwkv_quadratic},
+    "rwkv_recurrent": {"hf": rwkv_recurrent},
     "slstm": {"aten": slstm},
     "mlstm": {"hf": mlstm},
     "selective_scan": {"aten": selective_scan, "hf": mamba},

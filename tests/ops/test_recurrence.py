@@ -274,3 +274,84 @@ def test_sequences_lie_within_the_steps(bounds):
     q, k, v = (t[:1] for t in qkv(4))
     with pytest.raises(ValueError, match="retention: cu_seqlens must grow within"):
         F.retention(q, k, v, cu_seqlens=torch.tensor(bounds))
+
+
+KEYS, PLAIN = torch.ones(1, 3, 2, 4), torch.full((1, 3, 2), -0.5)
+#: Functions with the log-decays given, and the name of that argument.
+DECAYING = {
+    "gated_linear_attention": ("g", lambda g: F.gated_linear_attention(KEYS, KEYS, KEYS, g)),
+    "linear_attention": ("g", lambda g: F.linear_attention(KEYS, KEYS, KEYS, g=g)),
+    "gated_delta_rule": ("g", lambda g: F.gated_delta_rule(KEYS, KEYS, KEYS, g, PLAIN)),
+    "kimi_delta_attention": (
+        "g",
+        lambda g: F.kimi_delta_attention(KEYS, KEYS, KEYS, g[..., None].expand(KEYS.shape), PLAIN),
+    ),
+    "dplr_delta_rule": ("g", lambda g: F.dplr_delta_rule(KEYS, KEYS, KEYS, KEYS, KEYS, g)),
+    "rwkv6": (
+        "w",
+        lambda g: F.rwkv6(KEYS, KEYS, KEYS, g[..., None].expand(KEYS.shape), KEYS[0, 0]),
+    ),
+    "rwkv7": (
+        "w",
+        lambda g: F.rwkv7(KEYS, g[..., None].expand(KEYS.shape), KEYS, KEYS, KEYS, KEYS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_states_that_would_grow_are_refused(name):
+    argument, call = DECAYING[name]
+    g = PLAIN.clone()
+    assert call(g)[0].isfinite().all()
+    g[0, 1, 1] = 0.0
+    assert call(g)[0].isfinite().all()
+    g[0, 1, 1] = 0.25
+    with pytest.raises(ValueError, match=rf"^{name}: {argument} must be <= 0, got {argument}.max"):
+        call(g)
+    g[0, 1, 1] = torch.nan
+    assert call(g)[0].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: F.retention(KEYS, KEYS, KEYS, gamma=x), r"retention: gamma must be >= 0, got g"),
+        (lambda x: F.retention(KEYS, KEYS, KEYS, gamma=-x), r"retention: gamma must be <= 1, got "),
+        (
+            lambda x: F.rwkv4(x, x, KEYS[0, ..., :2], KEYS[0, ..., :2]),
+            r"rwkv4: w must be >= 0, got w.min\(\)=-2",
+        ),
+        (lambda x: F.rwkv_quadratic(KEYS, KEYS, KEYS, x), r"rwkv_quadratic: w must be >= 0"),
+        (lambda x: F.rwkv_recurrent(KEYS, KEYS, KEYS, x), r"rwkv_recurrent: w must be >= 0"),
+    ],
+)
+def test_decays_of_the_wrong_sign_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(torch.full((2,), -2.0))
+
+
+def test_values_are_not_read_while_a_call_is_traced():
+    """Neither under a transform nor by a compiler; its own graph must hold no such branch."""
+    g = torch.full((1, 3, 2), 0.25)
+    call = lambda g: F.gated_linear_attention(KEYS, KEYS, KEYS, g)[0].sum()  # noqa: E731
+    assert torch.func.grad(call)(g).isfinite().all()
+    exported = torch.export.export(_Decaying(), (g,))
+    assert exported.module()(g).isfinite().all()
+
+
+class _Decaying(torch.nn.Module):
+    def forward(self, g):
+        return F.gated_linear_attention(KEYS, KEYS, KEYS, g)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_states_are_computed_in_fp32_whatever_dtype_they_come_in(dtype):
+    q, k, v = (t.float() for t in qkv(20))
+    state = draw(2, 2, 8, 5, seed=5).to(dtype).requires_grad_()
+    o, final = F.retention(q, k, v, initial_state=state)
+    expected = F.retention(q, k, v, initial_state=state.float())
+    assert final.dtype == torch.float32
+    assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+    assert torch.autograd.grad(o.sum(), state)[0].dtype == dtype
+    with pytest.raises(TypeError, match="retention: initial_state must be floating-point, got"):
+        F.retention(q, k, v, initial_state=torch.ones(2, 2, 8, 5, dtype=torch.int64))

@@ -88,7 +88,7 @@ from omniattn.functional.routing import (
     update_default_vectors,
     update_router_bias,
 )
-from omniattn.functional.rwkv import rwkv6, rwkv7
+from omniattn.functional.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.scan import rwkv4, slstm
 from omniattn.functional.sdpa import scaled_dot_product_attention
@@ -214,6 +214,8 @@ __all__ = [
     "rwkv4",
     "rwkv6",
     "rwkv7",
+    "rwkv_quadratic",
+    "rwkv_recurrent",
     "s4",
     "s4_kernel",
     "s4d",

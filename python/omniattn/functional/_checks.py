@@ -121,6 +121,19 @@ def require_distinct(op: str, name: str, index: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have no row twice, got {name}={shown(rows)}")
 
 
+def require_range(
+    op: str, name: str, x: Tensor, least: float = -math.inf, most: float = math.inf
+) -> None:
+    """The values of `x` must be in [least, most], where they can be read without waiting for a
+    device or leaving a trace. NaN passes: results show it, and a GradScaler counts on that."""
+    if type(x) not in _PLAIN or not x.is_cpu or x.numel() == 0 or is_traced():
+        return
+    if least > -math.inf and (low := x.amin().item()) < least:
+        raise ValueError(f"{op}: {name} must be >= {least:g}, got {name}.min()={low:g}")
+    if most < math.inf and (high := x.amax().item()) > most:
+        raise ValueError(f"{op}: {name} must be <= {most:g}, got {name}.max()={high:g}")
+
+
 def is_traced() -> bool:
     """Whether a call is part of a trace or of a transform of torch.func."""
     return (

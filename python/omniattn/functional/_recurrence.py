@@ -16,6 +16,7 @@ from omniattn.functional._checks import (
     require_float,
     require_integers,
     require_number,
+    require_range,
     require_shape,
     require_tensor,
     shown,
@@ -75,6 +76,20 @@ def widened(
         )
     require_device(op, name, t, v, v_name)
     return t.to(compute_dtype(v))
+
+
+def log_decays(
+    op: str,
+    name: str,
+    g: Tensor,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    v_name: str = "v",
+) -> Tensor:
+    """Logarithms of decays, `widened`: states that grow at each step are a mistake of a sign."""
+    g = widened(op, name, g, v, shapes, v_name)
+    require_range(op, name, g, most=0.0)
+    return g
 
 
 def delta(
@@ -155,8 +170,8 @@ def run(
         require_number(op, "scale", scale)
     if torch.is_grad_enabled():
         count = _copies(q.shape[2], v.shape[2])
-        q, k = _repeated(q, count), _repeated(k, count)
-        a, b = (t if t is None else _repeated(t, count) for t in (a, b))
+        q, k = repeated(q, count), repeated(k, count)
+        a, b = (t if t is None else repeated(t, count) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale)
     return o, state
@@ -170,7 +185,7 @@ def _copies(heads: int, v_heads: int) -> int:
     return next(enough, max(1, group)) if heads < _KEY_HEADS else 1
 
 
-def _repeated(t: Tensor, count: int) -> Tensor:
+def repeated(t: Tensor, count: int) -> Tensor:
     """Heads of (B, T, H, K), each `count` times; a single one takes no memory."""
     return t if count == 1 else t[:, :, :, None].expand(-1, -1, -1, count, -1).flatten(2, 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import delta, low_rank, require_heads, widened
+from omniattn.functional._recurrence import delta, log_decays, low_rank, require_heads
 
 __all__ = ["delta_rule", "dplr_delta_rule", "gated_delta_rule", "kimi_delta_attention"]
 
@@ -107,7 +107,7 @@ def gated_delta_rule(
     """
     op = "gated_delta_rule"
     k, v = require_heads(op, q, k, v)
-    g = widened(op, "g", g, v, (v.shape[:3],))
+    g = log_decays(op, "g", g, v, (v.shape[:3],))
     return delta(
         op,
         q,
@@ -164,7 +164,7 @@ def kimi_delta_attention(
     """
     op = "kimi_delta_attention"
     k, v = require_heads(op, q, k, v)
-    g = widened(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
+    g = log_decays(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
     return delta(
         op,
         q,
@@ -225,7 +225,7 @@ def dplr_delta_rule(
     op = "dplr_delta_rule"
     k, v = require_heads(op, q, k, v)
     shapes = (v.shape[:3], (*v.shape[:3], q.shape[-1]))
-    g = widened(op, "g", g, v, shapes)
+    g = log_decays(op, "g", g, v, shapes)
     if g.ndim == 3:
         g = g[..., None].expand(shapes[1])
     return low_rank(op, q, k, v, a, b, g, scale, initial_state, cu_seqlens, backend)

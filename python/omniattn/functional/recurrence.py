@@ -11,10 +11,11 @@ from omniattn.functional._checks import (
     require_bool,
     require_choice,
     require_number,
+    require_range,
     use_reference,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import require_heads, run, widened
+from omniattn.functional._recurrence import log_decays, require_heads, run, widened
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 from omniattn.reference.recurrence import SIGNED as SIGNED
@@ -112,7 +113,7 @@ def linear_attention(
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
         k = k * (beta if beta.ndim == 4 else beta[..., None])
     if g is not None:
-        g = widened(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
+        g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
     if divide:
         v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     if causal:
@@ -159,8 +160,8 @@ def gated_linear_attention(
             h // (Hv / H) of q and k.
         g: logarithms of the decays, <= 0: (B, T, Hv, K), or (B, T, Hv) for one of all channels.
         scale: default K^-0.5.
-        initial_state: (N, Hv, K, V), computed in float32 (float64 for float64); None for zeros. N
-            is B, or the number of sequences.
+        initial_state: (N, Hv, K, V), of any floating dtype, but computed in float32 (float64 for
+            float64); None for zeros. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
             (B, T, ...) bring their own boundaries, and the output has them, too.
@@ -184,6 +185,10 @@ def gated_linear_attention(
         Steps are computed as products of matrices, 16 and more at a time. So a NaN or infinity may
         also reach outputs of up to 15 steps before its own; finite inputs have no such effect.
 
+        On the CPU a g above 0, by which states would grow, is an error. It is not looked for on a
+        GPU, which would have to be waited for, nor while a call is traced or compiled. NaN is no
+        error: results show it.
+
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
 
@@ -195,7 +200,7 @@ def gated_linear_attention(
     """
     op = "gated_linear_attention"
     k, v = require_heads(op, q, k, v)
-    g = widened(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
+    g = log_decays(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
 
 
@@ -240,7 +245,9 @@ def retention(
     heads, wide = v.shape[2], compute_dtype(v)
     if gamma is None:
         gamma = 1 - torch.exp2(-5 - torch.arange(heads, dtype=wide, device=v.device))
-    g = widened(op, "gamma", gamma, v, ((heads,),)).log().expand(*v.shape[:2], heads)
+    gamma = widened(op, "gamma", gamma, v, ((heads,),))
+    require_range(op, "gamma", gamma, 0.0, 1.0)
+    g = gamma.log().expand(*v.shape[:2], heads)
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
 
 

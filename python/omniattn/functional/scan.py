@@ -9,6 +9,7 @@ from omniattn.functional._checks import (
     implementation,
     require_choice,
     require_float,
+    require_range,
     require_shape,
 )
 from omniattn.functional._jagged import over_sequences
@@ -82,6 +83,7 @@ def rwkv4(
     require_shape(op, "v", v, tuple(k.shape))
     count, channels = sequence_count(op, k, cu_seqlens, "k"), k.shape[2]
     w = widened(op, "w", w, k, ((channels,),), "k")
+    require_range(op, "w", w, least=0.0)
     u = widened(op, "u", u, k, ((channels,),), "k")
     if initial_state is not None:
         initial_state = widened(op, "initial_state", initial_state, k, ((count, 3, channels),), "k")

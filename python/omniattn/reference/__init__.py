@@ -89,7 +89,15 @@ from omniattn.reference.rope_scaling import (
     scaling_to_hf,
 )
 from omniattn.reference.routed_blocks import routed_block_attention
-from omniattn.reference.scan import exponential_gates, mlstm, rwkv4, selective_scan, slstm
+from omniattn.reference.scan import (
+    exponential_gates,
+    mlstm,
+    rwkv4,
+    rwkv_quadratic,
+    rwkv_recurrent,
+    selective_scan,
+    slstm,
+)
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
 from omniattn.reference.sparse import (
@@ -182,6 +190,8 @@ __all__ = [
     "rwkv4",
     "rwkv6",
     "rwkv7",
+    "rwkv_quadratic",
+    "rwkv_recurrent",
     "scaled_dot_product_attention",
     "scaling_from_hf",
     "scaling_to_hf",

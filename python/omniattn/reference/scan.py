@@ -95,6 +95,71 @@ def rwkv4(
     return outputs[0].to(k.dtype), final
 
 
+def rwkv_quadratic(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """y_i = sum_{j<=i} e^(r_i . k_j - (i - j) w) v_j / (the same without v).
+
+    r, k (B, T, H, K), v (B, T, Hv, V), w (Hv) or (Hv, V).
+    """
+    dtype, steps, heads = compute_dtype(v), r.shape[1], v.shape[2]
+    r, k = _of_value_heads(r, heads), _of_value_heads(k, heads)
+    at = torch.arange(steps, device=v.device)
+    seen = at[:, None] >= at
+    inside = torch.ones_like(at, dtype=torch.bool)
+    if cu_seqlens is not None:
+        sequence = torch.searchsorted(cu_seqlens.long(), at, right=True)
+        inside = in_sequences(cu_seqlens, steps)
+        seen = seen & (sequence[:, None] == sequence)
+    age = (at[:, None] - at).to(dtype)
+    decay = w.to(dtype).view(heads, -1, 1, 1) * age  # (H, 1 or V, T, T)
+    score = torch.einsum("bihk,bjhk->bhij", r, k)[:, :, None] - decay
+    weight = score.masked_fill(~seen, -torch.inf).softmax(-1)
+    weight = weight.expand(-1, -1, v.shape[3], -1, -1)
+    y = torch.einsum("bhcij,bjhc->bihc", weight, v.to(dtype))
+    return torch.where(inside[:, None, None], y, 0).to(v.dtype)
+
+
+def rwkv_recurrent(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = s_t / n_t, s_t = e^-w s_{t-1} + e^(r_t . k_t) v_t, and n_t, the same without v.
+
+    A state (N, 3, Hv, V) is s and n times e^-max, and max.
+    """
+    dtype, heads = compute_dtype(v), v.shape[2]
+    r, k, wide = _of_value_heads(r, heads), _of_value_heads(k, heads), v.to(dtype)
+    score = (r * k).sum(-1, keepdim=True).expand(v.shape)
+    w = w.to(dtype).view(heads, -1)
+    if initial_state is None:
+        empty = v.new_tensor(WKV_EMPTY, dtype=dtype)[:, None, None]
+        initial_state = empty.expand(_count(v, cu_seqlens), 3, *v.shape[2:])
+
+    def step(state: State, score: Tensor, v: Tensor) -> tuple[State, State]:
+        s, n, top = state
+        most = torch.maximum(top - w, score)
+        past, now = (top - w - most).exp(), (score - most).exp()
+        s, n = past * s + now * v, past * n + now
+        return (s / n,), (s, n, most)
+
+    start = initial_state.to(dtype).unbind(1)
+    outputs, state = over_time(step, (score, wide), start, cu_seqlens, (w,))
+    y = outputs[0] if outputs else wide + (score.sum() + w.sum()) * 0
+    return y.to(v.dtype), torch.stack(state, 1)
+
+
+def _of_value_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H, K) in the dtype of sums, with a copy of its heads for each of the values'."""
+    x = x.to(compute_dtype(x))
+    return x.repeat_interleave(heads // max(1, x.shape[2]), 2)
+
+
 def exponential_gates(
     g: Tensor,
     i: Tensor,

@@ -333,6 +333,11 @@ VARIANTS = (
         "Peng et al. 2025, arXiv 2503.14456",
     ),
     Variant(
+        "means of decaying weights with r . k in the exponent: by pairs, by a state",
+        ("rwkv_quadratic", "rwkv_recurrent"),
+        "this package",
+    ),
+    Variant(
         "xLSTM",
         ("mlstm", "slstm", "MLSTM", "SLSTM"),
         "Beck et al. 2024, arXiv 2405.04517",

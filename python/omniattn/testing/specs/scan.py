@@ -12,6 +12,7 @@ from torch import Tensor
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
+from omniattn.testing.specs.attention import GRADIENT_FACTOR, GRADIENT_FACTORS
 
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
@@ -314,4 +315,87 @@ SELECTIVE_SCAN = OpSpec(
     ),
 )
 
-SPECS = (RWKV4, MLSTM, SLSTM, SELECTIVE_SCAN)
+
+def _rwkv(
+    label: str,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    tensors: tuple[str, ...] = (),
+    *,
+    Hv: int | None = None,
+    N: int | None = None,
+) -> Case:
+    sizes = {"B": B, "T": T, "H": H, "Hv": Hv or H, "K": K, "V": V}
+    return Case(label, sizes if N is None else sizes | {"N": N}, tensors)
+
+
+def _rwkv_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    """Decays of heads, or of channels where the case is of them."""
+    b, t, h, hv, k, v = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K", "V"))
+    width = (v,) if "channels" in case.label else ()
+    tensors = {
+        "r": random.normal(b, t, h, k),
+        "k": random.normal(b, t, h, k) / max(1, k) ** 0.5,
+        "v": random.normal(b, t, hv, v),
+        "w": random.normal(hv, *width).exp() / 4,
+    } | _boundaries(case, random)
+    if "initial_state" in case.tensors:
+        s, n, top = random.normal(3, case.sizes.get("N", b), hv, v)
+        tensors["initial_state"] = torch.stack((s, n.abs() + 1, top), 1)
+    return tensors
+
+
+_BENCHED = _rwkv("head64", 1, 1024, 8, 64, 64)
+
+RWKV_QUADRATIC = OpSpec(
+    name="rwkv_quadratic",
+    family="scan",
+    cuda="emulated",
+    paper="this package",
+    inputs=_rwkv_inputs,
+    differentiable=("r", "k", "v", "w"),
+    flops=_flops(2, "B", "T", "T", "Hv", "K"),
+    gradient_factor=GRADIENT_FACTOR,
+    gradient_factors={"w": GRADIENT_FACTORS["alibi_slopes"]},
+    second_order=True,
+    special=("packed", "channels"),
+    cases=(
+        _rwkv("tiny", 2, 3, 1, 3, 2),
+        _rwkv("plain", 2, 70, 2, 16, 20, Hv=4),
+        _rwkv("packed", 1, 70, 2, 9, 7, ("cu_seqlens",), N=5),
+        _rwkv("channels", 2, 35, 2, 8, 5, Hv=4),
+        _rwkv("packed channels", 1, 40, 2, 8, 3, ("cu_seqlens",), N=3),
+        _rwkv("nosteps", 2, 0, 2, 4, 3),
+        _rwkv("nobatch", 0, 5, 2, 4, 3),
+        _rwkv("novalues", 2, 5, 2, 4, 0),
+    ),
+    benchmarks=(Benchmark(_BENCHED, (F32, BF16), BOTH, "compute"),),
+)
+
+RWKV_RECURRENT = OpSpec(
+    name="rwkv_recurrent",
+    family="scan",
+    cuda="emulated",
+    paper="this package",
+    inputs=_rwkv_inputs,
+    differentiable=("r", "k", "v", "w", "initial_state"),
+    flops=_flops(20, "B", "T", "Hv", "V"),
+    second_order=True,
+    special=("packed", "channels"),
+    cases=(
+        _rwkv("tiny", 2, 3, 1, 3, 2, STATE),
+        _rwkv("plain", 2, 70, 2, 16, 20, Hv=4),
+        _rwkv("packed", 1, 70, 2, 9, 7, PACKED, N=5),
+        _rwkv("channels", 2, 35, 2, 8, 5, STATE, Hv=4),
+        _rwkv("step", 3, 1, 2, 32, 24, STATE),
+        _rwkv("nosteps", 2, 0, 2, 4, 3, STATE),
+        _rwkv("nobatch", 0, 5, 2, 4, 3),
+        _rwkv("novalues", 2, 5, 2, 4, 0),
+    ),
+    benchmarks=(Benchmark(_BENCHED, (F32, BF16), BOTH, "compute"),),
+)
+
+SPECS = (RWKV4, RWKV_QUADRATIC, RWKV_RECURRENT, MLSTM, SLSTM, SELECTIVE_SCAN)
