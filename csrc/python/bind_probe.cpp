@@ -29,14 +29,16 @@ const char* dtype_name(DType dtype) {
 }
 
 #if defined(__x86_64__)
-// Levels of products by the instructions of avx512.
+// Levels of products by the instructions of another level.
 struct Emulated {
   const char* isa;
+  Isa by;
   const ProbeKernels* products;  // of bf16
 };
 const Emulated kEmulated[] = {
-    {"avx512_bf16_emulated", &isa_avx512_bf16_emulated::probe_kernels_table},
-    {"amx_bf16_emulated", &isa_amx_bf16_emulated::probe_kernels_table},
+    {"avx512_bf16_emulated", Isa::avx512, &isa_avx512_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_emulated", Isa::avx512, &isa_amx_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_portable", Isa::avx2, &isa_amx_bf16_portable::probe_kernels_table},
 };
 #endif
 
@@ -44,8 +46,8 @@ const Emulated kEmulated[] = {
 const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
   for (const Emulated& emulated : kEmulated) {
-    if (isa != emulated.isa || detected_isa() < Isa::avx512) continue;
-    return dtype == DType::bf16 ? emulated.products : &isa_avx512::probe_kernels_table;
+    if (isa != emulated.isa || !has_isa(emulated.by)) continue;
+    return dtype == DType::bf16 ? emulated.products : &probe_kernels_on(emulated.by, dtype);
   }
 #endif
   Isa level;

@@ -31,7 +31,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(OMNIATTN_PAIRS) || defined(__aarch64__)
 constexpr int kTileAccumulators = 24;
 constexpr int kTileVecs = 4;
 #else
@@ -66,7 +66,7 @@ struct Operand {
   OMNIATTN_INLINE static Vec<T> multiply_add(B a, B b, Vec<T> acc) { return fma(a, b, acc); }
 };
 
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 template <>
 struct Operand<bf16> {
   static constexpr int kStep = 2;

@@ -1,5 +1,6 @@
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/gemm/gemm_pieces.h"
 #include "runtime/dispatch.h"
 #include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
@@ -13,9 +14,6 @@ namespace {
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
-// Up to this many rows, B^T is streamed once and multiplied with all rows of A, in items of
-// columns.
-constexpr int64_t kMaxDotRows = 4;
 constexpr int64_t kDotItem = 64;
 
 bool is_dot(const GemmParams& p) {
@@ -189,6 +187,25 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   }
 }
 
+// In pieces of bf16.
+
+template <class T>
+PieceWorkspace<T> piece_workspace(const GemmParams& p, const Grid& grid, void* memory) {
+  return {memory, p, piece_depth(grid.depth, p.pieces), grid.rows, grid.cols, kBlockM};
+}
+
+template <class T>
+void run_in_pieces(const GemmParams& p, void* memory, int64_t begin, int64_t end) {
+  const Grid grid(p);
+  const PieceWorkspace<T> work = piece_workspace<T>(p, grid, memory);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t n = item % grid.col_blocks * grid.cols, cols = smaller(grid.cols, p.n - n);
+    const int64_t m = item / grid.col_blocks * grid.rows, rows = smaller(grid.rows, p.m - m);
+    multiply_pieces(p, m, rows, n, cols, kBlockM, work);
+    finish_pieces(p, m, rows, n, cols, work.sums);
+  }
+}
+
 // Few rows.
 
 // Items [begin, end) of kDotItem columns each.
@@ -230,6 +247,9 @@ int64_t items(const GemmParams& p) {
 int64_t workspace_bytes(const GemmParams& p) {
   if (is_dot(p)) return 0;
   int64_t bytes = 0;
+  if constexpr (kOnTiles) {
+    if (p.pieces > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
+  }
   dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
   return bytes;
 }
@@ -237,6 +257,9 @@ int64_t workspace_bytes(const GemmParams& p) {
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   if (is_dot(p)) return run_dot(p, begin, end);
   const TileScope tiles;
+  if constexpr (kOnTiles) {
+    if (p.pieces > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
+  }
   dispatch_operand(p, [&]<class T>(T) {
     const Grid grid(p);
     const Workspace<T> work(workspace, grid);
@@ -271,6 +294,7 @@ void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, v
 }  // namespace
 
 extern const GemmKernels gemm_kernels_table;
-const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any};
+const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any,
+                                     kOnTiles ? exponents : nullptr};
 
 }  // namespace omniattn::OMNIATTN_ISA
