@@ -23,7 +23,8 @@ namespace omniattn {
 inline constexpr int64_t kMaxDotRows = 4;
 
 struct GemmParams {
-  // A and B of one dtype, or A in the compute type of B's dtype. C in A's dtype or compute type.
+  // A and B of one dtype, or A in the compute type of B's dtype, which products of bf16 narrow. C
+  // in A's dtype or B's, or in compute type.
   DType a_dtype, b_dtype, c_dtype;
   int64_t m, n, k;
   const void* a;     // (m, k), or (k, m) where a_transposed
@@ -37,8 +38,8 @@ struct GemmParams {
   // 2 or 3: fp32 as so many pieces of bf16 (gemm_pieces.h), on levels with tiles, in products of
   // more than kMaxDotRows rows; with the exponents of the rows of A and of the columns of B, all
   // finite.
-  int64_t pieces;
-  const float *a_exponents, *b_exponents;
+  int64_t pieces = 0;
+  const float *a_exponents = nullptr, *b_exponents = nullptr;
 };
 static_assert(std::is_trivially_copyable_v<GemmParams>);
 

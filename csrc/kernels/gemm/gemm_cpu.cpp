@@ -111,12 +111,36 @@ void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64
   });
 }
 
+// C block (+)= rows of A, narrowed to T while they are packed, times the packed block of B.
+template <class T>
+void multiply_narrowed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
+                            int64_t depth, int64_t cols, const Workspace<T>& work, Panels<T> b,
+                            float* c, int64_t ldc, bool accumulate) {
+  const auto* const a = static_cast<const float*>(p.a);
+  if (p.a_transposed) {
+    pack_rows(a + k * p.lda + row, p.lda, depth, rows, work.a, kBlockM, rows);
+    gemm_tile<T, ALayout::kTransposed>(work.a, kBlockM, b, c, ldc, rows, cols, depth, accumulate);
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* const from = a + (row + r) * p.lda + k;
+      T* const to = work.a + r * depth;
+      for_row<float>(depth, [&](int64_t i, auto part) { part.store(to + i, part.load(from + i)); });
+    }
+    gemm_tile<T>(work.a, depth, b, c, ldc, rows, cols, depth, accumulate);
+  }
+}
+
 // C block (+)= A[row .. row + rows) * the packed block of B that starts at k.
 template <class T>
 void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, int64_t depth,
                    int64_t cols, const Workspace<T>& work, compute_t<T>* c, int64_t ldc,
                    bool accumulate) {
   const Panels<T> b = packed_panels<T>(work.b, depth);
+  if constexpr (Operand<T>::kStep == 2) {
+    if (p.a_dtype == DType::f32) {
+      return multiply_narrowed_rows(p, row, rows, k, depth, cols, work, b, c, ldc, accumulate);
+    }
+  }
   if (p.a_transposed) {
     with_elements<T>(p.a_dtype, p.a, k * p.lda + row, [&](const auto* a) {
       pack_rows(a, p.lda, depth, rows, work.a, kBlockM, rows);
