@@ -23,7 +23,7 @@ from goal import (
 from omniattn import functional
 from omniattn.functional import masks, scores
 from omniattn.modules import DifferentialAttention, KVCache, RollingCache
-from omniattn.testing.spec import Function
+from omniattn.testing.spec import Function, Pass
 from omniattn.testing.specs import _score_mods
 
 
@@ -102,22 +102,34 @@ def window_rows() -> Iterator[Row]:
             )
 
 
-def varlen_rows() -> Iterator[Row]:
-    """Packed sequences: time proportional to the visible pairs; against the padded call."""
-    lengths, heads, dim = [1024, 100, 700, 30, 512, 350, 900, 64], 8, 64
-    total, longest = sum(lengths), max(lengths)
+VARLEN = [1024, 100, 700, 30, 512, 350, 900, 64]
+
+
+def varlen_calls(pass_: Pass, dtype: torch.dtype = F32) -> tuple[Provider, Provider, int]:
+    """Packed sequences of 8 heads of 64, torch's attention of the padded ones, and the pairs."""
+    lengths, heads, dim, longest = VARLEN, 8, 64, max(VARLEN)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = dict(zip("qkv", tensors(*[(total, heads, dim)] * 3), strict=True))
-    padded = self_attention(len(lengths), longest, heads, dim)
+    shape = (sum(lengths), heads, dim)
+    packed = dict(zip("qkv", tensors(*[shape] * 3, dtype=dtype), strict=True))
+    padded = self_attention(len(lengths), longest, heads, dim, dtype)
     seen = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    seen = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None, None]
+    hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)[:, None, None]
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    pairs = sum(n * n for n in lengths)
+    return (
+        provider(pass_, packed, functional.attention_varlen, **options, **limits),
+        provider(pass_, padded, sdpa, bias=hidden),
+        sum(n * n for n in lengths),
+    )
+
+
+def varlen_rows() -> Iterator[Row]:
+    """Packed sequences: time proportional to the visible pairs; against the padded call."""
+    heads, dim, longest = 8, 64, max(VARLEN)
     for pass_ in PASSES:
-        run = provider(pass_, packed, functional.attention_varlen, **options, **limits)
+        run, padded_call, pairs = varlen_calls(pass_)
         row = Row(
-            f"varlen 8 sequences of {total} D{dim}",
+            f"varlen 8 sequences of {sum(VARLEN)} D{dim}",
             pass_,
             run,
             provider(pass_, self_attention(1, longest, heads, dim), functional.attention),
@@ -127,7 +139,6 @@ def varlen_rows() -> Iterator[Row]:
             flops=2.0 * pairs * heads * dim * PRODUCTS[pass_],
         )
         yield row
-        padded_call = provider(pass_, padded, sdpa, bias=seen)
         yield replace(row, yardstick=padded_call, against="padded SDPA", share=1.0, goal=1.0)
 
 

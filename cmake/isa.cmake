@@ -37,6 +37,11 @@ if("avx2" IN_LIST OMNIATTN_ISAS)
   set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-Os> -Wno-maybe-uninitialized)
 endif()
 
+# For tests: levels of products by the instructions of others. The vectors of the second form are made
+# of shorter ones; no call between objects passes them, so that gcc's note on their ABI is void.
+set(OMNIATTN_FLAGS_emulated ${OMNIATTN_FLAGS_avx512})
+set(OMNIATTN_FLAGS_portable ${OMNIATTN_FLAGS_avx2} -DOMNIATTN_WIDE_VECTORS -Wno-psabi)
+
 set(OMNIATTN_KERNEL_OPTIONS
   -fno-math-errno -fno-trapping-math  # neither errno nor FP exception flags are part of any contract
   -fno-strict-aliasing                # 16-bit storage is read as vectors

@@ -6,18 +6,20 @@ namespace {
 
 // y = (act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias;
 // without up_weight the activation alone, with alpha and limit in clamp gpt-oss's product of both.
+// native, pieces: whose products, and in how many pieces of bf16 (gemm.h).
 // keep: elements of the hidden layer that stay, times scale. gate and up are empty with recompute.
 const Registry registry([](Registry& ops) {
   ops.define(
       "glu_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight,"
       " Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p,"
-      " int act, float[] clamp, bool recompute, bool native) -> (Tensor y, Tensor gate, Tensor up)",
+      " int act, float[] clamp, bool recompute, bool native, int pieces)"
+      " -> (Tensor y, Tensor gate, Tensor up)",
       differentiable);
   ops.define(
       "glu_mlp_backward(Tensor grad_y, Tensor gate, Tensor up, bool[] needs, Tensor x,"
       " Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
       " Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p, int act, float[] clamp,"
-      " bool recompute, bool native) -> Tensor[]");
+      " bool recompute, bool native, int pieces) -> Tensor[]");
 });
 
 }  // namespace

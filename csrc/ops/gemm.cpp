@@ -4,12 +4,12 @@
 namespace omniattn::ops::gemm {
 namespace {
 
-// y = x weight^T + bias with x (..., K), weight (N, K).
+// y = x weight^T + bias with x (..., K), weight (N, K). pieces: see gemm.h.
 const Registry registry([](Registry& ops) {
-  ops.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", differentiable);
+  ops.define("linear(Tensor x, Tensor weight, Tensor? bias, int pieces) -> Tensor", differentiable);
   ops.define(
-      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool x_grad, bool weight_grad,"
-      " bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, int pieces, bool x_grad,"
+      " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 });
 
 }  // namespace

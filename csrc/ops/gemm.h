@@ -15,9 +15,15 @@ struct Operand {
   bool transposed = false;
 };
 
-// c (m, n) of c_dtype, rows at a distance of ldc, = a (m, k) b (k, n) + bias (n).
+// c (m, n) of c_dtype, rows at a distance of ldc, = a (m, k) b (k, n) + bias (n). On tiles, fp32 in
+// `pieces` of bf16 (kernels/gemm/gemm_pieces.h) if these are 2 or 3 and all elements are finite.
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
-              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate = false);
+              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate = false,
+              int64_t pieces = 0);
+
+inline void require_pieces(const char* op, int64_t pieces) {
+  require(pieces == 0 || pieces == 2 || pieces == 3, op, "pieces must be 0, 2 or 3, got ", pieces);
+}
 
 // out (cols) = sum over the rows of x.
 void sum_columns(const Rows& x, DType dtype, void* out);

@@ -9,9 +9,8 @@ using omniattn::Isa;
 
 int64_t cpu_isa() { return static_cast<int64_t>(omniattn::active_isa()); }
 int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa()); }
-bool set_cpu_isa(int64_t isa) {
-  return isa >= 0 && isa < omniattn::kIsaCount && omniattn::set_active_isa(static_cast<Isa>(isa));
-}
+bool set_cpu_isa(int64_t isa) { return omniattn::set_active_isa(static_cast<Isa>(isa)); }
+bool has_cpu_isa(int64_t isa) { return omniattn::has_isa(static_cast<Isa>(isa)); }
 int64_t tile_state() { return omniattn::tile_state(); }
 
 }  // namespace
@@ -19,12 +18,14 @@ int64_t tile_state() { return omniattn::tile_state(); }
 STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("cpu_isa() -> int");
   m.def("detected_cpu_isa() -> int");
+  m.def("has_cpu_isa(int isa) -> bool");
   m.def("set_cpu_isa(int isa) -> bool");
   m.def("tile_state() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
+  m.impl("has_cpu_isa", TORCH_BOX(&has_cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
   m.impl("tile_state", TORCH_BOX(&tile_state));
 }

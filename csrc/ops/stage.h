@@ -13,22 +13,29 @@
 
 namespace omniattn::ops {
 
-// Memory of which each thread has a part of its own, in whole cache lines.
+// Memory of which each thread has a part of its own, in whole cache lines; from the size of one on
+// in huge pages, which are read at twice the rate of small ones from L3.
 class ThreadMemory {
  public:
   ThreadMemory(int64_t threads, int64_t bytes)
       : threads_(threads),
         bytes_(round_up(bytes, kLine)),
-        memory_(empty_tensor({threads_ * bytes_ / size_of(DType::f32)}, DType::f32)) {}
-  int64_t threads() const { return threads_; }
-  void* of(int64_t thread) const {
-    return static_cast<char*>(memory_.mutable_data_ptr()) + thread * bytes_;
+        memory_(empty_tensor({(threads_ * bytes_ + padding()) / size_of(DType::f32)}, DType::f32)),
+        first_(static_cast<char*>(memory_.mutable_data_ptr())) {
+    if (padding() == 0) return;
+    first_ += -reinterpret_cast<uintptr_t>(first_) % kHugePage;
+    advise_huge_pages(first_, threads_ * bytes_);
   }
+  int64_t threads() const { return threads_; }
+  void* of(int64_t thread) const { return first_ + thread * bytes_; }
 
  private:
-  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLine = 64, kHugePage = int64_t{1} << 21;
+  int64_t padding() const { return threads_ * bytes_ < kHugePage ? 0 : kHugePage; }
+
   int64_t threads_, bytes_;
   Tensor memory_;
+  char* first_;
 };
 
 // kernel(problem, memory of the thread, item, item + 1) for all items of all problems, handed out

@@ -13,20 +13,31 @@ namespace {
 const GemmKernels& kernels_of(const std::string& isa, DType factors) {
   Isa level = Isa::baseline;
 #if defined(__x86_64__)
-  if (isa.ends_with("_emulated")) {
-    if (factors != DType::bf16) return gemm_kernels_on(Isa::avx512, factors);
-    return isa == "amx_bf16_emulated" ? isa_amx_bf16_emulated::gemm_kernels_table
-                                      : isa_avx512_bf16_emulated::gemm_kernels_table;
+  if (factors == DType::bf16) {
+    if (isa == "avx512_bf16_emulated") return isa_avx512_bf16_emulated::gemm_kernels_table;
+    if (isa == "amx_bf16_emulated") return isa_amx_bf16_emulated::gemm_kernels_table;
+    if (isa == "amx_bf16_portable") return isa_amx_bf16_portable::gemm_kernels_table;
   }
+  if (isa.ends_with("_emulated")) return gemm_kernels_on(Isa::avx512, factors);
+  if (isa.ends_with("_portable")) return gemm_kernels_on(Isa::avx2, factors);
 #endif
   parse_isa(isa.c_str(), level);
   return gemm_kernels_on(level, factors);
 }
 
-// C = op(A) op(B) + bias; half types are uint16; `accumulate` adds to C in compute type.
+std::vector<float> exponents_of(const GemmKernels& kernels, const void* x, int64_t stride,
+                                int64_t rows, int64_t count, bool of_columns) {
+  std::vector<float> found(static_cast<size_t>(count));
+  kernels.exponents(static_cast<const float*>(x), stride, rows, stride, of_columns, found.data(), 0,
+                    count);
+  return found;
+}
+
+// C = op(A) op(B) + bias; half types are uint16; `accumulate` adds to C in compute type;
+// `pieces` of fp32 as in GemmParams.
 void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array a,
           bool a_transposed, pybind11::array b, bool b_transposed, pybind11::object bias,
-          pybind11::array c, int64_t k, bool accumulate) {
+          pybind11::array c, int64_t k, bool accumulate, int64_t pieces) {
   GemmParams p{};
   p.a_dtype = static_cast<DType>(dtypes[0]);
   p.b_dtype = static_cast<DType>(dtypes[1]);
@@ -44,7 +55,15 @@ void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array
   p.a_transposed = a_transposed;
   p.b_transposed = b_transposed;
   p.accumulate = accumulate;
-  const GemmKernels& kernels = kernels_of(isa, p.a_dtype);
+  p.pieces = pieces;
+  const GemmKernels& kernels = kernels_of(isa, pieces > 0 ? DType::bf16 : p.a_dtype);
+  std::vector<float> a_exponents, b_exponents;
+  if (pieces > 0) {
+    a_exponents = exponents_of(kernels, p.a, p.lda, a_transposed ? k : p.m, p.m, a_transposed);
+    b_exponents = exponents_of(kernels, p.b, p.ldb, b_transposed ? p.n : k, p.n, !b_transposed);
+    p.a_exponents = a_exponents.data();
+    p.b_exponents = b_exponents.data();
+  }
   std::vector<char> memory(static_cast<size_t>(kernels.workspace_bytes(p)) + 64, '\xff');
   const auto aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63};
   kernels.run(p, reinterpret_cast<void*>(aligned), 0, kernels.items(p));
@@ -56,7 +75,7 @@ void bind_gemm(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("gemm", &gemm, py::arg("isa"), py::arg("dtypes"), py::arg("a"), py::arg("a_transposed"),
         py::arg("b"), py::arg("b_transposed"), py::arg("bias"), py::arg("c"), py::arg("k"),
-        py::arg("accumulate"));
+        py::arg("accumulate"), py::arg("pieces") = 0);
 }
 
 }  // namespace python

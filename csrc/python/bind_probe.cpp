@@ -2,6 +2,7 @@
 //
 // Half types are passed as numpy uint16 arrays with a dtype name: "f64", "f32", "bf16", "f16".
 #include <chrono>
+#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,14 +30,16 @@ const char* dtype_name(DType dtype) {
 }
 
 #if defined(__x86_64__)
-// Levels of products by the instructions of avx512.
+// Levels of products by the instructions of another level.
 struct Emulated {
   const char* isa;
+  Isa by;
   const ProbeKernels* products;  // of bf16
 };
 const Emulated kEmulated[] = {
-    {"avx512_bf16_emulated", &isa_avx512_bf16_emulated::probe_kernels_table},
-    {"amx_bf16_emulated", &isa_amx_bf16_emulated::probe_kernels_table},
+    {"avx512_bf16_emulated", Isa::avx512, &isa_avx512_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_emulated", Isa::avx512, &isa_amx_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_portable", Isa::avx2, &isa_amx_bf16_portable::probe_kernels_table},
 };
 #endif
 
@@ -44,8 +47,8 @@ const Emulated kEmulated[] = {
 const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
   for (const Emulated& emulated : kEmulated) {
-    if (isa != emulated.isa || detected_isa() < Isa::avx512) continue;
-    return dtype == DType::bf16 ? emulated.products : &isa_avx512::probe_kernels_table;
+    if (isa != emulated.isa || !has_isa(emulated.by)) continue;
+    return dtype == DType::bf16 ? emulated.products : &probe_kernels_on(emulated.by, dtype);
   }
 #endif
   Isa level;
@@ -104,10 +107,17 @@ double best_rate(double seconds, int threads, const Run& run) {
   return best;
 }
 
-// numpy does not align to cache lines; the blocks in a kernel's workspace are aligned.
+// numpy does not align to cache lines; the blocks in a kernel's workspace are aligned. The numbers
+// are random, as pairs of bf16 too: tiles multiply zeros, such as half of 1.0f, faster.
 struct AlignedFloats {
-  explicit AlignedFloats(int64_t n) : storage(static_cast<size_t>(n) + 16, 1.0f) {
+  explicit AlignedFloats(int64_t n) : storage(static_cast<size_t>(n) + 16) {
     data = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~63ull);
+    uint32_t random = 1;
+    for (float& x : storage) {
+      random = random * 1664525u + 1013904223u;
+      const uint32_t bits = (random & 0x80ff80ffu) | 0x3f003f00u;  // 0.5 to 2, either sign
+      std::memcpy(&x, &bits, sizeof(x));
+    }
   }
   std::vector<float> storage;
   float* data;

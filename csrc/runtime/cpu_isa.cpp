@@ -1,17 +1,10 @@
 #include "runtime/cpu_isa.h"
 
 #include <atomic>
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(__x86_64__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "runtime/machine.h"
 
 namespace omniattn {
 namespace {
@@ -19,11 +12,20 @@ namespace {
 #define OMNIATTN_NAME(name, ...) #name,
 constexpr const char* kNames[kIsaCount] = {OMNIATTN_ISAS(OMNIATTN_NAME)};
 
-// A library for tests may emulate the levels of products, up to one, by the instructions of the
-// level below them; the machine need not have them.
+constexpr uint32_t bit(Isa isa) { return 1u << static_cast<int32_t>(isa); }
+
+// A library for tests may emulate the levels of products, from one on, by the instructions of
+// another level; the machine need not have them.
 bool is_emulated([[maybe_unused]] Isa isa) {
-#if defined(OMNIATTN_EMULATED_ISA)
-  return !has_all_kernels(isa) && isa <= Isa::OMNIATTN_EMULATED_ISA;
+#if defined(OMNIATTN_EMULATED_FROM)
+  return !has_all_kernels(isa) && isa >= Isa::OMNIATTN_EMULATED_FROM;
+#else
+  return false;
+#endif
+}
+bool can_emulate([[maybe_unused]] uint32_t bits) {
+#if defined(OMNIATTN_EMULATED_FROM)
+  return (bits & bit(Isa::OMNIATTN_EMULATED_BY)) != 0;
 #else
   return false;
 #endif
@@ -38,88 +40,70 @@ Isa cap() {
   return isa;
 }
 
-#if defined(__x86_64__)
+// What became of the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor. One
+// request is for all of them.
+int32_t ask_for_tiles(Isa isa) {
+  if (isa > cap()) return kTilesNotAskedFor;
+  static const int answer = Machine::request_tiles();
+  return answer;
+}
 
-// Whether the processor has an extension of tiles and the system saves their registers. Compilers
-// that we support do not know all of these names in __builtin_cpu_supports.
-bool cpu_has_tiles(const char* extension) {
-  constexpr struct {
-    const char* name;
-    int bit;  // of EDX of CPUID leaf 7
-  } kExtensions[] = {{"amx-bf16", 22}, {"amx-tile", 24}};
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) return false;
-  unsigned low = 0, high = 0;
-  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  constexpr unsigned kTileState = 3u << 17;  // configuration and data
-  if ((low & kTileState) != kTileState) return false;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  for (const auto& known : kExtensions) {
-    if (std::strcmp(known.name, extension) == 0) return (d >> known.bit & 1) != 0;
+// The levels of this machine, a bit for each. Each needs those before it, but emulated ones.
+struct Levels {
+  uint32_t bits = 0;
+  int32_t tiles = kNoTiles;
+
+  Levels() {
+#define HAS(extension) OMNIATTN_HAS_EXTENSION(#extension)
+#define TILES(extension) Machine::has_tiles(#extension)
+#define OMNIATTN_ADD(name, operands, present, ...) add(Isa::name, present);
+    OMNIATTN_BUILT_ISAS(OMNIATTN_ADD)
   }
-  return false;
-}
 
-// The result of asking Linux for tile registers, once, for all threads of the process: 0 or errno.
-// Where a thread has a signal stack that is too small for them, it refuses (ENOSPC); once granted,
-// sigaltstack() refuses such stacks.
-int request_tiles() {
-  static const int error = [] {
-#if defined(__linux__)
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
-#else
-    return ENOSYS;
-#endif
-  }();
-  return error;
-}
+ private:
+  bool complete_ = true;  // none before was missing
 
-bool has_tiles(Isa isa, const char* extension) {
-  return cpu_has_tiles(extension) && isa <= cap() && request_tiles() == 0;
-}
-
-#endif
-
-Isa detect() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-#endif
-  Isa best = Isa::baseline;
-#define HAS(extension) __builtin_cpu_supports(#extension)
-#define TILES(extension) has_tiles(kLevel, #extension)
-#define OMNIATTN_DETECT(name, operands, present, ...)    \
-  {                                                      \
-    constexpr Isa kLevel = Isa::name;                    \
-    if (!is_emulated(kLevel) && !(present)) return best; \
-    best = kLevel;                                       \
+  void add(Isa isa, bool present) {
+    if (is_emulated(isa)) {
+      if (can_emulate(bits)) bits |= bit(isa);
+      return;
+    }
+    complete_ = complete_ && present;
+    if (complete_ && multiplies_on_tiles(isa)) {
+      tiles = ask_for_tiles(isa);
+      complete_ = tiles == 0;
+    }
+    if (complete_) bits |= bit(isa);
   }
-  OMNIATTN_BUILT_ISAS(OMNIATTN_DETECT)
-  return best;
+};
+
+const Levels& levels() {
+  static const Levels found;
+  return found;
 }
 
-Isa initial() {
-  const Isa best = detected_isa(), limit = cap();
-  return limit < best ? limit : best;
-}
+Isa best_of(uint32_t bits) { return static_cast<Isa>(31 - __builtin_clz(bits)); }
 
 std::atomic<Isa>& active() {
-  static std::atomic<Isa> isa{initial()};
+  static std::atomic<Isa> isa{best_of(levels_up_to(cap()))};
   return isa;
 }
 
 }  // namespace
 
-Isa detected_isa() {
-  static const Isa isa = detect();
-  return isa;
+uint32_t levels_up_to(Isa isa) { return levels().bits & ((bit(isa) << 1) - 1); }
+
+bool has_isa(Isa isa) {
+  const auto value = static_cast<int32_t>(isa);
+  return value >= 0 && value < kIsaCount && (levels_up_to(isa) & bit(isa)) != 0;
 }
+
+Isa detected_isa() { return best_of(levels_up_to(static_cast<Isa>(kIsaCount - 1))); }
 
 Isa active_isa() { return active().load(std::memory_order_relaxed); }
 
 bool set_active_isa(Isa isa) {
-  const auto value = static_cast<int32_t>(isa);
-  if (value < 0 || isa > detected_isa()) return false;
+  if (!has_isa(isa)) return false;
   active().store(isa, std::memory_order_relaxed);
   return true;
 }
@@ -136,14 +120,6 @@ bool parse_isa(const char* name, Isa& isa) {
   return false;
 }
 
-int32_t tile_state() {
-#if defined(__x86_64__)
-  if (!cpu_has_tiles("amx-tile") || !cpu_has_tiles("amx-bf16")) return kNoTiles;
-  if (cap() < Isa::amx_bf16) return kTilesNotAskedFor;
-  return request_tiles();
-#else
-  return kNoTiles;
-#endif
-}
+int32_t tile_state() { return levels().tiles; }
 
 }  // namespace omniattn

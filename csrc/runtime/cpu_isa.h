@@ -10,8 +10,11 @@
 
 namespace omniattn {
 
-// Best ISA of this machine among those this binary was built with.
-Isa detected_isa();
+// A bit for each ISA of this machine, among those this binary was built with, up to one. There may
+// be gaps where a library for tests emulates the highest.
+uint32_t levels_up_to(Isa isa);
+bool has_isa(Isa isa);
+Isa detected_isa();  // the best of them
 // The ISA that kernels run on now.
 Isa active_isa();
 // Sets the active ISA. Returns false and changes nothing if the machine lacks it.
@@ -35,19 +38,25 @@ int32_t tile_state();
   }                                                                  \
   namespace isa_##level##_emulated {                                 \
     extern const Type name##_table;                                  \
+  }                                                                  \
+  namespace isa_##level##_portable {                                 \
+    extern const Type name##_table;                                  \
   }
 #define OMNIATTN_CHOOSE_TABLE(level, operands, present, Type, name) \
   if constexpr (has_all_kernels(Isa::level)) {                      \
-    if (isa >= Isa::level) table = &isa_##level::name##_table;      \
+    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;    \
   }
 #define OMNIATTN_CHOOSE_PRODUCT_TABLE(level, operands, present, Type, name) \
-  if (isa >= Isa::level && has_products(Isa::level, factors)) table = &isa_##level::name##_table;
+  if (OMNIATTN_HAS(level) && has_products(Isa::level, factors)) {           \
+    table = &isa_##level::name##_table;                                     \
+  }
+#define OMNIATTN_HAS(level) (levels >> static_cast<int32_t>(Isa::level) & 1) != 0
 
 // name(): the table for the active ISA.
 #define OMNIATTN_KERNEL_TABLE(Type, name)                  \
   OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)  \
   inline const Type& name() {                              \
-    const Isa isa = active_isa();                          \
+    const uint32_t levels = levels_up_to(active_isa());    \
     const Type* table = nullptr;                           \
     OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_TABLE, Type, name) \
     return *table;                                         \
@@ -56,6 +65,7 @@ int32_t tile_state();
 #define OMNIATTN_PRODUCT_KERNEL_TABLE(Type, name)                  \
   OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)          \
   inline const Type& name##_on(Isa isa, DType factors) {           \
+    const uint32_t levels = levels_up_to(isa);                     \
     const Type* table = nullptr;                                   \
     OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_PRODUCT_TABLE, Type, name) \
     return *table;                                                 \

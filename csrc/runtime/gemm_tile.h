@@ -31,7 +31,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(OMNIATTN_PAIRS) || defined(__aarch64__)
 constexpr int kTileAccumulators = 24;
 constexpr int kTileVecs = 4;
 #else
@@ -66,7 +66,7 @@ struct Operand {
   OMNIATTN_INLINE static Vec<T> multiply_add(B a, B b, Vec<T> acc) { return fma(a, b, acc); }
 };
 
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 template <>
 struct Operand<bf16> {
   static constexpr int kStep = 2;
@@ -77,6 +77,11 @@ struct Operand<bf16> {
   OMNIATTN_INLINE static B broadcast_odd(const bf16* p) { return broadcast_half_pair(p); }
   OMNIATTN_INLINE static VecF multiply_add(B a, B b, VecF acc) { return dot_bf16(acc, a, b); }
 };
+// Of two rows of floats, which are narrowed.
+OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const float* first, int64_t n, const float* second,
+                                             int64_t n_second) {
+  return narrow_to_pairs(load_n(first, n), load_n(second, n_second));
+}
 #endif
 
 // Columns of one panel.

@@ -3,7 +3,7 @@
 
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 #include "runtime/tile_product.h"
 #endif
 
@@ -152,7 +152,7 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
   if (m <= 0) return;
   OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));
   OMNIATTN_ASSERT(n == 0 || k == 0 || (a != nullptr && b.data != nullptr && c != nullptr));
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
   if constexpr (kOnTiles) {
     multiply_on_tiles<kLayout>(a, lda, b, c, ldc, m, n, k, accumulate);
   } else

@@ -71,12 +71,16 @@ OMNIATTN_FN bool has_products(Isa isa, DType factors) {
 }
 
 // The namespaces that kernels are compiled in (OMNIATTN_ISA), each with its level. The _emulated
-// ones exist in tests only: they run a level's kernels with other instructions.
+// and _portable ones exist in tests only: they run a level's kernels with the instructions of
+// avx512 and of avx2.
 #define OMNIATTN_NAMESPACES(name, ...) \
   namespace isa_##name {               \
     constexpr Isa kIsa = Isa::name;    \
   }                                    \
   namespace isa_##name##_emulated {    \
+    constexpr Isa kIsa = Isa::name;    \
+  }                                    \
+  namespace isa_##name##_portable {    \
     constexpr Isa kIsa = Isa::name;    \
   }
 OMNIATTN_ISAS(OMNIATTN_NAMESPACES)

@@ -1,7 +1,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/probe.h"
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 #include "runtime/tile_product.h"
 #endif
 
@@ -122,6 +122,8 @@ template <class T>
 OMNIATTN_INLINE void keep_in_register(Vec<T>& x) {
 #if defined(__aarch64__)
   asm volatile("" : "+w"(x.v));
+#elif defined(OMNIATTN_WIDE_VECTORS)  // which no register holds
+  asm volatile("" : "+m"(x.v));
 #else
   asm volatile("" : "+v"(x.v));
 #endif
@@ -147,7 +149,7 @@ double multiply_adds(int64_t rounds) {
   return 2.0 * Op::kStep * Acc::kWidth * kTileAccumulators * static_cast<double>(rounds);
 }
 
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 // Products of tiles whose operands come from L1, as in tile_product.h: the ceiling of 32 x 32
 // blocks. The operands are random, since products with zero are faster, by 25 % on Sapphire Rapids.
 [[maybe_unused]] double tile_multiply_adds(int64_t rounds) {
@@ -171,7 +173,7 @@ double multiply_adds(int64_t rounds) {
 double multiply_adds_any(DType operand, int64_t rounds) {
   double flops = 0;
   dispatch(operand, [&]<class S>(S) {
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
     if constexpr (kOnTiles) {
       flops = tile_multiply_adds(rounds);
       return;

@@ -20,7 +20,7 @@
 
 namespace omniattn::OMNIATTN_ISA {
 
-#if defined(__AVX512F__) && !defined(__AMX_TILE__)
+#if defined(OMNIATTN_PAIRS) && !defined(__AMX_TILE__)
 // Scopes that are alive on this thread.
 inline thread_local int tile_scopes = 0;
 #endif
@@ -80,7 +80,7 @@ struct TileRegisters {
   }
 };
 
-#elif defined(__AVX512F__)
+#elif defined(OMNIATTN_PAIRS)
 
 struct AmxScope {
   AmxScope() { ++tile_scopes; }
@@ -115,29 +115,25 @@ struct TileRegisters {
     constexpr unsigned kFlushAndMaskAll = 0x9fc0, kRounding = 0x6000;
     const unsigned saved = _mm_getcsr();
     _mm_setcsr((saved & ~kRounding) | kFlushAndMaskAll);
-    multiply_add_rows(tiles[kC], tiles[kA], tiles[kB]);
+    multiply_add_rows(tiles[kC], pairs(tiles[kA]), pairs(tiles[kB]));
     _mm_setcsr(saved);
   }
 
  private:
   using Tile = float[16][16];
+  using Pairs = bf16[16][32];
+  static const Pairs& pairs(const Tile& tile) { return reinterpret_cast<const Pairs&>(tile); }
 
   // Not inlined: no operation may move past the changes of MXCSR.
-  [[gnu::noinline]] static void multiply_add_rows(Tile& c, const Tile& a, const Tile& b) {
-    const __m512i odd_half = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
-    const auto even_terms = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
-    const auto odd_terms = [&](__m512i x) {
-      return _mm512_castsi512_ps(_mm512_and_si512(x, odd_half));
-    };
+  [[gnu::noinline]] static void multiply_add_rows(Tile& c, const Pairs& a, const Pairs& b) {
     for (int m = 0; m < 16; ++m) {
-      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      VecF even(0.0f), odd(0.0f);
       for (int k = 0; k < 16; ++k) {
-        const __m512i x = _mm512_castps_si512(_mm512_set1_ps(a[m][k]));
-        const __m512i y = _mm512_castps_si512(_mm512_load_ps(b[k]));
-        even = _mm512_fmadd_ps(even_terms(x), even_terms(y), even);
-        odd = _mm512_fmadd_ps(odd_terms(x), odd_terms(y), odd);
+        const PairVec x = broadcast_pair(a[m] + 2 * k), y = load_pairs(b[k]);
+        even = fma(first_terms(x), first_terms(y), even);
+        odd = fma(second_terms(x), second_terms(y), odd);
       }
-      _mm512_store_ps(c[m], _mm512_add_ps(_mm512_load_ps(c[m]), _mm512_add_ps(even, odd)));
+      OMNIATTN_ISA::store(c[m], OMNIATTN_ISA::load(c[m]) + (even + odd));
     }
   }
 

@@ -4,7 +4,8 @@
 //
 //   files      vec_core.h has the vectors; vec_avx512.h, vec_avx2.h and vec_portable.h have masks,
 //              fma, max, min, sqrt, round, floor, load, store and stream, and their own versions of
-//              scale2, reciprocal, partial loads and stores, and reductions where these are better
+//              scale2, reciprocal, partial loads and stores, and reductions where these are better;
+//              bf16 pairs are those of vec_avx512.h, or of vec_pairs.h without its instructions
 //   storage    load(p) and store(p, v) take double, float, bf16 or f16 pointers and convert to and
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
 //   partial    load_n(p, n), store_n(p, v, n) access the first n elements and nothing past them;
@@ -14,10 +15,13 @@
 
 #if defined(__AVX512F__)
 #include "runtime/vec_avx512.h"
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(OMNIATTN_WIDE_VECTORS)
 #include "runtime/vec_avx2.h"
 #else
 #include "runtime/vec_portable.h"
+#endif
+#if defined(OMNIATTN_WIDE_VECTORS)
+#include "runtime/vec_pairs.h"
 #endif
 
 namespace omniattn::OMNIATTN_ISA {

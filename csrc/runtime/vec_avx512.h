@@ -201,18 +201,22 @@ OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
   return interleave(narrow_factors(first), narrow_factors(second));
 }
 
+// The terms of each pair as floats.
+OMNIATTN_INLINE VecF first_terms(PairVec x) {
+  return VecF(_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16)));
+}
+OMNIATTN_INLINE VecF second_terms(PairVec x) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  return VecF(_mm512_castsi512_ps(_mm512_and_si512(x.v, upper)));
+}
+
 // acc + a.second * b.second + a.first * b.first per lane, in the instruction's order.
 OMNIATTN_INLINE VecF dot_bf16(VecF acc, PairVec a, PairVec b) {
 #if defined(__AVX512BF16__)
   return VecF(
       _mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v)));
 #else
-  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
-  const VecF a_second(_mm512_castsi512_ps(_mm512_and_si512(a.v, upper)));
-  const VecF b_second(_mm512_castsi512_ps(_mm512_and_si512(b.v, upper)));
-  const VecF a_first(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)));
-  const VecF b_first(_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)));
-  return fma(a_first, b_first, fma(a_second, b_second, acc));
+  return fma(first_terms(a), first_terms(b), fma(second_terms(a), second_terms(b), acc));
 #endif
 }
 

@@ -17,12 +17,18 @@
 
 #include "runtime/dtype.h"
 
+// Vectors of bf16 pairs (PairVec) come with 512 bits. OMNIATTN_WIDE_VECTORS makes these of shorter
+// ones, for software tiles on machines without AVX-512.
+#if defined(__AVX512F__) || defined(OMNIATTN_WIDE_VECTORS)
+#define OMNIATTN_PAIRS
+#endif
+
 #define OMNIATTN_INLINE [[gnu::always_inline]] inline
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(OMNIATTN_PAIRS)
 constexpr int kVecBytes = 64;
 #elif defined(__AVX2__)
 constexpr int kVecBytes = 32;

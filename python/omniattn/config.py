@@ -21,6 +21,13 @@ LIBRARY_DIR = (
 #: CPU tensors run through the CUDA kernels under emulation: `libomniattn_emulated_value.so`.
 CPU_LIBRARY = os.environ.get("OMNIATTN_CPU_LIBRARY", "libomniattn_cpu.so")
 
+#: Pieces of bf16 that fp32 products are made of on AMX (`OMNIATTN_FP32_PIECES`): 0, fp32 products
+#: that need no AMX; 3, six products of pieces with the accuracy of fp32, 1.4 to 1.5 times as fast
+#: (docs/precision.md). Calls read it, so that a program may set it.
+FP32_PIECES = int(os.environ.get("OMNIATTN_FP32_PIECES", "0"))
+if FP32_PIECES not in (0, 3):
+    raise ImportError(f"omniattn: OMNIATTN_FP32_PIECES must be 0 or 3, got {FP32_PIECES}")
+
 #: Whether each call of an op with a choice of paths says on stderr which one it takes
 #: (`OMNIATTN_LOG_PATHS=1`).
 LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") != "0"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emulation import SOFTWARE, needs_software
 
 from omniattn import _kernels as kernels
 from omniattn import config
@@ -17,9 +18,13 @@ from omniattn.functional import linear
 
 ROOT = Path(__file__).parents[2]
 ISAS = kernels.probe_isas()
-emulated = pytest.mark.skipif("amx_bf16_emulated" not in ISAS, reason="needs AVX-512")
 hardware = pytest.mark.skipif("amx_bf16" not in ISAS, reason="needs AMX")
 BF16, F32 = 2, 1
+
+
+def in_software(test):
+    """Runs it on every form of software tiles that there is."""
+    return needs_software(pytest.mark.parametrize("isa", SOFTWARE or ["amx_bf16_portable"])(test))
 
 
 def as_bf16(x):
@@ -48,23 +53,31 @@ def expected(a, b, c):
     return c + (sums[0] + sums[1])
 
 
-@emulated
-def test_sums_are_one_chain_of_the_even_and_one_of_the_odd_terms():
+@in_software
+def test_sums_are_one_chain_of_the_even_and_one_of_the_odd_terms(isa):
     rng = np.random.default_rng(0)
     for _ in range(50):
         a, b = (as_bf16(rng.standard_normal(shape)) for shape in ((16, 32), (32, 16)))
         c = rng.standard_normal((16, 16)).astype(np.float32)
-        np.testing.assert_array_equal(multiply("amx_bf16_emulated", a, b, c), expected(a, b, c))
+        np.testing.assert_array_equal(multiply(isa, a, b, c), expected(a, b, c))
 
 
-@emulated
-def test_denormal_operands_and_results_are_zero():
+@in_software
+def test_denormal_operands_and_results_are_zero(isa):
     a, b, c = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16), np.zeros((16, 16))
     c = c.astype(np.float32)
     a[0, 0], b[0, 0] = 0x0001, as_bf16(1.0)[()]  # a denormal operand
     a[1, 1], b[1, 1] = as_bf16(2.0**-100)[()], as_bf16(2.0**-40)[()]  # a denormal product
     c[2, 2] = 2.0**-130  # a denormal sum
-    assert not multiply("amx_bf16_emulated", a, b, c).any()
+    assert not multiply(isa, a, b, c).any()
+
+
+@in_software
+def test_a_pair_without_second_term_is_no_denormal(isa):
+    """The bits of both, as one number, are those of a denormal."""
+    a, b = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16)
+    a[:, 0], b[0] = as_bf16(3.0), as_bf16(5.0)
+    assert (multiply(isa, a, b, np.zeros((16, 16), np.float32)) == 15).all()
 
 
 SCOPE = """
@@ -83,11 +96,17 @@ int main() {
 """
 
 
-@emulated
-def test_software_tiles_need_a_configuration_as_the_hardware_does(tmp_path):
+FLAGS = {
+    "amx_bf16_emulated": ["-mavx2", *(f"-mavx512{x}" for x in ("f", "bw", "vl", "dq"))],
+    "amx_bf16_portable": ["-mavx2", "-DOMNIATTN_WIDE_VECTORS"],
+}
+
+
+@in_software
+def test_software_tiles_need_a_configuration_as_the_hardware_does(tmp_path, isa):
     """Outside a scope the hardware would end the process without a word."""
     (tmp_path / "main.cpp").write_text(SCOPE)
-    flags = ["-mfma", "-mf16c", *(f"-mavx512{x}" for x in ("f", "bw", "vl", "dq"))]
+    flags = ["-mfma", "-mf16c", *FLAGS[isa]]
     flags += ["-DOMNIATTN_ISA=isa_amx_bf16", f"-I{ROOT / 'csrc'}", "-w", "-std=c++20", "-O1"]
     for defines, fails in (["-DSCOPE"], False), ([], True):
         command = ["g++", *flags, *defines, "main.cpp", "-o", "main"]
@@ -106,14 +125,14 @@ def aligned(x, offset):
     return copy
 
 
-@emulated
+@in_software
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("a_transposed", [False, True], ids=["a", "at"])
 @pytest.mark.parametrize("k", [1, 32, 33, 96, 512, 545])
-def test_blocks_of_any_size(k, a_transposed, accumulate):
+def test_blocks_of_any_size(isa, k, a_transposed, accumulate):
     """Whole and partial tiles, A in place and copied: small integers make every sum exact."""
     rng = np.random.default_rng(0)
-    probe = kernels.Probe("amx_bf16_emulated")
+    probe = kernels.Probe(isa)
     for m, n in [(1, 16), (16, 31), (17, 32), (31, 33), (32, 64), (33, 70), (48, 48), (96, 130)]:
         a, b, c = (rng.integers(-2, 3, shape) for shape in ((m, k), (k, n), (m, n)))
         want = a @ b + (c if accumulate else 0)
@@ -132,14 +151,14 @@ def test_blocks_of_any_size(k, a_transposed, accumulate):
             np.testing.assert_array_equal(out, want, err_msg=f"{m=} {n=} {offset=}")
 
 
-@emulated
-def test_what_lies_behind_the_operands_is_not_multiplied():
+@in_software
+def test_what_lies_behind_the_operands_is_not_multiplied(isa):
     """NaN next to the terms of A, and in its rows and columns of C that are not asked for."""
     m, n, k = 17, 33, 40
     a, b = np.full((m, 64), 0xFFFF, np.uint16), as_bf16(np.ones((k, n)))
     a[:, :k] = as_bf16(1.0)
     out = np.full((m + 1, n + 3), np.nan, np.float32)
-    probe = kernels.Probe("amx_bf16_emulated")
+    probe = kernels.Probe(isa)
     probe.tile("bf16", "packed_rows", a, 64, False, b, n, out, n + 3, m, n, k, False)
     assert (out[:m, :n] == k).all()
     assert np.isnan(out[m:]).all()
@@ -173,30 +192,35 @@ def assert_same_bits(got, want):
 
 
 @hardware
+@pytest.mark.parametrize("isa", SOFTWARE)
 @pytest.mark.parametrize("kind", ["any", "finite", "near the denormals", "overflow", "denormal"])
-def test_software_tiles_equal_the_hardware(kind):
+def test_software_tiles_equal_the_hardware(kind, isa):
     rng = np.random.default_rng(0)
     for _ in range(500):
         a, b, c = operands(rng, kind)
-        assert_same_bits(multiply("amx_bf16_emulated", a, b, c), multiply("amx_bf16", a, b, c))
+        assert_same_bits(multiply(isa, a, b, c), multiply("amx_bf16", a, b, c))
 
 
-@hardware
+@pytest.mark.skipif(len(SOFTWARE) + ("amx_bf16" in ISAS) < 2, reason="needs AVX-512 or AMX")
+@pytest.mark.parametrize("pieces", [0, 2, 3])
 @pytest.mark.parametrize("transposed", [(False, True), (True, False)], ids=str)
-def test_products_equal_those_of_software_tiles(transposed):
+def test_products_are_the_same_on_all_tiles(transposed, pieces):
     rng = np.random.default_rng(0)
     m, n, k = 101, 333, 1100
-    a, b = (as_bf16(rng.standard_normal(s)) for s in ((m, k), (k, n)))
+    a, b = (rng.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n)))
+    a, b = (x if pieces else as_bf16(x) for x in (a, b))
     a, b = (
         np.ascontiguousarray(x.T if flip else x) for x, flip in zip((a, b), transposed, strict=True)
     )
+    dtypes = (F32, F32, F32) if pieces else (BF16, BF16, F32)
     results = []
-    for isa in ("amx_bf16", "amx_bf16_emulated"):
-        c = np.zeros((m, n), np.float32)
-        dtypes = (BF16, BF16, F32)
-        kernels.gemm(isa, dtypes, a, transposed[0], b, transposed[1], None, c, k, False)
-        results.append(c)
-    assert_same_bits(*results)
+    for isa in [*SOFTWARE, "amx_bf16"]:
+        if isa in ISAS:
+            c = np.zeros((m, n), np.float32)
+            kernels.gemm(isa, dtypes, a, transposed[0], b, transposed[1], None, c, k, False, pieces)
+            results.append(c)
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
 
 
 # The permission. What `arch_prctl` says without asking for it is 0x1022.

@@ -22,6 +22,7 @@ PROGRAM = """
 namespace omniattn {
 
 Isa active_isa() { return Isa::tiles_f16; }
+uint32_t levels_up_to(Isa isa) { return (2u << static_cast<int>(isa)) - 1; }
 
 struct Kernels {
   const char* isa;

@@ -1,6 +1,7 @@
 """The kernels of avx512_bf16 and amx_bf16 pass the OpSpecs' tests on machines without these levels.
 
-A library of the development build computes their products by the instructions of avx512.
+A library of the development build computes their products by the instructions of avx512, or of
+avx2 those of amx_bf16 alone (tests/support/emulation.py).
 """
 
 import os
@@ -10,33 +11,59 @@ from pathlib import Path
 
 import pytest
 import tile_results
+from emulation import LEVELS, LIBRARY, needs_software
 
 from omniattn import testing
 
-OPS = (
-    "attention", "attention_varlen", "moe_experts", "linear", "glu_mlp", "mlp",
-    "linear_cross_entropy", "linear_log_prob", "linear_jsd", "selected_attention",
-)  # fmt: skip
+#: In processes of about the same time, which `pytest -n` runs beside each other.
+OPS = {
+    "attention": ("attention", "scaled_dot_product_attention", "na2d"),
+    "sequences": ("attention_varlen", "attention_cached", "selected_attention"),
+    "products": (
+        *("moe_experts", "linear", "glu_mlp", "mlp"),
+        *("linear_cross_entropy", "linear_log_prob", "linear_jsd"),
+    ),
+}
 PROPERTIES = ("forward", "backward", "strided", "poisoned", "deterministic")
+FUZZED = (
+    *("attention_raw", "attention_backward", "selected_attention_raw"),
+    *("linear_raw", "linear_backward", "moe_experts_raw", "moe_experts_backward"),
+)
 
 
-@pytest.mark.skipif("avx512" not in testing.isas(), reason="without AVX-512 nothing can run them")
-@pytest.mark.parametrize("level", ["avx512_bf16", "amx_bf16"])
-@pytest.mark.parametrize("op", OPS)
-def test_kernels_pass_the_specs(run_with_library, op, level):
+def skip_where_it_runs(level):
     if level in testing.isas():
         pytest.skip("the machine has it, so that all tests run on it")
-    names = " or ".join(f"{p}-{op}-" for p in PROPERTIES)
-    run_with_library(
-        "libomniattn_amx_emulated.so", f"({names}) and bf16", "test_specs", OMNIATTN_CPU_ISA=level
-    )
+
+
+@needs_software
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("group", OPS)
+def test_kernels_pass_the_specs(run_with_library, group, level):
+    skip_where_it_runs(level)
+    names = " or ".join(f"{p}-{op}-" for p in PROPERTIES for op in OPS[group])
+    run_with_library(LIBRARY, f"({names}) and bf16", "test_specs", OMNIATTN_CPU_ISA=level)
+
+
+@needs_software
+def test_tiles_pass_their_own_tests(run_with_library):
+    skip_where_it_runs("amx_bf16")
+    run_with_library(LIBRARY, "", "test_tiles", OMNIATTN_CPU_ISA="amx_bf16")
+
+
+@needs_software
+def test_tiles_are_fuzzed(run_with_library):
+    skip_where_it_runs("amx_bf16")
+    names = " or ".join(f"test_raw_op[{name}]" for name in FUZZED)
+    env = {"OMNIATTN_CPU_ISA": "amx_bf16", "OMNIATTN_FUZZ_DTYPE": "bfloat16"}
+    run_with_library(LIBRARY, names, "test_fuzz", **env)
 
 
 @pytest.mark.skipif("amx_bf16" not in testing.isas(), reason="needs AMX")
 def test_software_tiles_give_the_results_of_the_hardware():
     """In every bit, forward and backward, of every case."""
     found = []
-    for library in ("libomniattn_cpu.so", "libomniattn_amx_emulated.so"):
+    for library in ("libomniattn_cpu.so", LIBRARY):
         env = os.environ | {"OMNIATTN_CPU_LIBRARY": library}
         command = [sys.executable, str(Path(tile_results.__file__))]
         result = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -1,5 +1,6 @@
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/gemm/gemm_pieces.h"
 #include "runtime/dispatch.h"
 #include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
@@ -13,9 +14,6 @@ namespace {
 constexpr int64_t kBlockM = 96;
 constexpr int64_t kMaxItemRows = 1024;
 constexpr int64_t kEnoughItems = 8;
-// Up to this many rows, B^T is streamed once and multiplied with all rows of A, in items of
-// columns.
-constexpr int64_t kMaxDotRows = 4;
 constexpr int64_t kDotItem = 64;
 
 bool is_dot(const GemmParams& p) {
@@ -113,12 +111,36 @@ void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64
   });
 }
 
+// C block (+)= rows of A, narrowed to T while they are packed, times the packed block of B.
+template <class T>
+void multiply_narrowed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
+                            int64_t depth, int64_t cols, const Workspace<T>& work, Panels<T> b,
+                            float* c, int64_t ldc, bool accumulate) {
+  const auto* const a = static_cast<const float*>(p.a);
+  if (p.a_transposed) {
+    pack_rows(a + k * p.lda + row, p.lda, depth, rows, work.a, kBlockM, rows);
+    gemm_tile<T, ALayout::kTransposed>(work.a, kBlockM, b, c, ldc, rows, cols, depth, accumulate);
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* const from = a + (row + r) * p.lda + k;
+      T* const to = work.a + r * depth;
+      for_row<float>(depth, [&](int64_t i, auto part) { part.store(to + i, part.load(from + i)); });
+    }
+    gemm_tile<T>(work.a, depth, b, c, ldc, rows, cols, depth, accumulate);
+  }
+}
+
 // C block (+)= A[row .. row + rows) * the packed block of B that starts at k.
 template <class T>
 void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, int64_t depth,
                    int64_t cols, const Workspace<T>& work, compute_t<T>* c, int64_t ldc,
                    bool accumulate) {
   const Panels<T> b = packed_panels<T>(work.b, depth);
+  if constexpr (Operand<T>::kStep == 2) {
+    if (p.a_dtype == DType::f32) {
+      return multiply_narrowed_rows(p, row, rows, k, depth, cols, work, b, c, ldc, accumulate);
+    }
+  }
   if (p.a_transposed) {
     with_elements<T>(p.a_dtype, p.a, k * p.lda + row, [&](const auto* a) {
       pack_rows(a, p.lda, depth, rows, work.a, kBlockM, rows);
@@ -189,6 +211,25 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   }
 }
 
+// In pieces of bf16.
+
+template <class T>
+PieceWorkspace<T> piece_workspace(const GemmParams& p, const Grid& grid, void* memory) {
+  return {memory, p, piece_depth(grid.depth, p.pieces), grid.rows, grid.cols, kBlockM};
+}
+
+template <class T>
+void run_in_pieces(const GemmParams& p, void* memory, int64_t begin, int64_t end) {
+  const Grid grid(p);
+  const PieceWorkspace<T> work = piece_workspace<T>(p, grid, memory);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t n = item % grid.col_blocks * grid.cols, cols = smaller(grid.cols, p.n - n);
+    const int64_t m = item / grid.col_blocks * grid.rows, rows = smaller(grid.rows, p.m - m);
+    multiply_pieces(p, m, rows, n, cols, kBlockM, work);
+    finish_pieces(p, m, rows, n, cols, work.sums);
+  }
+}
+
 // Few rows.
 
 // Items [begin, end) of kDotItem columns each.
@@ -230,6 +271,9 @@ int64_t items(const GemmParams& p) {
 int64_t workspace_bytes(const GemmParams& p) {
   if (is_dot(p)) return 0;
   int64_t bytes = 0;
+  if constexpr (kOnTiles) {
+    if (p.pieces > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
+  }
   dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
   return bytes;
 }
@@ -237,6 +281,9 @@ int64_t workspace_bytes(const GemmParams& p) {
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   if (is_dot(p)) return run_dot(p, begin, end);
   const TileScope tiles;
+  if constexpr (kOnTiles) {
+    if (p.pieces > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
+  }
   dispatch_operand(p, [&]<class T>(T) {
     const Grid grid(p);
     const Workspace<T> work(workspace, grid);
@@ -271,6 +318,7 @@ void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, v
 }  // namespace
 
 extern const GemmKernels gemm_kernels_table;
-const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any};
+const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any,
+                                     kOnTiles ? exponents : nullptr};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -16,7 +16,7 @@ constexpr int64_t kBlockK = 512;
 constexpr int64_t kBlockN = 2 * kMoeFeatures;
 constexpr int64_t kBlockM = 96;
 // Up to this many rows, columns of B that are contiguous along k are multiplied without packing.
-constexpr int64_t kMaxDotRows = 32;
+constexpr int64_t kMaxDotRows = kOnTiles ? 4 : 32;
 // Up to this many rows, one tile, rows of B that are contiguous along n are read once, in place.
 constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
 

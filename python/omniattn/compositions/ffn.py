@@ -50,6 +50,7 @@ class _Arguments(NamedTuple):
     clamp: list[float]
     recompute: bool
     native: bool
+    pieces: int
 
     def check(self) -> None:
         """Checks what the called kernels do not check themselves."""
@@ -88,10 +89,10 @@ class _Arguments(NamedTuple):
 
     def project(self) -> tuple[Tensor, Tensor | None]:
         """x gate_weight^T + gate_bias, and the same for up if it is given."""
-        gate = _linear(self.x, self.gate_weight, self.gate_bias, self.native)
+        gate = _linear(self.x, self.gate_weight, self.gate_bias, self)
         if self.up_weight is None:
             return gate, None
-        return gate, _linear(self.x, self.up_weight, self.up_bias, self.native)
+        return gate, _linear(self.x, self.up_weight, self.up_bias, self)
 
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """The hidden layer."""
@@ -108,9 +109,9 @@ class _Arguments(NamedTuple):
         return y
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, native: bool) -> Tensor:
-    if native:
-        y: Tensor = _linear_op(x, weight, bias)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: _Arguments) -> Tensor:
+    if a.native:
+        y: Tensor = _linear_op(x, weight, bias, a.pieces)
         return y
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -119,13 +120,13 @@ def _linear_backward(
     grad_y: Tensor,
     x: Tensor,
     weight: Tensor,
-    native: bool,
+    a: _Arguments,
     *needs: bool,
     onto: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x (added to `onto`), weight and bias, None where not needed."""
-    if native:
-        found = _linear_backward_op(grad_y, x, weight, *needs)
+    if a.native:
+        found = _linear_backward_op(grad_y, x, weight, a.pieces, *needs)
         dx, dweight, dbias = (g if need else None for g, need in zip(found, needs, strict=True))
         return dx if dx is None or onto is None else onto.add_(dx), dweight, dbias
     count = math.prod(x.shape[:-1])  # not -1, which is ambiguous where there are no columns
@@ -145,7 +146,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     a = _Arguments(*arguments)
     a.check()
     gate, up = a.project()
-    y = _linear(a.hidden(gate, up), a.down_weight, a.down_bias, a.native)
+    y = _linear(a.hidden(gate, up), a.down_weight, a.down_bias, a)
     kept = (None, None) if a.recompute else (gate, up)
     kept_gate, kept_up = (a.x.new_empty(0) if t is None else t for t in kept)
     return y, kept_gate, kept_up
@@ -166,7 +167,7 @@ def _backward(
         gate, up = kept_gate, None if a.up_weight is None else kept_up
     hidden = a.hidden(gate, up)
     dhidden, ddown, ddown_bias = _linear_backward(
-        grad_y, hidden, a.down_weight, a.native, True, down_need, down_bias_need
+        grad_y, hidden, a.down_weight, a, True, down_need, down_bias_need
     )
     assert dhidden is not None
     dhidden = a.drop(dhidden)
@@ -178,12 +179,12 @@ def _backward(
     else:
         _glu_backward_op(dhidden, gate, up, a.act, a.clamp, dgate)
     dx, dgate_weight, dgate_bias = _linear_backward(
-        dgate, a.x, a.gate_weight, a.native, x_need, gate_need, gate_bias_need
+        dgate, a.x, a.gate_weight, a, x_need, gate_need, gate_bias_need
     )
     dup_weight = dup_bias = None
     if a.up_weight is not None and dup is not None:
         dx, dup_weight, dup_bias = _linear_backward(
-            dup, a.x, a.up_weight, a.native, x_need, up_need, up_bias_need, onto=dx
+            dup, a.x, a.up_weight, a, x_need, up_need, up_bias_need, onto=dx
         )
     found = (dx, dgate_weight, dup_weight, ddown, dgate_bias, dup_bias, ddown_bias)
     return [a.x.new_empty(0) if g is None else g for g in found]

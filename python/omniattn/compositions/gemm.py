@@ -12,12 +12,18 @@ from omniattn.ops import _library
 __all__: list[str] = []
 
 
-def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def _backward_by_torch(
-    grad_y: Tensor, x: Tensor, weight: Tensor, x_grad: bool, weight_grad: bool, bias_grad: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    pieces: int,
+    x_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out_features, in_features = weight.shape
     rows = math.prod(x.shape[:-1])

@@ -18,6 +18,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.ops import ffn as ops
+from omniattn.ops._precision import pieces_of
 from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
 from omniattn.ops.activation import CLAMPED, encode
 from omniattn.ops.gemm_choice import native_is_faster
@@ -217,6 +218,7 @@ def _run(
 ) -> Tensor:
     x = tensors[0]
     run = implementation(op, backend, x, ops.glu_mlp)
-    native = native_is_faster(x, tensors[1]) if backend is None else backend == "cpu"
-    y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native)
+    pieces = pieces_of(x)
+    native = native_is_faster(x, tensors[1], pieces) if backend is None else backend == "cpu"
+    y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native, pieces)
     return y

@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.ops import gemm as ops
+from omniattn.ops._precision import pieces_of
 from omniattn.ops.gemm_choice import native_is_faster
 
 __all__ = ["linear"]
@@ -47,8 +48,10 @@ def linear(
 
     Note:
         The native kernel multiplies and adds in fp32 (fp64 for fp64) and rounds once; its results
-        and gradients do not depend on the number of threads. On CUDA torch's settings decide
-        (`torch.backends.cuda.matmul`).
+        and gradients do not depend on the number of threads. With AMX, fp32 products of more than
+        four rows are made of bf16 pieces where `torch.set_float32_matmul_precision("high")` or
+        `omniattn.config.FP32_PIECES` allows it (docs/precision.md). On CUDA torch's settings
+        decide (`torch.backends.cuda.matmul`).
 
     Reference:
         Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
@@ -69,8 +72,9 @@ def linear(
         require_like("linear", "bias", bias, x)
         require_shape("linear", "bias", bias, weight.shape[:1])
     run = implementation("linear", backend, x, ops.linear)
+    pieces = pieces_of(x)
     strided = x.layout == weight.layout == torch.strided  # of others the native op says more
-    if backend is None and strided and not native_is_faster(x, weight):
-        run = torch.nn.functional.linear
-    y: Tensor = run(x, weight, bias)
+    if backend is None and strided and not native_is_faster(x, weight, pieces):
+        return torch.nn.functional.linear(x, weight, bias)
+    y: Tensor = run(x, weight, bias, pieces)
     return y

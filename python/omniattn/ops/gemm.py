@@ -11,14 +11,18 @@ from omniattn.ops._vmap import Fold
 __all__ = ["linear"]
 
 
+def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
+    return reference.linear(x, weight, bias)
+
+
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(weight.shape[:1])
 
 
-#: (x, weight, bias) -> y
+#: (x, weight, bias, pieces) -> y
 linear = DifferentiableOp(
     "linear",
     fakes={"y": lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])), "dbias": _sums},
-    formula=reference.linear,
+    formula=_formula,
     fold=Fold(("x",)),
 )

@@ -32,8 +32,7 @@ def on_device(device: str) -> Iterator[None]:
 
 def isas() -> tuple[str, ...]:
     """The instruction sets of this machine that this build has kernels for, lowest first."""
-    best: int = torch.ops.omniattn.detected_cpu_isa()
-    return CPU_ISAS[: best + 1]
+    return tuple(n for i, n in enumerate(CPU_ISAS) if torch.ops.omniattn.has_cpu_isa(i))
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+// What cpu_isa.cpp asks the machine. Tests compile it with another header of this name.
+#pragma once
+
+#include <cerrno>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__x86_64__)
+// Whether the processor and the system have an extension, by the compiler's name for it.
+#define OMNIATTN_HAS_EXTENSION(name) (__builtin_cpu_init(), __builtin_cpu_supports(name))
+#endif
+
+namespace omniattn {
+
+struct Machine {
+#if defined(__x86_64__)
+  // Whether the processor has an extension of tiles and the system saves their registers. Compilers
+  // that we support do not know all of these names in __builtin_cpu_supports.
+  static bool has_tiles(const char* extension) {
+    constexpr struct {
+      const char* name;
+      int bit;  // of EDX of CPUID leaf 7
+    } kExtensions[] = {{"amx-bf16", 22}, {"amx-tile", 24}};
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) return false;
+    unsigned low = 0, high = 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    constexpr unsigned kTileState = 3u << 17;  // configuration and data
+    if ((low & kTileState) != kTileState) return false;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+    for (const auto& known : kExtensions) {
+      if (std::strcmp(known.name, extension) == 0) return (d >> known.bit & 1) != 0;
+    }
+    return false;
+  }
+#endif
+
+  // Asks Linux for tile registers, for all threads of the process: 0 or errno. Where a thread has a
+  // signal stack that is too small for them, it refuses (ENOSPC); once granted, sigaltstack()
+  // refuses such stacks.
+  static int request_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
+#else
+    return ENOSYS;
+#endif
+  }
+};
+
+}  // namespace omniattn

@@ -1,0 +1,39 @@
+"""In how many pieces of bf16 fp32 products are multiplied on AMX tiles: by torch's switches and one
+of ours.
+
+`torch.set_float32_matmul_precision("high")` allows products less accurate than fp32. On the CPU it
+is `torch.backends.mkldnn.matmul.fp32_precision = "tf32"`, and so are the other ways to set that;
+we make three products of two pieces of it. `omniattn.config.FP32_PIECES = 3` asks for six products
+of three, which are as accurate as fp32. Without tiles neither changes anything, as torch's own
+switch does nothing on most CPUs; "medium", a plain bf16 product, is left to torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn import config
+from omniattn.ops import _library as _library  # loads the ops
+
+__all__ = ["pieces_of"]
+
+_AMX = config.CPU_ISAS.index("amx_bf16")
+_HAS_TILES: bool = torch.ops.omniattn.detected_cpu_isa() >= _AMX
+
+
+def pieces_of(x: Tensor) -> int:
+    """The pieces of each element in products with x: 2, 3, or 0 for elements as they are.
+
+    Compiled code follows `torch.set_float32_matmul_precision` and our switch, which torch.compile
+    guards. Of the other names of torch's switch it keeps what was set when it was compiled.
+    """
+    if not _HAS_TILES or x.dtype != torch.float32 or x.device.type != "cpu":
+        return 0
+    return _allowed(config.FP32_PIECES)
+
+
+@torch.compiler.assume_constant_result
+def _allowed(ours: int) -> int:
+    pieces = 2 if torch.backends.mkldnn.matmul.fp32_precision == "tf32" else ours
+    return pieces if torch.ops.omniattn.cpu_isa() >= _AMX else 0

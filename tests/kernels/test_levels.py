@@ -1,0 +1,156 @@
+"""Which levels a process has, on machines that this one is not: csrc/runtime/cpu_isa.cpp asks a
+header that these tests replace, and so do not need AMX to see what becomes of its permission."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MACHINE = """
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace omniattn {
+
+// Has what the variable HAS lists, and answers requests for tiles with the number ANSWER.
+struct Machine {
+  static bool has(const char* extension) {
+    const char* const list = std::getenv("HAS");
+    const size_t length = std::strlen(extension);
+    for (const char* p = list; (p = std::strstr(p, extension)) != nullptr; p += length) {
+      if (p[length] == ' ') return true;
+    }
+    return false;
+  }
+  static bool has_tiles(const char* extension) { return has(extension); }
+  static int request_tiles() {
+    std::printf("asked ");
+    return std::atoi(std::getenv("ANSWER"));
+  }
+};
+#define OMNIATTN_HAS_EXTENSION(name) Machine::has(name)
+
+}  // namespace omniattn
+"""
+PROGRAM = """
+#include <cstdio>
+
+#include "runtime/cpu_isa.h"
+
+namespace omniattn {
+
+struct Kernels {
+  const char* isa;
+};
+OMNIATTN_KERNEL_TABLE(Kernels, rows)
+OMNIATTN_PRODUCT_KERNEL_TABLE(Kernels, products)
+#define DEFINE(name, ...)               \\
+  namespace isa_##name {                \\
+    const Kernels rows_table{#name};    \\
+    const Kernels products_table{#name}; \\
+  }
+OMNIATTN_ISAS(DEFINE)
+
+}  // namespace omniattn
+
+int main() {
+  using namespace omniattn;
+  const int tiles = tile_state();  // asks, too, if anyone does
+  std::printf("%s %s %d", isa_name(detected_isa()), isa_name(active_isa()), tiles);
+  std::printf(" %s %s %s", rows().isa, products(DType::f32).isa, products(DType::bf16).isa);
+  for (int32_t isa = -1; isa <= kIsaCount; ++isa) {
+    if (set_active_isa(static_cast<Isa>(isa))) std::printf(" %s", isa_name(active_isa()));
+  }
+}
+"""
+AVX2 = "avx2 fma f16c "
+AVX512 = AVX2 + "avx512f avx512bw avx512vl avx512dq "
+BF16 = AVX512 + "avx512bf16 "
+AMX = BF16 + "amx-tile amx-bf16 "
+BELOW_AMX = ["baseline", "avx2", "avx512", "avx512_bf16"]
+EMULATED = ["OMNIATTN_EMULATED_FROM=avx512_bf16", "OMNIATTN_EMULATED_BY=avx512"]
+PORTABLE = ["OMNIATTN_EMULATED_FROM=amx_bf16", "OMNIATTN_EMULATED_BY=avx2"]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """program(has, answer, cap, defines): what it prints, split."""
+    folder = tmp_path_factory.mktemp("levels")
+    (folder / "runtime").mkdir()
+    (folder / "runtime/machine.h").write_text(MACHINE)
+    (folder / "main.cpp").write_text(PROGRAM)
+
+    def run(has, answer=0, cap=None, defines=()):
+        binary = folder / ("main" + "".join(defines).replace("=", "_"))
+        if not binary.exists():
+            flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *(f"-D{d}" for d in defines)]
+            source = ROOT / "csrc/runtime/cpu_isa.cpp"
+            command = ["g++", *flags, f"-I{folder}", f"-I{ROOT / 'csrc'}", source, "main.cpp"]
+            subprocess.run([*command, "-o", binary], cwd=folder, check=True)
+        env = {k: v for k, v in os.environ.items() if k != "OMNIATTN_CPU_ISA"}
+        env |= {"HAS": has, "ANSWER": str(answer)}
+        env |= {} if cap is None else {"OMNIATTN_CPU_ISA": cap}
+        result = subprocess.run([binary], env=env, capture_output=True, text=True, check=True)
+        return result.stdout.split()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("has", "level", "products"),
+    [
+        ("", "baseline", "baseline"),
+        (AVX2, "avx2", "avx2"),
+        (AVX2.replace("fma ", ""), "baseline", "baseline"),
+        (AVX512, "avx512", "avx512"),
+        (BF16, "avx512", "avx512_bf16"),
+        # AMX without the bf16 of AVX-512, as under some hypervisors: nothing above the gap.
+        (AVX512 + "amx-tile amx-bf16 ", "avx512", "avx512"),
+    ],
+)
+def test_a_level_needs_those_below_it(program, has, level, products):
+    detected, active, _, rows, f32, bf16, *settable = program(has)
+    assert detected == active == bf16 == products
+    assert rows == f32 == level
+    assert settable == BELOW_AMX[: len(settable)] and settable[-1] == products
+
+
+def test_tiles_that_are_granted_are_asked_for_once(program):
+    answer = ["amx_bf16", "amx_bf16", "0", "avx512", "avx512", "amx_bf16", *BELOW_AMX, "amx_bf16"]
+    assert program(AMX) == ["asked", *answer]
+
+
+@pytest.mark.parametrize("error", [28, 22])
+def test_a_refusal_leaves_the_level_below_and_is_not_repeated(program, error):
+    answer = ["avx512_bf16", "avx512_bf16", str(error), "avx512", "avx512", "avx512_bf16"]
+    assert program(AMX, error) == ["asked", *answer, *BELOW_AMX]
+
+
+@pytest.mark.parametrize("cap", ["avx512_bf16", "baseline"])
+def test_nobody_asks_below_a_lower_cap(program, cap):
+    detected, active, state, *_ = program(AMX, cap=cap)
+    assert (detected, active, state) == ("avx512_bf16", cap, "-2")
+
+
+@pytest.mark.parametrize("has", [BF16, AMX.replace("amx-bf16", ""), AMX.replace("amx-tile", "")])
+def test_nobody_asks_a_machine_without_tiles(program, has):
+    assert program(has)[:3] == ["avx512_bf16", "avx512_bf16", "-1"]
+
+
+@pytest.mark.parametrize("has", [AVX512, AMX])
+def test_emulation_on_avx512_never_asks(program, has):
+    answer = ["amx_bf16", "amx_bf16", "-1", "avx512", "avx512", "amx_bf16", *BELOW_AMX, "amx_bf16"]
+    assert program(has, defines=EMULATED) == answer
+
+
+def test_emulation_steps_over_the_levels_that_the_machine_lacks(program):
+    """Their kernels would end the process."""
+    answer = ["amx_bf16", "amx_bf16", "-1", "avx2", "avx2", "amx_bf16"]
+    assert program(AVX2, defines=PORTABLE) == [*answer, "baseline", "avx2", "amx_bf16"]
+    assert program(AVX2, cap="avx512", defines=PORTABLE)[:2] == ["amx_bf16", "avx2"]
+    assert program(BF16, defines=PORTABLE)[-5:] == [*BELOW_AMX, "amx_bf16"]
+    assert program("", defines=PORTABLE)[:2] == ["baseline", "baseline"]

@@ -1,0 +1,235 @@
+"""What AMX tiles change beyond the OpSpecs: fp32 in pieces of bf16, and sizes of engines that only
+they use. test_emulated_isas.py runs this file on software tiles; elsewhere the switches of pieces
+change nothing, and these tests show that."""
+
+import math
+
+import pytest
+import torch
+
+from omniattn import config, reference, testing
+from omniattn.functional import attention, glu_mlp, linear, linear_cross_entropy, mlp
+from omniattn.ops import _precision
+from omniattn.ops import gemm as ops
+
+ON_TILES = testing.isas()[-1] == "amx_bf16"
+UNIT = 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def fp32():
+    """Leaves torch's switch as it was."""
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def inputs(m=37, n=70, k=130, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(dtype) for s in ((m, k), (n, k), (n,))]
+
+
+def use(switch, monkeypatch):
+    if switch == "high":
+        torch.set_float32_matmul_precision("high")
+    elif switch == "tf32":
+        monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "tf32", raising=False)
+    elif switch == "ours":
+        monkeypatch.setattr(config, "FP32_PIECES", 3)
+
+
+@pytest.mark.parametrize(
+    ("switch", "pieces"), [("high", 2), ("ours", 3), ("medium", 0), ("highest", 0)]
+)
+def test_switches_choose_the_number_of_pieces(switch, pieces, monkeypatch):
+    use(switch, monkeypatch)
+    if switch == "medium":
+        torch.set_float32_matmul_precision("medium")
+    x, weight, bias = inputs()
+    expected = pieces if ON_TILES else 0
+    assert _precision.pieces_of(x) == expected
+    assert _precision.pieces_of(x.bfloat16()) == _precision.pieces_of(x.to("meta")) == 0
+    assert torch.equal(
+        linear(x, weight, bias, backend="cpu"), ops.linear(x, weight, bias, expected)
+    )
+
+
+def test_torchs_switch_for_its_backend_is_followed():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+        assert _precision.pieces_of(torch.ones(1)) == (2 if ON_TILES else 0)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def errors(found, exact, size):
+    return float(((found - exact).abs() / size).max()) / UNIT
+
+
+@pytest.mark.parametrize(("switch", "limit"), [("high", 3 * 2.0**8), ("ours", 4.0)])
+def test_results_and_gradients_have_the_promised_error(switch, limit, monkeypatch):
+    """Of torch's fp32 product, and of what the products of pieces leave out."""
+    x, weight, bias = inputs(300, 200, 500)
+    grad = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
+    plain = run(linear, x, weight, bias, grad)
+    use(switch, monkeypatch)
+    found = run(linear, x, weight, bias, grad)
+    doubles = [t.double() for t in (x, weight, bias, grad)]
+    exact = run(reference.linear, *doubles)
+    sizes = run(reference.linear, *(t.abs() for t in doubles))
+    for ours, theirs, right, size in zip(found, plain, exact, sizes, strict=True):
+        assert errors(ours, right, size) <= 2 * errors(theirs, right, size) + limit
+    assert torch.equal(found[0], plain[0]) is not ON_TILES
+
+
+def run(function, x, weight, bias, grad, **options):
+    """y and the gradients of all inputs."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = function(*leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("switch", ["high", "ours"])
+def test_the_backward_repeats_the_pieces_of_the_forward(switch, monkeypatch):
+    """Whatever the switch says by then."""
+    x, weight, bias = inputs()
+    grad = torch.ones(len(x), len(weight))
+    use(switch, monkeypatch)
+    expected = run(linear, x, weight, bias, grad)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = linear(*leaves)
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(config, "FP32_PIECES", 0)
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, grad), expected[1:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_products_of_what_is_not_finite_are_those_of_fp32(name, value, pieces):
+    """In every bit; the gradient of the same tensor is a product of others."""
+    results = []
+    for n in (pieces, 0):
+        x, weight, bias = inputs()
+        (x if name == "x" else weight)[3, 5] = value
+        grad = torch.ones(len(x), len(weight))
+        y, dx, dweight, _ = run(
+            lambda *tensors, n=n: ops.linear(*tensors, n), x, weight, bias, grad
+        )
+        results.append((y, dweight if name == "x" else dx))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("switch", ["high", "ours"])
+def test_pieces_do_not_depend_on_the_number_of_threads(switch, monkeypatch):
+    use(switch, monkeypatch)
+    x, weight, bias = inputs(230, 300, 150)
+    grad = torch.randn(230, 300, generator=torch.Generator().manual_seed(1))
+    results = []
+    for count in (1, 3):
+        with testing.threads(count):
+            results.append(run(linear, x, weight, bias, grad, backend="cpu"))
+    for one, three in zip(*results, strict=True):
+        assert torch.equal(one, three)
+
+
+def test_few_rows_are_streamed_in_fp32(monkeypatch):
+    use("ours", monkeypatch)
+    x, weight, bias = inputs(m=4)
+    assert torch.equal(linear(x, weight, bias, backend="cpu"), ops.linear(x, weight, bias, 0))
+
+
+def test_feed_forward_layers_use_pieces(monkeypatch):
+    """As their products one by one, forward and backward."""
+    use("high", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x, gate, up, down = (
+        torch.randn(s, generator=generator).requires_grad_()
+        for s in ((20, 48), (96, 48), (96, 48), (40, 96))
+    )
+
+    def by_hand(gated):
+        hidden = torch.relu(linear(x, gate, backend="cpu"))
+        if gated:
+            hidden = hidden * linear(x, up, backend="cpu")
+        return linear(hidden, down, backend="cpu")
+
+    for y, expected, leaves in [
+        (glu_mlp(x, gate, up, down, activation="relu", backend="cpu"), by_hand(True), (gate, up)),
+        (mlp(x, gate, down, activation="relu", backend="cpu"), by_hand(False), (gate, down)),
+    ]:
+        assert torch.equal(y, expected)
+        grads = torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+        for ours, theirs in zip(*grads, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_compiled_code_follows_the_switches(monkeypatch):
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    tensors = [t.requires_grad_() for t in inputs()]
+    for switch in ("highest", "high", "ours"):
+        torch.set_float32_matmul_precision("highest")
+        use(switch, monkeypatch)
+        results = []
+        for function in (compiled, linear):
+            y = function(*tensors)
+            results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pieces", [-1, 1, 4])
+def test_other_numbers_of_pieces_are_refused(pieces):
+    x, weight, _ = inputs()
+    message = f"pieces must be 0, 2 or 3, got {pieces}"
+    for call in (
+        lambda: torch.ops.omniattn.linear(x, weight, None, pieces),
+        lambda: torch.ops.omniattn.linear_backward(x @ weight.T, x, weight, pieces, *[True] * 3),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_prefill_of_latent_attention(return_lse):
+    """Keys of 192 features and values of 128: at most the error of the eager form in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(s, generator=generator).bfloat16()
+        for s in ((1, 70, 4, 192), (1, 130, 4, 192), (1, 130, 4, 128))
+    )
+    options = {"causal": True, "return_lse": return_lse}
+    found, eager, exact = (
+        torch.utils._pytree.tree_leaves(function(*tensors, **options))
+        for function, tensors in (
+            (attention, (q, k, v)),
+            (reference.attention, (q, k, v)),
+            (reference.attention, (q.double(), k.double(), v.double())),
+        )
+    )
+    for ours, theirs, right in zip(found, eager, exact, strict=True):
+        assert (ours - right).square().mean() <= (theirs - right).square().mean()
+
+
+def test_gradients_of_a_linear_loss_round_once():
+    """bf16 rounds the gradients of the logits, as torch's own products do, and no sum of them."""
+    x, weight, _ = inputs(64, 300, 96, torch.bfloat16)
+    target = torch.arange(64) % 300
+
+    def gradients(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        if leaves[0].dtype == torch.bfloat16 and use_ours:
+            loss = linear_cross_entropy(*leaves, target)
+        else:
+            loss = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].T, target)
+        return torch.autograd.grad(loss, leaves)
+
+    use_ours = True
+    found = gradients(x, weight)
+    use_ours = False
+    torchs, exact = gradients(x, weight), gradients(x.double(), weight.double())
+    for ours, theirs, right in zip(found, torchs, exact, strict=True):
+        assert (ours - right).square().mean() <= (theirs - right).square().mean()

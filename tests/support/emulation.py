@@ -1,0 +1,26 @@
+"""Software forms of the levels that few machines have, and what a machine without any is told."""
+
+import os
+
+import pytest
+
+from omniattn import _kernels as kernels
+from omniattn import testing
+
+#: The forms of amx_bf16 that run here: by the instructions of avx512 and by those of avx2.
+SOFTWARE = [
+    isa for isa in kernels.probe_isas() if isa in ("amx_bf16_emulated", "amx_bf16_portable")
+]
+
+#: For tests of these forms. A job that promises them (.ci/run) fails without; others skip.
+needs_software = pytest.mark.skipif(
+    not SOFTWARE and os.environ.get("OMNIATTN_REQUIRE_EMULATION") != "1",
+    reason="software tiles need AVX2",
+)
+
+#: The library whose products are emulated on this machine, and the levels that it emulates here.
+LIBRARY, LEVELS = (
+    ("libomniattn_amx_emulated.so", ("avx512_bf16", "amx_bf16"))
+    if "avx512" in testing.isas()
+    else ("libomniattn_amx_portable.so", ("amx_bf16",))
+)
