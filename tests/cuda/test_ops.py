@@ -36,7 +36,10 @@ LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
 SELECTED = ("-selected_attention-",)
 #: Made of the kernels of other ops.
-COMPOSED = ("-moba_attention-", "-nsa_attention-", "-routed_block_attention-")
+COMPOSED = ("-moba_attention-", "-nsa_attention-", "-routed_block_attention-", "-dsa_indexer_loss-")
+INDEXER = ("-dsa_indexer-",)
+#: Lists that are full more than once, of both orders of the walk, and few keys.
+FEW_INDEXED = tuple(f"-dsa_indexer-{case}-" for case in ("tiny", "recent", "drops", "nokeys"))
 #: Lists of tokens, of blocks, of no block, per head and per block of queries.
 FEW_SELECTED = tuple(
     f"-selected_attention-{case}-"
@@ -114,6 +117,10 @@ RUNS = [
     ("value", "ascending", SELECTED, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
     ("value", "descending shuffled", FEW_SELECTED, VALUES, ("bf16",)),
     ("value", "ascending", COMPOSED, VALUES, ("bf16",)),
+    ("value", "ascending", INDEXER, ("forward", *PLACES), ("f64", "f32", "bf16", "f16")),
+    ("value", "descending shuffled", FEW_INDEXED, ("forward",), ("f64", "bf16")),
+    ("race", "ascending", FEW_INDEXED, ("forward",), ("bf16",)),
+    ("sanitized", "shuffled", FEW_INDEXED, ("forward", "strided"), ("bf16",)),
     ("race", "ascending", RACED_SELECTED, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_SELECTED, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ("-selective_attention-",), VALUES, ("f32", "bf16")),
