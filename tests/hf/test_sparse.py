@@ -14,6 +14,7 @@ from torch import nn
 import omniattn.hf
 from omniattn import functional
 from omniattn.hf.attention import attention_forward
+from omniattn.hf.masks import RuleMask, attention_mask
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -281,6 +282,27 @@ def test_weights_of_chosen_keys(name):
 
 class Layer(nn.Module):
     is_causal = True
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_masks_as_rules_hide_chosen_keys(side):
+    """In a static cache of 12 keys, of which 9 are filled, for the last 4 queries."""
+    q, k, v = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    if side != "none":
+        real[1, slice(7, None) if side == "right" else slice(3)] = False
+    mask = attention_mask(2, 4, 12, q_offset=5, attention_mask=real)
+    seen = mask & True
+    indices = torch.rand(2, 4, 12).argsort(-1)[..., :7].int()
+    calls = mock.Mock(wraps=RuleMask.visible)
+    with mock.patch.object(RuleMask, "visible", calls):
+        out, _ = attention_forward(Layer(), q, k, v, mask, indices=indices)
+    assert not calls.called  # no mask of all pairs is made
+    expected, _ = attention_forward(Layer(), q, k, v, seen, indices=indices)
+    assert torch.equal(out, expected)
+    chosen = torch.zeros(2, 1, 4, 12, dtype=torch.bool).scatter(3, indices[:, None].long(), True)
+    dense, _ = attention_forward(Layer(), q, k, v, seen & chosen)
+    torch.testing.assert_close(out, dense)
 
 
 def test_masks_of_chosen_keys():

@@ -126,10 +126,10 @@ def full_forward(
 def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of the layer around one of these; for short texts the model gives it another
     attention while it runs."""
-    inner = self.self
-    found = find_bigbird(inner)
+    found = find_bigbird(self.self)
     if callable(found):
-        inner.__class__ = subclass(type(inner), found)
+        kind: Any = type(self.self)
+        self.self.__class__ = subclass(kind, found)
     return self.omniattn_original.forward(self, *args, **kwargs)
 
 

@@ -95,11 +95,32 @@ def _without_hidden(
     """`chosen` with -1 for keys that the mask hides."""
     if mask is None:  # one new token, or queries from the first key on
         if queries > 1:
-            rows = torch.arange(queries, device=chosen.device)[:, None]
-            chosen = chosen.masked_fill(chosen > rows, -1)
+            chosen = _up_to(chosen, 0)
+    elif isinstance(mask, RuleMask) and (parts := _plain_rules(mask)) is not None:
+        chosen = _up_to(chosen, mask.keys - queries)
+        for part in parts:
+            if isinstance(part, masks.KeyLengths):
+                chosen = chosen.masked_fill(chosen >= part.lengths[:, None, None, None], -1)
+            elif isinstance(part, masks.KeyPadding):
+                chosen = _where(chosen, part.real[:, None, None].expand(-1, -1, queries, -1))
     else:
         chosen = _where(chosen, _visible(module, mask))
     return chosen if packed is None else _where(chosen, packed.dense(queries, keys))
+
+
+def _plain_rules(mask: RuleMask) -> tuple[masks.Mask, ...] | None:
+    """The rules of a causal mask with padding, for which no pairs are needed; else None."""
+    rules = mask.rules
+    if not isinstance(rules, masks.All) or rules.masks[:1] != (masks.Causal(),):
+        return None
+    padding = (masks.KeyLengths, masks.KeyPadding)
+    return rules.masks if all(isinstance(each, padding) for each in rules.masks[1:]) else None
+
+
+def _up_to(chosen: Tensor, first: int) -> Tensor:
+    """`chosen` with -1 for keys after the query's own, which is `first` for the first query."""
+    rows = torch.arange(first, first + chosen.shape[2], device=chosen.device)[:, None]
+    return chosen.masked_fill(chosen > rows, -1)
 
 
 def _where(chosen: Tensor, seen: Tensor) -> Tensor:
