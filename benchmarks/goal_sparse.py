@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -192,6 +192,8 @@ def selected_rows() -> Iterator[Row]:
         case = benchmark.case
         if case.label not in ("nsa", "tokens") or torch.float32 not in benchmark.dtypes:
             continue
+        if case.label == "tokens":  # with few queries the gradients of all keys are what counts
+            case = replace(case, sizes=case.sizes | {"Tq": 32})
         call = spec.call(case, torch.float32)
         s = case.sizes
         dense_inputs = {name: call.tensors[name] for name in "qkv"}
