@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from omniattn import config, reference, testing
-from omniattn.functional import attention, glu_mlp, linear, linear_cross_entropy, mlp
+from omniattn.functional import glu_mlp, linear, linear_cross_entropy, mlp
 from omniattn.ops import _precision
 from omniattn.ops import gemm as ops
+from omniattn.testing.properties import PROPERTIES
+from omniattn.testing.specs.attention import qkv
 
 ON_TILES = testing.isas()[-1] == "amx_bf16"
 UNIT = 2.0**-24
@@ -193,25 +195,11 @@ def test_other_numbers_of_pieces_are_refused(pieces):
             call()
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_prefill_of_latent_attention(return_lse):
-    """Keys of 192 features and values of 128: at most the error of the eager form in bf16."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(s, generator=generator).bfloat16()
-        for s in ((1, 70, 4, 192), (1, 130, 4, 192), (1, 130, 4, 128))
-    )
-    options = {"causal": True, "return_lse": return_lse}
-    found, eager, exact = (
-        torch.utils._pytree.tree_leaves(function(*tensors, **options))
-        for function, tensors in (
-            (attention, (q, k, v)),
-            (reference.attention, (q, k, v)),
-            (reference.attention, (q.double(), k.double(), v.double())),
-        )
-    )
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
-        assert (ours - right).square().mean() <= (theirs - right).square().mean()
+@pytest.mark.parametrize("check", ["forward", "backward"])
+def test_prefill_of_latent_attention(check):
+    """Keys of 192 features and values of 128."""
+    case = qkv("latent", 1, 130, 130, 2, 2, 192, 128, causal=True)
+    PROPERTIES[check](testing.registry()["attention"], case, torch.bfloat16)
 
 
 def test_gradients_of_a_linear_loss_round_once():
