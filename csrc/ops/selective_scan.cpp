@@ -10,7 +10,7 @@
 namespace omniattn::ops::selective_scan {
 namespace {
 
-// B or C: (B, T, G, N) of the dtype of u, or (D, N) of A.
+// B or C: (B, T, G, N) of the dtype of u, or that of A where states are paired; or (D, N) of A.
 struct WeightInput {
   Tensor tensor;
   bool constant;
@@ -41,11 +41,12 @@ struct Problem : ScanProblem {
   OptTensor decay, skip, bias, initial_state;
   WeightInput b, c;
   SelectiveWeights b_view, c_view;
-  bool softplus;
+  bool softplus, paired;
 
   Problem(const char* op_, const Tensor& u_, const Tensor& delta_, const Tensor& A, const Tensor& B,
           const Tensor& C, const OptTensor& D, const OptTensor& z_, const OptTensor& delta_bias,
-          const OptTensor& initial_state_, const OptTensor& cu_seqlens, bool delta_softplus)
+          const OptTensor& initial_state_, const OptTensor& cu_seqlens, bool delta_softplus,
+          bool paired_)
       : ScanProblem(op_, "u", u_, 3, cu_seqlens),
         channels(u_.size(2)),
         states(A.dim() == 2 ? A.size(1) : 0),
@@ -57,7 +58,10 @@ struct Problem : ScanProblem {
         initial_state(state("initial_state", initial_state_)),
         b(op, "B", B),
         c(op, "C", C),
-        softplus(delta_softplus) {
+        softplus(delta_softplus),
+        paired(paired_) {
+    require(!paired || states % 2 == 0, op, "A must have two numbers of each pair of states, got ",
+            states, " of each channel");
     if (z_.has_value()) z.emplace(op, "z", *z_, dtype, u_.sizes());
     groups = !b.constant ? B.size(2) : !c.constant ? C.size(2) : 1;
     require(groups > 0 ? channels % groups == 0 : channels == 0, op,
@@ -68,9 +72,12 @@ struct Problem : ScanProblem {
     const std::array<int64_t, 4> varying{batch, steps, groups, states};
     const std::array<int64_t, 2> fixed{channels, states};
     const Sizes of_steps{varying.data(), varying.size()}, of_all{fixed.data(), fixed.size()};
-    b_view = b.view(op, "B", dtype, acc, of_steps, of_all);
-    c_view = c.view(op, "C", dtype, acc, of_steps, of_all);
+    b_view = b.view(op, "B", weight_dtype(), acc, of_steps, of_all);
+    c_view = c.view(op, "C", weight_dtype(), acc, of_steps, of_all);
   }
+
+  // Of B and C that vary.
+  DType weight_dtype() const { return paired ? acc : dtype; }
 
   OptTensor state(const char* name, const OptTensor& t) const {
     return dense(name, t, {sequences, channels, states});
@@ -78,6 +85,7 @@ struct Problem : ScanProblem {
   Selective params(int64_t block_) const {
     return {.dtype = dtype,
             .softplus = softplus,
+            .paired = paired,
             .rows = rows(),
             .channels = channels,
             .groups = groups,
@@ -104,10 +112,10 @@ template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> selective_scan(
     const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
     const OptTensor& D, const OptTensor& z, const OptTensor& delta_bias,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, bool delta_softplus) {
+    const OptTensor& initial_state, const OptTensor& cu_seqlens, bool delta_softplus, bool paired) {
   const DeviceScope scope(u);
   const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens,
-                  delta_softplus);
+                  delta_softplus, paired);
   const int64_t of_group = p.groups > 0 ? p.channels / p.groups : 0;
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : p.block(of_group, kForwardBlock));
   const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
@@ -173,11 +181,11 @@ struct WeightSums {
                   {p.channels});
   }
   Tensor weights(bool wanted, const WeightInput& w, const Tensor& steps, int64_t row) const {
-    if (!wanted) return empty_tensor({0}, w.constant ? p.acc : p.dtype);
+    if (!wanted) return empty_tensor({0}, w.constant ? p.acc : p.weight_dtype());
     if (w.constant) return rows(true, row, p.states);
     const int64_t size = p.batch * p.steps * p.groups * p.states;
     const Tensor sum = sum_of(steps, 0, blocks, size, {p.batch, p.steps, p.groups, p.states});
-    if (p.dtype == p.acc) return sum;
+    if (p.weight_dtype() == p.acc) return sum;
     Tensor rounded = empty_tensor(sum.sizes(), p.dtype);
     torch::stable::copy_(rounded, sum);
     return rounded;
@@ -190,11 +198,11 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
                                   const OptTensor& initial_state, const OptTensor& cu_seqlens,
                                   const Tensor& states, const OptTensor& grad_y,
                                   const OptTensor& grad_final_state, bool delta_softplus,
-                                  bool A_grad, bool B_grad, bool C_grad, bool D_grad,
+                                  bool paired, bool A_grad, bool B_grad, bool C_grad, bool D_grad,
                                   bool delta_bias_grad) {
   const DeviceScope scope(u);
   const Problem p("selective_scan_backward", u, delta, A, B, C, D, z, delta_bias, initial_state,
-                  cu_seqlens, delta_softplus);
+                  cu_seqlens, delta_softplus, paired);
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : kBackwardBlock);
   const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, u, u.sizes()), p.dtype, u.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
@@ -233,18 +241,20 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
 }
 
 // u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
-// N). The last result of the forward is the states at the starts of chunks.
+// N). Where paired, A, B, C and states have real and imaginary parts in turn, see
+// kernels/scan/selective.h. The last result of the forward is the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<selective_scan<true>, WithoutLast<selective_scan<false>>::run>(
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
-      " Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, bool delta_softplus)"
+      " Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, bool delta_softplus,"
+      " bool paired)"
       " -> (Tensor y, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<selective_scan_backward>(
       "selective_scan_backward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D,"
       " Tensor? z, Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"
-      " Tensor? grad_y, Tensor? grad_final_state, bool delta_softplus, bool A_grad, bool B_grad,"
-      " bool C_grad, bool D_grad, bool delta_bias_grad)"
+      " Tensor? grad_y, Tensor? grad_final_state, bool delta_softplus, bool paired, bool A_grad,"
+      " bool B_grad, bool C_grad, bool D_grad, bool delta_bias_grad)"
       " -> (Tensor du, Tensor ddelta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz,"
       " Tensor ddelta_bias, Tensor dinitial_state)");
 });

@@ -70,8 +70,8 @@ std::vector<std::string> probe_isas() {
 }
 
 VecFunction parse_function(const std::string& name) {
-  constexpr const char* kNames[] = {"copy",    "exp",  "exp2",  "log",   "tanh", "normal",
-                                    "sigmoid", "sqrt", "round", "floor", "abs",  "negate"};
+  constexpr const char* kNames[] = {"copy", "exp",   "exp2",  "log", "tanh",   "normal", "sigmoid",
+                                    "sqrt", "round", "floor", "abs", "negate", "sin",    "cos"};
   for (int32_t i = 0; i < static_cast<int32_t>(std::size(kNames)); ++i) {
     if (name == kNames[i]) return static_cast<VecFunction>(i);
   }

@@ -23,6 +23,8 @@ enum class VecFunction : int32_t {
   floor,
   abs,
   negate,
+  sin,
+  cos,
 };
 
 enum class BLayout : int32_t { rows, packed_rows, packed_transposed };

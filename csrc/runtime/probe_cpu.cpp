@@ -1,6 +1,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/probe.h"
+#include "runtime/vec_trig.h"
 #if defined(OMNIATTN_PAIRS)
 #include "runtime/tile_product.h"
 #endif
@@ -46,6 +47,10 @@ void map_function(VecFunction function, const T* x, T* y, int64_t n) {
       return map_elements(x, y, n, [](V v) { return abs(v); });
     case VecFunction::negate:
       return map_elements(x, y, n, [](V v) { return -v; });
+    case VecFunction::sin:
+      return map_elements(x, y, n, [](V v) { return sincos(v).sin; });
+    case VecFunction::cos:
+      return map_elements(x, y, n, [](V v) { return sincos(v).cos; });
   }
 }
 

@@ -68,6 +68,20 @@ def test_float32_function_within_ulps(probe, function):
     assert ulp_error(apply(probe, function, "f32", x), reference).max() <= bound
 
 
+@pytest.mark.parametrize("function", ["sin", "cos"])
+def test_sines_of_any_angle(probe, function):
+    exact = {"sin": np.sin, "cos": np.cos}[function]
+    near = np.linspace(-np.pi / 4, np.pi / 4, 100_001).astype(np.float32)
+    assert (
+        ulp_error(apply(probe, function, "f32", near), exact(near.astype(np.float64))).max() <= 1.5
+    )
+    multiples = (np.arange(-5300, 5300) * np.pi / 2).astype(np.float32)
+    some = [float32_samples(-high, high, 20_000) for high in (8.0, 1e3, 8192.0, 8200.0, 1e30)]
+    x = np.concatenate([multiples, *some])
+    error = np.abs(apply(probe, function, "f32", x) - exact(x.astype(np.float64)))
+    assert error.max() <= 2**-23
+
+
 def test_left_tail_of_the_normal_distribution_keeps_its_digits(probe):
     x = np.linspace(-12, 0, 100_001, dtype=np.float32)
     exact = NORMAL(x.astype(np.float64))
@@ -93,6 +107,8 @@ SPECIAL = {
     "abs": [(-INF, INF), (NAN, NAN), (-0.0, 0.0), (-3, 3)],
     "negate": [(INF, -INF), (NAN, NAN), (0.0, -0.0), (-0.0, 0.0)],
     "round": [(0.5, 0), (1.5, 2), (-2.5, -2), (-0.25, -0.0), (INF, INF), (NAN, NAN), (3e9, 3e9)],
+    "sin": [(0, 0), (INF, NAN), (-INF, NAN), (NAN, NAN)],
+    "cos": [(0, 1), (INF, NAN), (-INF, NAN), (NAN, NAN)],
     "floor": [(0.5, 0), (-0.5, -1), (-2, -2), (-INF, -INF), (NAN, NAN), (3e9, 3e9)],
 }
 

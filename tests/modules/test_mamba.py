@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as nnf
 
-from omniattn.modules import Mamba, SimpleSelectiveSSM
+from omniattn.modules import Mamba, Mamba2, SimpleSelectiveSSM
+from omniattn.training import parameter_groups
 
 DIM = 12
 
@@ -71,6 +73,20 @@ def test_how_it_begins():
     assert torch.equal(m.D, torch.ones(128))
     assert torch.all(Mamba(64, dt_init="constant", dt_scale=2.0).dt_proj.weight == 1)
     assert Mamba(64, dtype=torch.bfloat16).A_log.dtype == torch.float32
+
+
+def test_time_scales_do_not_decay():
+    layer = nn.ModuleDict(
+        {
+            "mamba": Mamba(DIM, norm_eps=1e-6),
+            "mamba2": Mamba2(DIM, d_state=4, headdim=8),
+            "simple": SimpleSelectiveSSM(DIM, 4),
+        }
+    )
+    decayed, _ = (group["params"] for group in parameter_groups(layer, 0.1))
+    names = {id(p): name for name, p in layer.named_parameters()}
+    kept = {name for name in names.values() if name.endswith("weight") and "norm" not in name}
+    assert {names[id(p)] for p in decayed} == kept
 
 
 def their_mixer(bias: bool = False, conv_bias: bool = True):

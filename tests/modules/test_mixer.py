@@ -316,6 +316,24 @@ def test_former_names():
     torch.testing.assert_close(again.state_dict(), stack.state_dict(), rtol=0, atol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [config for config in MIXERS if config.layer is not Average],
+    ids=lambda config: config.layer.__name__,
+)
+def test_every_mixer_takes_its_state_as_cache(config):
+    torch.manual_seed(0)
+    mixer, x = config.build(dtype=torch.float64), torch.randn(1, 3, 24, dtype=torch.float64)
+    rope = RotaryEmbedding(6)(torch.arange(3))
+    state, cache = mixer.new_state(1, 3), mixer.new_cache(1, 3, torch.float64)
+    expected = mixer(x, state=state, rope=rope)
+    torch.testing.assert_close(mixer(x, cache=cache, rope=rope), expected, rtol=0, atol=0)
+    assert cache.length == state.length == 3
+    with pytest.raises(TypeError, match=f"{type(mixer).__name__}: state must not be given as"):
+        mixer(x, cache=cache, state=state, rope=rope)
+
+
 def test_generate_takes_any_model_with_the_methods(model):
     with pytest.raises(ValueError, match="source must be None, since Decoder has no encoder"):
         generate(model, torch.zeros(1, 1, dtype=torch.long), 1, source=torch.zeros(1, 1).long())

@@ -139,15 +139,112 @@ def test_groups_are_scans_of_their_own():
         torch.testing.assert_close(state[:, part], last)
 
 
-def test_results_do_not_depend_on_threads():
-    made = {name: t.float().requires_grad_() for name, t in inputs(100, 300).items()}
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_results_do_not_depend_on_threads(is_complex):
+    made = (complex_inputs if is_complex else inputs)(100, 300)
+    made = {
+        name: t.to(torch.complex64 if t.is_complex() else torch.float32).requires_grad_()
+        for name, t in made.items()
+    }
     results = []
     for threads in (1, 3):
         with testing.threads(threads):
             y, state = F.selective_scan(**made, delta_softplus=True)
-            loss = y.square().sum() + state.square().sum()
+            loss = y.square().sum() + state.abs().square().sum()
             results.append((y, state, *torch.autograd.grad(loss, list(made.values()))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def complex_inputs(steps=70, channels=21, states=5, batch=2, groups=None, constant=False):
+    made = inputs(steps, channels, states, batch, groups)
+    if constant:
+        made |= {"B": draw(channels, states, seed=3), "C": draw(channels, states, seed=4)}
+    parts = {name: draw(*made[name].shape, seed=20 + i) for i, name in enumerate("ABC")}
+    return made | {name: torch.complex(made[name], part) for name, part in parts.items()}
+
+
+def real_parts(t: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_complex_scan_and_its_gradients(isa, constant):
+    made = complex_inputs(batch=1, constant=constant, groups=None if constant else 3)
+    made["initial_state"] = torch.complex(draw(4, 21, 5, seed=8), draw(4, 21, 5, seed=9))
+    edges = torch.tensor([0, 20, 20, 65, 70])
+
+    def run(backend: str | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        narrow = {
+            name: t.to(dtype.to_complex() if t.is_complex() else dtype) for name, t in made.items()
+        }
+        leaves = {name: t.detach().requires_grad_() for name, t in narrow.items()}
+        y, state = F.selective_scan(
+            **leaves, delta_softplus=True, cu_seqlens=edges, backend=backend
+        )
+        loss = y.square().sum() + (state.real * 2 + state.imag).square().sum()
+        return [y, state, *torch.autograd.grad(loss, list(leaves.values()))]
+
+    expected = run("reference", torch.float64)
+    with testing.isa(isa):
+        exact, narrow = run(None, torch.float64), run(None, torch.float32)
+    eager = run("reference", torch.float32)
+    torch.testing.assert_close(exact, expected)
+    for ours, theirs, best in zip(narrow, eager, expected, strict=True):
+        error, allowed = ((real_parts(t) - real_parts(best)).abs().max() for t in (ours, theirs))
+        rounding = torch.finfo(torch.float32).eps * 70**0.5  # of sums over 70 steps
+        assert error <= 3 * (allowed + rounding * real_parts(best).abs().max())
+
+
+def test_conjugates_give_the_same_output():
+    """y is twice a real part, so that a system and its conjugate have the same y and gradients of
+    real inputs, bit for bit, and conjugate states and gradients."""
+    made = {
+        name: t.to(torch.complex64 if t.is_complex() else torch.float32)
+        for name, t in complex_inputs().items()
+    }
+
+    def run(made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = {name: t.detach().requires_grad_() for name, t in made.items()}
+        y, state = F.selective_scan(**leaves, delta_softplus=True)
+        loss = y.square().sum() + state.abs().square().sum()
+        return (y, state, *torch.autograd.grad(loss, list(leaves.values())))
+
+    one = run(made)
+    other = run({name: t.conj() for name, t in made.items()})
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b.conj().resolve_conj())
+
+
+def test_derivatives_of_a_complex_scan():
+    made = complex_inputs(3, 3, 2, 1)
+    leaves = [t.requires_grad_() for t in made.values()]
+
+    def run(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.selective_scan(**dict(zip(made, values, strict=True)), delta_softplus=True)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("splits", [(0, 1, 2, 70), (0, 33, 64, 70)])
+def test_a_complex_state_continues(splits):
+    made = complex_inputs()
+    y, final = F.selective_scan(**made, delta_softplus=True)
+    state, parts = None, []
+    for a, b in itertools.pairwise(splits):
+        some = {name: t[:, a:b] if t.dim() > 2 else t for name, t in made.items()}
+        part, state = F.selective_scan(**some, delta_softplus=True, initial_state=state)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), y)
+    torch.testing.assert_close(state, final)
+
+
+def test_real_and_complex_weights_of_a_complex_scan_agree():
+    made = complex_inputs()
+    wide = made | {name: made[name].real + 0j for name in "BC"}
+    narrow = made | {name: made[name].real for name in "BC"}
+    torch.testing.assert_close(F.selective_scan(**narrow), F.selective_scan(**wide))
 
 
 @pytest.mark.parametrize("constant", [False, True])
@@ -174,9 +271,13 @@ def test_a_complex_A_is_two_scans(constant):
     torch.testing.assert_close(last, h)
 
 
-def test_the_backward_keeps_few_states():
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_the_backward_keeps_few_states(is_complex):
     """The states of all tokens would be 5 times as many elements as all that is kept."""
-    made = {name: t.float().requires_grad_() for name, t in inputs(512, 64, 16, 1).items()}
+    made = {name: t.float() for name, t in inputs(512, 64, 16, 1).items()}
+    if is_complex:
+        made["A"] = torch.complex(made["A"], draw(64, 16, seed=9).float())
+    made = {name: t.requires_grad_() for name, t in made.items()}
     kept = 0
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -217,6 +318,10 @@ VALID = {"u": X, "delta": X, "A": A, "B": ROWS, "C": ROWS}
         ({"z": X[:, :2]}, ValueError, r"z must have shape \(1, 3, 4\)"),
         ({"A": A[:3]}, ValueError, r"A must have shape \(4, N\), got A.shape=\(3, 2\)"),
         ({"A": A.long()}, TypeError, "A must be floating-point"),
+        ({"A": -A}, ValueError, r"A must be at most 0, got max\(A\)=1.0"),
+        ({"A": 2 - A * 1j}, ValueError, r"Re A must be at most 0, got max\(Re A\)=2.0"),
+        ({"A": A + 0j, "backend": "cuda"}, ValueError, "backend must match the device"),
+        ({"A": A + 0j, "backend": "fast"}, ValueError, "backend must be one of"),
         ({"B": ROWS[:, :2]}, ValueError, r"B must have shape \(1, 3, 2\), \(1, 3, G, 2\) with G"),
         ({"B": A.mT}, ValueError, r"B must have shape \(4, 2\), got B.shape=\(2, 4\)"),
         ({"C": torch.ones(1, 3, 3, 2)}, ValueError, "G groups of the 4 channels"),

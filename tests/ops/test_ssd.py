@@ -136,6 +136,7 @@ def call(**changed):
         ({"x": draw(2, 4, 4)}, ValueError, r"x must have shape \(B, T, H, P\), got x.shape=\(2, 4"),
         ({"dt": draw(2, 4, 3)}, ValueError, r"dt must have shape \(2, 4, 4\), got dt.shape="),
         ({"A": draw(3)}, ValueError, r"A must have shape \(4,\), got A.shape=\(3,\)"),
+        ({"A": draw(4).abs()}, ValueError, r"A must be at most 0, got max\(A\)="),
         ({"B": draw(2, 4, 3, 8)}, ValueError, r"G a divisor of its heads, got B.shape=\(2, 4, 3"),
         ({"B": draw(2, 4, 0, 8)}, ValueError, r"B must have groups, got B.shape=\(2, 4, 0, 8\)"),
         ({"C": draw(2, 4, 2, 7)}, ValueError, r"C must have shape \(2, 4, 2, 8\), got C.shape="),

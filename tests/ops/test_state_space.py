@@ -363,6 +363,7 @@ def _wrong():
     yield {**good, "u": u.double()}, TypeError, r"dt must be torch.float64 with u.dtype"
     yield {**good, "A": A.real}, TypeError, r"A must be complex64 or complex128"
     yield {**good, "A": A[0]}, ValueError, r"A must have shape \(H, N\)"
+    yield {**good, "A": A.conj() * -1}, ValueError, r"Re A must be at most 0, got max\(Re A\)="
     yield {**good, "C": C[:, :2]}, ValueError, r"C must have shape \(3, 4\)"
     yield {**good, "C": C.real}, TypeError, r"C must be torch.complex64.*C.dtype=torch.float32"
     yield {**good, "dt": dt[:2]}, ValueError, r"dt must have shape \(3,\)"
@@ -390,6 +391,8 @@ def test_errors_of_s4_and_convolutions():
         F.s4(u, Lambda, P[:, :2], b, C, dt)
     with pytest.raises(TypeError, match=r"s4: Lambda must be complex64"):
         F.s4(u, Lambda.real, P, b, C, dt)
+    with pytest.raises(ValueError, match=r"s4: Re Lambda must be at most 0, got max\(Re Lambda\)="):
+        F.s4(u, -Lambda, P, b, C, dt)
     with pytest.raises(ValueError, match=r"s4_kernel: length must be an int >= 0, got length=-1"):
         F.s4_kernel(Lambda, P, b, C, dt, -1)
     with pytest.raises(ValueError, match=r"s4d_kernel: length must be an int >= 0, got length=-1"):

@@ -88,7 +88,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._run(module, self.real[module.__name__])
 
     def _run(self, module: ModuleType, path: str) -> None:
-        text = (self.root / path).read_text().replace('"cuda"', '"cpu"')
+        text = (self.root / path).read_text().replace('"cuda"', '"cpu"').replace("'cuda'", "'cpu'")
         module.__file__ = str(self.root / path)
         exec(compile(text, module.__file__, "exec"), vars(module))
 

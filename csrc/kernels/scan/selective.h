@@ -6,6 +6,10 @@
 //
 // B and C may also be constants of each channel. The forward keeps the states before each chunk of
 // steps, from which the backward computes the others again.
+//
+// States may be paired: those of 2 n and 2 n + 1, and of A, are then the parts of complex numbers,
+// of which e^(dt A) h is a product. B and C go into each part and read it: those of a complex scan,
+// y = 2 Re sum_n C h, are given as parts of B and of 2 conj(C).
 #pragma once
 
 #include <type_traits>
@@ -16,7 +20,8 @@
 
 namespace omniattn {
 
-// B or C: rows (G, N) of T for each step, or (D, N) of A for all of them.
+// B or C: rows (G, N) for each step, of T or for paired states of A, or (D, N) of A for all of
+// them.
 struct SelectiveWeights {
   ScanView rows;
   bool constant;
@@ -25,9 +30,9 @@ struct SelectiveWeights {
 // What forward and backward share. A is the accumulator type of dtype.
 struct Selective {
   DType dtype;  // of u, delta, z, y, of B and C that vary, and of their gradients
-  bool softplus;
+  bool softplus, paired;
   ScanRows rows;
-  int64_t channels, groups, states;  // D, G, N
+  int64_t channels, groups, states;  // D, G, N; N is even where paired
   int64_t block;                     // channels of an item, which are of one group
   ScanView u, delta, z;              // (B, T, D); z may be null
   const void* decay;                 // A: (D, N) of A contiguous

@@ -53,21 +53,26 @@ struct BackwardMemory {
 
 // The states before and after each step of a chunk and their decays, of some states of a vector of
 // channels, from the states before the chunk.
-template <int64_t kStates, class C, class B>
+template <bool kPaired, int64_t kStates, class C, class B>
 [[gnu::noinline]] void recompute(int64_t steps, const C* decay, const C* dt, const C* input, B b,
                                  C* states, C* decays) {
   constexpr int kWidth = Vec<C>::kWidth;
+  constexpr int64_t kParts = Paired<kPaired>::parts;
   Vec<C> h[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) h[n] = load(states + n * kWidth);
   for (int64_t t = 0; t < steps; ++t) {
     const Vec<C> step = load(dt + t * kWidth), x = load(input + t * kWidth);
 #pragma GCC unroll 16
-    for (int64_t n = 0; n < kStates; ++n) {
-      const Vec<C> a = decay_of(step * load(decay + n * kWidth));
-      h[n] = fma(a, h[n], x * b.at(t, n));
-      store(decays + (t * kStates + n) * kWidth, a);
-      store(states + ((t + 1) * kStates + n) * kWidth, h[n]);
+    for (int64_t n = 0; n < kStates; n += kParts) {
+      const auto a = decay_at<kPaired>(step, decay + n * kWidth);
+      move_on<kPaired>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
+      store(decays + (t * kStates + n) * kWidth, a.re);
+      if constexpr (kPaired) store(decays + (t * kStates + n + 1) * kWidth, a.im);
+#pragma GCC unroll 2
+      for (int64_t k = n; k < n + kParts; ++k) {
+        store(states + ((t + 1) * kStates + k) * kWidth, h[k]);
+      }
     }
   }
 }
@@ -84,13 +89,34 @@ struct Sums {
   }
 };
 
-// One chunk of some states of a vector of channels, backward. Adds to the sums over states: of dh h
-// a A log2 e for d dt (kOfDecay), of dh B (kOfInput), of C h (kY).
-template <int64_t kStates, class C, class B, class R>
+// Through h = a h' of one state or a pair: dh becomes the gradient of h', which with it gives that
+// of dt A, the product of the gradient and the conjugate of h'.
+template <bool kPaired, class C>
+OMNIATTN_INLINE void decay_back(const C* decays, const C* before, Vec<C>* dh, Vec<C>* of_exponent) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  const Vec<C> a = load(decays), h = load(before);
+  if constexpr (!kPaired) {
+    dh[0] = dh[0] * a;
+    of_exponent[0] = dh[0] * h;
+  } else {
+    const Vec<C> a_im = load(decays + kWidth), h_im = load(before + kWidth);
+    const Vec<C> re = dh[0], im = dh[1];
+    dh[0] = fma(a, re, a_im * im);
+    dh[1] = fma(a, im, -a_im * re);
+    of_exponent[0] = fma(h, dh[0], h_im * dh[1]);
+    of_exponent[1] = fma(h, dh[1], -h_im * dh[0]);
+  }
+}
+
+// One chunk of some states of a vector of channels, backward. Adds to the sums over states: of the
+// gradients of dt A times what the table has of A for d dt (kOfDecay), of dh B (kOfInput), of C h
+// (kY).
+template <bool kPaired, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void go_back(int64_t steps, const BackwardMemory<C>& m, const C* decay, B b, R c,
                                C* gradient, C* ddecay, Sums<C> db, Sums<C> dc) {
   using Memory = BackwardMemory<C>;
   constexpr int kWidth = Vec<C>::kWidth;
+  constexpr int64_t kParts = Paired<kPaired>::parts;
   Vec<C> dh[kStates], da[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) {
@@ -103,17 +129,24 @@ template <int64_t kStates, class C, class B, class R>
     Vec<C> of_decay = load(m.row(Memory::kOfDecay, t)), y = load(m.row(Memory::kY, t));
     Vec<C> of_input = load(m.row(Memory::kOfInput, t));
 #pragma GCC unroll 16
-    for (int64_t n = 0; n < kStates; ++n) {
-      const Vec<C> h = load(m.before + ((t + 1) * kStates + n) * kWidth), weight = c.at(t, n);
-      dh[n] = fma(dy, weight, dh[n]);
-      y = fma(h, weight, y);
-      dc.add(t, n, dy, h);
-      db.add(t, n, dh[n], x);
-      of_input = fma(dh[n], b.at(t, n), of_input);
-      dh[n] = dh[n] * load(m.decays + (t * kStates + n) * kWidth);
-      const Vec<C> kept = dh[n] * load(m.before + (t * kStates + n) * kWidth);
-      of_decay = fma(kept, load(decay + n * kWidth), of_decay);
-      da[n] = fma(kept, dt, da[n]);
+    for (int64_t n = 0; n < kStates; n += kParts) {
+#pragma GCC unroll 2
+      for (int64_t k = n; k < n + kParts; ++k) {
+        const Vec<C> h = load(m.before + ((t + 1) * kStates + k) * kWidth), weight = c.at(t, k);
+        dh[k] = fma(dy, weight, dh[k]);
+        y = fma(h, weight, y);
+        dc.add(t, k, dy, h);
+        db.add(t, k, dh[k], x);
+        of_input = fma(dh[k], b.at(t, k), of_input);
+      }
+      Vec<C> kept[kParts];
+      const int64_t at = (t * kStates + n) * kWidth;
+      decay_back<kPaired>(m.decays + at, m.before + at, dh + n, kept);
+#pragma GCC unroll 2
+      for (int64_t k = 0; k < kParts; ++k) {
+        of_decay = fma(kept[k], load(decay + (n + k) * kWidth), of_decay);
+        da[n + k] = fma(kept[k], dt, da[n + k]);
+      }
     }
     store(m.row(Memory::kOfDecay, t), of_decay);
     store(m.row(Memory::kOfInput, t), of_input);
@@ -137,7 +170,7 @@ struct BackwardStates {
 
   void begin() const {
     const int64_t table = p.states * p.block;
-    x.load_tables(p.decay, 0, kLog2E, m.decay);
+    x.load_tables(p.decay, 0, scale_of_decays(p), m.decay);
     x.load_tables(params.grad_final_state, x.sequence, 1, m.gradient);
     x.load_constants(p.b, m.b_table);
     x.load_constants(p.c, m.c_table);
@@ -154,7 +187,7 @@ struct BackwardStates {
     const int64_t slot = x.s.slot + t / kScanChunk, of_vector = i * p.states;
     const int64_t lanes = smaller(kWidth, x.width - i);
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
-      const auto block = [&](int64_t n, auto count) {
+      const auto block = [&](int64_t n, auto paired, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         for (int64_t k = 0; k < kStates; ++k) {
           const C* const before = x.row_of(params.states, slot, p.states, n + k) + i;
@@ -165,12 +198,12 @@ struct BackwardStates {
                                         : Sums<C>{m.db + n * kWidth, p.states * kWidth};
         const Sums<C> dc = p.c.constant ? Sums<C>{m.dc_table + at, 0}
                                         : Sums<C>{m.dc + n * kWidth, p.states * kWidth};
-        recompute<kStates>(steps, m.decay + at, m.row(Memory::kDt, 0), m.row(Memory::kInput, 0),
-                           b.from(n), m.before, m.decays);
-        go_back<kStates>(steps, m, m.decay + at, b.from(n), c.from(n), m.gradient + at,
-                         m.ddecay + at, db, dc);
+        recompute<paired.value, kStates>(steps, m.decay + at, m.row(Memory::kDt, 0),
+                                         m.row(Memory::kInput, 0), b.from(n), m.before, m.decays);
+        go_back<paired.value, kStates>(steps, m, m.decay + at, b.from(n), c.from(n),
+                                       m.gradient + at, m.ddecay + at, db, dc);
       };
-      for_states<kMostStates>(p.states, block);
+      for_blocks<kMostStates>(p, block);
     });
   }
 
@@ -255,12 +288,13 @@ struct Backward {
 
   void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
     const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
+    // Of the table of A, which is times its inverse.
+    const Vec<C> unscaled = static_cast<C>(p.paired ? 1 : kLn2);
     Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
     for (int64_t j = steps - 1; j >= 0; --j) {
       const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
       const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
-      const Vec<C> ddelta = fma(of(Memory::kOfDecay), Vec<C>(static_cast<C>(kLn2)), of_input * u) *
-                            of(Memory::kSlope);
+      const Vec<C> ddelta = fma(of(Memory::kOfDecay), unscaled, of_input * u) * of(Memory::kSlope);
       part.store(x.row(params.du, t + j) + i, fma(of_input, of(Memory::kDt), skip * dy));
       part.store(x.row(params.ddelta, t + j) + i, ddelta);
       if (p.z.data != nullptr) {

@@ -12,19 +12,54 @@ namespace omniattn {
 namespace {
 
 constexpr int kThreads = kSelectiveThreads, kWarps = kThreads / 32;
-// f(n) for all states. Few are unrolled, so that arrays of them are in registers.
-template <class C, int kMost, class F>
+// f(n) for all states, or for the first ones of pairs. Few are unrolled, so that arrays of them are
+// in registers.
+template <class C, int kMost, int kParts = 1, class F>
 __device__ __forceinline__ void for_states(const Selective& p, const F& f) {
   if constexpr (kMost * sizeof(C) <= 64) {
 #pragma unroll
-    for (int n = 0; n < kMost; ++n) {
+    for (int n = 0; n < kMost; n += kParts) {
       if (n < p.states) f(n);
     }
   } else {
 #pragma unroll 1
-    for (int n = 0; n < p.states; ++n) f(n);
+    for (int n = 0; n < p.states; n += kParts) f(n);
   }
 }
+
+// e^(dt A) of a state or a pair, and h = a h + x b.
+template <int kParts, class C>
+struct Decay {
+  C re, im;
+
+  __device__ __forceinline__ Decay(C dt, const C* a) : re(exp(dt * a[0])), im(0) {
+    if constexpr (kParts == 2) {
+      im = re * sin(dt * a[1]);
+      re *= cos(dt * a[1]);
+    }
+  }
+  __device__ __forceinline__ void move_on(C* h, C x, const C* b) const {
+    const C before = h[0];
+    h[0] = fma(re, before, x * b[0]);
+    if constexpr (kParts == 2) {
+      h[0] = fma(-im, h[1], h[0]);
+      h[1] = fma(re, h[1], fma(im, before, x * b[1]));
+    }
+  }
+  // The gradient dh of h = a h' becomes that of h', and gives that of dt A.
+  __device__ __forceinline__ void back(C* dh, const C* before, C* of_exponent) const {
+    const C later = dh[0];
+    if constexpr (kParts == 1) {
+      dh[0] = re * later;
+      of_exponent[0] = dh[0] * before[0];
+    } else {
+      dh[0] = fma(re, later, im * dh[1]);
+      dh[1] = fma(re, dh[1], -im * later);
+      of_exponent[0] = fma(before[0], dh[0], before[1] * dh[1]);
+      of_exponent[1] = fma(before[0], dh[1], -before[1] * dh[0]);
+    }
+  }
+};
 
 // A channel of a sequence, from the place of this thread; one past the end of its block reads
 // zeros.
@@ -65,6 +100,7 @@ struct Channel : SelectiveItem {
   }
   __device__ __forceinline__ C weight(const SelectiveWeights& w, int64_t t, int64_t n) const {
     if (w.constant) return table(w.rows.data, 0, n);
+    if (p.paired) return w.rows.row<C>(s.batch, s.begin + t)[group * p.states + n];
     return gpu::widen(w.rows.row<T>(s.batch, s.begin + t)[group * p.states + n]);
   }
   __device__ __forceinline__ scan_rules::Softplus<C> step(int64_t t) const {
@@ -74,7 +110,7 @@ struct Channel : SelectiveItem {
   }
 };
 
-template <class T, int kMost>
+template <class T, int kMost, int kParts>
 __global__ void __launch_bounds__(kThreads)
     selective_forward_kernel(const __grid_constant__ SelectiveParams params) {
   using C = compute_t<T>;
@@ -92,10 +128,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t slot = x.s.slot + t / kScanChunk;
     const C dt = x.step(t).value, u = x.input(p.u, t), drive = dt * u;
     C y = skip * u;
-    for_states<C, kMost>(p, [&](int n) {
-      if (keeps) x.row(params.states, slot, p.states, n) = h[n];
-      h[n] = fma(exp(dt * decay[n]), h[n], drive * x.weight(p.b, t, n));
-      y = fma(h[n], x.weight(p.c, t, n), y);
+    for_states<C, kMost, kParts>(p, [&](int n) {
+      C b[kParts];
+      for (int k = 0; k < kParts; ++k) {
+        if (keeps) x.row(params.states, slot, p.states, n + k) = h[n + k];
+        b[k] = x.weight(p.b, t, n + k);
+      }
+      Decay<kParts, C>(dt, decay + n).move_on(h + n, drive, b);
+      for (int k = 0; k < kParts; ++k) y = fma(h[n + k], x.weight(p.c, t, n + k), y);
     });
     if (p.z.data != nullptr) y *= scan_rules::silu(x.input(p.z, t)).value;
     x.put(params.y, t, y);
@@ -106,22 +146,31 @@ __global__ void __launch_bounds__(kThreads)
 // The states before the steps [t, end) of a chunk, and after the last of them, into memory
 // (N, kScanChunk + 1, states, D).
 constexpr int64_t kKept = kScanChunk + 1;
-template <class T>
+template <class T, int kParts>
 __device__ void recompute_chunk(const SelectiveBackwardParams& params, const Channel<T>& x,
                                 compute_t<T>* kept, int64_t t, int64_t end) {
   using C = compute_t<T>;
   const Selective& p = x.p;
   if (!x.exists) return;
   const int64_t slot = x.s.slot + t / kScanChunk, rows = kKept * p.states;
-  for (int64_t n = 0; n < p.states; ++n) {
-    C h = static_cast<const C*>(params.states)[(slot * p.states + n) * p.channels + x.c];
-    const C decay = x.table(p.decay, 0, n);
-    for (int64_t j = 0; t + j < end; ++j) {
-      x.row(kept, x.sequence, rows, j * p.states + n) = h;
-      const C dt = x.step(t + j).value;
-      h = fma(exp(dt * decay), h, dt * x.input(p.u, t + j) * x.weight(p.b, t + j, n));
+  for (int64_t n = 0; n < p.states; n += kParts) {
+    C h[kParts], decay[kParts];
+    for (int k = 0; k < kParts; ++k) {
+      const int64_t row = slot * p.states + n + k;
+      h[k] = static_cast<const C*>(params.states)[row * p.channels + x.c];
+      decay[k] = x.table(p.decay, 0, n + k);
     }
-    x.row(kept, x.sequence, rows, (end - t) * p.states + n) = h;
+    const auto keep = [&](int64_t j) {
+      for (int k = 0; k < kParts; ++k) x.row(kept, x.sequence, rows, j * p.states + n + k) = h[k];
+    };
+    for (int64_t j = 0; t + j < end; ++j) {
+      keep(j);
+      const C dt = x.step(t + j).value;
+      C b[kParts];
+      for (int k = 0; k < kParts; ++k) b[k] = x.weight(p.b, t + j, n + k);
+      Decay<kParts, C>(dt, decay).move_on(h, dt * x.input(p.u, t + j), b);
+    }
+    keep(end - t);
   }
 }
 
@@ -148,7 +197,7 @@ struct ChannelSums {
 };
 
 // What a thread of the backward has of its channel.
-template <class T, int kMost>
+template <class T, int kMost, int kParts>
 struct ChannelGradient {
   using C = compute_t<T>;
   const SelectiveBackwardParams& params;
@@ -190,20 +239,25 @@ struct ChannelGradient {
       gate = dy * silu.slope;
       dy *= silu.value;
     }
-    for_states<C, kMost>(p, [&](int n) {
-      const int64_t rows = kKept * p.states, row = t % kScanChunk * p.states + n;
-      const C before = x.exists ? x.row(kept, x.sequence, rows, row) : C(0);
-      const C after = x.exists ? x.row(kept, x.sequence, rows, row + p.states) : C(0);
-      const C weight = x.weight(p.c, t, n);
-      dh[n] = fma(dy, weight, dh[n]);
-      y = fma(after, weight, y);
-      of_input = fma(dh[n], x.weight(p.b, t, n), of_input);
-      add(p.b.constant, 0, selective_row_of_b(p), n, dh[n] * drive);
-      add(p.c.constant, 1, selective_row_of_c(p), n, dy * after);
-      dh[n] *= exp(dt.value * decay[n]);
-      const C lost = dh[n] * before;
-      of_decay = fma(lost, decay[n], of_decay);
-      da[n] = fma(lost, dt.value, da[n]);
+    for_states<C, kMost, kParts>(p, [&](int n) {
+      C before[kParts], of_exponent[kParts];
+      for (int k = 0; k < kParts; ++k) {
+        const int at = n + k;
+        const int64_t rows = kKept * p.states, row = t % kScanChunk * p.states + at;
+        before[k] = x.exists ? x.row(kept, x.sequence, rows, row) : C(0);
+        const C after = x.exists ? x.row(kept, x.sequence, rows, row + p.states) : C(0);
+        const C weight = x.weight(p.c, t, at);
+        dh[at] = fma(dy, weight, dh[at]);
+        y = fma(after, weight, y);
+        of_input = fma(dh[at], x.weight(p.b, t, at), of_input);
+        add(p.b.constant, 0, selective_row_of_b(p), at, dh[at] * drive);
+        add(p.c.constant, 1, selective_row_of_c(p), at, dy * after);
+      }
+      Decay<kParts, C>(dt.value, decay + n).back(dh + n, before, of_exponent);
+      for (int k = 0; k < kParts; ++k) {
+        of_decay = fma(of_exponent[k], decay[n + k], of_decay);
+        da[n + k] = fma(of_exponent[k], dt.value, da[n + k]);
+      }
     });
     const C ddelta = fma(of_input, u, of_decay) * dt.slope;
     x.put(params.du, t, fma(of_input, dt.value, skip * dy));
@@ -224,17 +278,17 @@ struct ChannelGradient {
   }
 };
 
-template <class T, int kMost>
+template <class T, int kMost, int kParts>
 __global__ void __launch_bounds__(kThreads, 1)
     selective_backward_kernel(const __grid_constant__ SelectiveBackwardParams params,
                               compute_t<T>* kept) {
   using C = compute_t<T>;
   GPU_SHARED(C, parts, kWarps * 2 * kMost);
-  ChannelGradient<T, kMost> g(params, parts, kept);
+  ChannelGradient<T, kMost, kParts> g(params, parts, kept);
   for (int64_t t = round_up(g.x.s.count, kScanChunk) - 1; t >= 0; --t) {
     if (t % kScanChunk == kScanChunk - 1) {
       const int64_t begin = t / kScanChunk * kScanChunk;
-      recompute_chunk(params, g.x, kept, begin, smaller(t + 1, g.x.s.count));
+      recompute_chunk<T, kParts>(params, g.x, kept, begin, smaller(t + 1, g.x.s.count));
     }
     if (t >= g.x.s.count) continue;
     g.step(t);
@@ -246,20 +300,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   g.end();
 }
 
-// f(kMost) with kMost states at least.
-template <int kMost>
+// f(kMost, kParts) with kMost states at least.
+template <int kMost, int kOfDecay = 1>
 struct Most {
-  static constexpr int value = kMost;
+  static constexpr int value = kMost, parts = kOfDecay;
 };
 template <class F>
 Status with_states(const Selective& p, const F& f) {
+  constexpr int kAny = static_cast<int>(kSelectiveStates);
   if (p.items() == 0) return nullptr;
-  if (p.states <= 16) {
+  if (p.paired) {
+    p.states <= 32 ? f(Most<32, 2>{}) : f(Most<kAny, 2>{});
+  } else if (p.states <= 16) {
     f(Most<16>{});
   } else if (p.states <= 64) {
     f(Most<64>{});
   } else {
-    f(Most<static_cast<int>(kSelectiveStates)>{});
+    f(Most<kAny>{});
   }
   return gpu::launch_status();
 }
@@ -274,8 +331,9 @@ Status launch_selective(const SelectiveParams& params, Stream stream) {
   const auto grid = static_cast<unsigned>(params.scan.items());
   return with_states(params.scan, [&](auto most) {
     dispatch(params.scan.dtype, [&]<class T>(T) {
-      GPU_LAUNCH((selective_forward_kernel<T, decltype(most)::value>), grid, kThreads, 0, stream,
-                 params);
+      using Sizes = decltype(most);
+      GPU_LAUNCH((selective_forward_kernel<T, Sizes::value, Sizes::parts>), grid, kThreads, 0,
+                 stream, params);
     });
   });
 }
@@ -285,8 +343,9 @@ Status launch_selective_backward(const SelectiveBackwardParams& params, void* me
   const auto grid = static_cast<unsigned>(params.scan.items());
   return with_states(params.scan, [&](auto most) {
     dispatch(params.scan.dtype, [&]<class T>(T) {
-      GPU_LAUNCH((selective_backward_kernel<T, decltype(most)::value>), grid, kThreads, 0, stream,
-                 params, static_cast<compute_t<T>*>(memory));
+      using Sizes = decltype(most);
+      GPU_LAUNCH((selective_backward_kernel<T, Sizes::value, Sizes::parts>), grid, kThreads, 0,
+                 stream, params, static_cast<compute_t<T>*>(memory));
     });
   });
 }

@@ -35,10 +35,11 @@ struct ForwardMemory {
 };
 
 // y += sum_n C h of `steps` steps of some states of a vector of channels.
-template <int64_t kStates, class C, class B, class R>
+template <bool kPaired, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void advance(int64_t steps, const C* decay, const C* dt, const C* input, B b, R c,
                                C* state, C* y) {
   constexpr int kWidth = Vec<C>::kWidth;
+  constexpr int64_t kParts = Paired<kPaired>::parts;
   Vec<C> h[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) h[n] = load(state + n * kWidth);
@@ -46,11 +47,14 @@ template <int64_t kStates, class C, class B, class R>
     const Vec<C> step = load(dt + t * kWidth), x = load(input + t * kWidth);
     Vec<C> even = load(y + t * kWidth), odd = zero<C>();
 #pragma GCC unroll 16
-    for (int64_t n = 0; n < kStates; ++n) {
-      const Vec<C> a = decay_of(step * load(decay + n * kWidth));
-      h[n] = fma(a, h[n], x * b.at(t, n));
-      Vec<C>& sum = n % 2 == 0 ? even : odd;
-      sum = fma(h[n], c.at(t, n), sum);
+    for (int64_t n = 0; n < kStates; n += kParts) {
+      const auto a = decay_at<kPaired>(step, decay + n * kWidth);
+      move_on<kPaired>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
+#pragma GCC unroll 2
+      for (int64_t k = n; k < n + kParts; ++k) {
+        Vec<C>& sum = k % 2 == 0 ? even : odd;
+        sum = fma(h[k], c.at(t, k), sum);
+      }
     }
     store(y + t * kWidth, even + odd);
   }
@@ -74,11 +78,11 @@ void forward_rows(const SelectiveParams& params, const Item<T>& x, const Forward
   }
   x.for_vectors([&](int64_t i, int64_t) {
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
-      for_states<kMostStates>(p.states, [&](int64_t n, auto count) {
+      for_blocks<kMostStates>(p, [&](int64_t n, auto paired, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         const int64_t at = (i * p.states) + n * x.kWidth, rows = i * kTile;
-        advance<kStates>(steps, m.decay + at, m.dt + rows, m.input + rows, b.from(n), c.from(n),
-                         m.state + at, m.y + rows);
+        advance<paired.value, kStates>(steps, m.decay + at, m.dt + rows, m.input + rows, b.from(n),
+                                       c.from(n), m.state + at, m.y + rows);
       });
     });
   });
@@ -101,7 +105,7 @@ void forward_item(const SelectiveParams& params, compute_t<T>* memory, int64_t i
   const Selective& p = params.scan;
   const Item<T> x(p, item);
   const ForwardMemory<C> m(p, memory);
-  x.load_tables(p.decay, 0, kLog2E, m.decay);
+  x.load_tables(p.decay, 0, scale_of_decays(p), m.decay);
   x.load_tables(p.initial_state, x.sequence, 1, m.state);
   x.load_constants(p.b, m.b_table);
   x.load_constants(p.c, m.c_table);

@@ -7,6 +7,7 @@
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "runtime/vec_trig.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -27,22 +28,67 @@ OMNIATTN_INLINE VecF decay_of(VecF x) {
 }
 OMNIATTN_INLINE VecD decay_of(VecD x) { return exp2(x); }
 
+// Whether states are pairs, and how many have one decay.
+template <bool kPaired>
+struct Paired {
+  static constexpr bool value = kPaired;
+  static constexpr int64_t parts = kPaired ? 2 : 1;
+};
+template <class V>
+struct Decay {
+  V re, im;  // im only of pairs
+};
+// e^(dt A) from the table of A, which is times log2 e where states are not paired.
+template <bool kPaired, class C>
+OMNIATTN_INLINE Decay<Vec<C>> decay_at(Vec<C> dt, const C* table) {
+  const Vec<C> a = load(table);
+  if constexpr (!kPaired) {
+    return {decay_of(dt * a), Vec<C>()};
+  } else {
+    const Vec<C> im = load(table + Vec<C>::kWidth), angle = dt * im;
+    const Vec<C> size = decay_of(dt * static_cast<C>(kLog2E) * a);
+    const SinCos<C> turn = sincos(angle, fma(dt, im, -angle));
+    return {size * turn.cos, size * turn.sin};
+  }
+}
+OMNIATTN_INLINE double scale_of_decays(const Selective& p) { return p.paired ? 1 : kLog2E; }
+// h = a h + x b of one state or a pair.
+template <bool kPaired, class V>
+OMNIATTN_INLINE void move_on(V* h, Decay<V> a, V x, V b, V b_im) {
+  if constexpr (!kPaired) {
+    h[0] = fma(a.re, h[0], x * b);
+  } else {
+    const V re = h[0], im = h[1];
+    h[0] = fma(a.re, re, fma(-a.im, im, x * b));
+    h[1] = fma(a.re, im, fma(a.im, re, x * b_im));
+  }
+}
+
 // Tables have, for each vector of channels, one vector for each state.
 
-// f(n, Count) for blocks of all states, without padding: 0 times infinity is not 0.
+// f(n, Count) for blocks of all states, without padding: 0 times infinity is not 0. A block has
+// kLeast states at least, of which there is a multiple.
 template <int kCount>
 struct Count {
   static constexpr int64_t value = kCount;
 };
-template <int kMost, class F>
+template <int kMost, int kLeast, class F>
 OMNIATTN_INLINE void for_states(int64_t states, const F& f) {
   int64_t n = 0;
   for (; n + kMost <= states; n += kMost) f(n, Count<kMost>{});
-  if constexpr (kMost > 1) {
+  if constexpr (kMost > kLeast) {
     if (n < states) {
-      for_states<kMost / 2>(states - n, [&](int64_t i, auto count) { f(n + i, count); });
+      for_states<kMost / 2, kLeast>(states - n, [&](int64_t i, auto count) { f(n + i, count); });
     }
   }
+}
+// f(n, Paired, Count) for those of p.
+template <int kMost, class F>
+OMNIATTN_INLINE void for_blocks(const Selective& p, const F& f) {
+  const auto of = [&](auto paired) {
+    for_states<kMost, paired.parts>(p.states, [&](int64_t n, auto count) { f(n, paired, count); });
+  };
+  p.paired ? of(Paired<true>{}) : of(Paired<false>{});
 }
 
 // The table of one vector of channels from rows (lanes, states), times `scale`; null for zeros.
@@ -166,8 +212,13 @@ struct Item : ItemStates<compute_t<T>> {
   }
   // Steps [t, t + steps) of B or C.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
-    for (int64_t j = 0; j < steps && !w.constant; ++j) {
-      const T* const from = w.rows.row<T>(s.batch, s.begin + t + j) + group * p.states;
+    if (w.constant) return;
+    p.paired ? load_rows<C>(w.rows, t, steps, to) : load_rows<T>(w.rows, t, steps, to);
+  }
+  template <class S>
+  void load_rows(const ScanView& rows, int64_t t, int64_t steps, C* to) const {
+    for (int64_t j = 0; j < steps; ++j) {
+      const S* const from = rows.row<S>(s.batch, s.begin + t + j) + group * p.states;
       for (int64_t n = 0; n < p.states; ++n) to[j * p.states + n] = widen(from[n]);
     }
   }

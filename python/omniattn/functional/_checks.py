@@ -112,6 +112,17 @@ def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
         raise ValueError(f"{op}: {name} must be in [0, {rows}), got {name} from {low} to {high}")
 
 
+def require_decaying(op: str, name: str, A: Tensor) -> None:
+    """The real part of `A` must be at most 0 where its values can be read without waiting for a
+    device: states that grow overflow after some hundred steps, and then all gradients are NaN."""
+    if not A.is_cpu or A.numel() == 0 or is_traced() or A.is_nested:
+        return
+    largest = float((A.real if A.is_complex() else A).detach().max())
+    if largest > 0:
+        part = f"Re {name}" if A.is_complex() else name
+        raise ValueError(f"{op}: {part} must be at most 0, got max({part})={largest}")
+
+
 def require_distinct(op: str, name: str, index: Tensor) -> None:
     """No row twice in `index`, where its values can be read without waiting for a device."""
     if not index.is_cpu or is_traced():

@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn.functional._checks import (
     require_bool,
     require_choice,
+    require_decaying,
     require_device,
     require_float,
     require_shape,
@@ -157,6 +158,7 @@ def require_terms(
             )
         require_shape(op, key, t, shape)
         require_device(op, key, t, A, name)
+    require_decaying(op, name, A)
 
 
 def require_call(

@@ -108,8 +108,8 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
     A and B = 1.
 
     Args:
-        A: (H, N) complex64 or complex128: of each pair of conjugates one, with a negative real
-            part.
+        A: (H, N) complex64 or complex128: of each pair of conjugates one, its real part at most 0,
+            which is not checked on CUDA or in a trace.
         C: (H, N) of A's dtype.
         dt: (H,) float32 (float64 for complex128), the step sizes, above 0.
         length: L.
@@ -229,7 +229,8 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     ``A = diag(Lambda) - P P*``, which is a matrix over both conjugates of each pair.
 
     Args:
-        Lambda: (H, N) complex64 or complex128: of each pair of conjugates one.
+        Lambda: (H, N) complex64 or complex128: of each pair of conjugates one, its real part at
+            most 0, which is not checked on CUDA or in a trace.
         P, B, C: (H, N) of Lambda's dtype. C is conjugated, as in the paper; state-spaces/s4 has the
             conjugate of it.
         dt: (H,) float32 (float64 for complex128), the step sizes, above 0.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
     cast_like,
     implementation,
     require_bool,
+    require_decaying,
     require_device,
     require_float,
     require_shape,
     require_tensor,
+    widen,
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count, widened
@@ -50,8 +53,8 @@ def selective_scan(
         u: (B, T, D), float64, float32, bfloat16 or float16; like delta, z, B and C copied only
             where the numbers of a token are not next to each other.
         delta: (B, T, D), of u's dtype.
-        A: (D, N), < 0 for states that decay. Computed in float32 (float64 for float64), as are D,
-            delta_bias and states.
+        A: (D, N), its real part at most 0: states that grow would overflow. Not checked on CUDA or
+            in a trace. Computed in float32 (float64 for float64), as are D, delta_bias and states.
         B: (B, T, N) or (B, T, G, N) of u's dtype, where channel d is of group d // (D / G); or
             (D, N), the same at all tokens, computed in float32 (float64).
         C: as B, with the groups of B.
@@ -81,11 +84,11 @@ def selective_scan(
         Gradients flow to all tensors, from y and from the final state; they do not depend on the
         number of threads. The backward keeps the inputs and the state of every 32nd token, and
         memory for no other states. Second and forward-mode derivatives go through the eager
-        definition. CUDA takes at most 256 states.
+        definition. CUDA takes at most 256 states, or 128 complex ones.
 
         A may be complex: y then has ``2 Re(sum_n C h)``, B and C may be complex, too, and states
-        are. This runs the eager definition on every device, which keeps the states of all tokens
-        for the backward.
+        are. The kernels compute ``e^(dt Re A)``, ``cos(dt Im A)`` and ``sin(dt Im A)``, and copy B
+        and C as pairs of float32 (float64 for float64).
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
@@ -110,6 +113,7 @@ def selective_scan(
     require_tensor(op, "A", A)
     if A.ndim != 2 or A.shape[0] != channels:
         raise ValueError(f"{op}: A must have shape ({channels}, N), got A.shape={tuple(A.shape)}")
+    require_decaying(op, "A", A)
     require_bool(op, "delta_softplus", delta_softplus)
     count, is_complex = sequence_count(op, u, cu_seqlens, "u"), A.is_complex()
     A = _constant(op, "A", A, u, tuple(A.shape), is_complex)
@@ -127,8 +131,26 @@ def selective_scan(
     if initial_state is not None:
         shape = (count, *A.shape)
         initial_state = _constant(op, "initial_state", initial_state, u, shape, is_complex)
-    run = implementation(op, "reference" if is_complex else backend, u, ops.selective_scan)
-    return run(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus)
+    run = implementation(op, backend, u, ops.selective_scan)
+    if is_complex:
+        A, B, C = _pairs(A), _pairs(B), 2 * _pairs(C, conjugated=True)
+        initial_state = None if initial_state is None else _pairs(initial_state)
+    y, state = run(
+        u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, is_complex
+    )
+    return y, torch.view_as_complex(state.unflatten(-1, (-1, 2))) if is_complex else state
+
+
+def _pairs(x: Tensor, conjugated: bool = False) -> Tensor:
+    """(.., N) complex or real as the real and the imaginary parts (.., 2 N) in turn, of the
+    conjugates if these are wanted."""
+    if x.is_complex():
+        x = x.resolve_conj()
+        real, imag = x.real, x.imag
+    else:
+        real = widen(x)
+        imag = torch.zeros_like(real)
+    return torch.stack((real, -imag if conjugated else imag), -1).flatten(-2)
 
 
 def _constant(

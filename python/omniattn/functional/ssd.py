@@ -11,6 +11,7 @@ from torch.nn import functional as nnf
 from omniattn.functional._checks import (
     cast_like,
     require_bool,
+    require_decaying,
     require_float,
     require_number,
     require_shape,
@@ -50,7 +51,8 @@ def ssd(
         x: (B, T, H, P), float64, float32, bfloat16 or float16, any strides.
         dt: (B, T, H), floating-point: the step sizes, or what softplus makes them of. Steps,
             decays and states are computed in float32 (float64 for float64).
-        A: (H,), floating-point, at most 0 for a state that does not grow.
+        A: (H,), floating-point, at most 0, since states that grow would overflow. Not checked on
+            CUDA or in a trace.
         B: (B, T, G, N) of x's dtype; H is a multiple of G, and head h reads group h // (H / G).
         C: (B, T, G, N) of x's dtype.
         D: (H,) or (H, P), floating-point: factors of x in y.
@@ -106,6 +108,7 @@ def ssd(
         raise ValueError(f"{op}: B must have groups, got B.shape={tuple(B.shape)}")
     require_shape(op, "C", C, tuple(B.shape))
     A = widened(op, "A", A, x, ((heads,),), "x")
+    require_decaying(op, "A", A)
     dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
     if dt_bias is not None:
         dt = dt + widened(op, "dt_bias", dt_bias, x, ((heads,),), "x")

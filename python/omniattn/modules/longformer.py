@@ -14,7 +14,7 @@ from omniattn.modules import _signatures
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.sparse_attention import SparseAttention, SparseConfig
-from omniattn.modules.state import State
+from omniattn.modules.state import State, takes_cache
 
 
 class LongformerAttention(SparseAttention):
@@ -98,6 +98,7 @@ class LongformerAttention(SparseAttention):
                 for target, source in zip(other.parameters(), local.parameters(), strict=True):
                     target.copy_(source)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

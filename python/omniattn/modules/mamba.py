@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ class Mamba(StateMixer):
         >>> Mamba(dim=8)(torch.ones(1, 5, 8)).shape
         torch.Size([1, 5, 8])
     """
+
+    #: Matrices without weight decay: of the time scales of the states.
+    undecayed: ClassVar[tuple[str, ...]] = ("A_log",)
 
     @dataclass(frozen=True)
     class Config(LayerConfig):

@@ -19,7 +19,7 @@ from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
-from omniattn.modules.state import RecurrentState, State, Stateful, Storage
+from omniattn.modules.state import RecurrentState, State, Stateful, Storage, takes_cache
 from omniattn.modules.state_mixer import StateMixer, require_recurrence
 
 __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
@@ -147,6 +147,7 @@ class TimeMix(Shifted, StateMixer):
     ) -> tuple[Tensor, Tensor]:
         """y and the state after x, from x_{t-1} - x_t and the inputs of the parts."""
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

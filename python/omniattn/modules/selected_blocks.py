@@ -19,7 +19,7 @@ from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.sparse_attention import HeadsConfig
-from omniattn.modules.state import State, Storage, take
+from omniattn.modules.state import State, Storage, take, takes_cache
 
 
 def _require_tokens(op: str, x: Tensor, mask: Tensor | Mask | None, dim: int) -> None:
@@ -115,6 +115,7 @@ class MoBA(Mixer):
         like = storage_like(self.k_proj.weight, **storage)
         return KVCache(batch, max_length, c.kv_heads, c.head_size, **like)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,
@@ -355,6 +356,7 @@ class NSA(Mixer):
         windows = max(0, (max_length - c.compress_size) // c.compress_stride + 1)
         return NSAState(branches, cache(windows), c.compress_size, c.compress_stride)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

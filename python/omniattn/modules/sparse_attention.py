@@ -17,7 +17,7 @@ from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
-from omniattn.modules.state import State, Storage
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class SparseAttention(Mixer):
             op = type(self).__name__
             raise ValueError(f"{op}: a state must have causal=True, got causal=False")
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.mixer import Mixer
-from omniattn.modules.state import RecurrentState, State
+from omniattn.modules.state import RecurrentState, State, takes_cache
 
 
 class StateMixer(Mixer):
@@ -24,6 +24,7 @@ class StateMixer(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """y, and all tensors of the state after x; `given`: what forward gives to `_run`."""
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

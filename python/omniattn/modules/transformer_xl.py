@@ -17,7 +17,7 @@ from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
-from omniattn.modules.state import State, Storage
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class TransformerXLAttention(Mixer):
@@ -133,6 +133,7 @@ class TransformerXLAttention(Mixer):
         like = storage_like(self.qkv_net.weight, **storage)
         return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,

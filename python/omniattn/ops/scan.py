@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn import reference
@@ -101,8 +102,36 @@ def _selective_states(u: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return A.new_empty((_slots(u, cu_seqlens), A.shape[1], A.shape[0]))
 
 
-#: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus)
-#: -> (y, final_state)
+def _selective_formula(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    delta_softplus: bool,
+    paired: bool,
+) -> tuple[Tensor, Tensor]:
+    def joined(x: Tensor) -> Tensor:
+        # The gradients of torch.complex are views that vmap does not know.
+        return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+
+    if paired:
+        A, B, C = joined(A), joined(B), joined(C).conj() / 2
+        initial_state = None if initial_state is None else joined(initial_state)
+    y, state = reference.selective_scan(
+        u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus
+    )
+    return y, torch.view_as_real(state).flatten(-2) if paired else state
+
+
+#: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, paired)
+#: -> (y, final_state). Where paired, A, B, 2 conj(C) and states are given as real and imaginary
+#: parts in turn.
 selective_scan = DifferentiableOp(
     "selective_scan",
     fakes={
@@ -117,7 +146,7 @@ selective_scan = DifferentiableOp(
         ),
     },
     private=("states",),
-    formula=reference.selective_scan,
+    formula=_selective_formula,
     fold=Fold(
         ("u", "delta", "z", "initial_state"),
         when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.reference.precision import widen
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
 from omniattn.testing.specs.attention import GRADIENT_FACTOR, GRADIENT_FACTORS
@@ -17,6 +18,7 @@ from omniattn.testing.specs.attention import GRADIENT_FACTOR, GRADIENT_FACTORS
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
 ALL = ("D", "z", "delta_bias")
+COMPLEX = ("A", "B", "C", "initial_state")
 CONSTANT = ("constant_B", "constant_C", "D", "initial_state")
 
 
@@ -238,8 +240,10 @@ def _selective(
     G: int | None = None,
     sequences: int | None = None,
     softplus: bool = True,
+    imaginary: tuple[str, ...] = (),
 ) -> Case:
-    """`delta` is added to the steps, `decay` multiplies A."""
+    """`delta` is added to the steps, `decay` multiplies A; complex are those in `imaginary`."""
+    tensors = (*tensors, *(f"{name}_imag" for name in imaginary))
     options = {"delta_softplus": True} if softplus else {}
     sizes = {"B": B, "T": T, "D": D, "N": N}
     sizes |= {} if G is None else {"G": G}
@@ -274,9 +278,34 @@ def _selective_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     tensors |= {
         name: random.normal(*shape) for name, shape in others.items() if name in case.tensors
     }
+    for name in ("A", "B", "C", "initial_state"):
+        if f"{name}_imag" in case.tensors and name in tensors:
+            tensors[f"{name}_imag"] = random.normal(*tensors[name].shape) * case.decay
     if "cu_seqlens" in case.tensors:
         tensors["cu_seqlens"] = boundaries(case.sizes["S"], t, random)
     return tensors
+
+
+def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of complex tensors, of which the imaginary parts are tensors of their own."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any,
+        A_imag: Tensor | None = None,
+        B_imag: Tensor | None = None,
+        C_imag: Tensor | None = None,
+        initial_state_imag: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor]:
+        parts = {"A": A_imag, "B": B_imag, "C": C_imag, "initial_state": initial_state_imag}
+        for name, part in parts.items():
+            if part is not None:
+                given[name] = torch.complex(widen(given[name]), widen(part))
+        y, state = function(*args, **given)
+        return y, torch.view_as_real(state) if state.is_complex() else state
+
+    return run
 
 
 SELECTIVE_SCAN = OpSpec(
@@ -285,10 +314,14 @@ SELECTIVE_SCAN = OpSpec(
     cuda="emulated",
     paper="Gu and Dao 2023, arXiv 2312.00752",
     inputs=_selective_inputs,
-    differentiable=("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+    differentiable=(
+        *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+        *("A_imag", "B_imag", "C_imag", "initial_state_imag"),
+    ),
     flops=_flops(9, "B", "T", "D", "N"),
     second_order=True,
-    special=("group", "packed", "constant"),
+    special=("group", "packed", "constant", "complex"),
+    adapt=_of_parts,
     cases=(
         _selective("tiny", 2, 3, 3, 2, (*ALL, *STATE)),
         _selective("plain", 2, 37, 35, 16),
@@ -302,6 +335,12 @@ SELECTIVE_SCAN = OpSpec(
         _selective("weak", 1, 70, 17, 4, (*ALL, *STATE), delta=-12.0),
         _selective("wide", 1, 9, 5, 70, (*ALL, *STATE)),
         _selective("long", 1, 200, 5, 16),
+        _selective("complex", 2, 37, 20, 5, (*ALL, *STATE), imaginary=COMPLEX),
+        _selective("turning", 2, 36, 18, 9, ("D", "z"), imaginary=("A",)),
+        _selective("turned", 1, 40, 9, 4, (*ALL, *PACKED), sequences=4, imaginary=COMPLEX),
+        _selective("parts", 1, 34, 12, 3, CONSTANT, imaginary=COMPLEX, softplus=False),
+        _selective("grouped", 1, 9, 150, 2, G=2, imaginary=("A", "C")),
+        _selective("fast", 1, 40, 17, 4, (*ALL, *STATE), delta=5.0, decay=30.0, imaginary=COMPLEX),
         _selective("step", 3, 1, 40, 16, (*ALL, *STATE)),
         _selective("nosteps", 2, 0, 4, 3, (*ALL, *STATE)),
         _selective("nobatch", 0, 5, 4, 3),
