@@ -371,4 +371,5 @@ def state_space_rows() -> Iterator[Row]:
             "einsum and FFT",
             0.25,
             flops=4.0 * channels * pairs * length * (1 if pass_ == "forward" else 3),
+            memory=0.1,
         )
