@@ -1,8 +1,7 @@
-"""The tables of docs/accuracy.md: how far recurrences are from fp64, after many tokens and in 16
-bits.
+"""The tables of docs/accuracy.md: how far recurrences are from fp64.
 
-    python benchmarks/accuracy.py            # prints them; takes minutes, most in loops in torch
-    python benchmarks/accuracy.py --record   # writes them into the page
+python benchmarks/accuracy.py            # prints them; some minutes, most of them loops in torch
+python benchmarks/accuracy.py --record   # writes them into the page
 """
 
 from __future__ import annotations

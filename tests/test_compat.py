@@ -161,6 +161,90 @@ def test_linear_attention():
     torch.testing.assert_close(torch.cat((first, second), 1), divided)
 
 
+#: Names of the same function, and the tensors in order.
+ALIASES = {
+    "gla": (("fused_chunk_gla",), ("q", "k", "v", "gk")),
+    "linear_attn": (("fused_chunk_linear_attn",), ("q", "k", "v")),
+    "retention": (("fused_chunk_retention",), ("q", "k", "v")),
+    "delta_rule": (("fused_chunk_delta_rule",), ("q", "k", "v", "beta")),
+    "simple_gla": (
+        ("fused_recurrent_simple_gla", "fused_chunk_simple_gla"),
+        ("q", "k", "v", "g"),
+    ),
+    "iplr_delta_rule": (("fused_recurrent_iplr_delta_rule",), ("q", "k", "v", "a", "b")),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_the_chunk_form(name):
+    others, keys = ALIASES[name]
+    all_of = tensors()
+    given = [all_of[key] for key in keys]
+    options = {"scale": 0.3, "output_final_state": True}
+    expected = getattr(compat, f"chunk_{name}")(*given, **options)
+    for other in others:
+        found = getattr(compat, other)(*given, **options)
+        torch.testing.assert_close(found, expected)
+        assert getattr(compat, other)(*given)[0].shape == (B, T, H, V)
+
+
+def test_decays_of_whole_heads():
+    """By pairs: e^(G_i - G_j) of the sums of g; of lightning attention, e^(-8 h / H (1 - l / L))."""
+    x = tensors()
+    q, k, v, g = x["q"], x["k"], x["v"], x["g"]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * K**-0.5
+
+    def pairs(total):
+        weight = (total[:, :, None] - total[:, None]).movedim(3, 1).exp().tril()
+        return torch.einsum("bhij,bjhv->bihv", scores * weight, v)
+
+    expected = pairs(g.cumsum(1))
+    torch.testing.assert_close(compat.chunk_simple_gla(q, k, v, g)[0], expected)
+    o, attentions = compat.parallel_simple_gla(q, k, v, g)
+    assert attentions is None
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(
+        compat.parallel_retention(q, k, v)[0], compat.chunk_retention(q, k, v)[0]
+    )
+    rate = -torch.arange(H) * 8 / H * (1 - 3 / 12)
+    expected = pairs(rate * torch.arange(1.0, T + 1)[None, :, None])
+    torch.testing.assert_close(compat.chunk_lightning_attn(q, k, v, 3, 12)[0], expected)
+    o, state = compat.fused_recurrent_lightning_attn(q, k, v, 3, 12, output_final_state=True)
+    torch.testing.assert_close(o, expected)
+    gamma, same = compat.chunk_simple_gla(q, k, v, g_gamma=rate, output_final_state=True)
+    torch.testing.assert_close((gamma, same), (o, state))
+    plain = compat.fused_chunk_simple_gla(q, k, v)[0]
+    torch.testing.assert_close(plain, torch.einsum("bhij,bjhv->bihv", scores.tril(), v))
+    with pytest.raises(ValueError, match="chunk_simple_gla: g must be None where g_gamma is given"):
+        compat.chunk_simple_gla(q, k, v, g, rate)
+    for function in (compat.parallel_simple_gla, compat.parallel_retention):
+        with pytest.raises(NotImplementedError, match="output_attentions is not supported"):
+            function(q, k, v, output_attentions=True)
+
+
+def test_identity_plus_low_rank():
+    x = tensors()
+    given = [x[key] for key in ("q", "k", "v", "a", "b")]
+    expected = compat.chunk_dplr_delta_rule(*given, torch.zeros(B, T, H, K))[0]
+    torch.testing.assert_close(compat.chunk_iplr_delta_rule(*given)[0], expected)
+
+
+@pytest.mark.parametrize("use_norm", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_based(use_norm, scale):
+    x = tensors()
+    u = torch.einsum("bihd,bjhd->bhij", x["q"], x["k"]) * (K**-0.5 if scale is None else scale)
+    weight = (1 + u + u * u / 2).tril()
+    weight = weight / weight.sum(-1, keepdim=True) if use_norm else weight
+    expected = torch.einsum("bhij,bjhv->bihv", weight, x["v"])
+    for function in (compat.parallel_based, compat.fused_chunk_based):
+        o = function(x["q"], x["k"], x["v"], scale, use_norm)
+        torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    first = [x[key].transpose(1, 2) for key in ("q", "k", "v")]
+    turned = compat.parallel_based(*first, scale, use_norm, head_first=True)
+    torch.testing.assert_close(turned.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_rwkv_4_and_7():
     torch.manual_seed(0)
     w, u, k, v = *torch.randn(2, 5), *torch.randn(2, B, T, 5)

@@ -72,6 +72,18 @@ def fla_dplr(q, k, v, a, b, gk, scale=None):
     return torch.stack(o, 1) * (q.shape[-1] ** -0.5 if scale is None else scale), s
 
 
+def _based(q, k, v):
+    u = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    weight = (1 + u + u * u / 2).tril()
+    return torch.einsum("bhij,bjhv->bihv", weight / (weight.sum(-1, keepdim=True) + 1e-6), v)
+
+
+def _lightning(q, k, v, layer_idx, num_layers):
+    heads = torch.arange(q.shape[2])
+    decay = -8 * heads / len(heads) * (1 - layer_idx / num_layers)
+    return _state_of(q, k, v, decay.expand(k.shape[:3]))
+
+
 def _given(g):
     return g
 
@@ -150,5 +162,9 @@ FLA = SimpleNamespace(
     chunk_rwkv6=fla_rwkv6,
     chunk_rwkv7=lambda r, w, k, v, a, b: fla_dplr(r, k, v, a, b, w, scale=1.0),
     chunk_dplr_delta_rule=fla_dplr,
+    chunk_iplr_delta_rule=lambda q, k, v, a, b: fla_dplr(q, k, v, a, b, torch.zeros_like(q)),
+    chunk_simple_gla=_fla(_given, False),
+    chunk_lightning_attn=_lightning,
+    parallel_based=_based,
     fused_recurrent_rwkv4=_rwkv4,
 )

@@ -14,10 +14,13 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_iplr_delta_rule",
     "chunk_kda",
+    "fused_chunk_delta_rule",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
 ]
 
@@ -36,6 +39,23 @@ def chunk_delta_rule(
     **options: Any,
 ) -> Call:
     """:func:`functional.delta_rule`."""
+    return functional.delta_rule, (q, k, v, beta)
+
+
+@fla_function()
+def fused_chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """As `chunk_delta_rule`, which newer versions of fla ask for in its place."""
     return functional.delta_rule, (q, k, v, beta)
 
 
@@ -227,6 +247,39 @@ def fused_recurrent_dplr_delta_rule(
 ) -> Call:
     """:func:`functional.dplr_delta_rule`."""
     return functional.dplr_delta_rule, (q, k, v, a, b, gk)
+
+
+@fla_function()
+def chunk_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """:func:`functional.dplr_delta_rule` without a decay."""
+    return functional.dplr_delta_rule, (q, k, v, a, b, 0 * _ones(v, q))
+
+
+@fla_function()
+def fused_recurrent_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Call:
+    """:func:`functional.dplr_delta_rule` without a decay."""
+    return functional.dplr_delta_rule, (q, k, v, a, b, 0 * _ones(v, q))
 
 
 def _ones(v: Tensor, q: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ __all__ = [
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
+    "fused_chunk_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_retention",
     "fused_mul_recurrent_rwkv7",
     "fused_recurrent_gla",
     "fused_recurrent_linear_attn",
@@ -79,6 +82,21 @@ def chunk_linear_attn(
     return _linear("chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)
 
 
+def fused_chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """As `chunk_linear_attn`."""
+    state = (initial_state, output_final_state)
+    return _linear("fused_chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)
+
+
 def fused_recurrent_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -114,6 +132,22 @@ def chunk_gla(
 
 
 @fla_function()
+def fused_chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """As `chunk_gla`, which newer versions of fla ask for in its place."""
+    return functional.gated_linear_attention, (q, k, v, g)
+
+
+@fla_function()
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -136,6 +170,21 @@ def fused_recurrent_gla(
 
 @fla_function()
 def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """:func:`functional.retention`."""
+    return functional.retention, (q, k, v)
+
+
+@fla_function()
+def fused_chunk_retention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

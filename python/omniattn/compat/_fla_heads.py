@@ -1,0 +1,210 @@
+"""Decays of whole heads of fla.ops: simple GLA, lightning attention, and Based."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.compat._fla import Call, fla_function
+from omniattn.reference.precision import widen
+
+__all__ = [
+    "chunk_lightning_attn",
+    "chunk_simple_gla",
+    "fused_chunk_based",
+    "fused_chunk_simple_gla",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_simple_gla",
+    "parallel_based",
+    "parallel_retention",
+    "parallel_simple_gla",
+]
+
+
+def _simple(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None
+) -> Call:
+    """Decays of tokens and heads, of heads alone, or none."""
+    if g is not None and g_gamma is not None:
+        raise ValueError(
+            f"{op}: g must be None where g_gamma is given, got g.shape={tuple(g.shape)}"
+        )
+    if g_gamma is not None:
+        g = g_gamma.expand(v.shape[:3])
+    if g is None:
+        g = widen(q).new_zeros(v.shape[:3])
+    return functional.gated_linear_attention, (q, k, v, g)
+
+
+def _lightning(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+    """Log-decays of heads: none of the first, and the weaker the later the layer."""
+    heads = q.shape[2]
+    rate = 8 / max(1, heads) * (1 - layer_idx / num_layers)
+    return -rate * torch.arange(heads, dtype=torch.float32, device=q.device)
+
+
+@fla_function()
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """:func:`functional.gated_linear_attention` of g (B, T, H), or of g_gamma (H)."""
+    return _simple("chunk_simple_gla", q, k, v, g, g_gamma)
+
+
+@fla_function()
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Call:
+    """As `chunk_simple_gla`."""
+    return _simple("fused_chunk_simple_gla", q, k, v, g, g_gamma)
+
+
+@fla_function()
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """As `chunk_simple_gla`; `reverse` goes from the last token to the first."""
+    return _simple("fused_recurrent_simple_gla", q, k, v, g, g_gamma)
+
+
+@fla_function()
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """:func:`functional.gated_linear_attention` whose head h of H decays by
+    ``exp(-8 h / H (1 - layer_idx / num_layers))``."""
+    decays = _lightning(q, layer_idx, num_layers)
+    return _simple("chunk_lightning_attn", q, k, v, None, decays)
+
+
+@fla_function()
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """As `chunk_lightning_attn`."""
+    decays = _lightning(q, layer_idx, num_layers)
+    return _simple("fused_recurrent_lightning_attn", q, k, v, None, decays)
+
+
+def parallel_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """:func:`functional.gated_linear_attention` of g (B, T, H), and None: there is no matrix of
+    attentions, so that `output_attentions` must be False."""
+    _require_no_matrix("parallel_simple_gla", output_attentions)
+    call, tensors = _simple("parallel_simple_gla", q, k, v, g, None)
+    return call(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0], None
+
+
+def parallel_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """:func:`functional.retention`, and None, as in `parallel_simple_gla`."""
+    _require_no_matrix("parallel_retention", output_attentions)
+    return functional.retention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0], None
+
+
+def parallel_based(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    use_norm: bool = True,
+    head_first: bool = False,
+) -> Tensor:
+    """:func:`functional.linear_attention` with Taylor features: ``1 + u + u^2 / 2`` of
+    ``u = scale q . k``.
+
+    The denominator is at least 1e-6 in size, where fla adds that. Of `head_first` tensors, and then
+    the result, are (B, H, T, D).
+    """
+    if head_first:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    # The features have a scale of K^-0.5 of their own.
+    scale = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
+    o, _ = functional.linear_attention(
+        q, k, v, feature_map="taylor", normalize=use_norm, scale=scale
+    )
+    return o.transpose(1, 2) if head_first else o
+
+
+def fused_chunk_based(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    use_norm: bool = True,
+    head_first: bool = False,
+) -> Tensor:
+    """As `parallel_based`."""
+    return parallel_based(q, k, v, scale, use_norm, head_first)
+
+
+def _require_no_matrix(op: str, output_attentions: bool) -> None:
+    if output_attentions:
+        raise NotImplementedError(
+            f"{op}: output_attentions is not supported, got output_attentions={output_attentions!r}"
+        )

@@ -1,0 +1,192 @@
+"""fla's own definitions of its ops in plain torch, its `naive.py` files, against ours: outputs,
+final states and gradients."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import peer_packages
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn import compat
+from omniattn import functional as F
+
+pytestmark = [pytest.mark.slow, peer_packages.require("fla", "ops/gla/naive.py")]
+B, T, H, K, V = 2, 128, 2, 16, 32
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, T, H, K).unbind()
+    unit = nnf.normalize(torch.randn(B, T, H, K), dim=-1)
+    return {
+        "q": q,
+        "k": nnf.normalize(k, dim=-1),
+        "v": torch.randn(B, T, H, V),
+        "g": nnf.logsigmoid(3 + torch.randn(B, T, H)),
+        "gk": nnf.logsigmoid(3 + torch.randn(B, T, H, K)),
+        "beta": torch.rand(B, T, H),
+        "a": -unit,
+        "b": unit * torch.rand(B, T, H, 1),
+        "u": torch.randn(H, K),
+        "positive q": q.exp(),
+        "positive k": k.exp(),
+    }
+
+
+class Naive(NamedTuple):
+    """A function of theirs and the tensors in its order, and ours and those in its."""
+
+    file: str
+    name: str
+    given: tuple[str, ...]
+    ours: Callable[..., Any]
+    ours_given: tuple[str, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+    heads_first: bool = False
+
+
+QKV = ("q", "k", "v")
+FINAL = {"output_final_state": True}
+DELTA = ("q", "k", "v", "g", "beta")
+KDA = ("q", "k", "v", "gk", "beta")
+IPLR, DPLR = ("q", "k", "v", "a", "b"), ("q", "k", "v", "a", "b", "gk")
+POSITIVE = ("positive q", "positive k", "v")
+
+
+def iplr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *low: torch.Tensor) -> Any:
+    return compat.chunk_iplr_delta_rule(q, k, v, *low, output_final_state=True)
+
+
+def based(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return (compat.parallel_based(q, k, v),)
+
+
+CASES = [
+    Naive(
+        "gla", "naive_recurrent_gla", (*QKV, "gk"), F.gated_linear_attention, (*QKV, "gk"), FINAL
+    ),
+    Naive(
+        "simple_gla",
+        "naive_recurrent_simple_gla",
+        (*QKV, "g"),
+        F.gated_linear_attention,
+        (*QKV, "g"),
+    ),
+    Naive(
+        "simple_gla",
+        "naive_chunk_simple_gla",
+        (*QKV, "g"),
+        F.gated_linear_attention,
+        (*QKV, "g"),
+        FINAL,
+    ),
+    Naive("retention", "naive_retention", QKV, F.retention, QKV, heads_first=True),
+    Naive(
+        "delta_rule",
+        "delta_rule_recurrence",
+        (*QKV, "beta"),
+        F.delta_rule,
+        (*QKV, "beta"),
+        heads_first=True,
+    ),
+    Naive(
+        "delta_rule",
+        "delta_rule_chunkwise",
+        (*QKV, "beta"),
+        F.delta_rule,
+        (*QKV, "beta"),
+        heads_first=True,
+    ),
+    Naive(
+        "gated_delta_rule",
+        "naive_recurrent_gated_delta_rule",
+        (*QKV, "beta", "g"),
+        F.gated_delta_rule,
+        DELTA,
+        FINAL,
+    ),
+    Naive(
+        "gated_delta_rule", "naive_chunk_gated_delta_rule", DELTA, F.gated_delta_rule, DELTA, FINAL
+    ),
+    Naive("kda", "naive_recurrent_kda", KDA, F.kimi_delta_attention, KDA, FINAL),
+    Naive("kda", "naive_chunk_kda", KDA, F.kimi_delta_attention, KDA, FINAL),
+    Naive("generalized_delta_rule/iplr", "iplr_recurrence", IPLR, iplr, IPLR, heads_first=True),
+    Naive(
+        "generalized_delta_rule/dplr",
+        "dplr_recurrence",
+        DPLR,
+        F.dplr_delta_rule,
+        DPLR,
+        heads_first=True,
+    ),
+    Naive(
+        "generalized_delta_rule/dplr",
+        "dplr_chunkwise",
+        DPLR,
+        F.dplr_delta_rule,
+        DPLR,
+        heads_first=True,
+    ),
+    Naive(
+        "linear_attn",
+        "naive_recurrent_linear_attn",
+        QKV,
+        compat.chunk_linear_attn,
+        QKV,
+        FINAL | {"normalize": False},
+    ),
+    Naive(
+        "linear_attn",
+        "naive_recurrent_linear_attn",
+        POSITIVE,
+        compat.chunk_linear_attn,
+        POSITIVE,
+        FINAL | {"normalize": True},
+    ),
+    Naive("based", "naive_parallel_based", QKV, based, QKV, heads_first=True),
+    Naive(
+        "rwkv6/recurrent_naive",
+        "naive_recurrent_rwkv6",
+        (*QKV, "gk", "u"),
+        compat.chunk_rwkv6,
+        (*QKV, "gk", "u"),
+        FINAL,
+        heads_first=True,
+    ),
+]
+
+
+def leaves_of(value: Any) -> list[torch.Tensor]:
+    """Tensors of nested results."""
+    return [t for t in torch.utils._pytree.tree_leaves(value) if torch.is_tensor(t)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.given[0]}")
+def test_naive(case):
+    file = case.file if case.file.endswith("_naive") else f"{case.file}/naive"
+    theirs = getattr(peer_packages.load("fla", f"ops/{file}.py"), case.name)
+    leaves = {name: t.requires_grad_() for name, t in tensors().items() if name in case.given}
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        return t.transpose(1, 2) if case.heads_first and t.dim() > 2 else t
+
+    given = [turned(leaves[name]) for name in case.given]
+    o, *states = leaves_of(theirs(*given, **case.options))
+    expected = [turned(o), *states]
+    library = case.ours.__module__.startswith("omniattn.compat")
+    options = case.options if library else {}
+    found = leaves_of(case.ours(*(leaves[name] for name in case.ours_given), **options))
+    found = found[: len(expected)]
+    assert len(found) == len(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    for ours, other in zip(
+        *(
+            torch.autograd.grad(sum(t.square().sum() for t in each), list(leaves.values()))
+            for each in (found, expected)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
