@@ -164,6 +164,14 @@ def _mla() -> dict[str, Provider]:
     return _rotated(m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64), 32)
 
 
+def _dsa() -> dict[str, Provider]:
+    """Of 1024 tokens each sees 256; the indexer learns too."""
+    sizes = (512, 8, None, 128, 64, 32, 64)
+    config = m.DeepSeekSparseAttention.Config(*sizes, index_heads=4, index_dim=64, index_topk=256)
+    cos, sin = F.rotary_tables(F.rope_frequencies(32), torch.arange(1024))
+    return layer(config, normal(1, 1024, 512), call=lambda module, x: module(x, rope=(cos, sin)))
+
+
 def _mla_decode() -> dict[str, Provider]:
     """One token on a cache of 1024, in the latent space."""
     config = m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64)
@@ -253,6 +261,9 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "multi-head latent attention, absorbed decoding": (
         System("mla-B1T512C512H8", _mla),
         System("mladecode-B1T1024C512H8", _mla_decode),
+    ),
+    "DeepSeek sparse attention: keys chosen by an indexer that learns from the attention": (
+        System("dsa-B1T1024C512H8", _dsa),
     ),
     "caches that evict: threshold, H2O, StreamingLLM, SnapKV": tuple(
         System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))

@@ -326,6 +326,8 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
         "nsa",
         "moba",
         "local-strided",
+        "routed-blocks",
+        "dsa",
     ],
 )
 @torch.no_grad()

@@ -36,6 +36,10 @@ FIELDS = {
     "ALiBi": {"num_heads": 2, "trainable": True},
     "Attention": {"dim": 8, "num_heads": 2, "causal": False},
     "DecoderBlock": {"mixer": ATTENTION, "mlp": MLP.Config(8, 16), "norm": NORM},
+    "DeepSeekSparseAttention": {
+        **{"dim": 8, "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 4},
+        **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4, "index_heads": 2, "index_dim": 4},
+    },
     "DeltaNet": {"dim": 8, "num_heads": 2},
     "DifferentialAttention": {"dim": 8, "num_heads": 2, "depth": 1},
     "DisentangledAttention": {"dim": 8, "num_heads": 2},
@@ -286,6 +290,7 @@ EVERY_PARAMETER = (
     modules.ALiBi.Config(4, trainable=True),
     Attention.Config(8, 2, bias=True, out_bias=True, qk_norm="l2", sinks=True, gate="headwise"),
     Attention.Config(8, 2, qk_norm="layer", head_scale=True),
+    modules.DeepSeekSparseAttention.Config(8, 2, 8, 8, 4, 4, 4, index_heads=2, index_dim=8),
     modules.DifferentialAttention.Config(8, 2, depth=0),
     modules.DifferentialAttention.Config(8, 2, depth=0, form="simple"),
     modules.DisentangledAttention.Config(8, 2, share_projections=False),

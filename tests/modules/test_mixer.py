@@ -20,9 +20,11 @@ from omniattn.modules import (
     BigBirdAttention,
     CrossCache,
     DecoderBlock,
+    DeepSeekSparseAttention,
     DeltaNet,
     DeterministicSparseAttention,
     DifferentialAttention,
+    DSAState,
     DualChunkAttention,
     EvictingCache,
     GatedAttentionUnit,
@@ -43,6 +45,7 @@ from omniattn.modules import (
     MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
+    NSAState,
     PagedCache,
     PagePool,
     Performer,
@@ -211,6 +214,12 @@ MIXERS = [
     RoutedBlockAttention.Config(24, 4, 2, block_size=2, topk=2, router_dim=4, **STD),
     RoutedBlockAttention.Config(24, 4, block_size=2, topk=3, router_grad="distill", **STD),
     MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
+    DeepSeekSparseAttention.Config(
+        *(24, 2, None, 8, 8, 6, 8), index_heads=2, index_dim=8, index_topk=3, **STD
+    ),
+    DeepSeekSparseAttention.Config(
+        *(24, 2, 10, 8, 8, 6, 8), indexer="single", index_dim=4, index_topk=3, **STD
+    ),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
     MLSTM.Config(24, 2),
     Mamba2.Config(24, 8, headdim=12, ngroups=2, init_std=0.5),
@@ -267,6 +276,8 @@ def test_every_mixer_works_in_a_block(config):
         PagedCache(PagePool(4, 4, 1, 2)),
         EvictingCache(H2O(1, 2), 1, 4, 1, 2),
         SelectiveCache(1, 4, 1, 2),
+        NSAState([KVCache(1, 8, 1, 2)], KVCache(1, 3, 1, 2), 4, 2),
+        DSAState(LatentCache(1, 4, 2, 2), KVCache(1, 4, 1, 2, v_head_dim=0)),
         RecurrentState(h=torch.zeros(1, 2)),
     ],
     ids=lambda state: type(state).__name__,

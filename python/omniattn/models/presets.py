@@ -28,6 +28,7 @@ from omniattn.modules import (
     Attention,
     BigBirdAttention,
     DecoderBlock,
+    DeepSeekSparseAttention,
     DeltaNet,
     DeterministicSparseAttention,
     DualChunkAttention,
@@ -190,6 +191,12 @@ TRAINED: dict[str, ModelConfig] = {
     ),
     # Single tokens choose blocks too, so that generation continues what was trained.
     "moba": _sparse((MoBA.Config(192, 6, 2, block_size=16, topk=4, decode="moba"),)),
+    "dsa": _recurrent(
+        DeepSeekSparseAttention.Config(
+            *(192, 6, 96, 64, 32, 16, 32), index_heads=4, index_dim=32, index_topk=32
+        ),
+        RotaryEmbedding.Config(16),
+    ),
     "routed-blocks": _sparse(
         (RoutedBlockAttention.Config(192, 6, 2, block_size=16, topk=4, router_dim=32),)
     ),

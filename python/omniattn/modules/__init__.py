@@ -7,6 +7,7 @@ from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.differential import DifferentialAttention
 from omniattn.modules.dropout import Dropout
+from omniattn.modules.dsa import DeepSeekSparseAttention, DSAState
 from omniattn.modules.dual_chunk import DualChunkAttention
 from omniattn.modules.evicting_cache import EvictingCache
 from omniattn.modules.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
@@ -96,7 +97,9 @@ __all__ = [
     "ChannelMixer",
     "CrossCache",
     "CrossEntropyOutput",
+    "DSAState",
     "DecoderBlock",
+    "DeepSeekSparseAttention",
     "DeltaNet",
     "DeterministicSparseAttention",
     "DifferentialAttention",

@@ -13,6 +13,7 @@ import omniattn.modules.bigbird
 import omniattn.modules.decoder_block
 import omniattn.modules.delta_net
 import omniattn.modules.differential
+import omniattn.modules.dsa
 import omniattn.modules.dual_chunk
 import omniattn.modules.experts
 import omniattn.modules.gau
@@ -158,6 +159,50 @@ def DecoderBlock(
     cross: omniattn.modules.attention.Attention.Config | None = ...,
     dropout_p: float = ...,
     residual_in_fp32: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeepSeekSparseAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.dsa.DeepSeekSparseAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeepSeekSparseAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    q_lora_rank: int | None,
+    kv_lora_rank: int,
+    qk_nope_dim: int,
+    qk_rope_dim: int,
+    v_dim: int,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    rope_interleaved: bool = ...,
+    mscale: float = ...,
+    latent_norm: bool = ...,
+    q_rope_from: str = ...,
+    separate_kv_latents: bool = ...,
+    absorb_max: int = ...,
+    norm_eps: float = ...,
+    dropout_p: float = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    index_heads: int | None = ...,
+    index_dim: int = ...,
+    index_topk: int = ...,
+    index_rope_interleaved: bool = ...,
+    indexer: str = ...,
+    index_activation: str | None = ...,
+    index_tie: str = ...,
+    stage: str = ...,
+    index_weight: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

@@ -178,14 +178,18 @@ class MultiHeadLatentAttention(Mixer):
         )
         return turned
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """Queries (B, T, H, qk_nope_dim + qk_rope_dim), not yet rotated."""
+    def _query_latent(self, x: Tensor) -> Tensor:
+        """What the queries are made of: their normed latent (B, T, q_lora_rank), or x."""
         c = self.config
         if c.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            latent = self.q_a_proj(x)
-            q = self.q_b_proj(self.q_a_layernorm(latent) if c.latent_norm else latent)
+            return x
+        latent: Tensor = self.q_a_proj(x)
+        return self.q_a_layernorm(latent) if c.latent_norm else latent
+
+    def _queries(self, latent: Tensor, x: Tensor) -> Tensor:
+        """Queries (B, T, H, qk_nope_dim + qk_rope_dim), not yet rotated."""
+        c = self.config
+        q = (self.q_proj if c.q_lora_rank is None else self.q_b_proj)(latent)
         q = q.unflatten(-1, (c.num_heads, -1))
         if c.q_rope_from == "x" and c.qk_rope_dim:
             q = torch.cat([q, self.q_rope_proj(x).unflatten(-1, (c.num_heads, -1))], -1)
@@ -223,6 +227,48 @@ class MultiHeadLatentAttention(Mixer):
         k, v = both.split([c.qk_nope_dim, c.v_dim], -1)
         return k, v
 
+    def _rotated(
+        self,
+        q: Tensor,
+        k_latent: Tensor,
+        v: Tensor,
+        k_rope: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (B, T, 1, rank + rope_dim) and values (B, T, 1, rank), rotated."""
+        c = self.config
+        k = torch.cat([k_latent, k_rope], -1)
+        if rope is not None:
+            q = self._rotate(q, c.qk_nope_dim, rope)
+            k = self._rotate(k, c.kv_lora_rank, rope)
+        return q, k, v
+
+    def _to_latents(self, q: Tensor) -> Tensor:
+        """Queries (B, T, H, rank + rope_dim) of the latents themselves."""
+        c = self.config
+        q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
+        q_nope = torch.einsum("bthd,hdr->bthr", q_nope, self._up_weights()[0])
+        return torch.cat([q_nope, q_rope], -1)
+
+    def _from_latents(self, out: Tensor) -> Tensor:
+        """O (B, T, H, v_dim) from that of the latents (B, T, H, rank)."""
+        return torch.einsum("bthr,hvr->bthv", out, self._up_weights()[1])
+
+    def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads from those of the latents."""
+        c = self.config
+        k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
+        k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
+        return torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1), v
+
+    def _require_rope(self, rope: tuple[Tensor, Tensor] | None) -> None:
+        size = self.config.qk_rope_dim
+        if (rope is not None) != (size > 0):
+            raise ValueError(
+                f"{type(self).__name__}: rope must be given if and only if qk_rope_dim > 0, "
+                f"got qk_rope_dim={size}, rope={'None' if rope is None else 'given'}"
+            )
+
     @takes_cache
     def forward(
         self,
@@ -244,35 +290,22 @@ class MultiHeadLatentAttention(Mixer):
             absorb: attend to the latents themselves; default: with a state and T <= absorb_max.
         """
         c = self.config
-        if (rope is not None) != (c.qk_rope_dim > 0):
-            raise ValueError(
-                "MultiHeadLatentAttention: rope must be given if and only if qk_rope_dim > 0, "
-                f"got qk_rope_dim={c.qk_rope_dim}, rope={'None' if rope is None else 'given'}"
-            )
+        self._require_rope(rope)
         cache = require_cache("MultiHeadLatentAttention", state)
         x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, state=cache)
         attend = sequences.attention()
-        q = self._queries(x)
-        k_latent, v, k_rope = self._latents(x)
-        k = torch.cat([k_latent, k_rope], -1)
-        if rope is not None:
-            q = self._rotate(q, c.qk_nope_dim, rope)
-            k = self._rotate(k, c.kv_lora_rank, rope)
+        q = self._queries(self._query_latent(x), x)
+        q, k, v = self._rotated(q, *self._latents(x), rope)
         if cache is not None:
             k, v = cache.append(k, v)
             mask = with_cache(cache, mask)
         if absorb is None:
             absorb = cache is not None and x.shape[1] <= c.absorb_max
         if absorb:
-            w_k, w_v = self._up_weights()
-            q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
-            q = torch.cat([torch.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], -1)
-            out = torch.einsum("bthr,hvr->bthv", self._attend(attend, q, k, v, mask), w_v)
+            out = self._attend(attend, self._to_latents(q), k, v, mask)
+            out = self._from_latents(out)
         else:
-            k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
-            k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
-            k = torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1)
-            out = self._attend(attend, q, k, v, mask)
+            out = self._attend(attend, q, *self._expanded(k, v), mask)
         return sequences.restored(self.o_proj(out.flatten(-2)))
 
     def _attend(

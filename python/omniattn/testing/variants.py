@@ -13,6 +13,11 @@ VARIANTS = (
         "DeepSeek-AI 2024, arXiv 2405.04434",
     ),
     Variant(
+        "DeepSeek sparse attention: keys chosen by an indexer that learns from the attention",
+        ("DeepSeekSparseAttention", "DSAState"),
+        "DeepSeek-AI 2025, arXiv 2512.02556",
+    ),
+    Variant(
         "QK-norm: rms, 1 + w, layer, l2", ("Attention",), "Henry et al. 2020, arXiv 2010.04245"
     ),
     Variant("gated attention", ("Attention",), "Qiu et al. 2025, arXiv 2505.06708"),
