@@ -338,3 +338,18 @@ def test_a_causal_bias_is_a_mask_alone(spec, backend):
         with pytest.raises((TypeError, ValueError)) as caught:
             call.run(partial(spec.function, backend=backend))
         assert re.match(rf"{spec.name}: .*{name}", str(caught.value))
+
+
+@pytest.mark.parametrize("spec", registry().values(), ids=registry())
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_nested_tensor_is_taken_or_refused(spec, backend):
+    for name, call in calls_by_tensor(spec).items():
+        t = call.tensors[name]
+        if t.dim() < 2 or 0 in t.shape:  # no nested tensor has this form
+            continue
+        nested = torch.nested.nested_tensor(list(t.detach()), layout=torch.jagged)
+        call = replace(call, tensors={**call.tensors, name: nested})
+        try:
+            call.run(partial(spec.function, backend=backend))
+        except (TypeError, ValueError) as error:
+            assert re.match(rf"{spec.name}: .*{name}", str(error), re.DOTALL)
