@@ -29,5 +29,5 @@
     if (!(condition)) OMNIATTN_FAIL("assertion failed: " #condition); \
   } while (false)
 #else
-#define OMNIATTN_ASSERT(condition) static_cast<void>(0)
+#define OMNIATTN_ASSERT(condition) static_cast<void>(sizeof(!(condition)))
 #endif
