@@ -16,7 +16,6 @@ from omniattn.functional._checks import (
     require_choice,
     require_float,
     require_int,
-    require_tensor,
     use_reference,
 )
 from omniattn.functional._token_masks import OfPositions
@@ -104,7 +103,7 @@ def dual_chunk_attention(
     if tq > tk:
         raise ValueError(f"{op}: Tq must be at most Tk, got Tq={tq}, Tk={tk}")
     for name, table in (("cos", cos), ("sin", sin)):
-        require_tensor(op, name, table)
+        require_float(op, name, table)
     if cos.dim() != 2 or cos.shape[0] <= chunk_size:
         raise ValueError(
             f"{op}: cos must have shape (P, Dr / 2) with P > chunk_size={chunk_size}, "
