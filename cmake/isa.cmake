@@ -34,7 +34,9 @@ endforeach()
 if("avx2" IN_LIST OMNIATTN_ISAS)
   # What runs on processors older than 2013 shall not take most of a build and of a wheel.
   # With -Os gcc does not see that loops run, and warns of what they set.
-  set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-Os> -Wno-maybe-uninitialized)
+  # Functions that are called once are alike for several types and compress better out of line.
+  set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-Os> $<$<CONFIG:Release>:-fno-inline-functions-called-once>
+    -Wno-maybe-uninitialized)
 endif()
 
 # For tests: levels of products by the instructions of others. The vectors of the second form are made
@@ -46,6 +48,8 @@ set(OMNIATTN_KERNEL_OPTIONS
   -fno-math-errno -fno-trapping-math  # neither errno nor FP exception flags are part of any contract
   -fno-strict-aliasing                # 16-bit storage is read as vectors
   -fno-exceptions                     # objects of kernels need no C++ runtime
+  # Nothing is thrown through kernels: tables to unwind them would be a thirtieth of the wheel.
+  $<$<CONFIG:Release>:-fno-asynchronous-unwind-tables>
 )
 
 # omniattn_isa_library(target isa flags source...): the sources in namespace isa_<isa>.

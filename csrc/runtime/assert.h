@@ -13,11 +13,21 @@
     std::abort();                                                                \
   } while (false)
 
+// At the entry of a kernel: its items are among `count`; a tensor or memory of so many bytes is
+// there, unless it is empty.
+#define OMNIATTN_ASSERT_ITEMS(begin, end, count) \
+  OMNIATTN_ASSERT(0 <= (begin) && (begin) <= (end) && (end) <= (count))
+#define OMNIATTN_ASSERT_HAS(data, bytes) OMNIATTN_ASSERT((bytes) == 0 || (data) != nullptr)
+// The same for rows of `cols` elements, `stride` apart; equal rows may be one.
+#define OMNIATTN_ASSERT_ROWS(data, stride, rows, cols) \
+  OMNIATTN_ASSERT((rows) * (cols) == 0 ||              \
+                  ((data) != nullptr && ((rows) == 1 || (stride) == 0 || (stride) >= (cols))))
+
 #if defined(OMNIATTN_ASSERTS)
 #define OMNIATTN_ASSERT(condition)                                    \
   do {                                                                \
     if (!(condition)) OMNIATTN_FAIL("assertion failed: " #condition); \
   } while (false)
 #else
-#define OMNIATTN_ASSERT(condition) static_cast<void>(0)
+#define OMNIATTN_ASSERT(condition) static_cast<void>(sizeof(!(condition)))
 #endif

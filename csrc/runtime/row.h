@@ -158,7 +158,7 @@ struct First {
 template <class T, Order kOrder>
 constexpr bool kWalksHalves = false;
 template <>
-constexpr bool kWalksHalves<bf16, Order::any> = true;
+constexpr bool kWalksHalves<bf16, Order::any> = !OMNIATTN_FOR_SIZE;
 
 // Calls body(i, part) for the parts of a row of n; T is the storage or the compute type.
 template <class T, Order kOrder = Order::natural, class F>
@@ -192,7 +192,9 @@ template <class T, Order kOrder = Order::natural, class F>
 OMNIATTN_INLINE void for_row_by_four(int64_t n, const F& body) {
   constexpr int kWidth = Vec<compute_t<T>>::kWidth;
   int64_t i = 0;
-  if constexpr (kWalksHalves<T, kOrder>) {
+  if constexpr (OMNIATTN_FOR_SIZE) {
+    for (; i + kWidth <= n; i += kWidth) body(i, Whole{}, static_cast<int>(i / kWidth % 4));
+  } else if constexpr (kWalksHalves<T, kOrder>) {
     for (; i + 8 * kWidth <= n; i += 8 * kWidth) {
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k) body(i + 2 * k * kWidth, EvenOdd{}, k);

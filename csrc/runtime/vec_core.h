@@ -23,7 +23,15 @@
 #define OMNIATTN_PAIRS
 #endif
 
+// The baseline is built for size in a release (cmake/isa.cmake): there the compiler chooses, and
+// rows are walked in one way (row.h).
+#if defined(__OPTIMIZE_SIZE__)
+#define OMNIATTN_INLINE inline
+#define OMNIATTN_FOR_SIZE true
+#else
 #define OMNIATTN_INLINE [[gnu::always_inline]] inline
+#define OMNIATTN_FOR_SIZE false
+#endif
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

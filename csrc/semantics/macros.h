@@ -5,6 +5,14 @@
 // inside such a function.
 #pragma once
 
+// What no call may reach ends the process, or the kernel: the rules of semantics/ can print
+// nothing.
+#if defined(__CUDA_ARCH__)
+#define OMNIATTN_UNREACHABLE() (__trap(), __builtin_unreachable())
+#else
+#define OMNIATTN_UNREACHABLE() __builtin_trap()
+#endif
+
 #if defined(__CUDACC__)
 #define OMNIATTN_FN __host__ __device__ __forceinline__ constexpr
 #define OMNIATTN_LAMBDA

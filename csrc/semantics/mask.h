@@ -64,7 +64,7 @@ OMNIATTN_FN auto with_mask_rule(MaskKind kind, const F& f) {
     OMNIATTN_MASK_RULES(OMNIATTN_RULE)
 #undef OMNIATTN_RULE
   }
-  __builtin_unreachable();
+  OMNIATTN_UNREACHABLE();
 }
 
 OMNIATTN_FN bool is_mask_kind(int64_t number) {

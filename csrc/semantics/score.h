@@ -36,7 +36,7 @@ OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
     case ScoreKind::none:
       break;
   }
-  __builtin_unreachable();
+  OMNIATTN_UNREACHABLE();
 }
 
 // The last rule of this role in the list.
@@ -60,7 +60,7 @@ OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
   }
   OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
 #undef OMNIATTN_RULE
-  __builtin_unreachable();
+  OMNIATTN_UNREACHABLE();
 }
 
 OMNIATTN_FN ScoreRole score_role(ScoreKind kind) {
@@ -79,7 +79,7 @@ inline const char* score_name(ScoreKind kind) {
     case ScoreKind::none:
       break;
   }
-  __builtin_unreachable();
+  OMNIATTN_UNREACHABLE();
 }
 
 // The rules of a call as a set of bits.
@@ -112,6 +112,14 @@ OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
 // Whether the weight of a pair is 2^(pre q.k - shift). A sink only adds to the sum of a row; any
 // other rule, also a new one, is not plain.
 OMNIATTN_FN bool is_plain(uint32_t terms) { return (terms & ~term(ScoreKind::sinks)) == 0; }
+
+// Whether the logit of a visible pair is pre q.k. The factor of a head is folded into q, a sink
+// joins the row later, and a normaliser weighs logits; any other rule, also a new one, changes
+// them.
+OMNIATTN_FN bool leaves_logits(uint32_t terms) {
+  return (terms & ~(terms_of(ScoreRole::head_scale) | terms_of(ScoreRole::sinks) |
+                    terms_of(ScoreRole::normaliser))) == 0;
+}
 
 // Whether logits must be in natural units: a term is added to them, a sink joins them in the
 // softmax, or a normaliser that is no exponential weighs them. A rule that is not named here needs

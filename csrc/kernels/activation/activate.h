@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/activation/activation.h"
+#include "runtime/assert.h"
 #include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -93,6 +94,7 @@ OMNIATTN_INLINE void with_activation(Activation act, const F& f) {
     case Activation::relu_squared:
       return f.template operator()<Activation::relu_squared>();
   }
+  OMNIATTN_FAIL("an activation is none of those that kernels have");
 }
 
 }  // namespace

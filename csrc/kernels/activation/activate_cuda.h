@@ -53,7 +53,7 @@ __device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
       return {x * below, below + C(0.5) * x * (C(1) - t * t) * inner};
     }
   }
-  return {x, C(1)};
+  OMNIATTN_UNREACHABLE();
 }
 
 // A product of gate and up, and its derivatives.

@@ -128,7 +128,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   const int64_t count = keys.end - keys.begin;
   bool skip = true, masked = false;
   for (int64_t r = 0; r < rows.count; r += p.tq) {
-    const TileClass seen = classify(p.mask, rows.b, rows.head(r), {0, p.tq}, keys);
+    const TileClass seen = tile_class(p.mask, rows.b, rows.head(r), {0, p.tq}, keys);
     skip = skip && seen == TileClass::skip;
     masked = masked || seen != TileClass::full;
   }
@@ -160,7 +160,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   }
   for (int64_t r = 0; r < rows.count; ++r) {
     uint64_t visible[kMaskWords] = {};
-    if (masked) visible[0] = visible_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
+    if (masked) visible[0] = seen_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
     const RowScore<A> score{
         p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr, registers};
     softmax_partial(p, score, count, x.s + r * kKeyPanel,

@@ -1,14 +1,12 @@
 // One query row of a tile, from its products q.k to weights: score views, logits, mask, dropout.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_plan.h"
 #include "runtime/vec.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
-
-constexpr int64_t kMaskWords = kKeyBlock / 64;  // visibility of one query for one key block
 
 // Lane n is set when bit n is.
 template <class A>
@@ -92,10 +90,7 @@ struct RowScore {
   void* registers;          // of the program, if there is one
 
   // Whether to_logits changes nothing.
-  OMNIATTN_INLINE bool is_plain() const {
-    return p.score.transform == ScoreKind::none && p.bias.data == nullptr &&
-           p.relative.data == nullptr && p.program == nullptr && visible == nullptr;
-  }
+  OMNIATTN_INLINE bool is_plain() const { return leaves_logits(p.terms) && visible == nullptr; }
 
   // Turns x = pre * q.k into logits: transform, bias, table term, program, mask. With a transform,
   // `slope` receives its derivative unless it is null; then the registers of a program are left as

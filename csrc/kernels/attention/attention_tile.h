@@ -1,97 +1,12 @@
-// Tiles, a query block x a key block: what the mask leaves of each, which of them a block visits,
-// and the products over their keys.
+// Tiles, a query block x a key block: the products over the keys that a mask leaves of each.
 #pragma once
 
 #include "kernels/attention/attention_pack.h"
+#include "kernels/attention/attention_plan.h"
 #include "kernels/attention/attention_row.h"
-#include "runtime/assert.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
-
-// The queries of a group share one clipped range of keys, so that a causal tile costs little more
-// than the area of its triangle.
-constexpr int64_t kRowGroup = kOnTiles ? kTileRows : 24;
-constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
-
-// The work of one tile (a query block x a key block). Ranges of keys are relative to the block.
-struct TilePlan {
-  Range queries, keys;        // positions; keys.end is the end of the block or Tk
-  bool masked[kRowGroups];    // a key of the group's columns is hidden from one of its rows
-  Range seen[kRowGroups];     // holds every key visible to the group; may be empty
-  Range columns[kRowGroups];  // seen, rounded to multiples of 16
-  uint64_t visible[kQueryBlock][kMaskWords];  // of rows in masked groups
-
-  OMNIATTN_INLINE int64_t rows() const { return queries.end - queries.begin; }
-  OMNIATTN_INLINE int64_t groups() const { return ceil_div(rows(), kRowGroup); }
-  OMNIATTN_INLINE bool is_full() const {
-    for (int64_t g = 0; g < groups(); ++g) {
-      if (columns[g].begin != 0 || columns[g].end != kKeyBlock) return false;
-    }
-    return true;
-  }
-  OMNIATTN_INLINE Range group_rows(int64_t g) const {
-    return intersect({g * kRowGroup, (g + 1) * kRowGroup}, {0, rows()});
-  }
-};
-
-// Returns false if no key of the tile is visible to any of its queries.
-inline bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range queries, Range keys,
-                      TilePlan& plan) {
-  OMNIATTN_ASSERT(contains({0, p.tq}, queries) && contains({0, p.tk}, keys));
-  OMNIATTN_ASSERT(0 <= b && b < p.batch && 0 <= h && h < p.hq);
-  plan.queries = queries;
-  plan.keys = keys;
-  const Range tile = visible_keys_in(p.mask, b, h, queries, keys);
-  if (is_empty(tile)) return false;
-  bool any = false;
-  for (int64_t g = 0; g < plan.groups(); ++g) {
-    const Range rows = plan.group_rows(g);
-    const Range q = {queries.begin + rows.begin, queries.begin + rows.end};
-    const Range seen = visible_keys_in(p.mask, b, h, q, tile);
-    plan.seen[g] = plan.columns[g] = {0, 0};
-    plan.masked[g] = false;
-    if (is_empty(seen)) continue;
-    plan.seen[g] = {seen.begin - keys.begin, seen.end - keys.begin};
-    plan.columns[g] = {plan.seen[g].begin / 16 * 16, round_up(plan.seen[g].end, 16)};
-    plan.masked[g] = !all_visible(
-        p.mask, b, h, q, {keys.begin + plan.columns[g].begin, keys.begin + plan.columns[g].end});
-    any = any || !plan.masked[g];
-    if (!plan.masked[g]) continue;
-    uint64_t some = 0;
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-      for (int64_t w = 0; w < kMaskWords; ++w) {
-        plan.visible[r][w] = visible_bits(p.mask, b, h, queries.begin + r, keys.begin + 64 * w);
-        some |= plan.visible[r][w];
-      }
-    }
-    if (some == 0) plan.seen[g] = plan.columns[g] = {0, 0};
-    any = any || some != 0;
-  }
-  return any;
-}
-
-// Plans the tiles of a block of queries (along the keys) or of keys (along the queries) that hold a
-// visible pair, in order.
-template <Along kAlong>
-struct Tiles {
-  const AttentionProblem& p;
-  Cursor<kAlong> blocks;
-
-  Tiles(const AttentionProblem& problem, int64_t b, int64_t h, Range others)
-      : p(problem),
-        blocks(problem.mask, b, h, others, kAlong == Along::keys ? kKeyBlock : kQueryBlock) {}
-  bool next(TilePlan& plan) {
-    for (int64_t n; (n = blocks.next()) >= 0;) {
-      const bool planned =
-          kAlong == Along::keys
-              ? plan_tile(p, blocks.b, blocks.h, blocks.others, block(n, kKeyBlock, p.tk), plan)
-              : plan_tile(p, blocks.b, blocks.h, block(n, kQueryBlock, p.tq), blocks.others, plan);
-      if (planned) return true;
-    }
-    return false;
-  }
-};
 
 // The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to prefetch.
 // They are prefetched during the products, a few before each register tile: all at once would wait

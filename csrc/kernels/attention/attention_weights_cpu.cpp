@@ -123,9 +123,9 @@ void few_rows_item(const AttentionWeightsParams& params, void* scratch, int64_t 
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = head_of(r), query = r % p.tq;
       if (query == 0) fill_zero(sums, kKeyPanel);
-      const bool masked = !all_visible(p.mask, b, h, {query, query + 1}, keys);
+      const bool masked = !sees_all(p.mask, b, h, {query, query + 1}, keys);
       uint64_t visible[kMaskWords] = {};
-      if (masked) visible[0] = visible_bits(p.mask, b, h, query, key);
+      if (masked) visible[0] = seen_bits(p.mask, b, h, query, key);
       const RowScore<A> score{p, b, h, query, key, masked ? visible : nullptr, registers};
       weigh_few<T>(params, score, x.count, s + r * kKeyPanel, sums);
       if (params.sums == nullptr || query + 1 < p.tq) continue;

@@ -37,6 +37,7 @@ OMNIATTN_INLINE void with_elements(const ProgramTable& t, const F& f) {
     case ElementType::u8:
       return f(static_cast<const uint8_t*>(t.data), int_of<A>{});
   }
+  OMNIATTN_FAIL("a table of a program has a type of elements that is none");
 }
 
 // An element as a lane.
@@ -169,6 +170,7 @@ void Interpreter<A>::take(const ProgramStep& s) const {
     case ProgramOp::give_at:
       return give_at(s);
   }
+  OMNIATTN_FAIL("a step of a program is none of its ops");
 }
 
 template <class A>

@@ -64,7 +64,7 @@ class ProgramPair {
       case ElementType::u8:
         return lane_of(static_cast<I>(static_cast<const uint8_t*>(t.data)[at]));
     }
-    __builtin_unreachable();
+    OMNIATTN_UNREACHABLE();
   }
 
   __device__ A lane(const ProgramStep& s) const;
@@ -138,8 +138,11 @@ __device__ A ProgramPair<A>::other(const ProgramStep& s) const {
       if (at >= 0 && at < elements_of(t)) return element(t, at);
       return t.type <= ElementType::f16 ? static_cast<A>(__builtin_nan("")) : lane_of(I(0));
     }
-    default:
+    case ProgramOp::give:
+    case ProgramOp::give_at:
       return A(0);  // what gives to a gradient has no lane
+    default:
+      OMNIATTN_UNREACHABLE();
   }
 }
 

@@ -6,6 +6,7 @@
 // dV are added to the buffer of the owner.
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/selected_attention_tile.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -300,15 +301,19 @@ OMNIATTN_INLINE void for_items(const SelectedBackwardParams& params, int64_t beg
 }
 
 void pack(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, pack_items(params.attention.problem));
   for_items(params, begin, end,
             [&](auto type, int64_t n) { pack_item<decltype(type)>(params, n); });
 }
 void backward(const SelectedBackwardParams& params, void* scratch, int64_t begin, int64_t end) {
   const TileScope scope;
+  const SelectedBackwardParams& x = params;
+  OMNIATTN_ASSERT_ITEMS(begin, end, kv_head_items(x.attention.problem) * x.attention.splits);
   for_items(params, begin, end,
             [&](auto type, int64_t n) { owner_item<decltype(type)>(params, scratch, n); });
 }
 void finish(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, pack_items(params.attention.problem));
   for_items(params, begin, end,
             [&](auto type, int64_t n) { finish_item<decltype(type)>(params, n); });
 }

@@ -3,6 +3,7 @@
 // attention_forward_cpu.cpp.
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/selected_attention_tile.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -136,6 +137,7 @@ void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n)
 
 void forward(const SelectedForwardParams& params, void* scratch, int64_t begin, int64_t end) {
   const TileScope scope;
+  OMNIATTN_ASSERT_ITEMS(begin, end, selected_items(params.lists, params.attention.problem));
   dispatch(params.attention.problem.dtype, [&](auto type) {
     for (int64_t n = begin; n < end; ++n) forward_item<decltype(type)>(params, scratch, n);
   });

@@ -1,6 +1,7 @@
 #include "kernels/loss/divergence.h"
 
 #include "kernels/loss/softmax_row.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -119,12 +120,20 @@ void backward(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
   if (p.stream) stream_fence();
 }
 
+void check(const DivergenceParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows.count);
+  OMNIATTN_ASSERT_ROWS(p.student, p.student_stride, p.rows.count, p.cols);
+  OMNIATTN_ASSERT_ROWS(p.teacher, p.teacher_stride, p.rows.count, p.cols);
+}
+
 void forward_any(const DivergenceParams& p, int64_t begin, int64_t end) {
+  check(p, begin, end);
   dispatch(p.rows.dtype, [&]<class T>(T) {
     dispatch_divergence(p.beta, [&]<Divergence kKind>() { forward<T, kKind>(p, begin, end); });
   });
 }
 void backward_any(const DivergenceBackwardParams& p, int64_t begin, int64_t end) {
+  check(p.forward, begin, end);
   dispatch(p.forward.rows.dtype, [&]<class T>(T) {
     dispatch_divergence(p.forward.beta,
                         [&]<Divergence kKind>() { backward<T, kKind>(p, begin, end); });

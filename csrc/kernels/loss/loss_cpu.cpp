@@ -1,6 +1,7 @@
 #include "kernels/loss/loss.h"
 
 #include "kernels/loss/softmax_row.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -139,11 +140,15 @@ void row_weights(const LossRows& rows, bool mean, bool per_row, const C* grad, C
 }
 
 void forward_any(const CrossEntropyParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows.count);
+  OMNIATTN_ASSERT_ROWS(p.logits, p.stride, p.rows.count, p.cols);
   dispatch(p.rows.dtype, [&]<class T>(T) {
     p.softcap > 0 ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);
   });
 }
 void backward_any(const CrossEntropyBackwardParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.forward.rows.count);
+  OMNIATTN_ASSERT_ROWS(p.forward.logits, p.forward.stride, p.forward.rows.count, p.forward.cols);
   dispatch(p.forward.rows.dtype, [&]<class T>(T) {
     p.forward.softcap > 0 ? backward<T, true>(p, begin, end) : backward<T, false>(p, begin, end);
   });

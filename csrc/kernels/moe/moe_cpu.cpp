@@ -1,6 +1,7 @@
 #include "kernels/moe/moe.h"
 
 #include "kernels/moe/moe_hidden.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
@@ -85,9 +86,11 @@ void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMa
 
 // Calls f(block, first column of the group, its columns) for each item of the range.
 template <class F>
-OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, int64_t columns, int64_t width,
-                                int64_t begin, int64_t end, const F& f) {
+OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, [[maybe_unused]] int64_t block_count,
+                                int64_t columns, int64_t width, int64_t begin, int64_t end,
+                                const F& f) {
   const int64_t groups = columns > width ? ceil_div(columns, width) : 1;
+  OMNIATTN_ASSERT_ITEMS(begin, end, block_count * groups);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t first = item % groups * width;
     f(blocks[item / groups], first, smaller(width, columns - first));
@@ -98,7 +101,7 @@ template <class T, class S>
 void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   const Workspace<T> work(memory);
-  for_groups(p.blocks, p.n, kMoeFeatures, begin, end,
+  for_groups(p.blocks, p.block_count, p.n, kMoeFeatures, begin, end,
              [&](const MoeBlock& block, int64_t first, int64_t cols) {
                const auto* const b = static_cast<const S*>(p.b.data) + block.expert * p.b.expert +
                                      first * p.b.n_stride;
@@ -118,7 +121,7 @@ void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
   const Workspace<T> work(memory);
   const int64_t features = p.hidden_of.features, columns = p.hidden_of.columns();
   for_groups(
-      p.blocks, features, kMoeFeatures, begin, end,
+      p.blocks, p.block_count, features, kMoeFeatures, begin, end,
       [&](const MoeBlock& block, int64_t first, int64_t n) {
         const auto* const x = static_cast<const T*>(p.x) + block.row * p.k;
         const auto* const matrix = static_cast<const S*>(p.up.data) + block.expert * p.up.expert;
@@ -154,7 +157,7 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
   const Workspace<T> work(memory);
   const int64_t features = p.hidden_of.features, columns = p.hidden_of.columns();
   const int64_t groups = features > kMoeFeatures ? ceil_div(features, kMoeFeatures) : 1;
-  for_groups(p.blocks, features, kMoeFeatures, begin, end,
+  for_groups(p.blocks, p.block_count, features, kMoeFeatures, begin, end,
              [&](const MoeBlock& block, int64_t first, int64_t n) {
                const auto* const grad_y = static_cast<const T*>(p.grad_y) + block.row * p.k;
                const auto* const down = static_cast<const S*>(p.down.data) +

@@ -101,7 +101,7 @@ __device__ __forceinline__ TileColumns columns_of(const MoeHidden& p, int64_t fi
     case MoeGate::interleaved:
       return {2 * first, 0, kMoeTileColumns, 2 * count};
   }
-  return {};
+  OMNIATTN_UNREACHABLE();
 }
 
 // Kernels.
@@ -173,6 +173,19 @@ __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
       });
 }
 
+// Calls f(row, sum of its first `count` elements) in one thread for each row of a tile.
+template <class C, class F>
+__device__ __forceinline__ void sum_rows(const C* tile, const MoeBlock& block, int count,
+                                         const F& f) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int r = static_cast<int>(threadIdx.x) / 32; r < block.rows; r += kGemmThreads / 32) {
+    C sum = 0;
+    for (int c = lane; c < count; c += 32) sum += tile[r * kGemmStride + c];
+    sum = warp_reduce(sum, [](C a, C b) { return a + b; });
+    if (lane == 0) f(block.row + r, sum);
+  }
+}
+
 template <class Gemm>
 __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
     moe_up_backward_kernel(const __grid_constant__ MoeUpBackwardProduct p) {
@@ -182,44 +195,36 @@ __global__ void __launch_bounds__(kGemmThreads, Gemm::kBlocksPerSM)
   auto& shared = *dynamic_shared<typename Gemm::Shared>();
   const MoeHidden& h = p.hidden_of;
   const int64_t columns = h.columns(), groups = ceil_div(h.features, kMoeTileColumns);
-  for_tiles(
-      p.product, h.features, kMoeTileColumns, [&](const MoeBlock& block, int64_t first, int count) {
-        multiply_block<Gemm>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
-        for_row_parts<W>(block.rows, count, kLanes, [&](int r, int f) {
-          const int64_t row = block.row + r;
-          const C weight = static_cast<const C*>(p.weights)[p.slot_of_row[row]];
-          C* const sums = shared.sums + r * kGemmStride + f;
-          const auto grad = load<W>(sums);
-          const T* const pre = static_cast<const T*>(p.pre) + row * columns;
-          const auto x = load_features<W>(h.gate, pre, first + f, h.features);
-          GateAndUp<C, W> grad_pre;
-          Pack<T, W> weighted;
+  for_tiles(p.product, h.features, kMoeTileColumns,
+            [&](const MoeBlock& block, int64_t first, int count) {
+              multiply_block<Gemm>(p.product, block, {first, 0, kMoeTileColumns, count}, shared);
+              for_row_parts<W>(block.rows, count, kLanes, [&](int r, int f) {
+                const int64_t row = block.row + r;
+                const C weight = static_cast<const C*>(p.weights)[p.slot_of_row[row]];
+                C* const sums = shared.sums + r * kGemmStride + f;
+                const auto grad = load<W>(sums);
+                const T* const pre = static_cast<const T*>(p.pre) + row * columns;
+                const auto x = load_features<W>(h.gate, pre, first + f, h.features);
+                GateAndUp<C, W> grad_pre;
+                Pack<T, W> weighted;
 #pragma unroll
-          for (int j = 0; j < W; ++j) {
-            const Gated<C> v = hidden_value<C>(h, x.gate[j], x.up[j]);
-            const C scaled = weight * grad[j];
-            grad_pre.gate.v[j] = scaled * v.by_gate;
-            grad_pre.up.v[j] = scaled * v.by_up;
-            weighted.v[j] = gpu::narrow<T>(weight * v.value);
-            sums[j] = grad[j] * v.value;
-          }
-          store_features<W>(h.gate, grad_pre, static_cast<T*>(p.grad_pre) + row * columns,
-                            first + f, h.features);
-          store(static_cast<T*>(p.weighted_hidden) + row * h.features + first + f, weighted);
-        });
-        __syncthreads();
-        // A warp per row.
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        for (int r = static_cast<int>(threadIdx.x) / 32; r < block.rows; r += kGemmThreads / 32) {
-          C dot = 0;
-          for (int c = lane; c < count; c += 32) dot += shared.sums[r * kGemmStride + c];
-          dot = warp_reduce(dot, [](C a, C b) { return a + b; });
-          if (lane == 0) {
-            static_cast<C*>(p.grad_weight)[(block.row + r) * groups + first / kMoeTileColumns] =
-                dot;
-          }
-        }
-      });
+                for (int j = 0; j < W; ++j) {
+                  const Gated<C> v = hidden_value<C>(h, x.gate[j], x.up[j]);
+                  const C scaled = weight * grad[j];
+                  grad_pre.gate.v[j] = scaled * v.by_gate;
+                  grad_pre.up.v[j] = scaled * v.by_up;
+                  weighted.v[j] = gpu::narrow<T>(weight * v.value);
+                  sums[j] = grad[j] * v.value;
+                }
+                store_features<W>(h.gate, grad_pre, static_cast<T*>(p.grad_pre) + row * columns,
+                                  first + f, h.features);
+                store(static_cast<T*>(p.weighted_hidden) + row * h.features + first + f, weighted);
+              });
+              __syncthreads();
+              sum_rows<C>(shared.sums, block, count, [&](int64_t row, C dot) {
+                static_cast<C*>(p.grad_weight)[row * groups + first / kMoeTileColumns] = dot;
+              });
+            });
 }
 
 template <class Gemm>

@@ -5,6 +5,7 @@
 
 #include "kernels/activation/activate.h"
 #include "kernels/norm/rounded.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -183,10 +184,13 @@ void dispatch_place(const P& p, const F& f) {
       case GatePlace::after:
         return f.template operator()<T, GatePlace::after>();
     }
+    OMNIATTN_FAIL("a gate is at none of the places that kernels know");
   });
 }
 
 void forward_any(const GatedNormParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows);
+  OMNIATTN_ASSERT_ROWS(p.x, p.x_stride, p.rows, p.groups * p.cols);
   dispatch_place(p, [&]<class T, GatePlace kPlace> {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t g = 0; g < p.groups; ++g) forward_group<T, kPlace>(p, row, g);
@@ -195,6 +199,10 @@ void forward_any(const GatedNormParams& p, int64_t begin, int64_t end) {
 }
 void backward_any(const GatedNormBackwardParams& p, void* dweight, void* dbias, int64_t begin,
                   int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows);
+  OMNIATTN_ASSERT_ROWS(p.grad_y, p.grad_y_stride, p.rows, p.groups * p.cols);
+  OMNIATTN_ASSERT_ROWS(p.x, p.x_stride, p.rows, p.groups * p.cols);
+  OMNIATTN_ASSERT_HAS(p.stats, p.rows);
   dispatch_place(p, [&]<class T, GatePlace kPlace> {
     auto* const dw = static_cast<compute_t<T>*>(dweight);
     auto* const db = static_cast<compute_t<T>*>(dbias);

@@ -4,6 +4,7 @@
 
 #include "kernels/norm/rounded.h"
 #include "kernels/norm/stream.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -160,6 +161,9 @@ void backward(const NormBackwardParams& p, void* dweight, void* dbias, int64_t b
 }
 
 void forward_any(const NormParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows);
+  OMNIATTN_ASSERT_ROWS(p.x, p.x_stride, p.rows, p.cols);
+  OMNIATTN_ASSERT(p.residual == nullptr || p.h != nullptr || p.rows * p.cols == 0);
   dispatch(p.dtype, [&]<class T>(T) {
     dispatch_stream<T>(p.h_dtype, [&]<class H>(H) {
       p.center ? forward<T, H, true>(p, begin, end) : forward<T, H, false>(p, begin, end);
@@ -168,6 +172,10 @@ void forward_any(const NormParams& p, int64_t begin, int64_t end) {
 }
 void backward_any(const NormBackwardParams& p, void* dweight, void* dbias, int64_t begin,
                   int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.rows);
+  OMNIATTN_ASSERT_ROWS(p.grad_y, p.grad_y_stride, p.rows, p.cols);
+  OMNIATTN_ASSERT_ROWS(p.h, p.h_stride, p.rows, p.cols);
+  OMNIATTN_ASSERT_HAS(p.stats, p.rows);
   dispatch(p.dtype, [&]<class T>(T) {
     dispatch_stream<T>(p.h_dtype, [&]<class H>(H) {
       p.center ? backward<T, H, true>(p, dweight, dbias, begin, end)

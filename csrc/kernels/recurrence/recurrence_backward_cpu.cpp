@@ -180,6 +180,8 @@ int64_t bytes(const Recurrence& p) {
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const Recurrence& p = params.recurrence;
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.key_heads);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p));
   choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t n = i / p.key_heads;

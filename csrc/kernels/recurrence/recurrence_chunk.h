@@ -14,6 +14,7 @@
 #pragma once
 
 #include "kernels/recurrence/recurrence.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
@@ -76,22 +77,26 @@ template <class F>
 OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
   for (int64_t i = 0; i < rows; i += kBlock) f(i, smaller(kBlock, rows - i));
 }
-// c += A b and c += A^T b of a lower triangular A, whose blocks on the diagonal have zeros.
+// c += A b and c += A^T b of a lower triangular A, whose blocks on the diagonal have zeros. Out of
+// line, as all that is done once per chunk and for every decay and update: copies of it were a
+// twentieth of the library.
 template <class C>
-void multiply_lower(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows, int64_t n) {
+[[gnu::noinline]] void multiply_lower(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows,
+                                      int64_t n) {
   for_blocks(rows,
              [&](int64_t i, int64_t m) { multiply(a.at(i), b, c.at(i), m, n, i + m, Into::add); });
 }
 template <class C>
-void multiply_lower_transposed(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows, int64_t n,
-                               Into into) {
+[[gnu::noinline]] void multiply_lower_transposed(Matrix<C> a, Matrix<C> b, Matrix<C> c,
+                                                 int64_t rows, int64_t n, Into into) {
   for_blocks(rows, [&](int64_t i, int64_t m) {
     multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
   });
 }
 // The blocks of c = A B^T on and below the diagonal, B^T packed from rows of `width`.
 template <class C>
-void multiply_to_lower(Matrix<C> a, const C* packed, Matrix<C> c, int64_t rows, int64_t width) {
+[[gnu::noinline]] void multiply_to_lower(Matrix<C> a, const C* packed, Matrix<C> c, int64_t rows,
+                                         int64_t width) {
   for_blocks(rows, [&](int64_t i, int64_t m) {
     multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
   });
@@ -210,7 +215,7 @@ struct Chunk {
   const C* bonus;                      // of a head
   C* packed;                           // one matrix for products
 
-  Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
+  [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
       : p(params), K(p.key_width), V(p.value_width), delta(p.beta.data != nullptr) {
     const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
     probe = k = room.rows(keys, K);
@@ -230,7 +235,7 @@ struct Chunk {
   }
 
   // The tokens [t, t + n).
-  void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
+  [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     q_in = probe_in.at(n);
     load_input(p.k, batch, t, key_head, K, k);
@@ -256,7 +261,7 @@ struct Chunk {
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
-  void fetch(int64_t batch, int64_t t, int64_t head) const {
+  [[gnu::noinline]] void fetch(int64_t batch, int64_t t, int64_t head) const {
     const int64_t key_head = head / (p.value_heads / p.key_heads), element = size_of(p.dtype);
     const auto ask = [&](const StepView& x, int64_t h, int64_t width) {
       prefetch_row(row_of(p.dtype, x, batch, t, h), width * element);
@@ -268,7 +273,7 @@ struct Chunk {
     if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K * sizeof(C));
   }
   // What an update has for one value head; u is v.
-  void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
+  [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
     load_input(p.v, s.batch, t, head, V, u);
     for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
     for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;

@@ -109,6 +109,8 @@ int64_t bytes(const Recurrence& p) {
 
 void forward(const RecurrenceParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
+  OMNIATTN_ASSERT_ITEMS(begin, end, params.recurrence.sequences * params.recurrence.value_heads);
+  OMNIATTN_ASSERT_HAS(memory, bytes(params.recurrence));
   choose(params.recurrence, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) item<C, Decay, Update>(params, memory, i);
   });

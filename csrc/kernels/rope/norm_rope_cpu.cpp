@@ -2,6 +2,7 @@
 #include "kernels/rope/norm_rope.h"
 
 #include "kernels/norm/rounded.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 #include "semantics/rope.h"
@@ -128,12 +129,18 @@ void backward(const NormRopeBackwardParams& p, void* dweight, int64_t begin, int
   }
 }
 
+void check(const RopeParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end && 0 <= p.start && p.start + 2 * p.half <= p.dim);
+}
+
 void forward_any(const NormRopeParams& p, int64_t begin, int64_t end) {
+  check(p.rope, begin, end);
   dispatch(p.rope.dtype, [&]<class T>(T) {
     p.rope.interleaved ? forward<T, true>(p, begin, end) : forward<T, false>(p, begin, end);
   });
 }
 void backward_any(const NormRopeBackwardParams& p, void* dweight, int64_t begin, int64_t end) {
+  check(p.rope, begin, end);
   dispatch(p.rope.dtype, [&]<class T>(T) {
     p.rope.interleaved ? backward<T, true>(p, dweight, begin, end)
                        : backward<T, false>(p, dweight, begin, end);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 #include "semantics/rope.h"
@@ -91,6 +92,7 @@ void rotate(const RopeParams& p, int64_t begin, int64_t end) {
 }
 
 void rotate_any(const RopeParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end && 0 <= p.start && p.start + 2 * p.half <= p.dim);
   dispatch(p.dtype, [&]<class T>(T) {
     p.interleaved ? rotate<T, true>(p, begin, end) : rotate<T, false>(p, begin, end);
   });

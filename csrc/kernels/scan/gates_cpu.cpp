@@ -2,6 +2,7 @@
 #include "kernels/scan/gates.h"
 
 #include "kernels/scan/scan_rules.h"
+#include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
@@ -61,12 +62,16 @@ void backward_item(const GatesBackwardParams& params, int64_t item) {
   });
 }
 
+int64_t items(const Gates& p) { return p.rows.sequences * ceil_div(p.channels, p.block); }
+
 void forward(const GatesParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, items(p.gates));
   dispatch_compute(p.gates.dtype, [&]<class C>(C) {
     for (int64_t i = begin; i < end; ++i) forward_item<C>(p, i);
   });
 }
 void backward(const GatesBackwardParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, items(p.gates));
   const FlushDenormals flush;
   dispatch_compute(p.gates.dtype, [&]<class C>(C) {
     for (int64_t i = begin; i < end; ++i) backward_item<C>(p, i);

@@ -2,6 +2,7 @@
 // last one on. For each vector of channels and a few of its states, the states of the chunk are
 // computed again, from which their gradients walk back; sums of dB and dC are kept for each lane.
 #include "kernels/scan/selective_item.h"
+#include "runtime/assert.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -334,6 +335,8 @@ int64_t bytes(const Selective& p) {
 }
 
 void backward(const SelectiveBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.scan.items());
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.scan));
   const FlushDenormals flush;
   dispatch(p.scan.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {

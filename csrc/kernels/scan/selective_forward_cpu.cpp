@@ -2,6 +2,7 @@
 // registers. A few steps of a block of channels are read as rows, then the states of each vector
 // walk over them, so that they stay in L1 and each is loaded and stored once for these steps.
 #include "kernels/scan/selective_item.h"
+#include "runtime/assert.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -132,6 +133,8 @@ int64_t bytes(const Selective& p) {
 }
 
 void forward(const SelectiveParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.scan.items());
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.scan));
   const FlushDenormals flush;
   dispatch(p.scan.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {

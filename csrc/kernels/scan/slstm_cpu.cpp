@@ -3,6 +3,7 @@
 #include "kernels/scan/slstm.h"
 
 #include "kernels/scan/scan_rules.h"
+#include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/gemm_tile.h"
@@ -306,6 +307,8 @@ int64_t backward_bytes(const Slstm& p) {
 }
 
 void forward(const SlstmParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, slstm_groups(p.slstm.rows) * p.slstm.heads);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.slstm));
   const FlushDenormals flush;
   dispatch(p.slstm.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {
@@ -314,6 +317,8 @@ void forward(const SlstmParams& p, void* memory, int64_t begin, int64_t end) {
   });
 }
 void backward(const SlstmBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, slstm_groups(p.slstm.rows) * p.slstm.heads);
+  OMNIATTN_ASSERT_HAS(memory, backward_bytes(p.slstm));
   const FlushDenormals flush;
   dispatch(p.slstm.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {

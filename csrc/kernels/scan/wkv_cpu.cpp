@@ -3,6 +3,7 @@
 #include "kernels/scan/wkv.h"
 
 #include "kernels/scan/scan_rules.h"
+#include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
@@ -217,10 +218,13 @@ void backward_block(const WkvBackwardParams& params, compute_t<T>* room, int64_t
 }
 
 int64_t element(const Wkv& p) { return p.dtype == DType::f64 ? 8 : 4; }
+int64_t items(const Wkv& p) { return p.rows.sequences * ceil_div(p.channels, p.block); }
 int64_t bytes(const Wkv& p) { return 4 * p.block * element(p); }
 int64_t backward_bytes(const Wkv& p) { return BackwardMemory<float>::kRows * p.block * element(p); }
 
 void forward(const WkvParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, items(p.wkv));
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.wkv));
   const FlushDenormals flush;
   dispatch(p.wkv.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {
@@ -229,6 +233,8 @@ void forward(const WkvParams& p, void* memory, int64_t begin, int64_t end) {
   });
 }
 void backward(const WkvBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, items(p.wkv));
+  OMNIATTN_ASSERT_HAS(memory, backward_bytes(p.wkv));
   const FlushDenormals flush;
   dispatch(p.wkv.dtype, [&]<class T>(T) {
     for (int64_t i = begin; i < end; ++i) {

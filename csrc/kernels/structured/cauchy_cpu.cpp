@@ -1,6 +1,7 @@
 // Sums of poles on the CPU, see cauchy.h: a vector of z, term by term.
 #include "kernels/structured/cauchy.h"
 
+#include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
@@ -83,12 +84,15 @@ void backward_row(const CauchyBackwardParams& params, C* sums, int64_t h) {
 int64_t bytes(const Cauchy& p) { return 4 * kVecBytes * p.terms; }
 
 void forward(const CauchyParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sums.rows);
   const FlushDenormals flush;
   dispatch_compute(p.sums.dtype, [&]<class C>(C) {
     for (int64_t h = begin; h < end; ++h) forward_row<C>(p, h);
   });
 }
 void backward(const CauchyBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sums.rows);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.sums));
   const FlushDenormals flush;
   dispatch_compute(p.sums.dtype, [&]<class C>(C) {
     for (int64_t h = begin; h < end; ++h) backward_row(p, static_cast<C*>(memory), h);

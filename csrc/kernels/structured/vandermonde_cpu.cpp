@@ -2,6 +2,7 @@
 // and one of those at the starts of a chunk of blocks, whose product is taken in registers.
 #include "kernels/structured/vandermonde.h"
 
+#include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
 #include "runtime/vec.h"
@@ -214,12 +215,16 @@ int64_t bytes(const Vandermonde& p) {
 }
 
 void forward(const VandermondeParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sums.rows);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.sums));
   const FlushDenormals flush;
   dispatch_compute(p.sums.dtype, [&]<class C>(C) {
     for (int64_t h = begin; h < end; ++h) forward_row(p, static_cast<C*>(memory), h);
   });
 }
 void backward(const VandermondeBackwardParams& p, void* memory, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sums.rows);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p.sums));
   const FlushDenormals flush;
   dispatch_compute(p.sums.dtype, [&]<class C>(C) {
     for (int64_t h = begin; h < end; ++h) backward_row(p, static_cast<C*>(memory), h);

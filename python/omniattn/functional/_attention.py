@@ -21,6 +21,7 @@ from omniattn.encoding.options import (
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
+    refuse_nested,
     require_bool,
     require_choice,
     require_device,
@@ -341,4 +342,6 @@ def require_parameter(
 def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={shown(t)}")
+    if t.is_nested:
+        refuse_nested(op, name, t)
     require_device(op, name, t, q, "q")

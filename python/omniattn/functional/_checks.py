@@ -101,6 +101,8 @@ def require_integers(op: str, name: str, x: Tensor) -> None:
     require_tensor(op, name, x)
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
         raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
+    if x.is_nested:
+        refuse_nested(op, name, x)
 
 
 def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:

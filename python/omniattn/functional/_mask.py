@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omniattn.encoding.masks import EncodedMask, Rule, visible
 from omniattn.functional._checks import (
+    refuse_nested,
     shown,
 )
 
@@ -166,3 +167,5 @@ def require_bool_mask(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(t)}")
     if t.dtype != torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
+    if t.is_nested:
+        refuse_nested(op, name, t)

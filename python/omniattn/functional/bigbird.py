@@ -159,21 +159,9 @@ def bigbird_attention(
     check_shapes(op, q, k, v)
     total = k.shape[1] if length is None else length
     require_int(op, "length", total, k.shape[1])
-    if q.shape[1] > k.shape[1] or (num_global_tokens and q.shape[1] < k.shape[1]):
-        raise ValueError(
-            f"{op}: Tq must be T, or at most T with num_global_tokens=0, got Tq={q.shape[1]}, "
-            f"T={k.shape[1]}, num_global_tokens={num_global_tokens}"
-        )
-    for name, n, least in (("block", block, 1), ("num_global_tokens", num_global_tokens, 0)):
-        require_int(op, name, n, least)
-    require_int(op, "n_random", n_random, 0, _DRAWS)
+    _require_sizes(op, q.shape[1], k.shape[1], block, n_random, num_global_tokens)
     for name, flag in (("count_duplicates", count_duplicates), ("causal", causal)):
         require_bool(op, name, flag)
-    if num_global_tokens > q.shape[1]:
-        raise ValueError(
-            f"{op}: num_global_tokens must be at most T, got "
-            f"num_global_tokens={num_global_tokens}, T={q.shape[1]}"
-        )
     blocks = -(-(total - num_global_tokens) // block)
     if rand_blocks is not None:
         _require_random(op, rand_blocks, q.shape[2], blocks, count_duplicates)
@@ -199,8 +187,48 @@ def bigbird_attention(
         counts = drawn(blocks, q.shape[2], n_random, seed, draw, causal).to(q.device)
     else:
         counts = _counts(blocks, rand_blocks)
-    tokens = num_global_tokens
     several = count_duplicates and rand_blocks is not None
+    return _with_counts(
+        *(q, k, v, counts, block, num_global_tokens),
+        several=several,
+        key_padding=key_padding,
+        causal=causal,
+        scale=scale,
+        backend=backend,
+    )
+
+
+def _require_sizes(op: str, tq: int, tk: int, block: int, n_random: int, tokens: int) -> None:
+    for name, n, least in (("block", block, 1), ("num_global_tokens", tokens, 0)):
+        require_int(op, name, n, least)
+    require_int(op, "n_random", n_random, 0, _DRAWS)
+    if tq > tk or (tokens and tq < tk):
+        raise ValueError(
+            f"{op}: Tq must be T, or at most T with num_global_tokens=0, got Tq={tq}, "
+            f"T={tk}, num_global_tokens={tokens}"
+        )
+    if tokens > tq:
+        raise ValueError(
+            f"{op}: num_global_tokens must be at most T, got num_global_tokens={tokens}, T={tq}"
+        )
+
+
+def _with_counts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    block: int,
+    tokens: int,
+    *,
+    several: bool,
+    key_padding: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> Tensor:
+    """With each block (H, blocks, blocks) as often as `counts` says, if `several`, or else once;
+    the first `tokens` are global."""
     bias = None
     if several and is_traced():  # how many counts there are is a value
         at = torch.arange(k.shape[1] - tokens, device=q.device) // block

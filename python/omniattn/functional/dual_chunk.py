@@ -16,7 +16,6 @@ from omniattn.functional._checks import (
     require_choice,
     require_float,
     require_int,
-    require_tensor,
     use_reference,
 )
 from omniattn.functional._token_masks import OfPositions
@@ -103,22 +102,8 @@ def dual_chunk_attention(
     require_bool(op, "k_rotated", k_rotated)
     if tq > tk:
         raise ValueError(f"{op}: Tq must be at most Tk, got Tq={tq}, Tk={tk}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        require_tensor(op, name, table)
-    if cos.dim() != 2 or cos.shape[0] <= chunk_size:
-        raise ValueError(
-            f"{op}: cos must have shape (P, Dr / 2) with P > chunk_size={chunk_size}, "
-            f"got cos.shape={tuple(cos.shape)}"
-        )
-    if mscale is not None:
-        require_choice(op, "mscale", mscale, ("chunkllama", "qwen"))
-    if (mscale is None) != (train_length is None):
-        raise ValueError(
-            f"{op}: mscale and train_length must be given together, got mscale={mscale!r}, "
-            f"train_length={train_length!r}"
-        )
-    if train_length is not None:
-        require_int(op, "train_length", train_length, 1)
+    _require_tables(op, cos, sin, chunk_size)
+    _require_scaling(op, mscale, train_length)
     if use_reference(op, backend, q):
         return reference.dual_chunk_attention(
             *(q, k, v, cos, sin),
@@ -156,6 +141,28 @@ def dual_chunk_attention(
         for positions, mask in kinds
     ]
     return parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
+
+
+def _require_tables(op: str, cos: Tensor, sin: Tensor, chunk_size: int) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_float(op, name, table)
+    if cos.dim() != 2 or cos.shape[0] <= chunk_size:
+        raise ValueError(
+            f"{op}: cos must have shape (P, Dr / 2) with P > chunk_size={chunk_size}, "
+            f"got cos.shape={tuple(cos.shape)}"
+        )
+
+
+def _require_scaling(op: str, mscale: str | None, train_length: int | None) -> None:
+    if mscale is not None:
+        require_choice(op, "mscale", mscale, ("chunkllama", "qwen"))
+    if (mscale is None) != (train_length is None):
+        raise ValueError(
+            f"{op}: mscale and train_length must be given together, got mscale={mscale!r}, "
+            f"train_length={train_length!r}"
+        )
+    if train_length is not None:
+        require_int(op, "train_length", train_length, 1)
 
 
 def _turned(

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from omniattn.functional._checks import require_bool, require_tensor
+from omniattn.functional._checks import refuse_nested, require_bool, require_tensor
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import GridNeighbourhood
 
@@ -220,6 +220,8 @@ def _neighbourhood(
 ) -> Found:
     for name, t in (("query", query), ("key", key), ("value", value)):
         require_tensor(op, name, t)
+        if t.is_nested:
+            refuse_nested(op, name, t)
         if t.dim() != axes + 3 or t.shape[: axes + 1] != query.shape[: axes + 1]:
             raise ValueError(
                 f"{op}: {name} must have {axes + 3} dimensions, the batch, those of the grid as in "

@@ -138,7 +138,7 @@ def normal_like(x: Tensor, *, seed: Tensor | None = None) -> Tensor:
         >>> normal_like(torch.empty(2, 3), seed=torch.tensor([1, 0])).shape
         torch.Size([2, 3])
     """
-    require_tensor("normal_like", "x", x)
+    require_float("normal_like", "x", x)
     seed = require_seed("normal_like", seed, x)
     pairs = x.new_empty((*x.shape, 2))
     radius, angle = uniform_like(pairs, seed=seed).unbind(-1)

@@ -16,7 +16,8 @@ from omniattn.functional._attention import (
 )
 from omniattn.functional._checks import implementation, require_bool, require_int, require_seed
 from omniattn.ops.selected_attention import selected_attention as op_of_selected
-from omniattn.reference.attention import default_scale, require_lists
+from omniattn.reference.attention import default_scale
+from omniattn.reference.selected_attention import require_lists
 
 __all__ = ["selected_attention"]
 

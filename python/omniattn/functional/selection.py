@@ -12,6 +12,7 @@ from omniattn import reference
 from omniattn.encoding.options import Options
 from omniattn.functional._attention import autocast, check_shapes, checked_codes, full_shape
 from omniattn.functional._checks import require_choice, require_number, use_reference
+from omniattn.functional._mask import require_bool_mask
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.ops import attention as ops
@@ -84,6 +85,8 @@ def select_attention(
         require_number(op, "theta", theta)
     if scale is not None:
         require_number(op, "scale", scale)
+    if isinstance(mask, Tensor):
+        require_bool_mask(op, "mask", mask)
     if use_reference(op, backend, q):
         return reference.select_attention(
             q,

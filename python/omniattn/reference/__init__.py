@@ -21,8 +21,6 @@ from omniattn.reference.attention import (
     attention_weights,
     merge_attention,
     scaled_dot_product_attention,
-    select_attention,
-    selected_attention,
 )
 from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.dual_chunk import (
@@ -98,6 +96,7 @@ from omniattn.reference.scan import (
     selective_scan,
     slstm,
 )
+from omniattn.reference.selected_attention import select_attention, selected_attention
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
 from omniattn.reference.sparse import (

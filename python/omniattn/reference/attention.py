@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -192,7 +191,7 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
         s = s + options.relative.term(tq, tk, s.dtype)
     if options.score_mod is not None:
         s = apply_score_mod(options.score_mod, s)
-    return s.masked_fill(~_visible(options, tq, tk, q.device, heads), -math.inf)
+    return s.masked_fill(~visible(options, tq, tk, q.device, heads), -math.inf)
 
 
 @spelled_out(WeightOptions)
@@ -207,7 +206,7 @@ def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
     return torch.arange(tk, device=device) - i
 
 
-def _visible(options: Options, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+def visible(options: Options, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
     """Boolean, True = attend, broadcastable to (B,Hq,Tq,Tk)."""
     distance = _distance(tq, tk, device)
     left, right = options.window_size
@@ -245,119 +244,6 @@ def attention_weights(
     else:
         p = NORMALISERS[record.normaliser](s)
     return p.sum(-2) if column_sums else p.to(q.dtype)
-
-
-def select_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    energy: Literal["l2", "dot"] = "l2",
-    theta: float = math.inf,
-    tau: float = 1.0,
-    ste: bool = True,
-    scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    mask: Tensor | EncodedMask | None = None,
-) -> Tensor:
-    """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
-
-    ``E = scale |q - k|^2 / 2``, or ``-scale q.k``; 0 where E exceeds theta or no key is allowed.
-    The gradient of q and k is that of softmax(-E / tau) v, or nothing; v's is that of the choice.
-    """
-    (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
-    qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))
-    if kv_heads != heads:
-        kw, vw = (t.repeat_interleave(heads // kv_heads, 1) for t in (kw, vw))
-    score = qw @ kw.transpose(-1, -2)
-    if energy == "l2":
-        score = score - (qw.square().sum(-1)[..., None] + kw.square().sum(-1)[..., None, :]) / 2
-    score = score * (default_scale(dim) if scale is None else scale)
-    visible = _visible(Options(causal, window_size, mask), tq, tk, q.device, heads)
-    score = score.masked_fill(~visible, -math.inf)
-    # NaN is never chosen, and without keys there is a column that nothing chooses.
-    choices = score.detach().masked_fill(score.isnan(), -math.inf)
-    top, index = torch.nn.functional.pad(choices, (0, 1), value=-math.inf).max(-1)
-    chosen = (-top <= theta) & (top > -math.inf)
-    weights = torch.nn.functional.one_hot(index, tk + 1)[..., :tk].to(vw.dtype)
-    out = weights @ vw
-    if ste:
-        soft = softmax(score / tau, None)[0] @ vw.detach()
-        out = out + (soft - soft.detach())
-    return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    block_size: int,
-    query_block: int = 1,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    return_lse: bool = False,
-    debug: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` to the keys of the blocks that indices (B|1,1|Hkv|Hq,nq,n) name, -1 none.
-
-    Query i has the list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
-    """
-    if debug:
-        require_lists("selected_attention", indices, -(-k.shape[1] // block_size))
-    visible = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
-    visible = visible.repeat_interleave(q.shape[2] // max(1, visible.shape[1]), 1)
-    return attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        mask=visible,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        seed=seed,
-        return_lse=return_lse,
-    )
-
-
-def selected_keys(
-    indices: Tensor, block_size: int, query_block: int, lengths: tuple[int, int]
-) -> Tensor:
-    """The mask (B | 1, heads, Tq, Tk) of lists of blocks (B | 1, heads, query blocks, n)."""
-    tq, tk = lengths
-    blocks = -(-tk // block_size)
-    chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
-    index = indices.long()
-    chosen = chosen.scatter(-1, index.masked_fill(index < 0, blocks), True)[..., :blocks]
-    query = torch.arange(tq, device=indices.device) // query_block
-    key = torch.arange(tk, device=indices.device) // block_size
-    return chosen[:, :, query][..., key]
-
-
-def require_lists(op: str, indices: Tensor, blocks: int) -> None:
-    """Each list holds -1 or numbers in [0, blocks), no number twice. Waits for a GPU."""
-    low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
-    if low < -1 or high >= blocks:
-        raise ValueError(
-            f"{op}: indices must be -1 or numbers of blocks in [0, {blocks}), "
-            f"got {low if low < -1 else high}"
-        )
-    ordered = indices.sort(-1).values
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if twice.any():
-        place = tuple(twice.any(-1).nonzero()[0].tolist())
-        raise ValueError(
-            f"{op}: indices must name each block once in a list, "
-            f"got indices[{place}]={indices[place].tolist()}"
-        )
 
 
 def merge_attention(

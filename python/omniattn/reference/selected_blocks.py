@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.reference.attention import attention, attention_weights, selected_attention
+from omniattn.reference.attention import attention, attention_weights
 from omniattn.reference.precision import widen
+from omniattn.reference.selected_attention import selected_attention
 from omniattn.reference.topk import top_k
 
 

@@ -1,0 +1,59 @@
+// What the mask of a call leaves of its tiles, and of a few keys of one query.
+//
+// The rules of a mask are long and the same for every dtype. They are compiled once per ISA, in
+// attention_plan_cpu.cpp: a copy in each kernel was a tenth of the library.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "runtime/gemm_tile.h"
+
+namespace omniattn::OMNIATTN_ISA {
+
+constexpr int64_t kMaskWords = kKeyBlock / 64;  // visibility of one query for one key block
+
+// The queries of a group share one clipped range of keys, so that a causal tile costs little more
+// than the area of its triangle.
+constexpr int64_t kRowGroup = kOnTiles ? kTileRows : 24;
+constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
+
+// The work of one tile (a query block x a key block). Ranges of keys are relative to the block.
+struct TilePlan {
+  Range queries, keys;        // positions; keys.end is the end of the block or Tk
+  bool masked[kRowGroups];    // a key of the group's columns is hidden from one of its rows
+  Range seen[kRowGroups];     // holds every key visible to the group; may be empty
+  Range columns[kRowGroups];  // seen, rounded to multiples of 16
+  uint64_t visible[kQueryBlock][kMaskWords];  // of rows in masked groups
+
+  OMNIATTN_INLINE int64_t rows() const { return queries.end - queries.begin; }
+  OMNIATTN_INLINE int64_t groups() const { return ceil_div(rows(), kRowGroup); }
+  OMNIATTN_INLINE bool is_full() const {
+    for (int64_t g = 0; g < groups(); ++g) {
+      if (columns[g].begin != 0 || columns[g].end != kKeyBlock) return false;
+    }
+    return true;
+  }
+  OMNIATTN_INLINE Range group_rows(int64_t g) const {
+    return intersect({g * kRowGroup, (g + 1) * kRowGroup}, {0, rows()});
+  }
+};
+
+// The tiles of a block of queries (along the keys) or of keys (along the queries) that hold a
+// visible pair, in order.
+template <Along kAlong>
+struct Tiles {
+  const AttentionProblem& p;
+  Cursor<kAlong> blocks;
+
+  Tiles(const AttentionProblem& problem, int64_t b, int64_t h, Range others);
+  // Plans the next one; false at the end.
+  bool next(TilePlan& plan);
+};
+extern template struct Tiles<Along::keys>;
+extern template struct Tiles<Along::queries>;
+
+// all_visible and visible_bits of semantics/mask.h.
+bool sees_all(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k);
+uint64_t seen_bits(const AttentionMask& mask, int64_t b, int64_t h, int64_t q, int64_t key);
+TileClass tile_class(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k);
+
+}  // namespace omniattn::OMNIATTN_ISA

@@ -1,0 +1,86 @@
+// What a call of attention computes: its tensors, mask and score.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention/score_program.h"
+#include "runtime/dtype.h"
+#include "semantics/mask.h"
+#include "semantics/philox.h"
+#include "semantics/score.h"
+#include "semantics/seqlen.h"
+#include "semantics/sequences.h"
+#include "semantics/softmax.h"
+
+namespace omniattn {
+
+// (B, T, H, D), unit stride over D; strides in elements.
+struct HeadView {
+  const void* data;
+  int64_t stride_b, stride_t, stride_h;
+};
+struct MutableHeadView {
+  void* data;
+  int64_t stride_b, stride_t, stride_h;
+};
+
+// (B, Hq, Tq, Tk) by strides (0: broadcast), unit stride over keys. data == nullptr: no view.
+struct ScoreView {
+  const void* data;
+  DType dtype;
+  int64_t stride_b, stride_h, stride_q;
+};
+
+// The table's term of all pairs, expanded by the op, in the compute type. On the CPU 64 keys past
+// Tk can be read. The term of a pair is element
+//   origin + b stride_b + h stride_h + q stride_q + k
+struct RelativeView {
+  const void* data;  // null: none
+  int64_t origin, stride_b, stride_h, stride_q;
+};
+
+struct AttentionProblem {
+  DType dtype;
+  int64_t batch, tq, tk, hq, hkv, d, dv;
+  HeadView q;  // (B, Tq, Hq, D)
+  HeadView k;  // (B, Tk, Hkv, D)
+  HeadView v;  // (B, Tk, Hkv, Dv)
+  PageView pages;
+  AttentionMask mask;
+  uint32_t terms;  // the rules of the score, see ScoreKind
+  Score score;
+  ScoreView bias;
+  TableTerm table;
+  RelativeView relative;        // the expanded table; kernels read only this
+  int64_t relative_shift;       // k - i in the whole problem (see Part), minus k - i in this one
+  const ScoreProgram* program;  // of a score_mod, or null
+  RunProgram run_program;       // on the CPU
+  int64_t first_position;       // that a program sees of query 0
+  const void* sinks;            // (Hq,) in the compute type, or null
+  const void* head_scale;       // (Hq,) in the compute type, or null
+  Dropout dropout;
+  const int64_t* seed;     // (2,) for kernels that read it themselves (CUDA), or null
+  int64_t first_batch;     // of a packed sequence, a problem with B = 1, for dropout
+  int64_t lse_stride;      // elements of lse between heads; Tq, or the rows of all packed sequences
+  SequenceRows sequences;  // if any, tq and tk are the longest; batch is their number
+};
+
+template <class A>
+OMNIATTN_FN A head_factor(const AttentionProblem& p, int64_t h) {
+  return p.head_scale == nullptr ? A(1) : static_cast<const A*>(p.head_scale)[h];
+}
+// The factor that q is multiplied by: `pre` times the factor of its head.
+template <class A>
+OMNIATTN_FN A query_factor(const AttentionProblem& p, int64_t h) {
+  return static_cast<A>(p.score.pre) * head_factor<A>(p, h);
+}
+
+// The running maximum of a row before its first key: the sink, if there is one.
+template <class A>
+OMNIATTN_FN A initial_maximum(const AttentionProblem& p, int64_t h) {
+  if (!is_softmax(p.score)) return A(0);
+  if (p.sinks == nullptr) return negative_infinity<A>();
+  return static_cast<const A*>(p.sinks)[h];
+}
+
+}  // namespace omniattn
