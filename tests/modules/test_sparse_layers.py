@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from omniattn.functional import bigbird_attention, bigbird_random_blocks
 from omniattn.modules import (
+    BigBirdAttention,
     DualChunkAttention,
     HubSpokeAttention,
     LocalStridedAttention,
@@ -92,3 +94,23 @@ def test_layers_with_dropout_and_softcap(config):
     level.load_state_dict(plain.state_dict())
     torch.testing.assert_close(capped(x), level(x), rtol=0, atol=1e-2)
     assert not torch.allclose(capped(x), want, rtol=0, atol=1e-1)
+
+
+@torch.no_grad()
+def test_bigbird_takes_padding_random_blocks_and_global_tokens():
+    torch.manual_seed(0)
+    sizes = {"block": 2, "n_random": 1, "count_duplicates": True, "num_global_tokens": 3}
+    layer = BigBirdAttention(dim=8, num_heads=2, init_std=0.5, **sizes)
+    x, real = torch.randn(2, 27, 8), torch.rand(2, 27) < 0.8
+    drawn = bigbird_random_blocks(12, 2, 2, seed=3)
+    drawn[:, :, 1] = 0  # which counts twice
+    q, k, v = (p(x).unflatten(-1, (2, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    given = {"key_padding": real, "rand_blocks": drawn}
+    want = layer.o_proj(bigbird_attention(q, k, v, **sizes, **given).flatten(-2))
+    torch.testing.assert_close(layer(x, **given), want)
+    assert not torch.allclose(layer(x, key_padding=real), want)
+    with pytest.raises(ValueError, match="a state must have num_global_tokens=0, got num_global_"):
+        layer.new_state(1, 8)
+    causal = BigBirdAttention(dim=8, num_heads=2, causal=True, max_length=40)
+    with pytest.raises(ValueError, match="key_padding must be None with a state"):
+        causal(x, state=causal.new_state(2, 40), key_padding=real)

@@ -138,6 +138,8 @@ def BigBirdAttention(
     draw: int = ...,
     causal: bool = ...,
     max_length: int | None = ...,
+    count_duplicates: bool = ...,
+    num_global_tokens: int = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
