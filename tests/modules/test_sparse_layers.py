@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from omniattn.modules import LocalStridedAttention
+from omniattn.functional import bigbird_attention, bigbird_random_blocks
+from omniattn.modules import (
+    BigBirdAttention,
+    DualChunkAttention,
+    HubSpokeAttention,
+    LocalStridedAttention,
+    MoBA,
+    RoutedBlockAttention,
+)
 
 
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
@@ -55,3 +64,53 @@ def test_gates_of_local_and_strided_attention_begin_at_four_fifths():
 def test_wrong_fields_of_local_and_strided_attention(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         LocalStridedAttention(dim=8, num_heads=2, **fields)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DualChunkAttention.Config(8, 2, chunk_size=6, local_window=2),
+        HubSpokeAttention.Config(8, 2, window=3, global_every=4),
+        HubSpokeAttention.Config(8, 2, window=3, global_every=4, dual="disjoint"),
+        MoBA.Config(8, 2, block_size=4, topk=2),
+        RoutedBlockAttention.Config(8, 2, block_size=4, topk=2),
+    ],
+    ids=lambda config: config.layer.__name__,
+)
+@torch.no_grad()
+def test_layers_with_dropout_and_softcap(config):
+    torch.manual_seed(0)
+    config = replace(config, init_std=0.5)
+    plain, x = config.build(), torch.randn(2, 20, 8)
+    want = plain(x)
+    drops = replace(config, dropout_p=0.5).build()
+    drops.load_state_dict(plain.state_dict())
+    first, second = drops(x), drops(x)
+    assert not torch.allclose(first, second) and not torch.allclose(first, want)
+    torch.testing.assert_close(drops.eval()(x), want)
+    capped = replace(config, softcap=1e-4).build()
+    capped.load_state_dict(plain.state_dict())
+    level = replace(config, scale=1e-6).build()
+    level.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(capped(x), level(x), rtol=0, atol=1e-2)
+    assert not torch.allclose(capped(x), want, rtol=0, atol=1e-1)
+
+
+@torch.no_grad()
+def test_bigbird_takes_padding_random_blocks_and_global_tokens():
+    torch.manual_seed(0)
+    sizes = {"block": 2, "n_random": 1, "count_duplicates": True, "num_global_tokens": 3}
+    layer = BigBirdAttention(dim=8, num_heads=2, init_std=0.5, **sizes)
+    x, real = torch.randn(2, 27, 8), torch.rand(2, 27) < 0.8
+    drawn = bigbird_random_blocks(12, 2, 2, seed=3)
+    drawn[:, :, 1] = 0  # which counts twice
+    q, k, v = (p(x).unflatten(-1, (2, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    given = {"key_padding": real, "rand_blocks": drawn}
+    want = layer.o_proj(bigbird_attention(q, k, v, **sizes, **given).flatten(-2))
+    torch.testing.assert_close(layer(x, **given), want)
+    assert not torch.allclose(layer(x, key_padding=real), want)
+    with pytest.raises(ValueError, match="a state must have num_global_tokens=0, got num_global_"):
+        layer.new_state(1, 8)
+    causal = BigBirdAttention(dim=8, num_heads=2, causal=True, max_length=40)
+    with pytest.raises(ValueError, match="key_padding must be None with a state"):
+        causal(x, state=causal.new_state(2, 40), key_padding=real)

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import (
 from omniattn import functional, reference
 from omniattn.encoding.masks import MaskKind
 from omniattn.functional import masks
+from omniattn.functional._computed_mask import KEPT
 
 B, H, TQ, TK = 2, 4, 100, 129
 LENGTHS = torch.tensor([3, 40])
@@ -553,3 +554,11 @@ def test_a_code_without_its_bits_hides():
         )
         want = functional.attention(q, k, v, scale=0.25) if code == 2 else torch.zeros_like(out)
         torch.testing.assert_close(out, want)
+
+
+def test_a_computed_mask_keeps_the_blocks_of_its_last_sizes():
+    mask, device = masks.SlidingWindow(3, 0) | masks.GlobalTokens((0,)), torch.device("cpu")
+    for tk in (200, *range(201, 201 + KEPT - 1), 200, 300):
+        mask.rules_of_call(100, tk, device, 1)
+    kept = [size[1] for size in mask.known]
+    assert kept == [*range(202, 201 + KEPT - 1), 200, 300]

@@ -21,9 +21,13 @@ def _needs_one_length() -> NoReturn:
     )
 
 
+#: Sizes of calls whose blocks a mask keeps.
+KEPT = 16
+
+
 @dataclass(frozen=True)
 class Computed(Mask):
-    """A mask that is kept as blocks for each size that it was asked for."""
+    """A mask that is kept as blocks for the last sizes that it was asked for."""
 
     known: dict[tuple[object, ...], Blocks] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -41,11 +45,15 @@ class Computed(Mask):
         if torch.compiler.is_compiling() or tq < BLOCK:
             return [(MaskKind.TENSOR, 0, 0, (self.pairs(tq, tk, device, heads),))]
         size = (tq, tk, device, heads)
-        if size not in self.known:
-            self.known[size] = blocks_of_rows(
+        blocks = self.known.pop(size, None)
+        if blocks is None:
+            blocks = blocks_of_rows(
                 lambda first, last: self.pairs(tq, tk, device, heads, (first, last)), tq, tk, device
             )
-        return self.known[size].rules()
+            while len(self.known) >= KEPT:
+                self.known.pop(next(iter(self.known)), None)
+        self.known[size] = blocks  # the last one in the order of the dict
+        return blocks.rules()
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
         return self.pairs(tq, tk, device, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,25 @@ from omniattn.functional._checks import (
     require_device,
     require_integers,
     require_like,
+    require_number,
+    require_seed,
     require_shape,
     shown,
 )
 from omniattn.functional._mask import require_bool_mask
+
+
+def score_options(
+    op: str, q: Tensor, scale: float | None, softcap: float, dropout_p: float, seed: Tensor | None
+) -> dict[str, Any]:
+    """Options of :func:`attention` for each part of a composition, checked. The seed is drawn once:
+    dropout is a function of the positions, so that parts drop what the whole drops."""
+    if scale is not None:
+        require_number(op, "scale", scale)
+    require_number(op, "softcap", softcap, 0)
+    require_number(op, "dropout_p", dropout_p, 0, 1)
+    seed = require_seed(op, seed, q) if dropout_p > 0 else None
+    return {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed}
 
 
 def self_attention_inputs(

@@ -18,6 +18,7 @@ from omniattn.functional._checks import (
     require_int,
     use_reference,
 )
+from omniattn.functional._sparse import score_options
 from omniattn.functional._token_masks import OfPositions
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
@@ -44,6 +45,9 @@ def dual_chunk_attention(
     interleaved: bool = False,
     k_rotated: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention whose rotary distances stay below chunk_size, however long the text is.
@@ -69,6 +73,7 @@ def dual_chunk_attention(
         interleaved: rotary pairs are (2i, 2i + 1).
         k_rotated: k has the rotations by p_k already, as a cache keeps it.
         scale: None is 1 / sqrt(D).
+        softcap, dropout_p, seed: see :func:`attention`.
         backend: see :func:`attention`.
 
     Returns:
@@ -104,6 +109,7 @@ def dual_chunk_attention(
         raise ValueError(f"{op}: Tq must be at most Tk, got Tq={tq}, Tk={tk}")
     _require_tables(op, cos, sin, chunk_size)
     _require_scaling(op, mscale, train_length)
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.dual_chunk_attention(
             *(q, k, v, cos, sin),
@@ -113,11 +119,12 @@ def dual_chunk_attention(
             mscale=mscale,
             interleaved=interleaved,
             k_rotated=k_rotated,
-            scale=scale,
+            **options,
         )
     scale = default_scale(q.shape[3]) if scale is None else scale
     if mscale is not None and train_length is not None:
         scale = scale * dual_chunk_mscale(tk, train_length, mscale)
+    options |= {"scale": scale, "backend": backend}
     c = chunk_size - local_window
     turn = functools.partial(_turned, tables=(cos, sin), interleaved=interleaved, backend=backend)
     if not k_rotated:
@@ -134,9 +141,8 @@ def dual_chunk_attention(
         attention(
             *(turn(q, positions), k, v),
             mask=mask,
-            scale=scale,
             return_lse=True,
-            backend=backend,
+            **options,
         )
         for positions, mask in kinds
     ]

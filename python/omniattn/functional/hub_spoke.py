@@ -8,7 +8,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import require_bool, require_choice, require_int, use_reference
-from omniattn.functional._sparse import second_set
+from omniattn.functional._sparse import score_options, second_set
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import Causal, GlobalTokens, Mask, Not, SlidingWindow, hub_spoke
@@ -30,6 +30,9 @@ def hub_spoke_attention(
     causal: bool = True,
     dual: str | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention to the last `window` keys and to hubs, with or without projections of their own.
@@ -49,6 +52,7 @@ def hub_spoke_attention(
         causal: only keys up to the query.
         dual: "disjoint", "longformer" or None.
         scale: None is 1 / sqrt(D).
+        softcap, dropout_p, seed: see :func:`attention`.
         backend: see :func:`attention`.
 
     Returns:
@@ -86,6 +90,7 @@ def hub_spoke_attention(
         )
     second = second_set(op, (q, k, v), (q_global, k_global, v_global), names)
     hubs = GlobalTokens(tuple(global_index), global_every)
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.hub_spoke_attention(
             *(q, k, v),
@@ -95,19 +100,20 @@ def hub_spoke_attention(
             global_every=global_every,
             causal=causal,
             dual=dual,
-            scale=scale,
+            **options,
         )
+    options["backend"] = backend
     every = hub_spoke(window, hubs.index, global_every=global_every, causal=causal)
     if dual != "disjoint":
-        out = attention(q, k, v, mask=every, scale=scale, backend=backend)
+        out: Tensor = attention(q, k, v, mask=every, **options)
         if dual is None:
             return out
-        other = attention(*second, mask=every, scale=scale, backend=backend)
+        other = attention(*second, mask=every, **options)
         position = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
         return torch.where(hubs.among(position)[:, None, None], other, out)
     mine, theirs = _kinds(hubs, window, causal)
-    near = attention(q, k, v, mask=mine, scale=scale, return_lse=True, backend=backend)
-    far = attention(*second, mask=theirs, scale=scale, return_lse=True, backend=backend)
+    near = attention(q, k, v, mask=mine, return_lse=True, **options)
+    far = attention(*second, mask=theirs, return_lse=True, **options)
     return merge_attention(*zip(near, far, strict=True))[0]
 
 

@@ -17,6 +17,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
+from omniattn.functional._sparse import score_options
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights
 from omniattn.functional.selected_attention import selected_attention
@@ -44,6 +45,9 @@ def moba_attention(
     block_size: int,
     topk: int,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Mixture of block attention: each query and head attends to `topk` blocks of keys.
@@ -59,6 +63,7 @@ def moba_attention(
         block_size: keys of a block.
         topk: blocks of a query, its own included.
         scale: factor on q k^T of the attention; None is 1 / sqrt(D). The scores have none.
+        softcap, dropout_p, seed: of the attention, see :func:`attention`.
         backend: see :func:`attention`.
 
     Returns:
@@ -83,8 +88,9 @@ def moba_attention(
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     _check(op, scale, block_size=block_size, topk=topk)
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
-        return reference.moba_attention(q, k, v, block_size=block_size, topk=topk, scale=scale)
+        return reference.moba_attention(q, k, v, block_size=block_size, topk=topk, **options)
     means, tk = block_means(k, block_size), k.shape[1]
 
     def scores(q: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
@@ -92,9 +98,10 @@ def moba_attention(
 
     ends = positions(q.shape[1], tk, q.device)
     index = chosen(q, ends, -(-tk // block_size), topk, scores, backend)
-    return selected_attention(
-        q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
+    out: Tensor = selected_attention(
+        q, k, v, index, block_size=block_size, causal=True, backend=backend, **options
     )
+    return out
 
 
 def nsa_attention(

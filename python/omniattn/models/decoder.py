@@ -178,7 +178,7 @@ class Decoder(Model, Stateful):
         layers = self._trained_apart()
         for name in sorted({layer.auxiliary_name for layer in layers}):
             losses = [layer.auxiliary for layer in layers if layer.auxiliary_name == name]
-            found[name] = sum(float(loss) for loss in losses if loss is not None) / len(losses)
+            found[name] = sum(loss.item() for loss in losses if loss is not None) / len(losses)
         return found
 
     def new_state(

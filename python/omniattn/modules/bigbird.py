@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
+from omniattn.modules.cache import Cache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.sparse_attention import SparseAttention, SparseConfig
+from omniattn.modules.state import State, Storage
 
 
 class BigBirdAttention(SparseAttention):
@@ -44,6 +48,9 @@ class BigBirdAttention(SparseAttention):
                 before; then the last block that sees all is that of max_length.
             max_length: tokens of which blocks are counted, so that texts of any length have the
                 same pattern; None for those of x, without a state.
+            count_duplicates: blocks that `rand_blocks` of a call repeats count as often, as in
+                transformers.
+            num_global_tokens: so many tokens in front are global (BigBird-ETC); without a state.
         """
 
         block: int = 64
@@ -52,6 +59,8 @@ class BigBirdAttention(SparseAttention):
         draw: int = 0
         causal: bool = False
         max_length: int | None = None
+        count_duplicates: bool = False
+        num_global_tokens: int = 0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -70,6 +79,36 @@ class BigBirdAttention(SparseAttention):
         self.config = config
         self._build(device, dtype)
 
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
+        """An empty cache; needs causal=True and num_global_tokens=0."""
+        if self.config.num_global_tokens:
+            raise ValueError(
+                "BigBirdAttention: a state must have num_global_tokens=0, "
+                f"got num_global_tokens={self.config.num_global_tokens}"
+            )
+        return super().new_state(batch, max_length, **storage)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+        key_padding: Tensor | None = None,
+        rand_blocks: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x, state, rope, mask: see SparseAttention.
+            key_padding: (B, T) of bool, True = real; without a state.
+            rand_blocks: (num_heads, blocks - 2, r) of integers in place of those of the seed.
+        """
+        if state is not None and key_padding is not None:
+            raise ValueError("BigBirdAttention: key_padding must be None with a state")
+        return self._run(x, state, rope, mask, key_padding=key_padding, rand_blocks=rand_blocks)
+
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config
         return functional.bigbird_attention(
@@ -78,8 +117,11 @@ class BigBirdAttention(SparseAttention):
             n_random=c.n_random,
             seed=c.seed,
             draw=c.draw,
+            count_duplicates=c.count_duplicates,
+            num_global_tokens=c.num_global_tokens,
             length=c.max_length,
             causal=c.causal,
             scale=c.scale,
             backend=c.backend,
+            **given,
         )

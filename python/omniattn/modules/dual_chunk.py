@@ -46,6 +46,7 @@ class DualChunkAttention(SparseAttention):
             chunk_size, local_window, train_length, mscale: see the function. With a state the
                 logits have the factor of the length so far.
             rope_base: of the rotary frequencies.
+            softcap, dropout_p: as in Attention.
         """
 
         chunk_size: int = 192
@@ -53,6 +54,8 @@ class DualChunkAttention(SparseAttention):
         train_length: int | None = None
         mscale: str | None = None
         rope_base: float = 10000.0
+        softcap: float = 0.0
+        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -106,6 +109,5 @@ class DualChunkAttention(SparseAttention):
             mscale=c.mscale,
             interleaved=c.rope_interleaved,
             k_rotated=True,
-            scale=c.scale,
-            backend=c.backend,
+            **self._score_options(),
         )

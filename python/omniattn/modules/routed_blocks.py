@@ -59,6 +59,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
                 computes full attention, and q and k get no gradient from the router.
             router_weight: of the loss of "distill", the mean over lists, in training.
             decode: what tokens after those in a state do: "routed", the same, or "full" attention.
+            softcap, dropout_p: as in Attention.
         """
 
         block_size: int = 64
@@ -68,6 +69,8 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         router_grad: str = "gate"
         router_weight: float = 1.0
         decode: str = "routed"
+        softcap: float = 0.0
+        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -117,7 +120,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config
         q, k, v = tensors
-        options: dict[str, Any] = {"scale": c.scale, "backend": c.backend}
+        options = self._score_options()
         self._keep(None)
         if c.decode == "full" and q.shape[1] < k.shape[1]:
             return functional.attention(q, k, v, causal=True, **options)

@@ -65,6 +65,7 @@ class MoBA(Mixer):
                 "moba", the same rule.
             bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
             rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+            softcap, dropout_p: as in Attention.
         """
 
         block_size: int = 512
@@ -77,6 +78,8 @@ class MoBA(Mixer):
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: str | None = None
+        softcap: float = 0.0
+        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -146,15 +149,13 @@ class MoBA(Mixer):
         decodes = cache is not None and cache.filled and x.shape[1] == 1
         if cache is not None:
             k, v = cache.append(k, v)
+        options: dict[str, Any] = {"scale": c.scale, "softcap": c.softcap, "backend": c.backend}
+        options["dropout_p"] = c.dropout_p if self.training else 0.0
         if decodes and c.decode == "full":
-            out = functional.attention(q, k, v, scale=c.scale, backend=c.backend)
+            out = functional.attention(q, k, v, **options)
         else:
             out = functional.moba_attention(
-                *(q, k, v),
-                block_size=c.block_size,
-                topk=c.topk,
-                scale=c.scale,
-                backend=c.backend,
+                q, k, v, block_size=c.block_size, topk=c.topk, **options
             )
         return self.o_proj(out.flatten(-2))
 

@@ -204,6 +204,16 @@ class SparseAttention(Mixer):
         )
         return turned
 
+    def _score_options(self) -> dict[str, Any]:
+        """Of the functions that take softcap and dropout."""
+        c = self.config
+        return {
+            "scale": c.scale,
+            "softcap": c.softcap,
+            "dropout_p": c.dropout_p if self.training else 0.0,
+            "backend": c.backend,
+        }
+
     @abstractmethod
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         """O (B, Tq, Hq, D) of q, k, v and those of the second set."""

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from omniattn.reference import philox
 from omniattn.reference.attention import attention, default_scale, softmax
 from omniattn.reference.precision import widen
 from omniattn.reference.rope import apply_rotary
@@ -42,6 +43,9 @@ def dual_chunk_attention(
     interleaved: bool = False,
     k_rotated: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), cos, sin (P,Dr/2) -> O (B,Tq,Hq,Dv).
 
@@ -65,7 +69,13 @@ def dual_chunk_attention(
     s = s * (default_scale(q.shape[3]) if scale is None else scale)
     if mscale is not None and train_length is not None:
         s = s * dual_chunk_mscale(tk, train_length, mscale)
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
     p, _ = softmax(s.masked_fill(j > i, -torch.inf), None)
+    if dropout_p > 0:
+        assert seed is not None
+        keep = philox.attention_keep(q.shape[0], heads, tq, tk, dropout_p, seed.to(q.device))
+        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
     return torch.einsum("bhij,bjhd->bihd", p, v).to(out_dtype)
 
 

@@ -24,13 +24,24 @@ def moba_attention(
     block_size: int,
     topk: int,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each query and head to its own block and the topk - 1 blocks before it
     whose mean keys have the largest q . k; q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv)."""
     ends = positions(q.shape[1], k.shape[1], q.device)
     scores, past = moba_scores(q, block_means(k, block_size), ends, k.shape[1], block_size)
     _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
-    out = selected_attention(q, k, v, index, block_size=block_size, causal=True, scale=scale)
+    out = selected_attention(
+        *(q, k, v, index),
+        block_size=block_size,
+        causal=True,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
     assert isinstance(out, Tensor)
     return out
 

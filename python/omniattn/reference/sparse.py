@@ -172,6 +172,9 @@ def hub_spoke_attention(
     causal: bool = True,
     dual: str | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv).
 
@@ -188,12 +191,14 @@ def hub_spoke_attention(
     pairs = row_hub | is_hub
     near = (i - j <= window) if causal else (i - j).abs() <= window
     allowed = (near | pairs) & (j <= i) if causal else near | pairs
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    options |= {"dropout_p": dropout_p, "seed": seed}
     if dual is None:
-        return _one(attention(q, k, v, mask=allowed, scale=scale))
+        return _one(attention(q, k, v, mask=allowed, **options))
     assert q_global is not None and k_global is not None and v_global is not None
     if dual == "longformer":
-        own = _one(attention(q, k, v, mask=allowed, scale=scale))
-        other = _one(attention(q_global, k_global, v_global, mask=allowed, scale=scale))
+        own = _one(attention(q, k, v, mask=allowed, **options))
+        other = _one(attention(q_global, k_global, v_global, mask=allowed, **options))
         return torch.where(row_hub[:, None], other, own)
     group = q.shape[2] // k.shape[2]
     s, s_hub = (
@@ -201,7 +206,13 @@ def hub_spoke_attention(
         for x, y in ((q, k), (q_global, k_global))
     )
     s = torch.where(pairs, s_hub, s) * (default_scale(q.shape[3]) if scale is None else scale)
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
     p, _ = softmax(s.masked_fill(~allowed, -torch.inf), None)
+    if dropout_p > 0:
+        assert seed is not None
+        keep = philox.attention_keep(q.shape[0], q.shape[2], tq, tk, dropout_p, seed.to(device))
+        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
     v, v_global = (widen(x).repeat_interleave(group, 2).transpose(1, 2) for x in (v, v_global))
     out = (p * ~pairs) @ v + (p * pairs) @ v_global
     return out.transpose(1, 2).to(q.dtype)

@@ -164,6 +164,11 @@ MOBA_ATTENTION = OpSpec(
         _sparse("decode", 1, 2, 75, 4, 4, 16, block_size=16, topk=3, scale=0.3),
         _sparse("all", 1, 20, 20, 2, 2, 8, block_size=6, topk=9),
         _sparse("own", 1, 30, 30, 2, 2, 8, block_size=8, topk=1),
+        _sparse("softcap", 1, 40, 40, 4, 2, 16, block_size=8, topk=2, softcap=3.0, scale=0.4),
+        replace(
+            _sparse("dropout", 2, 40, 40, 4, 2, 16, block_size=8, topk=3, dropout_p=0.3),
+            tensors=("seed",),
+        ),
         _sparse("notokens", 1, 0, 0, 2, 2, 8, block_size=8, topk=1),
     ),
     benchmarks=(

@@ -49,6 +49,8 @@ def _qkv(case: Case, random: Random, *names: str) -> dict[str, Tensor]:
 
 def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     made = _qkv(case, random, "q", "k", "v")
+    if "seed" in case.tensors:
+        made["seed"] = random.integers(2**31, 2)
     if "second" in case.tensors:
         made |= _qkv(case, random, "q_global", "k_global", "v_global")
     if "padding" in case.tensors:
@@ -76,6 +78,8 @@ def _sets(random: Random, batch: int, length: int) -> Tensor:
 
 def _chunks(case: Case, random: Random) -> dict[str, Tensor]:
     made = _qkv(case, random, "q", "k", "v")
+    if "seed" in case.tensors:
+        made["seed"] = random.integers(2**31, 2)
     size = case.sizes["D"] // 2 * 2
     positions = torch.arange(case.options["chunk_size"] + 1)
     dtype = torch.float64 if random.dtype == torch.float64 else torch.float32
@@ -256,6 +260,14 @@ HUBS = _spec(
             dual="longformer",
         ),
         tokens("decode", 2, 200, 4, 2, 16, None, (), 3, window=20, global_every=40),
+        tokens(
+            *("dropout", 2, 90, 4, 2, 16, None, ("second", "seed")),
+            window=20,
+            global_every=40,
+            dual="disjoint",
+            softcap=3.0,
+            dropout_p=0.3,
+        ),
     ),
     (
         _timed(tokens("hubs", 1, 1024, 8, 8, 64, window=127, global_every=128)),
@@ -320,6 +332,13 @@ CHUNKS = _spec(
             train_length=40,
         ),
         tokens("decode", 2, 150, 4, 2, 16, None, (), 1, chunk_size=48, local_window=16),
+        tokens(
+            *("dropout", 2, 90, 4, 2, 16, None, ("seed",)),
+            chunk_size=24,
+            local_window=6,
+            softcap=3.0,
+            dropout_p=0.3,
+        ),
     ),
     (_timed(tokens("chunks", 1, 1024, 8, 8, 64, chunk_size=192, local_window=64)),),
     special=("scaled", "decode"),
