@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,10 +50,10 @@ def dense_loss(
     k: Tensor,
     lse: Tensor | None = None,
     indices: Tensor | None = None,
-    **options: object,
+    **options: Any,
 ) -> Tensor:
     lacks(halves=q_idx.dtype in (torch.bfloat16, torch.float16))
-    return reference.dsa_indexer_loss(q_idx, k_idx, w, q, k, lse, indices, **options)  # type: ignore[arg-type]
+    return reference.dsa_indexer_loss(q_idx, k_idx, w, q, k, lse, indices, **options)
 
 
 BASELINES = {"dsa_indexer": {"aten": dense_indexer}, "dsa_indexer_loss": {"eager": dense_loss}}

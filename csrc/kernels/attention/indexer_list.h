@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int kDigitBits = 11;  // of sign, exponent and two more: scores differ in the first digit
+constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 
 template <class Order>
@@ -21,14 +21,17 @@ template <class Order>
 Order nth_largest(const Order* x, int64_t count, int64_t n, int64_t& equal) {
   constexpr int kBits = 8 * static_cast<int>(sizeof(Order));
   Order found = 0, known = 0;
-  for (int left = kBits; left > 0; left -= kDigitBits) {
-    const int shift = left > kDigitBits ? left - kDigitBits : 0;
-    int32_t counts[kDigits] = {};
+  for (int shift = kBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
+    // Most scores have the same first digit: of two counts in turn none waits for the one before.
+    // The last is of those that differ in a digit before, so that no branch depends on x.
+    int32_t counts[2][kDigits + 1] = {};
     for (int64_t i = 0; i < count; ++i) {
-      if ((x[i] & known) == found) ++counts[digit_of(x[i], shift)];
+      ++counts[i & 1][(x[i] & known) == found ? digit_of(x[i], shift) : kDigits];
     }
     int digit = kDigits - 1;
-    for (; counts[digit] < n; --digit) n -= counts[digit];
+    for (; counts[0][digit] + counts[1][digit] < n; --digit) {
+      n -= counts[0][digit] + counts[1][digit];
+    }
     found |= static_cast<Order>(digit) << shift;
     known |= static_cast<Order>(kDigits - 1) << shift;
   }
@@ -129,7 +132,8 @@ struct Candidates {
       const Order order = entries.order[i];
       const bool ties = order == last && equal > 0;
       equal -= ties ? 1 : 0;
-      if (order > last || ties) entries.move(left++, entries, i);
+      entries.move(left, entries, i);
+      left += order > last || ties ? 1 : 0;
     }
     count = left;
     least = last + 1;  // of equal ones those before came first; the largest order is that of inf
