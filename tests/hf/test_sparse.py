@@ -332,3 +332,13 @@ def test_masks_of_chosen_keys():
         attention_forward(Layer(), q, k, v, additive + 1.0, indices=indices)
     with pytest.raises(NotImplementedError, match="Layer passes position_bias with the keys"):
         attention_forward(Layer(), q, k, v, None, indices=indices, position_bias=additive)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["longformer", "deepseek_v32"])
+def test_compiled_models_give_the_same(name):
+    model, ours = pair(name) if name == "longformer" else choosing(name)
+    given = inputs(name, 33)
+    real = given["attention_mask"] > 0
+    actual = torch.compile(ours, backend="aot_eager")(**given).logits[real]
+    torch.testing.assert_close(actual, model(**given).logits[real], rtol=1e-3, atol=1e-4)

@@ -75,18 +75,10 @@ def attention_forward(
     output_attentions = output_attentions or collects_weights(module)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     chooses = indices is not None or block_indices is not None
-    if chooses and position_bias is not None:
-        raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} passes position_bias with the keys that it has "
-            'chosen, which this attention does not compute; use attn_implementation="eager"'
-        )
+    other = bool(output_attentions) or cu_seq_lens_q is None
+    _check_combined(module, position_bias, chooses, paged, other)
     if paged:
-        if output_attentions or position_bias is not None or chooses or cu_seq_lens_q is None:
-            raise NotImplementedError(
-                f"omniattn.hf: {type(module).__name__} can have no position_bias and no chosen "
-                "keys and give no weights in continuous batching; use "
-                'attn_implementation="paged|eager"'
-            )
+        assert cu_seq_lens_q is not None
         return paged_attention(
             module,
             query,
@@ -151,6 +143,23 @@ def _check_supported(
         raise NotImplementedError(  # only compiled models get no mask
             f"omniattn.hf: {type(module).__name__} appends compressed keys and their mask to a "
             'mask, which compiled models do not have; use attn_implementation="eager" to compile it'
+        )
+
+
+def _check_combined(
+    module: nn.Module, position_bias: Tensor | None, chooses: bool, paged: bool, other: bool
+) -> None:
+    """Raises NotImplementedError for what is computed, but not together; `other` is what continuous
+    batching has not either."""
+    if paged and (chooses or other or position_bias is not None):
+        raise NotImplementedError(
+            f"omniattn.hf: {type(module).__name__} can have no position_bias, no chosen keys and "
+            'give no weights in continuous batching; use attn_implementation="paged|eager"'
+        )
+    if chooses and position_bias is not None:
+        raise NotImplementedError(
+            f"omniattn.hf: {type(module).__name__} passes position_bias with the keys that it has "
+            'chosen, which this attention does not compute; use attn_implementation="eager"'
         )
 
 

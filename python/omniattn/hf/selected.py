@@ -47,15 +47,16 @@ def attention_to_chosen(
         (B, Tq, Hq, Dv), and the weights (B, Hq, Tq, Tk) before dropout or None.
     """
     keys, block = key.shape[2], 1
-    if block_indices is not None and _is_causal(attention_mask) and packed is None:
-        assert isinstance(attention_mask, RuleMask)
+    whole_blocks = block_indices is not None and packed is None and _is_causal(attention_mask)
+    if whole_blocks:
+        assert isinstance(attention_mask, RuleMask) and block_indices is not None
         keys, block, lists = attention_mask.keys, _block_size(module), block_indices
     else:
         chosen = _tokens(module, indices, block_indices, keys)
         lists = _without_hidden(module, chosen, attention_mask, packed, query.shape[2], keys)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
     attend = functional.selected_attention
-    options |= {"block_size": block, "causal": block > 1}
+    options |= {"block_size": block, "causal": whole_blocks}
     if not output_attentions:
         return attend(q, k, v, lists, **options), None
     out, lse = attend(q, k, v, lists, return_lse=True, **options)
