@@ -189,7 +189,7 @@ def test_other_names_of_the_chunk_form(name):
 
 
 def test_decays_of_whole_heads():
-    """By pairs: e^(G_i - G_j) of the sums of g; of lightning attention, e^(-8 h / H (1 - l / L))."""
+    """By pairs: e^(G_i - G_j) of the sums of g; of lightning attention e^(-8 h / H (1 - l / L))."""
     x = tensors()
     q, k, v, g = x["q"], x["k"], x["v"], x["g"]
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * K**-0.5
