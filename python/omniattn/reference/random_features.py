@@ -47,7 +47,9 @@ def random_feature_attention(
         phi = (shifted - shifted.detach().amax(-1, keepdim=True)).exp() * f + feature_eps
         return (phi[..., None] * s).sum(-2)
 
-    def step(state: State, a_q: Tensor, f_q: Tensor, a_k: Tensor, f_k: Tensor, v: Tensor) -> State:
+    def step(
+        state: State, a_q: Tensor, f_q: Tensor, a_k: Tensor, f_k: Tensor, v: Tensor
+    ) -> tuple[State, State]:
         s, m = state
         new = torch.maximum(m, a_k.detach()) if top is None else top[:, 0].expand(m.shape)
         kept = (m - new).exp() if top is None else torch.ones_like(m)
