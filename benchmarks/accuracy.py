@@ -21,7 +21,7 @@ from omniattn.testing.table import replace_block
 PAGE = Path(__file__).parents[1] / "docs/accuracy.md"
 TOKENS, WINDOW = 65536, 1024
 HALVES = (torch.bfloat16, torch.float16)
-#: Every op that carries a state from token to token.
+#: Every op that has a kernel which carries a state from token to token.
 OPS = [
     name
     for name, spec in registry().items()

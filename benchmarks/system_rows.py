@@ -87,8 +87,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "mixture of experts, dropless or with capacity, on one or several processes": (
         ("moe_experts", "mixtral"),
     ),
-    "linear attention with features of any kind, random ones too": (
-        ("linear_attention", "head64"),
+    "linear attention with features of any kind": (("linear_attention", "head64"),),
+    "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, without a norm": (
+        ("random_feature_attention", "head64"),
     ),
     "decaying linear attention: retention, GLA": (
         *(("gated_linear_attention", "head64"), ("retention", "head64")),

@@ -103,6 +103,30 @@ def linear_attention(
     return (o[..., :-1] / o[..., -1:]).to(dtype), state
 
 
+def random_feature_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    S: Tensor | None = None,
+    M: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Positive features of one maximum over all keys, as performer-pytorch has them, in chunks."""
+    lacks(initial_state=S is not None, options=bool(options), empty=v.numel() == 0)
+    lacks(cu_seqlens=cu_seqlens is not None)
+    dtype, ones = v.dtype, v.new_ones(*v.shape[:3], 1)
+    q, k = ((t.float() if dtype != torch.float64 else t) * q.shape[-1] ** -0.25 for t in (q, k))
+    w = weight.to(q.dtype).T
+    a_q, a_k = (t @ w - t.square().sum(-1, keepdim=True) / 2 for t in (q, k))
+    top = a_k.detach().amax(1, keepdim=True)
+    phi_q = (a_q + top - (a_q + top).detach().amax(-1, keepdim=True)).exp()
+    o, state = gated(phi_q, (a_k - top).exp(), torch.cat((v, ones), -1), scale=1.0)
+    return (o[..., :-1] / o[..., -1:]).to(dtype), state * top[:, 0].exp()[..., None]
+
+
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -243,6 +267,7 @@ def delta_rule(
 BASELINES = {
     "linear_attention": {"aten": linear_attention, "compiled": compiled(linear_attention)},
     "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
+    "random_feature_attention": {"aten": random_feature_attention},
     "retention": {"aten": retention, "compiled": compiled(retention)},
     "delta_rule": {"hf": delta_rule},
     "dplr_delta_rule": {"aten": dplr_delta_rule, "compiled": compiled(dplr_delta_rule)},

@@ -11,10 +11,11 @@
 //   o_t = scale (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t
 //   S_t = diag(w_t) S_{t-1} + k_t v_t^T + b_t c_t^T        c_t = S_{t-1}^T a_t
 //
-// Value head h reads key head h / (Hv / Hk) of q, k, a and b. Both devices work on chunks of
-// tokens, in which the products are matrix products; every factor of a decay is a product of w's,
-// never the exponential of a difference of sums. The backward computes a chunk again from the state
-// at its start, which the forward has saved.
+// Value head h reads key head h / (Hv / Hk) of q, k, a and b. The CPU works on chunks of tokens, in
+// which the products are matrix products; CUDA goes from token to token with a column of the state
+// in the registers of a warp. Every factor of a decay is a product of w's, never the exponential of
+// a difference of sums. The backward computes a chunk again from the state at its start, which the
+// forward has saved.
 #pragma once
 
 #include <cstdint>

@@ -57,7 +57,11 @@ from omniattn.functional.preference import (
     simpo_loss,
 )
 from omniattn.functional.random import dropout, normal_like, uniform_like
-from omniattn.functional.random_features import orthogonal_gaussian, random_features
+from omniattn.functional.random_features import (
+    orthogonal_gaussian,
+    random_feature_attention,
+    random_features,
+)
 from omniattn.functional.recurrence import gated_linear_attention, linear_attention, retention
 from omniattn.functional.rope import apply_rotary, qk_norm_rotary
 from omniattn.functional.rope_tables import (
@@ -201,6 +205,7 @@ __all__ = [
     "orthogonal_gaussian",
     "packed_positions",
     "qk_norm_rotary",
+    "random_feature_attention",
     "random_features",
     "reglu",
     "retention",

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    require_bool,
     require_choice,
     require_float,
     require_int,
     require_number,
+    use_reference,
 )
-from omniattn.functional._jagged import token_wise
-from omniattn.functional.recurrence import gated_linear_attention
+from omniattn.functional._jagged import over_sequences, token_wise
+from omniattn.functional._recurrence import require_heads, sequence_count, widened
+from omniattn.functional.recurrence import gated_linear_attention, totals
 from omniattn.reference.precision import compute_dtype, widen
 
-__all__ = ["orthogonal_gaussian", "random_features"]
+__all__ = ["orthogonal_gaussian", "random_feature_attention", "random_features"]
+
+State = tuple[Tensor, Tensor]
 
 #: Kinds of features; the signed ones have a factor of sines and cosines.
 FEATURES = ("positive", "hyperbolic", "trigonometric", "gaussian", "exp_random")
@@ -151,41 +156,91 @@ def log_features(
     return (w if kind == "positive" else torch.cat((w, -w), -1)) - half, None
 
 
+@over_sequences("q", "k", "v")
 def random_feature_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     weight: Tensor,
     *,
-    kind: str,
-    causal: bool,
-    scale: float | None,
-    eps: float,
-    feature_eps: float,
-    initial_state: tuple[Tensor, Tensor] | None,
-    backend: str | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The mean of v weighted by products of features, and the state (S, M) after the last token.
+    kind: str = "positive",
+    causal: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_eps: float = 0.0,
+    initial_state: State | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Softmax attention estimated in O(T) by products of random features: Performer, RFA.
 
-    q, k (B, T, H, K), v (B, T, H, V) -> o like v. No exponential of a positive number is taken:
+    ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
+    if not causal, with the phi of `random_features`. No exponential of a positive number is taken:
     each feature of the keys is divided by the exponential of its largest exponent M so far (of all
     tokens if not causal), as which the state decays where M grows, and each query by that of its
-    largest after times e^M. So positive features have a denominator of at least 1. What is divided
-    cancels and is a constant for gradients.
+    largest after times e^M. So positive features have a denominator of at least 1.
 
-    S (B, H, K', V + 1) is the sum of the keys' features and [v, 1]; M (B, H, K'), or one of the
-    signed kinds, -inf before the first token.
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16.
+        k, v: (B, T, H, K) and (B, T, H, V), of q's dtype.
+        weight: (m, K), Gaussian rows, see `orthogonal_gaussian`.
+        kind, scale: of features, as in `random_features`.
+        causal: whether tokens see earlier ones and themselves only.
+        eps: the least size of the denominator of "trigonometric" and "gaussian" features, whose
+            products may be negative; smaller ones keep their sign.
+        feature_eps: is added after the exponential, which is then divided by one M for all features
+            of the keys; only if not causal: a sum of such features does not follow a later M.
+        initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features
+            and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of kinds with signs, -inf before
+            the first token. N is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) bring their own boundaries, and the output has them, too.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
 
-    `feature_eps` is added after the exponential, which is then divided by one M for all features
-    of the keys, and only if not causal: a sum of such features does not follow a later M.
+    Returns:
+        o (B, T, H, V) of q's dtype, and the state (S, M) after the last token in float32 (float64
+        for float64).
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from q's.
+        ValueError: a shape, device or value that does not fit.
+
+    Note:
+        What is divided cancels, and is a constant for gradients, which flow to q, k, v, the weight
+        and S.
+
+    Reference:
+        Choromanski et al., Rethinking Attention with Performers, 2020, arXiv:2009.14794.
+        Peng et al., Random Feature Attention, 2021, arXiv:2103.02143.
+
+    Example:
+        >>> zero, v = torch.zeros(1, 2, 1, 4), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+        >>> o, _ = random_feature_attention(zero, zero, v, torch.ones(8, 4))
+        >>> o.flatten()  # all products are equal
+        tensor([1., 2.])
     """
-    op = "Performer"
+    op = "random_feature_attention"
+    k, v = require_heads(op, q, k, v)
+    if v.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"{op}: v must have the heads of q, got v.shape={tuple(v.shape)}, "
+            f"q.shape={tuple(q.shape)}"
+        )
+    require_bool(op, "causal", causal)
+    require_number(op, "eps", eps, 0)
+    require_number(op, "feature_eps", feature_eps, 0)
+    use_reference(op, backend, q)
     a_q, f_q = log_features(op, q, weight, kind, scale)
     a_k, f_k = log_features(op, k, weight, kind, scale)
+    packed = _Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
+    before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
     wide = widen(v)
     ones = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
     with torch.no_grad():
-        shift, decay, last = _shifts(a_k, causal, feature_eps > 0, initial_state)
+        largest = None if before is None else before[1]
+        shift, decay, last = _shifts(a_k, causal, feature_eps > 0, largest, packed)
         top = (a_q + shift).amax(-1, keepdim=True)
     phi_q, phi_k = (a_q + shift - top).exp(), (a_k - shift).exp()
     if f_q is not None and f_k is not None:
@@ -193,35 +248,121 @@ def random_feature_attention(
     if feature_eps > 0:
         phi_q, phi_k = phi_q + feature_eps, phi_k + feature_eps
     if causal:
-        before = None if initial_state is None else initial_state[0]
         o, s = gated_linear_attention(
-            phi_q, phi_k, ones, decay, scale=1.0, initial_state=before, backend=backend
+            phi_q,
+            phi_k,
+            ones,
+            decay,
+            scale=1.0,
+            initial_state=None if before is None else before[0],
+            cu_seqlens=cu_seqlens,
+            backend=backend,
         )
     else:
-        s = torch.einsum("bthk,bthv->bhkv", phi_k, ones)
-        o = torch.einsum("bthk,bhkv->bthv", phi_q, s)
+        o, s = totals(op, phi_q, phi_k, ones, cu_seqlens, backend)
     o, den = o[..., :-1], o[..., -1:]
     if kind in _SIGNED:
         den = torch.where(den.abs() < eps, torch.where(den < 0, -eps, eps), den)
+    if cu_seqlens is not None:
+        den = torch.where(packed.inside[:, None, None], den, 1.0)
     return (o / den).to(v.dtype), (s, last)
 
 
+class _Packed:
+    """Which sequence each token of a packed row is in, where they are packed."""
+
+    def __init__(self, q: Tensor, count: int, cu_seqlens: Tensor | None) -> None:
+        self.count, self.bounds = count, cu_seqlens
+        if cu_seqlens is None:
+            return
+        token = torch.arange(q.shape[1], device=q.device)
+        index = torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False) - 1
+        self.inside = (index >= 0) & (index < count)
+        self.index = index.clamp(0, max(0, count - 1))
+
+    def running_max(self, x: Tensor) -> Tensor:
+        """Over time, (B, T, ...), within each sequence: in log2(T) sweeps where there are some."""
+        if self.bounds is None:
+            return x.cummax(1).values
+        back = 1
+        while back < x.shape[1]:
+            same = (self.index[back:] == self.index[:-back]).view(1, -1, *[1] * (x.dim() - 2))
+            later = torch.maximum(x[:, back:], x[:, :-back])
+            x = torch.cat((x[:, :back], torch.where(same, later, x[:, back:])), 1)
+            back *= 2
+        return x
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """(N, ...) for each token: (B, 1, ...) or (1, T, ...)."""
+        return x[:, None] if self.bounds is None else x[self.index][None]
+
+    def last(self, x: Tensor, before: Tensor) -> Tensor:
+        """(N, ...): of (B, T, ...) the last token of each sequence, and `before` of empty ones."""
+        if x.shape[1] == 0:
+            return before
+        if self.bounds is None:
+            return x[:, -1]
+        first, end = self.bounds[:-1].long(), self.bounds[1:].long()
+        found = x[0][(end - 1).clamp(0, x.shape[1] - 1)]
+        return torch.where((end > first).view(-1, *[1] * (x.dim() - 2)), found, before)
+
+
+def _checked_state(
+    op: str,
+    state: State | None,
+    causal: bool,
+    feature_eps: float,
+    a: Tensor,
+    factors: Tensor | None,
+    v: Tensor,
+    count: int,
+) -> State | None:
+    """S and M in the dtype of sums."""
+    if causal and feature_eps > 0:
+        raise ValueError(
+            f"{op}: feature_eps must be 0 where causal=True, got feature_eps={feature_eps}"
+        )
+    if state is None:
+        return None
+    if not causal:
+        raise ValueError(f"{op}: initial_state must be None where causal=False, got one")
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(
+            f"{op}: initial_state must be a tuple (S, M), got "
+            f"type(initial_state)={type(state).__name__}"
+        )
+    features = (a if factors is None else factors).shape[-1]
+    shapes = ((count, v.shape[2], features, v.shape[3] + 1), (count, v.shape[2], a.shape[-1]))
+    s, m = (
+        widened(op, name, part, v, (shape,))
+        for name, part, shape in zip("SM", state, shapes, strict=True)
+    )
+    return s, m
+
+
 def _shifts(
-    a: Tensor, causal: bool, one: bool, state: tuple[Tensor, Tensor] | None
+    a: Tensor, causal: bool, one: bool, before: Tensor | None, packed: _Packed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """M of each token, its decay ln(e^M_{t-1} / e^M_t) and the last M, of the exponents of keys."""
-    if state is None:
-        before = torch.full_like(a[:, :1].sum(1, keepdim=True), -math.inf)
-    else:
-        before = state[1][:, None].to(a.dtype)
-    every = torch.cat((before, a), 1)
+    if before is None:
+        before = a.new_full((packed.count, *a.shape[2:]), -math.inf)
+    if one:
+        a = a.amax(-1, keepdim=True)
+        before = before[..., :1]
+    shifts = torch.maximum(packed.running_max(a), packed.of_tokens(before))
+    last = packed.last(shifts, before)
     if not causal:
-        shift = every.amax((1, 3) if one else 1, keepdim=True)
-        return shift, torch.zeros_like(a), shift[:, 0]
-    shifts = every.cummax(1).values
+        return packed.of_tokens(last), torch.zeros_like(a), last
+    earlier = torch.cat((torch.full_like(shifts[:, :1], -math.inf), shifts[:, :-1]), 1)
+    first = torch.zeros(a.shape[1], dtype=torch.bool, device=a.device)
+    if packed.bounds is None:
+        first[:1] = True
+    else:
+        first = torch.cat((first[:1] | True, packed.index[1:] != packed.index[:-1]))
+    earlier = torch.where(first.view(1, -1, 1, 1), packed.of_tokens(before), earlier)
     # Nothing decays where there is no token yet.
-    decay = (shifts[:, :-1] - shifts[:, 1:]).nan_to_num(neginf=0.0)
-    return shifts[:, 1:], decay.squeeze(-1) if a.shape[-1] == 1 else decay, shifts[:, -1]
+    decay = (earlier - shifts).nan_to_num(neginf=0.0)
+    return shifts, decay.squeeze(-1) if a.shape[-1] == 1 else decay, last
 
 
 def empty_state(

@@ -129,7 +129,7 @@ def linear_attention(
                 f"{op}: g must be None where causal=False, got g.shape={tuple(g.shape)}"
             )
         use_reference(op, backend, q)
-        o, state = _totals(op, q, k, v, cu_seqlens, backend)
+        o, state = totals(op, q, k, v, cu_seqlens, backend)
     if divide:
         o, den = o[..., :-1], o[..., -1:]
         tiny = den.abs() < eps
@@ -256,7 +256,7 @@ def feature_size(feature_map: str, size: int) -> int:
     return 1 + size + size * size if feature_map == "taylor" else size
 
 
-def _totals(
+def totals(
     op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """Every token reads the state after the last one of its sequence: o, states."""

@@ -12,11 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.functional.random_features import (
-    FEATURES,
-    empty_state,
-    random_feature_attention,
-)
+from omniattn.functional.random_features import FEATURES, empty_state
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -155,7 +151,7 @@ class Performer(StateMixer):
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
-        o, (s, m) = random_feature_attention(
+        o, (s, m) = functional.random_feature_attention(
             q,
             k,
             v,

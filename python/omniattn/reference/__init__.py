@@ -54,6 +54,7 @@ from omniattn.reference.positions import (
     sinusoidal,
 )
 from omniattn.reference.random import dropout, uniform_like
+from omniattn.reference.random_features import random_feature_attention
 from omniattn.reference.recurrence import (
     delta_rule,
     dplr_delta_rule,
@@ -178,6 +179,7 @@ __all__ = [
     "nsa_attention",
     "packed_positions",
     "qk_norm_rotary",
+    "random_feature_attention",
     "recurrence",
     "reglu",
     "retention",

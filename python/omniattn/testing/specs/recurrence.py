@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +239,70 @@ SSD = OpSpec(
     ),
 )
 
+
+def _random_features(case: Case, random: Random) -> dict[str, Tensor]:
+    """Short q and k, so that signed kinds have denominators of some size; states with their M."""
+    b, t, h, k, v = (case.sizes[name] for name in ("B", "T", "H", "K", "V"))
+    rows, kind = 2 * k + 1, case.options.get("kind", "positive")
+    tensors = {
+        "q": random.normal(b, t, h, k) / 2,
+        "k": random.normal(b, t, h, k) / 2,
+        "v": random.normal(b, t, h, v),
+        "weight": random.normal(rows, k),
+    }
+    n = case.sizes.get("N", b)
+    if "cu_seqlens" in case.tensors:
+        tensors["cu_seqlens"] = boundaries(n, t, random)
+    if "S" in case.tensors:
+        tensors["S"] = random.normal(n, h, rows, v + 1).abs() + 0.1
+        tensors["M"] = random.normal(n, h, rows)
+    assert kind == "positive" or "S" not in case.tensors
+    return tensors
+
+
+def _flat_pair(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a state (S, M), with each of the two by its name; its result is S e^M, whose
+    gradient M has no part in."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any, S: Tensor | None = None, M: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        if S is not None:
+            options["initial_state"] = (S, M)
+        o, (s, m) = function(*args, **options)
+        return o, s * m.exp()[..., None]
+
+    return run
+
+
+_SUMS = ("S", "M")
+RANDOM_FEATURES = OpSpec(
+    name="random_feature_attention",
+    family="recurrence",
+    cuda="emulated",
+    paper="Choromanski et al. 2020, arXiv 2009.14794",
+    inputs=_random_features,
+    differentiable=("q", "k", "v", "weight", "S"),
+    flops=_flops(4),
+    second_order=True,
+    special=("packed", "all"),
+    adapt=_flat_pair,
+    cases=(
+        _case("tiny", 2, 3, 1, 3, 2, _SUMS),
+        _case("plain", 2, 70, 2, 16, 20),
+        _case("packed", 1, 70, 2, 8, 5, (*_SUMS, "cu_seqlens"), N=5),
+        _case("all", 2, 40, 2, 8, 5, causal=False),
+        _case("all packed", 1, 40, 2, 8, 5, ("cu_seqlens",), N=3, causal=False),
+        _case("hyperbolic", 1, 40, 2, 8, 5, kind="hyperbolic", scale=0.5),
+        _case("gaussian", 1, 40, 2, 8, 5, kind="gaussian", causal=False),
+        _case("step", 3, 1, 2, 16, 8, _SUMS),
+        _case("nosteps", 2, 0, 2, 4, 3),
+        _case("nobatch", 0, 5, 2, 4, 3),
+    ),
+    benchmarks=(Benchmark(_case("head64", 1, 2048, 8, 64, 64), (F32, BF16), BOTH, "compute"),),
+)
+
 SPECS = (
     _spec(
         "gated_linear_attention",
@@ -303,14 +368,23 @@ SPECS = (
         inputs=_inputs(_feature_gates),
         differentiable=("q", "k", "v", "g", "beta", "initial_state"),
     ),
+    RANDOM_FEATURES,
     SSD,
 )
 
 VARIANTS = (
     Variant(
-        "linear attention with features of any kind, random ones too",
-        ("linear_attention", "LinearAttention", "random_features", "Performer"),
+        "linear attention with features of any kind",
+        ("linear_attention", "LinearAttention"),
         "Katharopoulos et al. 2020, arXiv 2006.16236",
+    ),
+    Variant(
+        "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, without a norm",
+        (
+            *("random_feature_attention", "random_features", "orthogonal_gaussian"),
+            "Performer",
+        ),
+        "Choromanski et al. 2020, arXiv 2009.14794",
     ),
     Variant(
         "decaying linear attention: retention, GLA",

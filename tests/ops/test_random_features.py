@@ -1,0 +1,78 @@
+"""Attention by random features as a function: packed sequences, states, errors."""
+
+import itertools
+
+import pytest
+import torch
+from recurrence_cases import draw, qkv
+
+from omniattn import functional as F
+
+KINDS = ("positive", "hyperbolic", "trigonometric", "gaussian", "exp_random")
+
+
+def inputs(steps: int = 40):
+    q, k, v = qkv(steps)
+    return q / 2, k, v, draw(11, 8, seed=7)
+
+
+def by_pairs(q, k, v, weight, kind, causal):
+    phi_q, phi_k = (F.random_features(t, weight, kind=kind) for t in (q, k))
+    score = torch.einsum("bihf,bjhf->bhij", phi_q, phi_k)
+    score = score.tril() if causal else score
+    return torch.einsum("bhij,bjhv->bihv", score / score.sum(-1, keepdim=True), v)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_sequence_alone(kind, causal, backend):
+    q, k, v, weight = (t[:1] if t.dim() == 4 else t for t in inputs())
+    options = {"kind": kind, "causal": causal, "backend": backend, "eps": 0.0}
+    edges = (2, 10, 10, 39)
+    o, _ = F.random_feature_attention(q, k, v, weight, cu_seqlens=torch.tensor(edges), **options)
+    for a, b in ((2, 10), (10, 39)):
+        part = [t[:, a:b] for t in (q, k, v)]
+        expected = by_pairs(*part, weight, kind, causal)
+        torch.testing.assert_close(o[:, a:b], expected)
+        torch.testing.assert_close(
+            F.random_feature_attention(*part, weight, **options)[0], expected
+        )
+    assert o[:, :2].count_nonzero() == 0 and o[:, 39:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_continues(kind):
+    *tokens, weight = inputs()
+    o, final = F.random_feature_attention(*tokens, weight, kind=kind)
+    state, parts = None, []
+    for a, b in itertools.pairwise((0, 1, 1, 33, 40)):
+        part, state = F.random_feature_attention(
+            *(t[:, a:b] for t in tokens), weight, kind=kind, initial_state=state
+        )
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), o)
+    torch.testing.assert_close(state, final)
+
+
+Q, WEIGHT = torch.ones(1, 3, 2, 4), torch.ones(5, 4)
+STATE = (torch.ones(1, 2, 5, 5), torch.ones(1, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"v": torch.ones(1, 3, 4, 4)}, ValueError, "v must have the heads of q"),
+        ({"weight": torch.ones(5, 3)}, ValueError, r"weight must have shape \(m, K\)"),
+        ({"kind": "cosine"}, ValueError, "kind must be one of"),
+        ({"causal": 1}, TypeError, "causal must be True or False"),
+        ({"feature_eps": 1e-4}, ValueError, "feature_eps must be 0 where causal=True"),
+        ({"initial_state": STATE[0]}, TypeError, r"initial_state must be a tuple \(S, M\)"),
+        ({"initial_state": STATE[:1] * 2}, ValueError, r"M must have shape \(1, 2, 5\)"),
+        ({"initial_state": STATE, "causal": False}, ValueError, "must be None where causal=False"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"must grow within \[0, 3\]"),
+    ],
+)
+def test_errors(changed, error, message):
+    with pytest.raises(error, match=f"^random_feature_attention: .*{message}"):
+        F.random_feature_attention(**({"q": Q, "k": Q, "v": Q, "weight": WEIGHT} | changed))
