@@ -109,7 +109,10 @@ SPECS = (VANDERMONDE, CAUCHY)
 VARIANTS = (
     Variant(
         "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step",
-        ("s4", "s4d", "s4_kernel", "s4d_kernel", "discretize", "hippo_legs", "S4", "S4D"),
+        (
+            *("s4", "s4d", "s4_kernel", "s4d_kernel", "fft_conv", "discretize", "hippo_legs"),
+            *("nplr", "ssm_init", "S4", "S4D"),
+        ),
         "Gu et al. 2022, arXiv 2206.11893",
     ),
 )
