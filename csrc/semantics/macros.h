@@ -10,7 +10,7 @@
 #if defined(__CUDA_ARCH__)
 #define OMNIATTN_UNREACHABLE() (__trap(), __builtin_unreachable())
 #else
-#define OMNIATTN_UNREACHABLE() __builtin_trap()
+#define OMNIATTN_UNREACHABLE() (__builtin_trap(), __builtin_unreachable())
 #endif
 
 #if defined(__CUDACC__)
