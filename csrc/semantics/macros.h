@@ -8,9 +8,17 @@
 // What no call may reach ends the process, or the kernel: the rules of semantics/ can print
 // nothing.
 #if defined(__CUDA_ARCH__)
-#define OMNIATTN_UNREACHABLE() (__trap(), __builtin_unreachable())
+#define OMNIATTN_UNREACHABLE() \
+  {                            \
+    __trap();                  \
+    __builtin_unreachable();   \
+  }
 #else
-#define OMNIATTN_UNREACHABLE() (__builtin_trap(), __builtin_unreachable())
+#define OMNIATTN_UNREACHABLE() \
+  {                            \
+    __builtin_trap();          \
+    __builtin_unreachable();   \
+  }
 #endif
 
 #if defined(__CUDACC__)
