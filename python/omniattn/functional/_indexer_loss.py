@@ -99,8 +99,14 @@ class _Attention:
         self.real = key_padding
         if lse is None:
             mask = None if key_padding is None else KeyPadding(key_padding)
-            options = {"causal": causal, "mask": mask, "scale": scale, "backend": backend}
-            _, lse = attention(self.q, self.k, self.k[..., :1], return_lse=True, **options)
+            _, lse = attention(
+                *(self.q, self.k, self.k[..., :1]),
+                causal=causal,
+                mask=mask,
+                scale=scale,
+                return_lse=True,
+                backend=backend,
+            )
         self.lse = lse.detach().to(self.q.dtype)
 
     def weights(self, first: int, last: int, keys: int) -> Tensor:
