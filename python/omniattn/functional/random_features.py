@@ -17,6 +17,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import over_sequences, token_wise
 from omniattn.functional._recurrence import require_heads, sequence_count, widened
+from omniattn.functional.gemm import linear
 from omniattn.functional.recurrence import gated_linear_attention, totals
 from omniattn.reference.precision import compute_dtype, widen
 
@@ -147,7 +148,7 @@ def log_features(
         scale = 1.0 if kind == "exp_random" else size**-0.5
     require_number(op, "scale", scale, 0)
     y = widen(x) * scale**0.5
-    w = y @ weight.to(y.dtype).T
+    w = _product(y, weight.to(y.dtype))
     if kind == "exp_random":
         return w, None
     half = y.square().sum(-1, keepdim=True) / 2
@@ -259,13 +260,21 @@ def random_feature_attention(
             backend=backend,
         )
     else:
-        o, s = totals(op, phi_q, phi_k, ones, cu_seqlens, backend)
+        o, s = totals(op, phi_q, phi_k, ones, cu_seqlens, backend, ordered=True)
     o, den = o[..., :-1], o[..., -1:]
     if kind in _SIGNED:
         den = torch.where(den.abs() < eps, torch.where(den < 0, -eps, eps), den)
     if cu_seqlens is not None:
         den = torch.where(packed.inside[:, None, None], den, 1.0)
     return (o / den).to(v.dtype), (s, last)
+
+
+def _product(y: Tensor, weight: Tensor) -> Tensor:
+    """y W^T in the dtype of sums, under autocast too; on the CPU the same for any threads."""
+    if y.is_meta:
+        return y @ weight.T
+    with torch.autocast(y.device.type, enabled=False):
+        return linear(y, weight, backend="cpu") if y.is_cpu else y @ weight.T
 
 
 class _Packed:

@@ -257,10 +257,17 @@ def feature_size(feature_map: str, size: int) -> int:
 
 
 def totals(
-    op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str | None
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Every token reads the state after the last one of its sequence: o, states."""
-    if cu_seqlens is None:
+    """Every token reads the state after the last one of its sequence: o, states. Where sums are
+    `ordered`, by our kernels, they do not depend on the number of threads."""
+    if cu_seqlens is None and not ordered:
         group = v.shape[2] // max(1, q.shape[2])
         q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
         states = torch.einsum("bthk,bthv->bhkv", k, v)
