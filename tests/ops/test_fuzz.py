@@ -5,9 +5,11 @@ under ASan and UBSan with .ci/asan.
 """
 
 import collections
+import copy
 import functools
 import math
 import os
+import re
 
 import hypothesis.strategies as st
 import pytest
@@ -15,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from omniattn import compat, testing
 from omniattn import functional as F
-from omniattn import testing
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.testing.properties import recorded_ops
 
@@ -240,6 +242,53 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
     for a, e in zip(actual, expected, strict=True):
         finite = e.isfinite()
         torch.testing.assert_close(a[finite], e[finite], rtol=1e-4, atol=1e-4)
+
+
+def systems():
+    """Functions without a kernel of their own, and those of `compat`: name, function, arguments."""
+    A = F.ssm_init("s4d-lin", 4).expand(3, -1).clone()
+    Lambda, P, B = (t.expand(3, -1).clone() for t in F.nplr(4)[:3])
+    u, C, dt, D = torch.ones(1, 5, 3), torch.ones_like(A), torch.full((3,), 0.1), torch.ones(3)
+    rows, square = torch.ones(1, 2, 5), -torch.eye(2)
+    scan = {"u": torch.ones(1, 3, 5), "delta": torch.ones(1, 3, 5), "A": -torch.ones(3, 2)}
+    step = {"state": torch.ones(1, 3, 2), "x": torch.ones(1, 3), "dt": torch.ones(1, 3)}
+    step |= {"A": -torch.ones(3, 2), "B": torch.ones(1, 2), "C": torch.ones(1, 2), "D": D}
+    heads = {"x": torch.ones(1, 5, 2, 4), "dt": torch.ones(1, 5, 2), "A": -torch.ones(2)}
+    heads |= {"B": torch.ones(1, 5, 1, 3), "C": torch.ones(1, 5, 1, 3), "chunk_size": 4}
+    return {
+        "s4d": (F.s4d, {"u": u, "A": A, "C": C, "dt": dt, "D": D}),
+        "s4": (F.s4, {"u": u, "Lambda": Lambda, "P": P, "B": B, "C": C, "dt": dt, "D": D}),
+        "s4d_kernel": (F.s4d_kernel, {"A": A, "C": C, "dt": dt, "length": 5}),
+        "fft_conv": (F.fft_conv, {"u": u, "kernel": torch.ones(3, 5), "D": D, "delayed": True}),
+        "ssm_recurrence": (
+            F.ssm_recurrence,
+            {"u": u, "A": square, "B": torch.ones(2, 3), "C": torch.ones(1, 2)},
+        ),
+        "discretize": (F.discretize, {"A": square, "B": torch.ones(2), "dt": 0.1, "rule": "zoh"}),
+        "selective_scan_fn": (
+            compat.selective_scan_fn,
+            {**scan, "B": rows, "C": rows, "D": D, "delta_bias": D, "delta_softplus": True},
+        ),
+        "selective_state_update": (compat.selective_state_update, step),
+        "mamba_chunk_scan_combined": (compat.mamba_chunk_scan_combined, heads),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(systems()))
+@settings(FUZZ, max_examples=50)
+@given(data=st.data())
+def test_functions_without_a_spec(name, data):
+    """An error that says in which function and what was wrong, or results of the usual shapes."""
+    function, arguments = systems()[name]
+    usual = shapes(function(**copy.deepcopy(arguments)))
+    changed = data.draw(st.sampled_from(sorted(arguments)))
+    arguments[changed] = mutate(arguments[changed], data.draw)
+    try:
+        results = function(**arguments)
+    except ERRORS as error:
+        assert re.match(r"\w+: .*got", str(error), re.DOTALL), repr(error)
+        return
+    assert len(shapes(results)) == len(usual)
 
 
 def routers(scores, k, groups, top_groups, seed):

@@ -13,7 +13,13 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.compat.causal_conv1d import boundaries
-from omniattn.functional._checks import is_traced, require_distinct, require_rows, shown
+from omniattn.functional._checks import (
+    is_traced,
+    require_distinct,
+    require_rows,
+    require_tensor,
+    shown,
+)
 
 __all__ = [
     "mamba_chunk_scan_combined",
@@ -54,6 +60,7 @@ def selective_scan_fn(
         of several dtypes are computed in the widest one.
     """
     op = "selective_scan_fn"
+    _require(op, 0, u=u, delta=delta, A=A, B=B, C=C)
     for name, t in (("u", u), ("delta", delta), ("z", z)):
         if t is not None and t.ndim != 3:
             raise ValueError(
@@ -151,6 +158,8 @@ def selective_state_update(
         y of x's shape and dtype.
     """
     op = "selective_state_update"
+    _require(op, 0, state=state, x=x, dt=dt)
+    _require(op, 2, A=A, B=B, C=C)
     if x.ndim not in (2, 3) or state.ndim != x.ndim + 1:
         raise ValueError(
             f"{op}: x must have shape (B, D) or (B, H, D) and state (B, D, N) or (B, H, D, N), got "
@@ -315,6 +324,17 @@ def _scan(
         backend=backend,
     )
     return y.to(u.dtype), final
+
+
+def _require(op: str, least: int, **tensors: Tensor) -> None:
+    """Tensors with `least` dimensions, on which what follows relies."""
+    for name, t in tensors.items():
+        require_tensor(op, name, t)
+        if t.ndim < least:
+            raise ValueError(
+                f"{op}: {name} must have at least {least} dimensions, got "
+                f"{name}.shape={tuple(t.shape)}"
+            )
 
 
 def _varies(t: Tensor) -> bool:
