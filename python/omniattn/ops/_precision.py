@@ -35,5 +35,6 @@ def pieces_of(x: Tensor) -> int:
 
 @torch.compiler.assume_constant_result
 def _allowed(ours: int) -> int:
-    pieces = 2 if torch.backends.mkldnn.matmul.fp32_precision == "tf32" else ours
+    torchs: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    pieces = 2 if torchs == "tf32" else ours
     return pieces if torch.ops.omniattn.cpu_isa() >= _AMX else 0
