@@ -278,13 +278,16 @@ WIDTH, LAYER_HEADS = 256, 4
 
 
 def layers() -> dict[str, torch.nn.Module]:
-    """Layers of four heads of 64 that share keys."""
+    """Layers of four heads of 64 that share keys, or a latent of 128."""
     torch.manual_seed(0)
     sizes = {"dim": WIDTH, "num_heads": LAYER_HEADS, "num_kv_heads": 1}
+    latent = {"q_lora_rank": None, "kv_lora_rank": 128, "qk_nope_dim": 64, "qk_rope_dim": 0}
+    index = {"index_heads": 4, "index_dim": 64, "index_topk": 1024}
     return {
         "dense": modules.Attention(**sizes, causal=True),
         "NSA": modules.NSA(**sizes),
         "MoBA": modules.MoBA(**sizes, decode="moba"),
+        "DSA": modules.DeepSeekSparseAttention(WIDTH, LAYER_HEADS, v_dim=64, **latent, **index),
     }
 
 
@@ -345,10 +348,13 @@ def decode_rows() -> Iterator[Row]:
         _filled(branch, SEEN)
     compressed = _filled(states["NSA"].compressed, states["NSA"].windows(SEEN))
     _filled(states["MoBA"], SEEN)
-    moba = made["MoBA"].config
+    moba, dsa = made["MoBA"].config, made["DSA"].config
+    _filled(states["DSA"].latents, SEEN)
+    index = _filled(states["DSA"].index, SEEN) // 2  # keys without values
     read = {
         "NSA": compressed + token * (c.topk * c.block_size + c.window),
         "MoBA": whole // 2 + token * moba.topk * moba.block_size,  # all keys, for their means
+        "DSA": index + 4 * dsa.index_topk * dsa.kv_lora_rank,
     }
     for name, bytes in read.items():
         weights = 4 * sum(p.numel() for p in made[name].parameters())
