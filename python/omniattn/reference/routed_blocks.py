@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from omniattn.reference.attention import attention, attention_weights
-from omniattn.reference.selected_attention import selected_keys
 from omniattn.reference.precision import widen
+from omniattn.reference.selected_attention import selected_keys
 from omniattn.reference.selected_blocks import positions
 from omniattn.reference.topk import top_k
 
