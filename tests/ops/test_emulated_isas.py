@@ -33,7 +33,7 @@ PROPERTIES = {
 }
 FUZZED = (
     *("attention_raw", "attention_backward", "selected_attention_raw"),
-    *("linear_raw", "linear_backward", "moe_experts_raw", "moe_experts_backward"),
+    *("linear_raw", "linear_backward", "moe_raw", "moe_backward"),
 )
 
 
