@@ -111,7 +111,7 @@ struct Channel : SelectiveItem {
 };
 
 template <class T, int kMost, int kParts>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     selective_forward_kernel(const __grid_constant__ SelectiveParams params) {
   using C = compute_t<T>;
   const Selective& p = params.scan;
