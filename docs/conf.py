@@ -38,7 +38,9 @@ suppress_warnings = ["ref.python"]
 CONTENTS = {
     "Guides": ["migration", "hf", "hybrids", "caches", "distributed", "precision"],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
-    "Support and speed": ["ops", "variants", "benchmarks", "goals", "cuda", "cuda_resources"],
+    "Support and speed": [
+        *("ops", "variants", "benchmarks", "goals", "accuracy", "cuda", "cuda_resources")
+    ],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
 }
 
