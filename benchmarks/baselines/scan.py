@@ -131,11 +131,12 @@ def selective_scan(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    **imaginary: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """A loop of one multiply-add over factors and drives of all tokens, views of which are made at
     once: the gradient of each indexing would be a tensor of all tokens."""
     lacks(cu_seqlens=cu_seqlens is not None, groups=B.dim() == 4 or C.dim() == 4)
-    lacks(empty=u.shape[1] == 0)
+    lacks(empty=u.shape[1] == 0, complex_numbers=bool(imaginary))
     dt = delta.float() if delta_bias is None else delta + delta_bias
     if delta_softplus:
         dt = F.softplus(dt)
@@ -169,11 +170,12 @@ def mamba(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    **imaginary: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """What MambaMixer of transformers runs without the kernels of mamba-ssm."""
     from transformers.models.mamba import modeling_mamba
 
-    lacks(cu_seqlens=cu_seqlens is not None)
+    lacks(cu_seqlens=cu_seqlens is not None, complex_numbers=bool(imaginary))
     lacks(groups=B.dim() == 4 or C.dim() == 4, constants=B.dim() == 2 or C.dim() == 2)
     lacks(empty=u.shape[1] == 0, other_dtypes=u.dtype != torch.float32)
     if initial_state is not None:
