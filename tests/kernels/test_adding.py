@@ -30,6 +30,7 @@ int main() {
 SCORE_PROGRAM = """
 #include <cmath>
 
+#include "kernels/attention/attention_plan_cpu.cpp"
 #include "kernels/attention/attention_weights_cpu.cpp"
 #include "runtime/gemm_tile_cpu.cpp"
 
