@@ -76,3 +76,20 @@ STATE = (torch.ones(1, 2, 5, 5), torch.ones(1, 2, 5))
 def test_errors(changed, error, message):
     with pytest.raises(error, match=f"^random_feature_attention: .*{message}"):
         F.random_feature_attention(**({"q": Q, "k": Q, "v": Q, "weight": WEIGHT} | changed))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_no_sequence_reach_nothing(kind, causal):
+    """Not with NaN, inf or large keys, beside empty sequences too; gradients stay finite."""
+    q, k, v, weight = (t[:1] if t.dim() == 4 else t for t in inputs(12))
+    options = {"kind": kind, "causal": causal, "cu_seqlens": torch.tensor([3, 3, 7, 10, 10])}
+    clean = F.random_feature_attention(q, k, v, weight, **options)
+    q, k = q.clone(), k.clone()
+    q[:, :3], k[:, :2], k[:, 2], k[:, 10:] = torch.inf, torch.nan, 1e3, -torch.inf
+    tensors = [t.requires_grad_() for t in (q, k, v, weight.clone())]
+    o, state = F.random_feature_attention(*tensors, **options)
+    torch.testing.assert_close(o[:, 3:10], clean[0][:, 3:10], rtol=0, atol=0)
+    torch.testing.assert_close(state, clean[1], rtol=0, atol=0)
+    o[:, 3:10].sum().backward()
+    assert all(t.grad.isfinite().all() for t in tensors)

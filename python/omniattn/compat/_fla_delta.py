@@ -134,11 +134,11 @@ def fused_recurrent_gated_delta_rule(
     gv, decays of the values, must be None. beta is 1 where it is None.
     """
     op = "fused_recurrent_gated_delta_rule"
-    if beta is None:
-        beta = _ones(v, q)
-    else:
-        beta = beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if g is not None and use_gate_in_kernel:
+    beta = _ones(v, q) if beta is None else beta
+    beta = beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel:
+        if g is None:
+            raise ValueError(f"{op}: g must be given with use_gate_in_kernel=True, got g=None")
         g = decays_of(g, A_log, dt_bias, None)
     if gk is None:
         g = widen(q).new_zeros(v.shape[:3]) if g is None else g

@@ -45,8 +45,10 @@ def _linear(
 ) -> tuple[Tensor, Any]:
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if normalize and initial_state is not None:
-        matrix, total = initial_state
-        initial_state = torch.cat((matrix, total.squeeze(1)[..., None].to(matrix.dtype)), -1)
+        pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        matrix, total = pair
+        sums = matrix.new_zeros(matrix.shape[:-1]) if total is None else total.squeeze(1)
+        initial_state = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
     call = partial(
         functional.linear_attention, feature_map="identity", normalize=normalize, eps=1e-10
     )

@@ -19,6 +19,7 @@ from omniattn.functional._checks import (
     require_rows,
     require_tensor,
     shown,
+    widen,
 )
 
 __all__ = [
@@ -81,7 +82,7 @@ def selective_scan_fn(
                     f"{op}: {name} must have 2 T={2 * u.shape[2]} as its last size with a complex "
                     f"A, got {name}.shape={tuple(w.shape)}"
                 )
-            w = torch.view_as_complex(w.unflatten(-1, (-1, 2)).contiguous())
+            w = torch.view_as_complex(widen(w).unflatten(-1, (-1, 2)).contiguous())
         return w.movedim(-1, 1)
 
     y, state = _scan(

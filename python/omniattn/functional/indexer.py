@@ -20,7 +20,6 @@ from omniattn.functional._checks import (
     require_int,
     require_like,
     require_number,
-    require_shape,
     shown,
     use_reference,
     widen,
@@ -290,8 +289,11 @@ def _check_attention(
 def _check_lists(op: str, indices: Tensor, q: Tensor, tk: int) -> None:
     """Lists of keys; values are checked where that waits for no device."""
     require_int32_or_int64(op, "indices", indices, q)
-    n = indices.shape[2] if indices.dim() == 3 else 0
-    require_shape(op, "indices", indices, (q.shape[0], q.shape[1], n))
+    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"{op}: indices must have shape (B, Tq, n) with B={q.shape[0]}, Tq={q.shape[1]}, "
+            f"got indices.shape={tuple(indices.shape)}"
+        )
     if not indices.is_cpu or indices.numel() == 0 or is_traced():
         return
     low, high = (int(t) for t in indices.aminmax())

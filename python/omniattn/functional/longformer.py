@@ -123,7 +123,7 @@ def longformer_attention(
     how["backend"] = backend
     reach = window // 2
     out, lse = _windows(q, k, v, dilations, reach, key_padding, causal, how)
-    if global_index is not None:
+    if global_index is not None and q.shape[1]:
         outside = _outside(global_index, q.shape[1], dilations, reach, causal)
         if key_padding is not None:
             outside = outside & _at(key_padding, global_index)[:, None, None]

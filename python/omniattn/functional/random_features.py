@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn.functional._checks import (
     require_bool,
     require_choice,
+    require_device,
     require_float,
     require_int,
     require_number,
@@ -138,6 +139,8 @@ def log_features(
     """a and f of features ``exp(a) f / sqrt(count)``; f is None for all ones."""
     require_float(op, "x", x)
     require_choice(op, "kind", kind, FEATURES)
+    require_float(op, "weight", weight)
+    require_device(op, "weight", weight, x, "q" if op == "random_feature_attention" else "x")
     size = x.shape[-1] if x.ndim else 0
     if weight.ndim != 2 or weight.shape[1] != size or min(weight.shape) == 0:
         raise ValueError(
@@ -233,9 +236,10 @@ def random_feature_attention(
     require_number(op, "eps", eps, 0)
     require_number(op, "feature_eps", feature_eps, 0)
     use_reference(op, backend, q)
+    packed = _Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
+    q, k = packed.cleared(q), packed.cleared(k)
     a_q, f_q = log_features(op, q, weight, kind, scale)
     a_k, f_k = log_features(op, k, weight, kind, scale)
-    packed = _Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
     before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
     wide = widen(v)
     ones = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
@@ -285,9 +289,18 @@ class _Packed:
         if cu_seqlens is None:
             return
         token = torch.arange(q.shape[1], device=q.device)
-        index = torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False) - 1
-        self.inside = (index >= 0) & (index < count)
-        self.index = index.clamp(0, max(0, count - 1))
+        # -1 and `count` before the first and after the last sequence
+        self.found = (
+            torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False) - 1
+        )
+        self.inside = (self.found >= 0) & (self.found < count)
+        self.index = self.found.clamp(0, max(0, count - 1))
+
+    def cleared(self, x: Tensor) -> Tensor:
+        """(B, T, ...), 0 for tokens of no sequence."""
+        if self.bounds is None:
+            return x
+        return torch.where(self.inside.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
 
     def running_max(self, x: Tensor) -> Tensor:
         """Over time, (B, T, ...), within each sequence: in log2(T) sweeps where there are some."""
@@ -295,7 +308,7 @@ class _Packed:
             return x.cummax(1).values
         back = 1
         while back < x.shape[1]:
-            same = (self.index[back:] == self.index[:-back]).view(1, -1, *[1] * (x.dim() - 2))
+            same = (self.found[back:] == self.found[:-back]).view(1, -1, *[1] * (x.dim() - 2))
             later = torch.maximum(x[:, back:], x[:, :-back])
             x = torch.cat((x[:, :back], torch.where(same, later, x[:, back:])), 1)
             back *= 2
@@ -361,13 +374,13 @@ def _shifts(
     shifts = torch.maximum(packed.running_max(a), packed.of_tokens(before))
     last = packed.last(shifts, before)
     if not causal:
-        return packed.of_tokens(last), torch.zeros_like(a), last
+        return packed.cleared(packed.of_tokens(last)), torch.zeros_like(a), last
     earlier = torch.cat((torch.full_like(shifts[:, :1], -math.inf), shifts[:, :-1]), 1)
     first = torch.zeros(a.shape[1], dtype=torch.bool, device=a.device)
     if packed.bounds is None:
         first[:1] = True
     else:
-        first = torch.cat((first[:1] | True, packed.index[1:] != packed.index[:-1]))
+        first = torch.cat((first[:1] | True, packed.found[1:] != packed.found[:-1]))
     earlier = torch.where(first.view(1, -1, 1, 1), packed.of_tokens(before), earlier)
     # Nothing decays where there is no token yet.
     decay = (earlier - shifts).nan_to_num(neginf=0.0)

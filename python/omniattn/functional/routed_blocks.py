@@ -223,6 +223,8 @@ def _check_router(
             f"{op}: router_q must have shape (B, ceil(Tq / query_block), 1 | Hkv | Hq, Dr) with "
             f"B={batch}, Tq={tq}, Hkv={kv_heads}, Hq={heads}, got router_q.shape={shape}"
         )
+    if shape[3] == 0:
+        raise ValueError(f"{op}: router_q must have Dr > 0, got router_q.shape={shape}")
     shape = tuple(router_k.shape)
     fits = len(shape) == 4 and shape[:2] == (batch, blocks) and shape[3] == router_q.shape[3]
     if not fits or shape[2] == 0 or router_q.shape[2] % shape[2]:
@@ -248,8 +250,8 @@ def _gated(
     keys = widen(router_k).transpose(1, 2)
     keys = keys.repeat_interleave(router_q.shape[2] // router_k.shape[2], 1)
     queries = widen(router_q).transpose(1, 2) * router_q.shape[3] ** -0.5
-    parts = []
-    for place in index.split(1, 3):
+    parts: list[tuple[Tensor, Tensor]] = []
+    for place in index.split(1, 3) if k.shape[1] else ():
         out, lse = selected_attention(q, k, v, place, return_lse=True, **options)
         at = place.long().clamp(min=0).expand(-1, -1, -1, keys.shape[3])
         gate = torch.nn.functional.logsigmoid((queries * keys.gather(2, at)).sum(-1))

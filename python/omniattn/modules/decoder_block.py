@@ -13,12 +13,18 @@ from omniattn.functional._checks import widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.attention import Attention
-from omniattn.modules.cache import Cache
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.eviction import Eviction
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
-from omniattn.modules.state import State, Stateful, StatePair, Storage, takes_cache
+from omniattn.modules.state import (
+    RecurrentState,
+    State,
+    Stateful,
+    StatePair,
+    Storage,
+    takes_cache,
+)
 
 
 class DecoderBlock(Layer, Stateful):
@@ -115,7 +121,7 @@ class DecoderBlock(Layer, Stateful):
         if eviction is not None and isinstance(self.mixer, Attention):
             more["eviction"] = eviction
         state: State = self.mixer.new_state(batch, max_length, **storage, **more)
-        if eviction is not None and not more and isinstance(state, Cache):
+        if eviction is not None and not more and not isinstance(state, RecurrentState):
             raise ValueError(
                 "DecoderBlock: eviction needs Attention or a mixer whose state does not grow, "
                 f"got mixer={type(self.mixer).__name__}"
