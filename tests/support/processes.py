@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 
-def start(rank, ranks, port, seconds=60):
-    """Joins a gloo group whose collectives wait for `seconds` at most."""
+def start(rank, ranks, port):
+    """Joins a gloo group whose collectives wait for a minute at most."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=seconds)
+    timeout = timedelta(minutes=1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timeout)
 
 
