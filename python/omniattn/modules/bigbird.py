@@ -15,7 +15,7 @@ from omniattn.modules import _signatures
 from omniattn.modules.cache import Cache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.sparse_attention import SparseAttention, SparseConfig
-from omniattn.modules.state import State, Storage
+from omniattn.modules.state import State, Storage, takes_cache
 
 
 class BigBirdAttention(SparseAttention):
@@ -88,6 +88,7 @@ class BigBirdAttention(SparseAttention):
             )
         return super().new_state(batch, max_length, **storage)
 
+    @takes_cache
     def forward(
         self,
         x: Tensor,
