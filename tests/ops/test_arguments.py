@@ -1,5 +1,6 @@
 """What no function takes is refused in its own words: function, argument and value."""
 
+import inspect
 import math
 import re
 from dataclasses import replace
@@ -299,11 +300,13 @@ class Wrapped(torch.Tensor):
 
 
 def calls_by_tensor(spec):
-    """The first case of the op with each of its tensors, by the tensor's name."""
+    """The first case of the op with each of its tensors, by the tensor's name; not parts of them
+    that only the OpSpec has."""
+    known = inspect.signature(spec.function).parameters
     calls = {}
     for case in spec.cases:
         call = spec.call(case, torch.float32)
-        calls = {name: call for name in call.tensors} | calls
+        calls = {name: call for name in call.tensors if name in known} | calls
     return calls
 
 

@@ -211,4 +211,7 @@ def takes_cache(forward: Forward) -> Forward:
                     )
         return forward(self, *args, **kwargs)
 
+    # torch.compile counts how often it compiles a code object, which layers must not share.
+    code = by_either_name.__code__
+    by_either_name.__code__ = code.replace(co_name=forward.__qualname__)
     return by_either_name  # type: ignore[return-value]
