@@ -200,7 +200,6 @@ def takes_cache(forward: Forward) -> Forward:
     """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
     the names from when all states were caches of keys and values."""
 
-    @wraps(forward)
     def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
         for former, name in (("cache", "state"), ("memory_cache", "memory_state")):
             if former in kwargs:
@@ -214,4 +213,4 @@ def takes_cache(forward: Forward) -> Forward:
     # torch.compile counts how often it compiles a code object, which layers must not share.
     code = by_either_name.__code__
     by_either_name.__code__ = code.replace(co_name=forward.__qualname__)
-    return by_either_name  # type: ignore[return-value]
+    return wraps(forward)(by_either_name)  # type: ignore[return-value]
