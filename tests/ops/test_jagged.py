@@ -154,7 +154,7 @@ RECURRENT = {
         {},
     ),
     "slstm": lambda q, k, v: (F.slstm, (like(q, 4, 2, 3), recurrent), {}),
-    "ssd": lambda q, k, v: (F.ssd, (v, gate_of(q, 2), torch.ones(2), q, k), {"z": v}),
+    "ssd": lambda q, k, v: (F.ssd, (v, gate_of(q, 2), -torch.ones(2), q, k), {"z": v}),
     "mlstm": lambda q, k, v: (F.mlstm, (q, k, v, like(q, 2)), {"f": like(q, 2)}),
     "selective_scan": lambda q, k, v: (
         F.selective_scan,
