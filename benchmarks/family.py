@@ -3,7 +3,7 @@
     python benchmarks/family.py [--quick] [--steps run goals linear] [--threads 2] [--force]
 
 Runs run.py, goals.py (with memory returned and kept) and linear_choice.py one after another, each
-adding the family's record to those of the others, and writes docs/benchmarks.md and docs/goals.md.
+adding its records to those of other families, and writes docs/benchmarks.md and docs/goals.md.
 Takes hours; what a stopped run has measured stays in the records. --quick shortens run.py's rounds,
 and tries goals.py and linear_choice.py without recording.
 """

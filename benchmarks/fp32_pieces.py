@@ -1,4 +1,4 @@
-"""Errors of fp32 products that tiles make of bf16 pieces, beside those of torch's fp32 product.
+"""Errors of fp32 products computed on tiles from bf16 pieces, and of torch's fp32 product.
 
     python benchmarks/fp32_pieces.py            # prints the table
     python benchmarks/fp32_pieces.py --publish  # writes it to docs/precision.md

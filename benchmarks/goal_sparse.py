@@ -145,7 +145,7 @@ def pattern_rows() -> Iterator[Row]:
 
 
 def visited(pattern: Pattern, length: int, heads: int) -> float:
-    """Visited pairs; of long texts by the line through those of two shorter ones."""
+    """Visited pairs, extrapolated on a line through two shorter lengths where the text is long."""
     least, most = 2048, 4096
     if length <= most:
         return pattern.area(length, heads) * length**2

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kMostKeys = (int64_t{1} << 31) - 1;  // indices are int32
 
-// k packed once where several blocks of queries read it, then lists, or those of splits and their
-// union.
+// Packs k once where several blocks of queries read it; then finds the lists, or the candidates of
+// each split and merges them.
 void run_cpu(IndexerParams p) {
   const DType acc = accumulator(p.dtype);
   const auto& kernels = indexer_kernels(p.dtype);

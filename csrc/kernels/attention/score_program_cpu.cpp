@@ -37,7 +37,7 @@ OMNIATTN_INLINE void with_elements(const ProgramTable& t, const F& f) {
     case ElementType::u8:
       return f(static_cast<const uint8_t*>(t.data), int_of<A>{});
   }
-  OMNIATTN_FAIL("a table of a program has a type of elements that is none");
+  OMNIATTN_FAIL("a table of a program has an unknown element type");
 }
 
 // An element as a lane.

@@ -7,9 +7,9 @@
 // B and C may also be constants of each channel. The forward keeps the states before each chunk of
 // steps, from which the backward computes the others again.
 //
-// States may be paired: those of 2 n and 2 n + 1, and of A, are then the parts of complex numbers,
-// of which e^(dt A) h is a product. B and C go into each part and read it: those of a complex scan,
-// y = 2 Re sum_n C h, are given as parts of B and of 2 conj(C).
+// States may be paired: states 2 n and 2 n + 1, and those entries of A, are then the real and the
+// imaginary part of one complex number, and e^(dt A) h is a complex product. For a complex scan,
+// y = 2 Re sum_n C h, the caller gives the parts of B and of 2 conj(C).
 #pragma once
 
 #include <type_traits>

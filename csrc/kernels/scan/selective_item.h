@@ -82,7 +82,7 @@ OMNIATTN_INLINE void for_states(int64_t states, const F& f) {
     }
   }
 }
-// f(n, Paired, Count) for those of p.
+// f(n, Paired, Count) for the states of p.
 template <int kMost, class F>
 OMNIATTN_INLINE void for_blocks(const Selective& p, const F& f) {
   const auto of = [&](auto paired) {
