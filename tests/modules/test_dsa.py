@@ -156,7 +156,6 @@ def test_interleaved_rotation_of_the_indexer_alone() -> None:
 
 @torch.no_grad()
 def test_weights_and_outputs_of_transformers() -> None:
-    pytest.importorskip("transformers.models.deepseek_v32")
     from transformers import DeepseekV32Config
     from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 

@@ -35,9 +35,9 @@ HIDING = {"detsa_attention", "hub_spoke_attention", "routed_block_attention", "s
 #: Made of several calls of `attention`. Under a softcap the gradient of an infinite logit is 0 inf,
 #: and where that is NaN depends on the parts.
 PARTS = {"dual_chunk_attention", "moba_attention"}
-#: Arguments that must not be above 0, and those that must not be below.
-DECAYING = {(name, "A") for name in ("selective_scan", "ssd")}
-SIGNED = {(name, "w") for name in ("rwkv4", "rwkv_quadratic", "rwkv_recurrent")}
+#: Arguments that must not be below 0, and those that must not be above.
+SIGNS = {(name, "w"): 1 for name in ("rwkv4", "rwkv_quadratic", "rwkv_recurrent")}
+SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
 COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 #: Of valid calls; that of the products that emulated levels have (test_emulated_isas.py).
 DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))
@@ -239,8 +239,8 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
     value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     if name in PARTS and call.options.get("softcap"):
         value = math.nan
-    sign = {(name, changed) in SIGNED: 1, (name, changed) in DECAYING: -1}.get(True)
-    tensors[changed].view(-1)[at] = sign * abs(value) if sign else value
+    sign = SIGNS.get((name, changed))
+    tensors[changed].view(-1)[at] = value if sign is None else sign * abs(value)
     broken = testing.Call(tensors, call.options, call.differentiable)
     expected, actual = broken.run(spec.reference), broken.run(spec.function)
     if name != "reglu":

@@ -17,7 +17,13 @@ from omniattn.functional.attention_lse import attention_weights
 from omniattn.functional.masks import KeyPadding
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.reference.attention import default_scale
-from omniattn.reference.indexer import divergence, indexer_scores, normalised, visible_keys
+from omniattn.reference.indexer import (
+    divergence,
+    indexer_scores,
+    normalised,
+    sum_of_heads,
+    visible_keys,
+)
 
 __all__ = ["loss_by_queries"]
 
@@ -222,7 +228,5 @@ def _listed_keys(
 ) -> Rows:
     lists = chosen.lists[:, first:last]
     products = q_idx[:, first:last] @ _keys_of(k_idx, lists).transpose(2, 3)
-    if activation == "relu":
-        products = products.relu()
-    scores = products.sum(2) if w is None else (products * w[:, first:last, :, None]).sum(2)
+    scores = sum_of_heads(products, None if w is None else w[:, first:last], activation)
     return scores, chosen.weights(first, last), lists >= 0

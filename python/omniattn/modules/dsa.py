@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice, shown
+from omniattn.functional._checks import require_choice
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.auxiliary import AuxiliaryLoss
@@ -18,6 +18,7 @@ from omniattn.modules.cache import storage_like
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import require_no_mask, require_tokens
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.norm import LayerNorm
 from omniattn.modules.state import State, Storage, take, takes_cache
@@ -246,11 +247,8 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
             mask: must be None; padding goes to the end of the sequences.
         """
         op, c = "DeepSeekSparseAttention", self.config
-        if mask is not None:
-            raise ValueError(f"{op}: mask must be None, got mask={shown(mask)}")
-        if x.is_nested or x.dim() != 3 or x.shape[2] != c.dim:
-            got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
-            raise ValueError(f"{op}: x must have shape (B, T, {c.dim}), got {got}")
+        require_no_mask(op, mask)
+        require_tokens(op, x, c.dim)
         if state is not None and not isinstance(state, DSAState):
             raise TypeError(f"{op}: state must be a DSAState, got {type(state).__name__}")
         self._require_rope(rope)

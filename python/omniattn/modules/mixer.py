@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
+
+from omniattn.functional._checks import shown
+from omniattn.functional.masks import Mask
 from omniattn.modules.layer import Layer
 from omniattn.modules.state import Stateful
+
+
+def require_tokens(op: str, x: Tensor, dim: int) -> None:
+    """x must be (B, T, dim)."""
+    if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
+        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
+        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
+
+
+def require_no_mask(op: str, mask: Tensor | Mask | None) -> None:
+    if mask is not None:
+        raise ValueError(f"{op}: mask must be None, got mask={shown(mask)}")
 
 
 class Mixer(Layer, Stateful):

@@ -10,24 +10,15 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_no_mask, require_tokens
 from omniattn.modules.sparse_attention import HeadsConfig
 from omniattn.modules.state import State, Storage, take, takes_cache
-
-
-def _require_tokens(op: str, x: Tensor, mask: Tensor | Mask | None, dim: int) -> None:
-    if mask is not None:
-        raise ValueError(f"{op}: mask must be None, got mask={shown(mask)}")
-    if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
-        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
-        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
 
 
 class MoBA(Mixer):
@@ -136,7 +127,8 @@ class MoBA(Mixer):
             mask: must be None; padding goes to the end of the sequences.
         """
         c = self.config
-        _require_tokens("MoBA", x, mask, c.dim)
+        require_no_mask("MoBA", mask)
+        require_tokens("MoBA", x, c.dim)
         cache = require_cache("MoBA", state)
         q, k, v = (
             proj(x).unflatten(-1, (-1, c.head_size))
@@ -375,7 +367,8 @@ class NSA(Mixer):
             mask: must be None; padding goes to the end of the sequences.
         """
         c = self.config
-        _require_tokens("NSA", x, mask, c.dim)
+        require_no_mask("NSA", mask)
+        require_tokens("NSA", x, c.dim)
         if state is not None and not isinstance(state, NSAState):
             raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
         q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))

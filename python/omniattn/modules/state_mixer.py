@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import RecurrentState, State, takes_cache
 
 
@@ -63,9 +63,7 @@ def require_recurrence(
             f"{op}: mask must be None, because a recurrence reads every token, got "
             f"mask={shown(mask)}"
         )
-    if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
-        got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
-        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
+    require_tokens(op, x, dim)
     if state is not None and not isinstance(state, RecurrentState):
         raise TypeError(
             f"{op}: state must be a RecurrentState, got type(state)={type(state).__name__}"

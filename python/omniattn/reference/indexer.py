@@ -53,7 +53,11 @@ def dsa_indexer(
 
 def indexer_scores(q: Tensor, k: Tensor, w: Tensor | None, activation: Activation) -> Tensor:
     """I (B,Tq,Tk) in fp32, fp64 for fp64."""
-    products = torch.einsum("bthd,bsd->bths", widen(q), widen(k))
+    return sum_of_heads(torch.einsum("bthd,bsd->bths", widen(q), widen(k)), w, activation)
+
+
+def sum_of_heads(products: Tensor, w: Tensor | None, activation: Activation) -> Tensor:
+    """I of the products (B,Tq,H,n) of a query and n keys."""
     if activation == "relu":
         products = products.relu()
     return products.sum(2) if w is None else (products * widen(w)[..., None]).sum(2)
