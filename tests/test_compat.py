@@ -159,6 +159,23 @@ def test_linear_attention():
         q[:, 4:], k[:, 4:], v[:, 4:], initial_state=state, normalize=True
     )
     torch.testing.assert_close(torch.cat((first, second), 1), divided)
+    # A state without sums of keys has none so far.
+    sums = torch.zeros_like(state[1])
+    for given in (state[0], (state[0], None)):
+        torch.testing.assert_close(
+            compat.chunk_linear_attn(q, k, v, initial_state=given)[0],
+            compat.chunk_linear_attn(q, k, v, initial_state=(state[0], sums))[0],
+        )
+
+
+def test_options_of_gates_need_the_gates():
+    x = tensors()
+    rest = (x["q"], x["k"], x["v"])
+    name = "fused_recurrent_gated_delta_rule"
+    with pytest.raises(ValueError, match=f"{name}: g must be given with use_gate_in_kernel"):
+        compat.fused_recurrent_gated_delta_rule(*rest, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match=f"{name}: allow_neg_eigval needs use_beta_sigmoid"):
+        compat.fused_recurrent_gated_delta_rule(*rest, g=x["g"], allow_neg_eigval=True)
 
 
 #: Names of the same function, and the tensors in order.

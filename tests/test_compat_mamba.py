@@ -70,6 +70,17 @@ def test_selective_scan_fn_of_a_complex_A():
     torch.testing.assert_close(state, h, rtol=1e-5, atol=1e-5)
 
 
+def test_parts_of_a_complex_scan_in_bf16():
+    given = tensors(None)
+    given["A"] = given["A"] + 1j * torch.randn(D, N)
+    half = {name: torch.randn(B, N, 2 * T).bfloat16() for name in "BC"}
+    y = compat.selective_scan_fn(**given | half, delta_softplus=True)
+    exact = compat.selective_scan_fn(
+        **given | {name: t.float() for name, t in half.items()}, delta_softplus=True
+    )
+    assert torch.equal(y, exact)
+
+
 def test_selective_scan_fn_of_several_dtypes():
     given = tensors()
     mixed = given | {"u": given["u"].bfloat16(), "z": given["z"].bfloat16()}

@@ -11,11 +11,13 @@ from omniattn import functional, reference
 from omniattn.models import PRESETS, generate
 from omniattn.modules import (
     H2O,
+    NSA,
     Attention,
     DecoderBlock,
     EvictingCache,
     Eviction,
     KVCache,
+    MoBA,
     MultiHeadLatentAttention,
     RMSNorm,
     RollingCache,
@@ -340,3 +342,10 @@ def test_states_and_calls_that_do_not_fit_are_refused():
         layer(x, state=full)
     with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
         layer(x, state=cache)
+
+
+@pytest.mark.parametrize("mixer", [NSA.Config(32, 4), MoBA.Config(32, 4)])
+def test_blocks_refuse_a_policy_that_their_mixer_would_ignore(mixer):
+    block = DecoderBlock(mixer, None, RMSNorm.Config(32))
+    with pytest.raises(ValueError, match=r"^DecoderBlock: eviction needs Attention or a mixer"):
+        block.new_state(1, 8, eviction=H2O(2, 2))

@@ -345,6 +345,12 @@ def test_every_mixer_takes_its_state_as_cache(config):
         mixer(x, cache=cache, state=state, rope=rope)
 
 
+def test_layers_are_counted_apart_by_the_compiler():
+    """torch.compile limits how often it compiles one code object."""
+    forwards = {config.layer.forward for config in MIXERS}
+    assert len({id(forward.__code__) for forward in forwards}) == len(forwards)
+
+
 def test_generate_takes_any_model_with_the_methods(model):
     with pytest.raises(ValueError, match="source must be None, since Decoder has no encoder"):
         generate(model, torch.zeros(1, 1, dtype=torch.long), 1, source=torch.zeros(1, 1).long())

@@ -71,6 +71,9 @@ STATE = (torch.ones(1, 2, 5, 5), torch.ones(1, 2, 5))
         ({"initial_state": STATE[:1] * 2}, ValueError, r"M must have shape \(1, 2, 5\)"),
         ({"initial_state": STATE, "causal": False}, ValueError, "must be None where causal=False"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"must grow within \[0, 3\]"),
+        ({"weight": None}, TypeError, "weight must be a torch.Tensor, got weight=None"),
+        ({"weight": torch.ones(5, 4).int()}, TypeError, "weight must be float64.*int32"),
+        ({"weight": torch.ones(5, 4) + 0j}, TypeError, "weight must be float64.*complex64"),
     ],
 )
 def test_errors(changed, error, message):

@@ -189,3 +189,17 @@ def test_states_of_routed_blocks() -> None:
         everything = copy.deepcopy(layer)
         everything.config = replace(layer.config, topk=4)
         torch.testing.assert_close(step, everything(x)[:, 11:])
+
+
+@pytest.mark.parametrize("grad", ["none", "gate"])
+def test_without_keys(grad: str) -> None:
+    q, none = normal(1, 4, 2, 8), normal(1, 0, 1, 8)
+    routers = normal(1, 4, 1, 3), normal(1, 0, 1, 3)
+    out = routed_block_attention(*(q, none, none, *routers), block_size=2, topk=2, router_grad=grad)
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_router_of_size_0() -> None:
+    q, k, none = normal(1, 4, 2, 8), normal(1, 4, 1, 8), normal(1, 4, 1, 0)
+    with pytest.raises(ValueError, match=r"^routed_block_attention: router_q must have Dr > 0"):
+        routed_block_attention(q, k, k, none, none[:, :2], block_size=2, topk=2)

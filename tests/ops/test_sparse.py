@@ -282,3 +282,10 @@ def test_arguments_of_another_type():
         F.longformer_attention(Q, K, V, window=2, global_index=INDEX.double())
     with pytest.raises(TypeError, match="key_padding must be bool"):
         F.bigbird_attention(Q, K, V, key_padding=torch.ones(2, 40))
+
+
+def test_longformer_without_tokens():
+    none, index = torch.ones(1, 0, 2, 4), torch.tensor([[-1]])
+    for padding in (None, torch.ones(1, 0, dtype=torch.bool)):
+        options = {"window": 2, "global_index": index, "key_padding": padding}
+        assert F.longformer_attention(none, none, none, **options).shape == none.shape
