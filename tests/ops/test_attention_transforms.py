@@ -127,3 +127,11 @@ def test_autocast_casts_to_its_dtype():
         out = attention(q, k, v)
     assert out.dtype == BF16
     torch.testing.assert_close(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_a_mask_of_fixed_size_compiles_with_a_symbolic_length():
+    q = torch.randn(1, 5, 2, 8)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    torch._dynamo.maybe_mark_dynamic(q, 1)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, q, q, mask=mask), attention(q, q, q, causal=True))

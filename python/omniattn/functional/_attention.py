@@ -21,6 +21,7 @@ from omniattn.encoding.options import (
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
+    is_one_of,
     refuse_nested,
     require_bool,
     require_choice,
@@ -228,13 +229,14 @@ def _side_tensors(
         blocks = (batch, heads, -(-tq // BLOCK), -(-tk // BLOCK))
         codes, bits = side
         fits = codes.dim() == 4 and codes.shape[2:] == blocks[2:]
-        if not fits or codes.shape[0] not in (1, batch) or codes.shape[1] not in (1, heads):
+        fits = fits and is_one_of(codes.shape[0], 1, batch) and is_one_of(codes.shape[1], 1, heads)
+        if not fits:
             raise ValueError(
                 f"{op}: mask codes must be broadcastable to {blocks}, blocks of {BLOCK} queries "
                 f"and keys, got codes.shape={tuple(codes.shape)}"
             )
         require_shape(op, "bits", bits, (bits.shape[0], BLOCK))
-        if size not in ((0, 0), (tq, tk)):
+        if not is_one_of(size, (0, 0), (tq, tk)):
             raise ValueError(f"{op}: mask must be made for (Tq, Tk)={(tq, tk)}, got size={size}")
     return side
 
@@ -244,7 +246,7 @@ def require_broadcastable(
 ) -> None:
     require_device(op, name, t, q, q_name)
     fits = t.dim() <= len(full) and all(
-        n in (1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
+        is_one_of(n, 1, m) for n, m in zip(reversed(t.shape), reversed(full), strict=False)
     )
     if not fits:
         raise ValueError(

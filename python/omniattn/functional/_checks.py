@@ -284,6 +284,11 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
     return seed
 
 
+def is_one_of(size: Any, *sizes: Any) -> bool:
+    """`size in sizes`, which torch.compile takes for False where one of them is symbolic."""
+    return any(size == other for other in sizes)
+
+
 def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None:
     if t.shape != shape:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    is_one_of,
     require_bool,
     require_choice,
     require_float,
@@ -211,7 +212,7 @@ def _per_token(op: str, importance_ratio: Tensor, log_prob: Tensor) -> Tensor:
     batch, length = log_prob.shape
     if importance_ratio.shape == (batch,):
         importance_ratio = importance_ratio.unsqueeze(1)
-    if importance_ratio.shape not in ((batch, 1), (batch, length)):
+    if not is_one_of(importance_ratio.shape, (batch, 1), (batch, length)):
         raise ValueError(
             f"{op}: importance_ratio must have shape (B,), (B, 1) or (B, T), "
             f"got importance_ratio.shape={tuple(importance_ratio.shape)}, B={batch}, T={length}"

@@ -8,6 +8,7 @@ from torch import Tensor
 from omniattn.functional._checks import (
     cast_like,
     implementation,
+    is_one_of,
     require_bool,
     require_device,
     require_float,
@@ -253,7 +254,7 @@ def _table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> tor
             f"{op}: cos and sin must have the same shape, got cos.shape={tuple(shape)}, "
             f"sin.shape={tuple(sin.shape)}"
         )
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in (1, batch)):
+    if len(shape) not in (2, 3) or (len(shape) == 3 and not is_one_of(shape[0], 1, batch)):
         raise ValueError(
             f"{op}: cos must have shape (T, Dr / 2) or ({batch}, T, Dr / 2), "
             f"got cos.shape={tuple(shape)}"
@@ -284,7 +285,7 @@ def _check_positions(
             )
     else:
         require_integers(op, "positions", positions)
-        if positions.shape not in ((tokens,), (1, tokens), (batch, tokens)):
+        if not is_one_of(positions.shape, (tokens,), (1, tokens), (batch, tokens)):
             raise ValueError(
                 f"{op}: positions must have shape ({tokens},) or ({batch}, {tokens}), "
                 f"got positions.shape={tuple(positions.shape)}"

@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     cast_like,
+    is_one_of,
     require_choice,
     require_int,
     require_number,
@@ -218,7 +219,11 @@ def _check_router(
         )
     lists, blocks = -(-tq // query_block), -(-tk // block_size)
     shape = tuple(router_q.shape)
-    if len(shape) != 4 or shape[:2] != (batch, lists) or shape[2] not in (1, kv_heads, heads):
+    if (
+        len(shape) != 4
+        or shape[:2] != (batch, lists)
+        or not is_one_of(shape[2], 1, kv_heads, heads)
+    ):
         raise ValueError(
             f"{op}: router_q must have shape (B, ceil(Tq / query_block), 1 | Hkv | Hq, Dr) with "
             f"B={batch}, Tq={tq}, Hkv={kv_heads}, Hq={heads}, got router_q.shape={shape}"

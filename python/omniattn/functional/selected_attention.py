@@ -14,7 +14,13 @@ from omniattn.functional._attention import (
     full_shape,
     require_int32_or_int64,
 )
-from omniattn.functional._checks import implementation, require_bool, require_int, require_seed
+from omniattn.functional._checks import (
+    implementation,
+    is_one_of,
+    require_bool,
+    require_int,
+    require_seed,
+)
 from omniattn.ops.selected_attention import selected_attention as op_of_selected
 from omniattn.reference.attention import default_scale
 from omniattn.reference.selected_attention import require_lists
@@ -185,8 +191,8 @@ def _lists(op: str, indices: Tensor, q: Tensor, k: Tensor, query_block: int) -> 
     shape = tuple(indices.shape)
     if (
         len(shape) != 4
-        or shape[0] not in (1, batch)
-        or shape[1] not in (1, kv_heads, heads)
+        or not is_one_of(shape[0], 1, batch)
+        or not is_one_of(shape[1], 1, kv_heads, heads)
         or shape[2] != lists
     ):
         raise ValueError(

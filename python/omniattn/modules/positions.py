@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_rows
+from omniattn.functional._checks import is_one_of, require_int, require_integers, require_rows
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
@@ -27,7 +27,7 @@ def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
     if (
         len(shape) not in (1, 2)
         or shape[-1] != x.shape[-2]
-        or (len(shape) == 2 and shape[0] not in (1, x.shape[0]))
+        or (len(shape) == 2 and not is_one_of(shape[0], 1, x.shape[0]))
     ):
         raise ValueError(
             f"{op}: positions must have shape (T,) or (B, T), got positions.shape={tuple(shape)}, "
