@@ -295,7 +295,8 @@ def _training(layer: torch.nn.Module, length: int) -> Provider:
     (x,) = tensors((1, length, WIDTH))
     leaves = [x.requires_grad_(), *layer.parameters()]
     grad = torch.randn(1, length, WIDTH)
-    return lambda: torch.autograd.grad(layer(x), leaves, grad)
+    # A loss of its own trains the indexer of DSA.
+    return lambda: torch.autograd.grad(layer(x), leaves, grad, allow_unused=True)
 
 
 def layer_rows() -> Iterator[Row]:
@@ -321,9 +322,9 @@ SEEN = 32768
 
 def _filled(cache: modules.KVCache, length: int) -> int:
     """Bytes of the keys and values of `length` tokens, which it then has."""
-    heads, dim = cache.views()[0].shape[2:]
-    cache.append(*tensors(*[(1, length, heads, dim)] * 2))
-    return 2 * 4 * length * heads * dim
+    stored = tensors(*((1, length, *view.shape[2:]) for view in cache.views()))
+    cache.append(*stored)
+    return sum(t.nbytes for t in stored)
 
 
 def _decoding(layer: torch.nn.Module, state: Any, length: int) -> Provider:
@@ -350,7 +351,7 @@ def decode_rows() -> Iterator[Row]:
     _filled(states["MoBA"], SEEN)
     moba, dsa = made["MoBA"].config, made["DSA"].config
     _filled(states["DSA"].latents, SEEN)
-    index = _filled(states["DSA"].index, SEEN) // 2  # keys without values
+    index = _filled(states["DSA"].index, SEEN)
     read = {
         "NSA": compressed + token * (c.topk * c.block_size + c.window),
         "MoBA": whole // 2 + token * moba.topk * moba.block_size,  # all keys, for their means
