@@ -27,8 +27,8 @@ from omniattn.reference.indexer import (
 
 __all__ = ["loss_by_queries"]
 
-#: Products of queries and keys that are in memory at a time.
-_PRODUCTS = 1 << 24
+#: Products of queries and keys that are in memory at a time: 16 MiB, which malloc keeps when freed.
+_PRODUCTS = 1 << 22
 #: The fewest queries of a part with all keys: each part packs the keys again.
 _LEAST = 8
 
@@ -177,8 +177,9 @@ def _keys_of(k: Tensor, lists: Tensor) -> Tensor:
     """Rows of k (B, Tk, D) at lists (B, Tq, n), any row for -1: (B, Tq, n, D)."""
     if k.shape[1] == 0:
         return k.new_zeros(*lists.shape, k.shape[2])
-    rows = lists.clamp(min=0).flatten(1)[..., None].expand(-1, -1, k.shape[2])
-    return k.gather(1, rows).view(*lists.shape, k.shape[2])
+    first = torch.arange(0, k.shape[0] * k.shape[1], k.shape[1], device=k.device)
+    rows = lists.clamp(min=0) + first[:, None, None]
+    return k.flatten(0, 1).index_select(0, rows.flatten()).view(*lists.shape, k.shape[2])
 
 
 class _Selected:
