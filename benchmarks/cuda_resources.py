@@ -1,12 +1,14 @@
 """Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
 
 Writes docs/cuda_resources.md, or compares with it: an unintended increase shows in review. Another
-release of nvcc than the one of the table allocates differently and is not compared.
+release of nvcc than the one of the table allocates differently and is not compared. Compiling takes
+minutes, so a table that was made of these very sources is not made again, except with --all.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -37,13 +39,22 @@ def release() -> str:
     return found.group(1)
 
 
+def sources() -> str:
+    """What the kernels are compiled from, as a checksum."""
+    files = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cu")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def heading() -> str:
     return f"""# Registers and shared memory of the CUDA kernels
 
 Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
 whose size is a struct next to each kernel and at most the 163 KiB of sm_80. No kernel spills: the
 script and the development build fail where one does. Written by
-`python benchmarks/cuda_resources.py` with nvcc {release()}.
+`python benchmarks/cuda_resources.py` with nvcc {release()} from the sources `{sources()}`.
 
 | kernel | {" | ".join(ARCHS)} |
 |---|{"---|" * len(ARCHS)}
@@ -111,9 +122,15 @@ def read_table() -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if parser.parse_args().check:
-        if f"with nvcc {release()}." not in TABLE.read_text():
+    parser.add_argument("--all", action="store_true", help="compile also what has not changed")
+    args = parser.parse_args()
+    if args.check:
+        text = TABLE.read_text()
+        if f"with nvcc {release()} " not in text:
             print(f"{TABLE.name} is of another nvcc than {release()}: not compared")
+            return
+        if f"`{sources()}`" in text and not args.all:
+            print(f"{TABLE.name} was made from these sources")
             return
         expected, actual = read_table(), measure()
         changed = [k for k in {**expected, **actual} if expected.get(k) != actual.get(k)]
