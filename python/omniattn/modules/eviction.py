@@ -204,7 +204,7 @@ class Streaming(Eviction):
 
 @dataclass(frozen=True)
 class SnapKV(Eviction):
-    """Compresses the prompt, the first call, to `capacity` tokens; later tokens are all kept.
+    """Compresses the prompt, the first call, to `size` tokens; later tokens are all kept.
 
     The last `window` queries of the prompt vote: the sums of their weights, pooled over `kernel`
     adjacent keys. Kept are the keys of the window and those with the most votes, the earlier of
@@ -213,8 +213,8 @@ class SnapKV(Eviction):
     Args:
         size: tokens kept of a longer prompt, more than `window`.
         window: queries that vote.
-        kernel: odd.
-        pooling: "mean" or "max", with nothing (zero votes) beyond the ends.
+        kernel: an odd number of keys.
+        pooling: "mean" or "max"; keys beyond the ends count as keys without votes.
 
     Reference:
         Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024,
