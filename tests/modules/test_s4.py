@@ -100,13 +100,14 @@ def test_half_layers_keep_their_systems(name):
     torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @PARAMETERS
-def test_compiled_without_breaks(name):
+def test_compiled_without_breaks(name, backend):
     layer = made(name, torch.float32)
     u = inputs(torch.float32).requires_grad_()
     leaves = [u, *layer.parameters()]
     grads = torch.autograd.grad(layer(u).square().sum(), leaves)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     found = torch.autograd.grad(compiled(u).square().sum(), leaves)
     torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
