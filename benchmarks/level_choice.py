@@ -74,7 +74,7 @@ class Measured:
         return min(self.levels[n] for n in names[: names.index(name)]) / self.levels[name]
 
     def chosen(self, least: dict[str, int]) -> str:
-        """What the native library takes (isa_for in runtime/cpu_isa.cpp)."""
+        """What the native library takes (isa_for of runtime/measured_isa.h)."""
         return next(n for n in reversed(self.levels) if self.madds >= least.get(n, 0))
 
 

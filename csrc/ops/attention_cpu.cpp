@@ -12,6 +12,7 @@
 #include "ops/path.h"
 #include "ops/stage.h"
 #include "runtime/denormals.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn::ops::attention {
 namespace {

@@ -1,7 +1,7 @@
 // The active instruction set, for `omniattn info` and for tests that run every ISA in one process.
 #include <torch/csrc/stable/library.h>
 
-#include "runtime/cpu_isa.h"
+#include "runtime/measured_isa.h"
 
 namespace {
 
@@ -14,9 +14,9 @@ bool has_cpu_isa(int64_t isa) { return omniattn::has_isa(static_cast<Isa>(isa));
 // Refuses what is no measured op and no level.
 bool set_least_madds(int64_t op, int64_t isa, int64_t madds) {
   const bool known =
-      op >= 0 && op < omniattn::kMeasuredOps && isa >= 0 && isa < omniattn::kIsaCount;
+      op >= 0 && op < omniattn::kMeasuredOpCount && isa >= 0 && isa < omniattn::kIsaCount;
   if (known) {
-    omniattn::set_least_madds(static_cast<omniattn::MeasuredOp>(op), static_cast<Isa>(isa), madds);
+    omniattn::least_madds(static_cast<omniattn::MeasuredOp>(op), static_cast<Isa>(isa)) = madds;
   }
   return known;
 }

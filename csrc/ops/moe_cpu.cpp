@@ -8,6 +8,7 @@
 #include "ops/moe_routing.h"
 #include "ops/parallel.h"
 #include "ops/stage.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn::ops::moe {
 namespace {

@@ -108,28 +108,6 @@ bool set_active_isa(Isa isa) {
   return true;
 }
 
-namespace {
-
-std::atomic<int64_t>& least_madds(MeasuredOp op, Isa isa) {
-  static std::atomic<int64_t> least[kMeasuredOps][kIsaCount] = {};
-  return least[static_cast<int32_t>(op)][static_cast<int32_t>(isa)];
-}
-
-}  // namespace
-
-void set_least_madds(MeasuredOp op, Isa isa, int64_t madds) {
-  least_madds(op, isa).store(madds, std::memory_order_relaxed);
-}
-
-Isa isa_for(MeasuredOp op, DType factors, int64_t madds) {
-  Isa isa = active_isa();
-  while (!has_all_kernels(isa) && (!has_isa(isa) || !multiplies(isa, factors) ||
-                                   madds < least_madds(op, isa).load(std::memory_order_relaxed))) {
-    isa = static_cast<Isa>(static_cast<int32_t>(isa) - 1);
-  }
-  return isa;
-}
-
 const char* isa_name(Isa isa) { return kNames[static_cast<int32_t>(isa)]; }
 
 bool parse_isa(const char* name, Isa& isa) {

@@ -20,17 +20,6 @@ Isa active_isa();
 // Sets the active ISA. Returns false and changes nothing if the machine lacks it.
 bool set_active_isa(Isa isa);
 
-// Ops for which a level of products may be slower than the one below it where there is little to
-// multiply. From how many multiply-adds on it is used is measured on a family of CPUs
-// (benchmarks/level_choice.py) and set when Python loads the ops. Without a record: always.
-enum class MeasuredOp : int32_t { attention = 0, moe_experts = 1 };
-inline constexpr int32_t kMeasuredOps = 2;
-
-void set_least_madds(MeasuredOp op, Isa isa, int64_t madds);
-// The level of an op's kernels: the best one up to the active ISA that has products of these
-// factors and is fast at so many multiply-adds.
-Isa isa_for(MeasuredOp op, DType factors, int64_t madds);
-
 const char* isa_name(Isa isa);
 // Parses a name as isa_name writes it; false if there is no such ISA.
 bool parse_isa(const char* name, Isa& isa);

@@ -67,7 +67,7 @@ def by_name(kinds):
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
         (
-            enumerators("runtime/cpu_isa.h", "MeasuredOp"),
+            enumerators("runtime/measured_isa.h", "MeasuredOp"),
             {name: number for number, name in enumerate(level_choice.OPS)},
         ),
         (

@@ -39,7 +39,7 @@ struct Machine {
 PROGRAM = """
 #include <cstdio>
 
-#include "runtime/cpu_isa.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn {
 
@@ -71,7 +71,7 @@ int main(int count, char** levels) {
   using namespace omniattn;
   for (int i = 1; i < count; ++i) {
     Isa isa;
-    if (parse_isa(levels[i], isa)) set_least_madds(MeasuredOp::attention, isa, 10);
+    if (parse_isa(levels[i], isa)) least_madds(MeasuredOp::attention, isa) = 10;
   }
   if (count > 1) {
     print_choices();

@@ -29,7 +29,7 @@ __all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "
 #: Records by family of CPUs.
 RECORDS = Path(__file__).with_name("level_crossings.json")
 
-#: By their numbers in the native library (runtime/cpu_isa.h).
+#: By their numbers in the native library (runtime/measured_isa.h).
 OPS = ("attention", "moe_experts")
 
 #: As a number of multiply-adds: nothing has so many.
