@@ -72,8 +72,8 @@ class Products {
     p.blocks = blocks.data();
     p.block_count = static_cast<int64_t>(blocks.size());
     run_stage(
-        std::span(&p, 1), [groups](const Params& x) { return x.block_count * groups; }, memory_,
-        kernel);
+        std::span<const Params>(&p, 1),
+        [groups](const Params& x) { return x.block_count * groups; }, memory_, kernel);
   }
 
  private:
