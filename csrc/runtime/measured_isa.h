@@ -23,8 +23,11 @@ inline std::atomic<int64_t>& least_madds(MeasuredOp op, Isa isa) {
 // multiply-adds.
 inline Isa isa_for(MeasuredOp op, DType factors, int64_t madds) {
   Isa isa = active_isa();
-  while (!has_all_kernels(isa) && (!has_isa(isa) || !multiplies(isa, factors) ||
-                                   madds < least_madds(op, isa).load(std::memory_order_relaxed))) {
+  const auto suits = [&] {
+    const int64_t least = least_madds(op, isa).load(std::memory_order_relaxed);
+    return has_all_kernels(isa) || (multiplies(isa, factors) && madds >= least);
+  };
+  while (!has_isa(isa) || !suits()) {
     isa = static_cast<Isa>(static_cast<int32_t>(isa) - 1);
   }
   return isa;

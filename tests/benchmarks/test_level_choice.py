@@ -64,6 +64,9 @@ def test_info_names_what_was_measured(monkeypatch):
         "moe_experts": {"least": {"amx_bf16": level_choice.NEVER}},
     }
     assert level_choice.describe({"torch": "2.13.0", "ops": ops}) == [
-        "attention uses amx_bf16 from 5.0e+03 multiply-adds of a head on (measured with torch 2.13.0)",
-        "moe_experts uses amx_bf16 never (measured with torch 2.13.0)",
+        f"{words} (measured with torch 2.13.0)"
+        for words in (
+            "attention uses amx_bf16 from 5.0e+03 multiply-adds of a head on",
+            "moe_experts uses amx_bf16 never",
+        )
     ]

