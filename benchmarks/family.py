@@ -1,11 +1,11 @@
 """Measures everything on this family of CPUs, and publishes it.
 
-    python benchmarks/family.py [--quick] [--steps run goals linear] [--threads 2] [--force]
+    python benchmarks/family.py [--quick] [--steps run goals linear levels] [--threads 2] [--force]
 
-Runs run.py, goals.py (with memory returned and kept) and linear_choice.py one after another, each
-adding its records to those of other families, and writes docs/benchmarks.md and docs/goals.md.
-Takes hours; what a stopped run has measured stays in the records. --quick shortens run.py's rounds,
-and tries goals.py and linear_choice.py without recording.
+Runs run.py, goals.py (with memory returned and kept), linear_choice.py and level_choice.py one
+after another, each adding its records to those of other families, and writes docs/benchmarks.md and
+docs/goals.md. Takes hours; what a stopped run has measured stays in the records. --quick shortens
+run.py's rounds, and tries the others without recording.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ FOLDER = Path(__file__).parent
 def commands(threads: int, quick: bool, force: bool) -> dict[str, list[list[str]]]:
     """What each step runs."""
     options = ["--threads", str(threads), *["--force"] * force, *["--quick"] * quick]
-    linear = ["--seconds", "0.01"] if quick else ["--record"]
+    choice = ["--seconds", "0.01"] if quick else ["--record"]
     return {
         "run": [["run.py", *options]],
         "goals": [["goals.py", *options], ["goals.py", "--keep-memory", *options]],
-        "linear": [["linear_choice.py", *linear]],
+        "linear": [["linear_choice.py", *choice]],
+        "levels": [["level_choice.py", "--threads", str(threads), *choice]],
     }
 
 

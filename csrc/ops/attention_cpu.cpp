@@ -12,6 +12,7 @@
 #include "ops/path.h"
 #include "ops/stage.h"
 #include "runtime/denormals.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn::ops::attention {
 namespace {
@@ -86,9 +87,14 @@ Load load_of(const Problems& problems, const F& heads) {
 // Whether whole heads, each with its own workspace, keep the threads busy.
 bool has_heads_enough(const Load& load) { return load.heads >= 4 * load.threads; }
 
-// Runs each problem by the first path that takes it.
+// The level that is the fastest for the multiply-adds of a kv head, masks aside.
+Isa isa_of(const AttentionProblem& p) {
+  return isa_for(MeasuredOp::attention, p.dtype, group_size(p) * p.tq * p.tk * (p.d + p.dv));
+}
+
+// Runs problems of one level, each by the first path that takes it.
 template <class Table, class Params, class F>
-void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
+void run_paths_of_level(const Table& table, std::span<Params> problems, const F& heads) {
   for (auto path = table.begin(); !problems.empty(); ++path) {
     const Load load = load_of(problems, heads);
     const auto rest = std::stable_partition(problems.begin(), problems.end(),
@@ -98,6 +104,20 @@ void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
     table.report(*path);
     path->run(problems.first(taken));
     problems = problems.subspan(taken);
+  }
+}
+
+// The same for problems of any level.
+template <class Table, class Params, class F>
+void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
+  while (!problems.empty()) {
+    const Isa isa = isa_of(problems[0].problem);
+    const auto rest = std::stable_partition(problems.begin(), problems.end(), [&](const Params& x) {
+      return isa_of(x.problem) == isa;
+    });
+    const auto same = static_cast<size_t>(rest - problems.begin());
+    run_paths_of_level(table, problems.first(same), heads);
+    problems = problems.subspan(same);
   }
 }
 
@@ -163,6 +183,11 @@ void gather_gradients(const AttentionBackwardParams& x,
 
 using Forward = AttentionForwardParams;
 using ForwardProblems = std::span<Forward>;
+// Of the level of all problems of a path.
+const AttentionForwardKernels& kernels_of(ForwardProblems problems) {
+  const AttentionProblem& p = problems[0].problem;
+  return attention_forward_kernels_on(isa_of(p), p.dtype);
+}
 
 int64_t kv_heads(const Forward& x) { return kv_head_items(x.problem); }
 
@@ -187,15 +212,15 @@ void run_decode(ForwardProblems problems) {
 
 // Packs and multiplies one kv head after the other.
 void run_heads(ForwardProblems problems) {
-  run<Forward>(attention_forward_kernels(problems[0].problem.dtype).forward_heads, problems,
-               kv_heads, largest(problems, [](const Forward& x) {
+  run<Forward>(kernels_of(problems).forward_heads, problems, kv_heads,
+               largest(problems, [](const Forward& x) {
                  return forward_scratch_elements(x.problem) + packed_head_elements(x.problem);
                }));
 }
 
 // Packs all keys, then multiplies block by block of queries.
 void run_blocks(ForwardProblems problems) {
-  const auto& kernels = attention_forward_kernels(problems[0].problem.dtype);
+  const auto& kernels = kernels_of(problems);
   const Tensor workspace = share_workspace(
       problems, [](const Forward& x) { return forward_workspace_elements(x.problem); });
   run<Forward>(kernels.pack, problems, [](const Forward& x) { return pack_items(x.problem); }, 0);
@@ -216,17 +241,21 @@ const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwa
 
 using Backward = AttentionBackwardParams;
 using BackwardProblems = std::span<Backward>;
+const AttentionBackwardKernels& kernels_of(BackwardProblems problems) {
+  const AttentionProblem& p = problems[0].problem;
+  return attention_backward_kernels_on(isa_of(p), p.dtype);
+}
 
 void run_backward_heads(BackwardProblems problems) {
-  run<Backward>(attention_backward_kernels(problems[0].problem.dtype).backward_heads, problems,
-                backward_owners, largest(problems, [](const Backward& x) {
+  run<Backward>(kernels_of(problems).backward_heads, problems, backward_owners,
+                largest(problems, [](const Backward& x) {
                   const int64_t rows = group_size(x.problem) * x.problem.tq;
                   return backward_scratch_elements(x) + backward_workspace_elements(x, rows);
                 }));
 }
 
 void run_backward_blocks(BackwardProblems problems) {
-  const auto& kernels = attention_backward_kernels(problems[0].problem.dtype);
+  const auto& kernels = kernels_of(problems);
   const Tensor workspace = share_workspace(problems, [](const Backward& x) {
     return backward_workspace_elements(x, query_rows(x.problem));
   });

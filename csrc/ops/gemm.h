@@ -2,6 +2,9 @@
 // gemm_cpu.cpp. On CUDA products are torch's.
 #pragma once
 
+#include <span>
+#include <vector>
+
 #include "kernels/gemm/gemm.h"
 #include "ops/tensor.h"
 
@@ -20,6 +23,11 @@ struct Operand {
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
               int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate = false,
               int64_t pieces = 0);
+
+// All of the products, whose operands are of the same dtypes.
+void multiply_each(std::span<const GemmParams> products);
+// Those alone that pieces can make. Returns which these are.
+std::vector<bool> multiply_in_pieces(std::span<const GemmParams> products);
 
 inline void require_pieces(const char* op, int64_t pieces) {
   require(pieces == 0 || pieces == 2 || pieces == 3, op, "pieces must be 0, 2 or 3, got ", pieces);

@@ -1,8 +1,10 @@
 // Matrix products on the CPU, and linear made of them.
 #include "ops/gemm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "ops/parallel.h"
 #include "ops/registry.h"
@@ -24,72 +26,128 @@ DType factors(const GemmParams& p) {
   return narrowed ? DType::bf16 : p.a_dtype;
 }
 
-void run(const GemmParams& p) {
-  const GemmKernels& kernels = gemm_kernels(factors(p));
-  const int64_t threads = std::min<int64_t>(kernels.items(p), torch::stable::get_num_threads());
-  run_stage(std::span(&p, 1), kernels.items, ThreadMemory(threads, kernels.workspace_bytes(p)),
-            kernels.run);
+void run(std::span<const GemmParams> products) {
+  if (products.empty()) return;
+  const GemmKernels& kernels = gemm_kernels(factors(products[0]));
+  int64_t items = 0, bytes = 0;
+  for (const GemmParams& p : products) {
+    items += kernels.items(p);
+    bytes = std::max(bytes, kernels.workspace_bytes(p));
+  }
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  run_stage(products, kernels.items, ThreadMemory(threads, bytes), kernels.run);
 }
 
-// Exponents of the rows or columns of a matrix that is stored in `rows` rows.
-Tensor exponents_of(const Operand& x, int64_t rows, int64_t cols, bool of_columns) {
-  const auto find = gemm_kernels(DType::bf16).exponents;
-  const int64_t count = of_columns ? cols : rows, other = of_columns ? rows : cols;
-  const Tensor found = empty_tensor({count}, DType::f32);
-  const int64_t grain = round_up(grain_of(other, kColumnTask), kLineElements);
-  parallel_ranges(ceil_div(count, grain), 1, [&](int64_t begin, int64_t end) {
-    find(static_cast<const float*>(x.data), x.stride, rows, cols, of_columns,
-         static_cast<float*>(found.mutable_data_ptr()), begin * grain,
-         std::min(end * grain, count));
-  });
-  return found;
+// Exponents of the rows or columns of a matrix, and how it is stored.
+struct Exponents {
+  const void* x;
+  int64_t stride, rows, cols;
+  bool of_columns;
+  float* found = nullptr;
+
+  int64_t count() const { return of_columns ? cols : rows; }
+  int64_t grain() const {
+    return round_up(grain_of(of_columns ? rows : cols, kColumnTask), kLineElements);
+  }
+  bool all_finite() const {
+    return std::all_of(found, found + count(), [](float e) { return std::isfinite(e); });
+  }
+};
+// Of the rows of A and of the columns of B.
+Exponents exponents_of_a(const GemmParams& p) {
+  return p.a_transposed ? Exponents{p.a, p.lda, p.k, p.m, true}
+                        : Exponents{p.a, p.lda, p.m, p.k, false};
+}
+Exponents exponents_of_b(const GemmParams& p) {
+  return p.b_transposed ? Exponents{p.b, p.ldb, p.n, p.k, false}
+                        : Exponents{p.b, p.ldb, p.k, p.n, true};
 }
 
-bool all_finite(const Tensor& exponents) {
-  const auto* const first = static_cast<const float*>(exponents.const_data_ptr());
-  return std::all_of(first, first + exponents.numel(), [](float e) { return std::isfinite(e); });
+// Finds all, in the memory that it returns.
+Tensor find(std::vector<Exponents>& all) {
+  int64_t elements = 0;
+  for (const Exponents& e : all) elements += round_up(e.count(), kLineElements);
+  const Tensor memory = empty_tensor({elements}, DType::f32);
+  auto* next = static_cast<float*>(memory.mutable_data_ptr());
+  for (Exponents& e : all) e.found = std::exchange(next, next + round_up(e.count(), kLineElements));
+  const auto kernel = gemm_kernels(DType::bf16).exponents;
+  run_stage(
+      std::span(std::as_const(all)),
+      [](const Exponents& e) { return ceil_div(e.count(), e.grain()); },
+      ThreadMemory(torch::stable::get_num_threads(), 0),
+      [kernel](const Exponents& e, void*, int64_t begin, int64_t end) {
+        kernel(static_cast<const float*>(e.x), e.stride, e.rows, e.cols, e.of_columns, e.found,
+               begin * e.grain(), std::min(end * e.grain(), e.count()));
+      });
+  return memory;
 }
 
-// The product in pieces; false where an element is not finite, which fp32 keeps in its place. That
-// depends on the data alone.
-bool run_in_pieces(GemmParams p, const Operand& a, const Operand& b) {
-  const Tensor rows =
-      a.transposed ? exponents_of(a, p.k, p.m, true) : exponents_of(a, p.m, p.k, false);
-  const Tensor cols =
-      b.transposed ? exponents_of(b, p.n, p.k, false) : exponents_of(b, p.k, p.n, true);
-  if (!all_finite(rows) || !all_finite(cols)) return false;
-  p.a_exponents = static_cast<const float*>(rows.const_data_ptr());
-  p.b_exponents = static_cast<const float*>(cols.const_data_ptr());
-  run(p);
-  return true;
+bool takes_pieces(const GemmParams& p) {
+  return p.pieces > 0 && p.a_dtype == DType::f32 && p.b_dtype == DType::f32 && p.m > kMaxDotRows &&
+         multiplies_on_tiles(active_isa());
 }
 
 }  // namespace
 
+// A product with an element that is not finite is left to fp32, which keeps it in its place. That
+// depends on the data alone.
+std::vector<bool> multiply_in_pieces(std::span<const GemmParams> products) {
+  std::vector<bool> made(products.size());
+  std::vector<Exponents> exponents;  // of A and B of one product after the other
+  for (size_t i = 0; i < products.size(); ++i) {
+    made[i] = takes_pieces(products[i]);
+    if (!made[i]) continue;
+    exponents.push_back(exponents_of_a(products[i]));
+    exponents.push_back(exponents_of_b(products[i]));
+  }
+  if (exponents.empty()) return made;
+  const Tensor memory = find(exponents);
+  std::vector<GemmParams> finite;
+  auto next = exponents.cbegin();
+  for (size_t i = 0; i < products.size(); ++i) {
+    if (!made[i]) continue;
+    const Exponents &a = *next++, &b = *next++;
+    made[i] = a.all_finite() && b.all_finite();
+    if (!made[i]) continue;
+    finite.push_back(products[i]);
+    finite.back().a_exponents = a.found;
+    finite.back().b_exponents = b.found;
+  }
+  run(finite);
+  return made;
+}
+
+void multiply_each(std::span<const GemmParams> products) {
+  const std::vector<bool> made = multiply_in_pieces(products);
+  std::vector<GemmParams> others;
+  for (size_t i = 0; i < products.size(); ++i) {
+    if (made[i]) continue;
+    others.push_back(products[i]);
+    others.back().pieces = 0;
+  }
+  run(others);
+}
+
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
               int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate, int64_t pieces) {
-  GemmParams p{.a_dtype = a.dtype,
-               .b_dtype = b.dtype,
-               .c_dtype = c_dtype,
-               .m = m,
-               .n = n,
-               .k = k,
-               .a = a.data,
-               .b = b.data,
-               .bias = bias,
-               .c = c,
-               .lda = a.stride,
-               .ldb = b.stride,
-               .ldc = ldc,
-               .a_transposed = a.transposed,
-               .b_transposed = b.transposed,
-               .accumulate = accumulate,
-               .pieces = pieces};
-  const bool floats = a.dtype == DType::f32 && b.dtype == DType::f32;
-  const bool applies = floats && m > kMaxDotRows && multiplies_on_tiles(active_isa());
-  if (pieces > 0 && applies && run_in_pieces(p, a, b)) return;
-  p.pieces = 0;
-  run(p);
+  const GemmParams p{.a_dtype = a.dtype,
+                     .b_dtype = b.dtype,
+                     .c_dtype = c_dtype,
+                     .m = m,
+                     .n = n,
+                     .k = k,
+                     .a = a.data,
+                     .b = b.data,
+                     .bias = bias,
+                     .c = c,
+                     .lda = a.stride,
+                     .ldb = b.stride,
+                     .ldc = ldc,
+                     .a_transposed = a.transposed,
+                     .b_transposed = b.transposed,
+                     .accumulate = accumulate,
+                     .pieces = pieces};
+  multiply_each({&p, 1});
 }
 
 void sum_columns(const Rows& x, DType dtype, void* out) {

@@ -1,7 +1,7 @@
 // The active instruction set, for `omniattn info` and for tests that run every ISA in one process.
 #include <torch/csrc/stable/library.h>
 
-#include "runtime/cpu_isa.h"
+#include "runtime/measured_isa.h"
 
 namespace {
 
@@ -11,6 +11,15 @@ int64_t cpu_isa() { return static_cast<int64_t>(omniattn::active_isa()); }
 int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa()); }
 bool set_cpu_isa(int64_t isa) { return omniattn::set_active_isa(static_cast<Isa>(isa)); }
 bool has_cpu_isa(int64_t isa) { return omniattn::has_isa(static_cast<Isa>(isa)); }
+// Refuses what is no measured op and no level.
+bool set_least_madds(int64_t op, int64_t isa, int64_t madds) {
+  const bool known =
+      op >= 0 && op < omniattn::kMeasuredOpCount && isa >= 0 && isa < omniattn::kIsaCount;
+  if (known) {
+    omniattn::least_madds(static_cast<omniattn::MeasuredOp>(op), static_cast<Isa>(isa)) = madds;
+  }
+  return known;
+}
 int64_t tile_state() { return omniattn::tile_state(); }
 
 }  // namespace
@@ -20,6 +29,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("detected_cpu_isa() -> int");
   m.def("has_cpu_isa(int isa) -> bool");
   m.def("set_cpu_isa(int isa) -> bool");
+  m.def("set_least_madds(int op, int isa, int madds) -> bool");
   m.def("tile_state() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
@@ -27,5 +37,6 @@ STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
   m.impl("has_cpu_isa", TORCH_BOX(&has_cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+  m.impl("set_least_madds", TORCH_BOX(&set_least_madds));
   m.impl("tile_state", TORCH_BOX(&tile_state));
 }

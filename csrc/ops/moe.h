@@ -4,6 +4,7 @@
 
 #include "kernels/moe/moe.h"
 
+#include "ops/gemm.h"
 #include "ops/tensor.h"
 #include "semantics/seqlen.h"
 
@@ -33,10 +34,12 @@ struct Problem {
   OptTensor up_bias, down_bias;
   MoeHidden hidden;
   int64_t columns;  // of pre
+  int64_t pieces;   // of bf16 that fp32 products are made of (ops/gemm.h)
 
   Problem(const char* op, const Tensor& x, const Tensor& index, const Tensor& weights,
           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
-          const OptTensor& down_bias, int64_t act, int64_t gate, const std::vector<double>& clamp);
+          const OptTensor& down_bias, int64_t act, int64_t gate, const std::vector<double>& clamp,
+          int64_t pieces);
 
   int64_t pairs() const { return tokens * slots; }
 };

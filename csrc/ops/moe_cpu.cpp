@@ -5,16 +5,23 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/gemm/gemm.h"
 #include "ops/moe_routing.h"
 #include "ops/parallel.h"
 #include "ops/stage.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn::ops::moe {
 namespace {
 
 // Elements of a task that copies or adds rows.
 constexpr int64_t kCopyTask = 2 * kTaskElements;
+
+// Of the level that is the fastest for so many rows of an expert.
+const MoeKernels& kernels_of(const Problem& p) {
+  const int64_t rows = ceil_div(p.pairs(), std::max<int64_t>(1, p.experts));
+  const int64_t madds = rows * p.dim * (p.columns + p.hidden.features);
+  return moe_kernels_on(isa_for(MeasuredOp::moe_experts, p.dtype, madds), p.dtype);
+}
 
 // One at least: experts without features still add their bias.
 int64_t feature_groups(const Problem& p) {
@@ -33,26 +40,87 @@ struct Buffer {
   }
 };
 
+// Blocks of a wave by who multiplies their rows.
+struct Blocks {
+  std::vector<MoeBlock> in_pieces, others;
+};
+
 // Runs the products of a wave, whose items are blocks times groups of columns.
 class Products {
  public:
-  explicit Products(DType dtype)
-      : memory_(torch::stable::get_num_threads(), moe_kernels(dtype).workspace_bytes(dtype)) {}
+  // rows: the most of a wave.
+  Products(const Problem& p, int64_t rows)
+      : memory_(torch::stable::get_num_threads(), kernels_of(p).workspace_bytes(p.dtype)),
+        made_(p.pieces > 0 ? rows : 0, p.columns, p.compute) {}
+
+  // Memory for a product that is made in pieces before a kernel reads it.
+  void* made() const { return made_.row(0); }
+
+  // Where `made` holds the product of some blocks.
+  template <class Params>
+  void run(Params p, const Blocks& blocks, int64_t groups,
+           void (*kernel)(const Params&, void*, int64_t, int64_t)) const {
+    p.made = nullptr;
+    run(p, blocks.others, groups, kernel);
+    p.made = made();
+    run(p, blocks.in_pieces, groups, kernel);
+  }
 
   template <class Params>
-  void run(const Params& p, int64_t groups,
+  void run(Params p, const std::vector<MoeBlock>& blocks, int64_t groups,
            void (*kernel)(const Params&, void*, int64_t, int64_t)) const {
+    p.blocks = blocks.data();
+    p.block_count = static_cast<int64_t>(blocks.size());
     run_stage(
-        std::span(&p, 1), [groups](const Params& x) { return x.block_count * groups; }, memory_,
-        kernel);
+        std::span<const Params>(&p, 1),
+        [groups](const Params& x) { return x.block_count * groups; }, memory_, kernel);
   }
 
  private:
   ThreadMemory memory_;
+  Buffer made_;
 };
 
+// c (rows, n) = a (rows, k) B + bias, in pieces of bf16 where pieces can make it.
+Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& wave, const void* a,
+                          int64_t k, const MoeMatrix& b, const OptTensor& bias, int64_t n,
+                          void* c) {
+  if (p.pieces == 0 || p.dtype != DType::f32) return {{}, wave.blocks};
+  const auto* const rows = static_cast<const float*>(a);
+  const auto* const biases = static_cast<const float*>(data_or_null(bias));
+  std::vector<GemmParams> products;
+  for (int64_t e = wave.first_expert; e < wave.first_expert + wave.experts; ++e) {
+    const int64_t row = routing.offsets[e] - wave.row;
+    products.push_back({.a_dtype = p.dtype,
+                        .b_dtype = p.dtype,
+                        .c_dtype = p.dtype,
+                        .m = routing.offsets[e + 1] - routing.offsets[e],
+                        .n = n,
+                        .k = k,
+                        .a = rows + row * k,
+                        .b = static_cast<const float*>(b.data) + e * b.expert,
+                        .bias = biases != nullptr ? biases + e * n : nullptr,
+                        .c = static_cast<float*>(c) + row * n,
+                        .lda = k,
+                        .ldb = b.k_stride == 1 ? b.n_stride : b.k_stride,
+                        .ldc = n,
+                        .a_transposed = false,
+                        .b_transposed = b.k_stride == 1,
+                        .accumulate = false,
+                        .pieces = p.pieces});
+  }
+  const std::vector<bool> made = gemm::multiply_in_pieces(products);
+  Blocks blocks;
+  for (const MoeBlock& block : wave.blocks) {
+    const bool in_pieces = made[static_cast<size_t>(block.expert - wave.first_expert)];
+    (in_pieces ? blocks.in_pieces : blocks.others).push_back(block);
+  }
+  return blocks;
+}
+
 // out (count, cols) = the rows of x with these numbers.
-void gather(DType dtype, const int64_t* numbers, int64_t count, const Rows& x, void* out) {
+void gather(const MoeKernels& kernels, DType dtype, const int64_t* numbers, int64_t count,
+            const Rows& x, void* out) {
   const MoeGatherParams g{.dtype = dtype,
                           .cols = x.cols,
                           .x_stride = x.stride,
@@ -60,36 +128,40 @@ void gather(DType dtype, const int64_t* numbers, int64_t count, const Rows& x, v
                           .x = x.data(),
                           .out = out};
   parallel_ranges(count, grain_of(x.cols, kCopyTask),
-                  [&](int64_t a, int64_t b) { moe_kernels(dtype).gather(g, a, b); });
+                  [&](int64_t a, int64_t b) { kernels.gather(g, a, b); });
 }
 
-void up(const Problem& p, const Wave& wave, const Products& products, const void* x, void* pre,
-        void* hidden) {
+void up(const Problem& p, const Routing& routing, const Wave& wave, const Products& products,
+        const void* x, void* pre, void* hidden) {
   const MoeUpParams u{.dtype = p.dtype,
                       .hidden_of = p.hidden,
                       .k = p.dim,
-                      .blocks = wave.blocks.data(),
-                      .block_count = wave.block_count(),
+                      .blocks = nullptr,
+                      .block_count = 0,
                       .x = x,
                       .up = p.up.forward(),
                       .bias = data_or_null(p.up_bias),
+                      .made = nullptr,
                       .pre = pre,
                       .hidden = hidden};
-  products.run(u, feature_groups(p), moe_kernels(p.dtype).up);
+  const Blocks blocks = multiply_in_pieces(p, routing, wave, x, p.dim, p.up.forward(), p.up_bias,
+                                           p.columns, products.made());
+  products.run(u, blocks, feature_groups(p), kernels_of(p).up);
 }
 
-void project(const Problem& p, const Wave& wave, const Products& products, const void* a, int64_t k,
-             const MoeMatrix& b, const OptTensor& bias, void* out) {
+void project(const Problem& p, const Routing& routing, const Wave& wave, const Products& products,
+             const void* a, int64_t k, const MoeMatrix& b, const OptTensor& bias, void* out) {
   const MoeProjectParams q{.dtype = p.dtype,
                            .k = k,
                            .n = p.dim,
-                           .blocks = wave.blocks.data(),
-                           .block_count = wave.block_count(),
+                           .blocks = nullptr,
+                           .block_count = 0,
                            .a = a,
                            .b = b,
                            .bias = data_or_null(bias),
                            .out = out};
-  products.run(q, ceil_div(p.dim, kMoeFeatures), moe_kernels(p.dtype).project);
+  const Blocks blocks = multiply_in_pieces(p, routing, wave, a, k, b, bias, p.dim, out);
+  products.run(q, blocks.others, ceil_div(p.dim, kMoeFeatures), kernels_of(p).project);
 }
 
 void combine(const Problem& p, const Routing& routing, const Buffer& rows, const void* weight,
@@ -102,14 +174,13 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
                            .weight = weight,
                            .y = y};
   parallel_ranges(p.tokens, grain_of(p.dim * std::max<int64_t>(1, p.slots), kCopyTask),
-                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).combine(c, a, b); });
+                  [&](int64_t a, int64_t b) { kernels_of(p).combine(c, a, b); });
 }
 
 // Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in).
 void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, const Experts& w,
                  const Buffer& grad, const Buffer& in, void* result) {
-  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
-  const GemmKernels& kernels = gemm_kernels(operand);
+  const DType operand = kernels_of(p).operand(p.dtype);
   std::vector<GemmParams> products;
   for (int64_t e = wave.first_expert; e < wave.first_expert + wave.experts; ++e) {
     const int64_t row = routing.offsets[e] - wave.row;
@@ -130,13 +201,10 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .ldc = b.cols,
                         .a_transposed = true,
                         .b_transposed = false,
-                        .accumulate = false});
+                        .accumulate = false,
+                        .pieces = p.pieces});
   }
-  // All sizes except k are the same for all, and so are items and workspace.
-  const int64_t items = kernels.items(products[0]) * wave.experts;
-  const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()),
-                            kernels.workspace_bytes(products[0]));
-  run_stage(std::span(std::as_const(products)), kernels.items, memory, kernels.run);
+  gemm::multiply_each(products);
 }
 
 void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const Buffer& x,
@@ -151,15 +219,15 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
                             .x = x.row(0),
                             .weight = weight,
                             .out = out + wave.first_expert * x.cols * size_of(p.dtype)};
-  parallel_ranges(wave.experts, 1,
-                  [&](int64_t a, int64_t b) { moe_kernels(p.dtype).bias_grad(g, a, b); });
+  parallel_ranges(wave.experts, 1, [&](int64_t a, int64_t b) { kernels_of(p).bias_grad(g, a, b); });
 }
 
 }  // namespace
 
 void run_forward(const Problem& p, void* y, void* pre) {
   const Routing routing(p);
-  const DType operand = moe_kernels(p.dtype).operand(p.dtype);
+  const MoeKernels& kernels = kernels_of(p);
+  const DType operand = kernels.operand(p.dtype);
   const int64_t features = p.hidden.features;
   const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));
   const Buffer gathered(most_rows(all), p.dim, operand);
@@ -170,12 +238,12 @@ void run_forward(const Problem& p, void* y, void* pre) {
   if (pre != nullptr) {
     std::memset(kept + routing.rows() * pre_row, 0, (p.pairs() - routing.rows()) * pre_row);
   }
-  const Products products(p.dtype);
+  const Products products(p, most_rows(all));
   for (const Wave& wave : all) {
-    gather(p.dtype, routing.tokens_of(wave), wave.rows, p.x, gathered.row(0));
-    up(p, wave, products, gathered.row(0), pre != nullptr ? kept + wave.row * pre_row : nullptr,
-       hidden.row(0));
-    project(p, wave, products, hidden.row(0), features, p.down.forward(), p.down_bias,
+    gather(kernels, p.dtype, routing.tokens_of(wave), wave.rows, p.x, gathered.row(0));
+    up(p, routing, wave, products, gathered.row(0),
+       pre != nullptr ? kept + wave.row * pre_row : nullptr, hidden.row(0));
+    project(p, routing, wave, products, hidden.row(0), features, p.down.forward(), p.down_bias,
             rows.row(wave.row));
   }
   combine(p, routing, rows, p.weights.const_data_ptr(), y);
@@ -192,11 +260,12 @@ class Backward {
         grad_y_(grad_y),
         pre_(static_cast<const char*>(pre)),
         grads_(grads),
-        operand_(moe_kernels(p.dtype).operand(p.dtype)),
+        kernels_(kernels_of(p)),
+        operand_(kernels_.operand(p.dtype)),
         groups_(feature_groups(p)),
         routing_(p),
         waves_(waves(routing_, row_bytes())),
-        products_(p.dtype),
+        products_(p, most_rows(waves_)),
         gathered_x_(most_rows(waves_), p.dim, operand_),
         gathered_grad_(most_rows(waves_), p.dim, operand_),
         grad_pre_(most_rows(waves_), p.columns, operand_),
@@ -207,8 +276,8 @@ class Backward {
         grad_weight_(routing_.rows(), groups_, p.compute) {}
 
   void run() const {
-    gather(p_.compute, routing_.slot_of_row.data(), routing_.rows(), {p_.weights, p_.pairs(), 1, 1},
-           row_weight_.row(0));
+    gather(moe_kernels(p_.compute), p_.compute, routing_.slot_of_row.data(), routing_.rows(),
+           {p_.weights, p_.pairs(), 1, 1}, row_weight_.row(0));
     for (const Wave& wave : waves_) {
       up_backward(wave, pre_of(wave));
       gradients(wave);
@@ -224,34 +293,38 @@ class Backward {
 
   const void* pre_of(const Wave& wave) const {
     if (pre_ == nullptr || grads_.up != nullptr) {
-      gather(p_.dtype, routing_.tokens_of(wave), wave.rows, p_.x, gathered_x_.row(0));
+      gather(kernels_, p_.dtype, routing_.tokens_of(wave), wave.rows, p_.x, gathered_x_.row(0));
     }
     if (pre_ != nullptr) return pre_ + wave.row * p_.columns * size_of(p_.dtype);
-    up(p_, wave, products_, gathered_x_.row(0), recomputed_.row(0), nullptr);
+    up(p_, routing_, wave, products_, gathered_x_.row(0), recomputed_.row(0), nullptr);
     return recomputed_.row(0);
   }
 
   void up_backward(const Wave& wave, const void* pre) const {
-    gather(p_.dtype, routing_.tokens_of(wave), wave.rows, grad_y_, gathered_grad_.row(0));
+    gather(kernels_, p_.dtype, routing_.tokens_of(wave), wave.rows, grad_y_, gathered_grad_.row(0));
     const MoeUpBackwardParams u{.dtype = p_.dtype,
                                 .hidden_of = p_.hidden,
                                 .k = p_.dim,
-                                .blocks = wave.blocks.data(),
-                                .block_count = wave.block_count(),
+                                .blocks = nullptr,
+                                .block_count = 0,
                                 .grad_y = gathered_grad_.row(0),
                                 .down = p_.down.backward(),
                                 .down_bias = data_or_null(p_.down_bias),
+                                .made = nullptr,
                                 .pre = pre,
                                 .weight = row_weight_.row(wave.row),
                                 .grad_pre = grad_pre_.row(0),
                                 .weighted_hidden = hidden_.row(0),
                                 .grad_weight = grad_weight_.row(wave.row)};
-    products_.run(u, groups_, moe_kernels(p_.dtype).up_backward);
+    const Blocks blocks =
+        multiply_in_pieces(p_, routing_, wave, gathered_grad_.row(0), p_.dim, p_.down.backward(),
+                           {}, p_.hidden.features, products_.made());
+    products_.run(u, blocks, groups_, kernels_.up_backward);
   }
 
   void gradients(const Wave& wave) const {
     if (grads_.x != nullptr) {
-      project(p_, wave, products_, grad_pre_.row(0), p_.columns, p_.up.backward(), {},
+      project(p_, routing_, wave, products_, grad_pre_.row(0), p_.columns, p_.up.backward(), {},
               dx_rows_.row(wave.row));
     }
     if (grads_.up != nullptr) {
@@ -282,6 +355,7 @@ class Backward {
   const Rows& grad_y_;
   const char* pre_;
   const MoeGradients& grads_;
+  const MoeKernels& kernels_;
   DType operand_;
   int64_t groups_;
   Routing routing_;

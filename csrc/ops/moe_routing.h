@@ -12,8 +12,6 @@ struct Wave {
   int64_t first_expert, experts;
   int64_t row, rows;
   std::vector<MoeBlock> blocks;  // rows counted from `row`, largest block first
-
-  int64_t block_count() const { return static_cast<int64_t>(blocks.size()); }
 };
 
 // The (token, slot) pairs by expert, stable: rows offsets[e] to offsets[e + 1] are of expert e.

@@ -11,6 +11,7 @@ from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
 from omniattn.encoding.options import ScoreKind
 from omniattn.encoding.score_program import ProgramOp
 from omniattn.functional import _attention, _mask
+from omniattn.ops import level_choice
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES
 
@@ -66,11 +67,25 @@ def by_name(kinds):
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
         (
+            enumerators("runtime/measured_isa.h", "MeasuredOp"),
+            {name: number for number, name in enumerate(level_choice.OPS)},
+        ),
+        (
             isa_levels(),
             {name: number for number, name in enumerate(config.CPU_ISAS)},
         ),
     ],
-    ids=["masks", "layouts", "parts", "scores", "programs", "activations", "gates", "isas"],
+    ids=[
+        "masks",
+        "layouts",
+        "parts",
+        "scores",
+        "programs",
+        "activations",
+        "gates",
+        "measured",
+        "isas",
+    ],
 )
 def test_enums_match(native, python):
     assert native == python

@@ -39,7 +39,7 @@ struct Machine {
 PROGRAM = """
 #include <cstdio>
 
-#include "runtime/cpu_isa.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn {
 
@@ -57,8 +57,26 @@ OMNIATTN_ISAS(DEFINE)
 
 }  // namespace omniattn
 
-int main() {
+// The levels of bf16 at 9 and 10 multiply-adds and of fp32 at 10, of attention and of experts.
+void print_choices() {
   using namespace omniattn;
+  for (const MeasuredOp op : {MeasuredOp::attention, MeasuredOp::moe_experts}) {
+    std::printf("%s ", isa_name(isa_for(op, DType::bf16, 9)));
+    std::printf("%s ", isa_name(isa_for(op, DType::bf16, 10)));
+    std::printf("%s ", isa_name(isa_for(op, DType::f32, 10)));
+  }
+}
+
+int main(int count, char** levels) {
+  using namespace omniattn;
+  for (int i = 1; i < count; ++i) {
+    Isa isa;
+    if (parse_isa(levels[i], isa)) least_madds(MeasuredOp::attention, isa) = 10;
+  }
+  if (count > 1) {
+    print_choices();
+    return 0;
+  }
   const int tiles = tile_state();  // asks, too, if anyone does
   std::printf("%s %s %d", isa_name(detected_isa()), isa_name(active_isa()), tiles);
   std::printf(" %s %s %s", rows().isa, products(DType::f32).isa, products(DType::bf16).isa);
@@ -78,13 +96,14 @@ PORTABLE = ["OMNIATTN_EMULATED_FROM=amx_bf16", "OMNIATTN_EMULATED_BY=avx2"]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """program(has, answer, cap, defines): what it prints, split."""
+    """program(has, answer, cap, defines, slow): what it prints, split; or what print_choices says
+    where levels are `slow` for attention at less than 10 multiply-adds."""
     folder = tmp_path_factory.mktemp("levels")
     (folder / "runtime").mkdir()
     (folder / "runtime/machine.h").write_text(MACHINE)
     (folder / "main.cpp").write_text(PROGRAM)
 
-    def run(has, answer=0, cap=None, defines=()):
+    def run(has, answer=0, cap=None, defines=(), slow=()):
         binary = folder / ("main" + "".join(defines).replace("=", "_"))
         if not binary.exists():
             flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *(f"-D{d}" for d in defines)]
@@ -94,7 +113,9 @@ def program(tmp_path_factory):
         env = {k: v for k, v in os.environ.items() if k != "OMNIATTN_CPU_ISA"}
         env |= {"HAS": has, "ANSWER": str(answer)}
         env |= {} if cap is None else {"OMNIATTN_CPU_ISA": cap}
-        result = subprocess.run([binary], env=env, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [binary, *slow], env=env, capture_output=True, text=True, check=True
+        )
         return result.stdout.split()
 
     return run
@@ -154,3 +175,23 @@ def test_emulation_steps_over_the_levels_that_the_machine_lacks(program):
     assert program(AVX2, cap="avx512", defines=PORTABLE)[:2] == ["amx_bf16", "avx2"]
     assert program(BF16, defines=PORTABLE)[-5:] == [*BELOW_AMX, "amx_bf16"]
     assert program("", defines=PORTABLE)[:2] == ["baseline", "baseline"]
+
+
+@pytest.mark.parametrize(
+    ("has", "defines", "slow", "few"),
+    [
+        (AMX, (), ["amx_bf16"], "avx512_bf16"),
+        (AMX, (), ["amx_bf16", "avx512_bf16"], "avx512"),
+        (AMX, (), ["avx512_bf16"], "amx_bf16"),
+        (AVX2, PORTABLE, ["amx_bf16"], "avx2"),
+    ],
+)
+def test_a_level_is_left_where_there_is_little_to_multiply(program, has, defines, slow, few):
+    """By the op that it was measured for, and products of fp32 have no such level."""
+    vectors = "avx2" if defines else "avx512"
+    found = program(has, defines=defines, slow=slow)
+    assert found[-6:] == [few, "amx_bf16", vectors, "amx_bf16", "amx_bf16", vectors]
+
+
+def test_a_level_that_a_cap_forbids_is_chosen_for_nothing(program):
+    assert program(AMX, cap="avx512", slow=["amx_bf16"])[-6:] == ["avx512"] * 6

@@ -3,14 +3,24 @@ they use. test_emulated_isas.py runs this file on software tiles; elsewhere the 
 change nothing, and these tests show that."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from omniattn import config, reference, testing
-from omniattn.functional import glu_mlp, linear, linear_cross_entropy, mlp
-from omniattn.ops import _precision
+from omniattn.functional import (
+    attention,
+    attention_varlen,
+    glu_mlp,
+    linear,
+    linear_cross_entropy,
+    mlp,
+    moe_experts,
+)
+from omniattn.ops import _precision, level_choice
 from omniattn.ops import gemm as ops
+from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.specs.attention import qkv
 
@@ -134,6 +144,7 @@ def test_pieces_do_not_depend_on_the_number_of_threads(switch, monkeypatch):
     for count in (1, 3):
         with testing.threads(count):
             results.append(run(linear, x, weight, bias, grad, backend="cpu"))
+            results[-1] += gradients(by_experts, *experts())
     for one, three in zip(*results, strict=True):
         assert torch.equal(one, three)
 
@@ -183,11 +194,120 @@ def test_compiled_code_follows_the_switches(monkeypatch):
             assert torch.equal(ours, theirs)
 
 
+# Experts in pieces.
+
+
+def experts(transposed=False):
+    """x, up, up_bias, down and down_bias of three experts, and the experts of tokens: two have many
+    tokens and one has four."""
+    generator = torch.Generator().manual_seed(0)
+    x, up, up_bias, down, down_bias = (
+        torch.randn(s, generator=generator)
+        for s in ((40, 48), (3, 70, 48), (3, 70), (3, 48, 70), (3, 48))
+    )
+    if transposed:
+        up, down = (t.mT.contiguous().mT for t in (up, down))
+    index = torch.arange(40)[:, None] % 2
+    index[7:11] = 2
+    return (x, up, up_bias, down, down_bias), index
+
+
+def by_experts(x, up, up_bias, down, down_bias, index, **options):
+    """Each token by one expert with weight 1, which rounds nothing."""
+    return moe_experts(
+        x, index, torch.ones(index.shape), up, down, up_bias=up_bias, down_bias=down_bias,
+        activation="relu", **options,
+    )  # fmt: skip
+
+
+def by_linear(x, up, up_bias, down, down_bias, index):
+    """Those with many tokens, and 0 for the others."""
+    y = torch.zeros_like(x)
+    for e in (0, 1):
+        rows = (index[:, 0] == e).nonzero()[:, 0]
+        hidden = torch.relu(linear(x[rows], up[e], up_bias[e], backend="cpu"))
+        y = y.index_put((rows,), linear(hidden, down[e], down_bias[e], backend="cpu"))
+    return y
+
+
+def gradients(function, tensors, index, **options):
+    """y and the gradients of all tensors."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = function(*leaves, index, **options)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("switch", ["high", "ours"])
+def test_experts_use_pieces_as_linear_does(switch, transposed, recompute, monkeypatch):
+    """In every bit, forward and backward; four tokens stay in fp32."""
+    tensors, index = experts(transposed)
+    plain = gradients(by_experts, tensors, index)
+    use(switch, monkeypatch)
+    found = gradients(by_experts, tensors, index, recompute=recompute)
+    expected = gradients(by_linear, tensors, index)
+    many = index[:, 0] < 2
+    for ours, by_hand, fp32 in zip(found, expected, plain, strict=True):
+        chosen = many if len(ours) == 40 else [True, True, False]
+        if not ON_TILES:
+            assert torch.equal(ours, fp32)
+        else:
+            assert not torch.equal(ours[chosen], fp32[chosen])
+            # The gradients of transposed weights have their factors the other way round.
+            if not (transposed and ours.dim() == 3):
+                assert torch.equal(ours[chosen], by_hand[chosen])
+    assert torch.equal(found[0][~many], plain[0][~many])
+
+
+@pytest.mark.parametrize("check", ["forward", "backward"])
+def test_experts_in_three_pieces_have_the_errors_of_fp32(check, monkeypatch):
+    """With gates in all places, weighed inputs, and sizes of 0."""
+    use("ours", monkeypatch)
+    spec = testing.registry()["moe_experts"]
+    kinds = "gptoss", "recompute", "interleaved", "all", "inputs", "noslots", "nofeatures", "nodim"
+    for case in spec.cases:
+        if case.name.split("-")[0] not in kinds:
+            continue
+        PROPERTIES[check](spec, case, torch.float32)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["x", "up", "down"])
+@pytest.mark.parametrize("switch", ["high", "ours"])
+def test_experts_whose_products_are_not_finite_are_those_of_fp32(switch, place, value, monkeypatch):
+    """In every bit; the other experts keep their pieces."""
+    tensors, index = experts()
+    whole = by_experts(*tensors, index)
+    with_value = [t.clone() for t in tensors]
+    with_value[place].view(-1)[3] = value  # of expert 0
+    plain = by_experts(*with_value, index)
+    use(switch, monkeypatch)
+    found, pieces = by_experts(*with_value, index), by_experts(*tensors, index)
+    first, second = (index[:, 0] == e for e in (0, 1))
+    if place < 3:  # the second product of the expert is not finite either
+        torch.testing.assert_close(found[first], plain[first], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[first].isfinite(), plain[first].isfinite())
+    assert torch.equal(found[second], pieces[second])
+    assert torch.equal(pieces[second], whole[second]) is not ON_TILES
+
+
+@pytest.mark.parametrize("switch", ["high", "ours"])
+def test_experts_keep_the_digits_of_small_numbers(switch, monkeypatch):
+    use(switch, monkeypatch)
+    (x, up, _, down, _), index = experts()
+    small = by_experts(x * 2.0**-115, up, None, down, None, index)
+    assert torch.equal(small, by_experts(x, up, None, down, None, index) * 2.0**-115)
+
+
 @pytest.mark.parametrize("pieces", [-1, 1, 4])
 def test_other_numbers_of_pieces_are_refused(pieces):
     x, weight, _ = inputs()
     message = f"pieces must be 0, 2 or 3, got {pieces}"
+    (rows, up, _, down, _), index = experts()
+    routed = (rows, index, torch.ones(index.shape), up, None, down, None)
     for call in (
+        lambda: torch.ops.omniattn.moe(*routed, 0, 0, [], False, pieces),
         lambda: torch.ops.omniattn.linear(x, weight, None, pieces),
         lambda: torch.ops.omniattn.linear_backward(x @ weight.T, x, weight, pieces, *[True] * 3),
     ):
@@ -195,11 +315,101 @@ def test_other_numbers_of_pieces_are_refused(pieces):
             call()
 
 
+# The level of small problems.
+
+
+@pytest.fixture
+def use_tiles_from():
+    """Sets the multiply-adds from which an op uses tiles."""
+    tiles = config.CPU_ISAS.index("amx_bf16")
+
+    def use(op, madds):
+        assert torch.ops.omniattn.set_least_madds(level_choice.OPS.index(op), tiles, madds)
+
+    yield use
+    level_choice.install(level_choice.record_of(cpu_family()))
+
+
+#: What small problems are left to.
+BELOW = testing.isas()[-2] if ON_TILES else testing.isas()[-1]
+
+
+def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from):
+    lengths = (24, 130)  # 7e4 and 2e6 multiply-adds of a head
+    ends = torch.tensor([0, 24, 154])
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(154, 2, 64, generator=generator).bfloat16() for _ in "qkv"]
+
+    def results():
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = attention_varlen(*leaves, ends, ends, max(lengths), max(lengths))
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    use_tiles_from("attention", 0)
+    on_tiles = results()
+    with testing.isa(BELOW):
+        below = results()
+    use_tiles_from("attention", 10**6)
+    for found, large, small in zip(results(), on_tiles, below, strict=True):
+        assert torch.equal(found[:24], small[:24])
+        assert torch.equal(found[24:], large[24:])
+        assert torch.equal(small[:24], large[:24]) is not ON_TILES
+
+
+def test_experts_run_on_the_level_of_their_size(use_tiles_from):
+    tensors, index = experts()
+    tensors = [t.bfloat16() for t in tensors]
+    madds = math.ceil(40 / 3) * 2 * 48 * 70
+    use_tiles_from("moe_experts", 0)
+    on_tiles = gradients(by_experts, tensors, index)
+    with testing.isa(BELOW):
+        below = gradients(by_experts, tensors, index)
+    assert torch.equal(below[0], on_tiles[0]) is not ON_TILES
+    for least, expected in [(madds, on_tiles), (madds + 1, below)]:
+        use_tiles_from("moe_experts", least)
+        for found, right in zip(gradients(by_experts, tensors, index), expected, strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(("op", "isa"), [(2, 0), (-1, 0), (0, 9), (0, -1)])
+def test_numbers_that_are_no_op_and_no_level_are_refused(op, isa):
+    assert not torch.ops.omniattn.set_least_madds(op, isa, 1)
+
+
 @pytest.mark.parametrize("check", ["forward", "backward"])
 def test_prefill_of_latent_attention(check):
     """Keys of 192 features and values of 128."""
     case = qkv("latent", 1, 130, 130, 2, 2, 192, 128, causal=True)
     PROPERTIES[check](testing.registry()["attention"], case, torch.bfloat16)
+
+
+def test_errors_of_peaked_attention_are_at_most_torchs():
+    """Mean squares against fp64. The largest weight of a row must be 1, which bf16 holds exactly: a
+    maximum that lags behind costs a tenth."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 200, 2, 64, generator=generator).bfloat16() for _ in range(4))
+    tensors = q * 6, k, v
+
+    def results(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+
+    def torchs(q, k, v, causal):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal
+        ).transpose(1, 2)
+
+    totals = torch.zeros(2, 4, dtype=torch.float64)
+    for causal in (False, True):
+        exact = results(partial(torchs, causal=causal), torch.float64)
+        for total, function in zip(totals, (attention, torchs), strict=True):
+            found = results(partial(function, causal=causal), torch.bfloat16)
+            total += torch.stack(
+                [(a - b).square().mean() for a, b in zip(found, exact, strict=True)]
+            )
+    assert (totals[0] <= totals[1]).all(), totals
 
 
 def test_gradients_of_a_linear_loss_round_once():

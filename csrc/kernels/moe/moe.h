@@ -73,6 +73,7 @@ struct MoeUpParams {
   const void* x;     // (rows, k) operand
   MoeMatrix up;      // (k, columns)
   const void* bias;  // (experts, columns) or null
+  const void* made;  // (rows, columns) compute: the product with the bias; null to make it
   void* pre;         // (rows, columns) of dtype, or null
   void* hidden;      // (rows, features) operand, or null
 };
@@ -86,6 +87,7 @@ struct MoeUpBackwardParams {
   const void* grad_y;     // (rows, k) operand
   MoeMatrix down;         // (k, features)
   const void* down_bias;  // (experts, k) or null
+  const void* made;       // (rows, features) compute: grad_y W_down; null to make it
   const void* pre;        // (rows, columns) of dtype
   const void* weight;     // (rows) compute
   void* grad_pre;         // (rows, columns) operand

@@ -84,6 +84,16 @@ void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMa
   multiply(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
 }
 
+// Columns of a product that was made before, to the memory of an item.
+template <class C>
+void copy_rows(const C* made, int64_t stride, int64_t rows, int64_t cols, C* c) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for_row<C>(cols, [&](int64_t i, auto part) {
+      part.store(c + r * kBlockN + i, part.load(made + r * stride + i));
+    });
+  }
+}
+
 // Calls f(block, first column of the group, its columns) for each item of the range.
 template <class F>
 OMNIATTN_INLINE void for_groups(const MoeBlock* blocks, [[maybe_unused]] int64_t block_count,
@@ -127,6 +137,11 @@ void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
         const auto* const matrix = static_cast<const S*>(p.up.data) + block.expert * p.up.expert;
         const auto* const bias = static_cast<const S*>(p.bias);
         for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
+          if (p.made != nullptr) {
+            copy_rows(static_cast<const C*>(p.made) + block.row * columns + column, columns,
+                      block.rows, cols, work.c + place);
+            return;
+          }
           multiply_add(x, p.k, block.rows, matrix + column * p.up.n_stride, p.up,
                        bias != nullptr ? bias + block.expert * columns + column : nullptr, p.k,
                        cols, work.panels, work.c + place, kBlockN);
@@ -162,8 +177,13 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
                const auto* const grad_y = static_cast<const T*>(p.grad_y) + block.row * p.k;
                const auto* const down = static_cast<const S*>(p.down.data) +
                                         block.expert * p.down.expert + first * p.down.n_stride;
-               multiply_add<T, S>(grad_y, p.k, block.rows, down, p.down, nullptr, p.k, n,
-                                  work.panels, work.c, kBlockN);
+               if (p.made != nullptr) {
+                 copy_rows(static_cast<const C*>(p.made) + block.row * features + first, features,
+                           block.rows, n, work.c);
+               } else {
+                 multiply_add<T, S>(grad_y, p.k, block.rows, down, p.down, nullptr, p.k, n,
+                                    work.panels, work.c, kBlockN);
+               }
                HiddenRow<C> row;
                C joined[kBlockN];
                for (int64_t r = 0; r < block.rows; ++r) {

@@ -17,8 +17,8 @@ import torch
 
 import omniattn
 from omniattn import config
-from omniattn.ops import _library, gemm_choice
-from omniattn.ops._cpu import cpuinfo
+from omniattn.ops import _library, gemm_choice, level_choice
+from omniattn.ops._cpu import cpu_family, cpuinfo
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -59,6 +59,8 @@ def _rows() -> Iterator[tuple[str, str]]:
     yield "CPU", _cpu()
     yield "kernels", _kernels()
     yield "linear", _linear()
+    if levels := level_choice.describe(level_choice.record_of(cpu_family())):
+        yield "levels", "; ".join(levels)
     yield "threads", _threads()
     yield "CUDA", _cuda()
     every = _library.ops_of("cpu")

@@ -21,6 +21,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.ops import moe as ops
+from omniattn.ops._precision import pieces_of
 from omniattn.ops.moe import ACTIVATIONS as ACTIVATIONS
 from omniattn.reference.precision import compute_dtype
 
@@ -89,7 +90,10 @@ def moe_experts(
         once; half inputs round the pre-activations that are kept for the backward. Results and
         gradients do not depend on the number of threads, nor on `recompute`. Gradients reach x,
         weights, both projections and both biases; experts without tokens get zeros. Second and
-        forward-mode derivatives go through the eager definition.
+        forward-mode derivatives go through the eager definition. With AMX, fp32 products of
+        experts with more than four tokens are made of bf16 pieces where
+        `torch.set_float32_matmul_precision("high")` or `omniattn.config.FP32_PIECES` allows it
+        (docs/precision.md).
 
     Reference:
         Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
@@ -125,6 +129,7 @@ def moe_experts(
         down_bias,
         *ops.encode(activation, interleaved, alpha, limit),
         trains and not recompute,
+        pieces_of(x),
     )
     run = implementation(op, backend, x, ops.moe)
     if weigh_inputs:

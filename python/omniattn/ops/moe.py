@@ -69,6 +69,7 @@ def formula(
     gate: int,
     clamp: list[float],
     keep: bool,
+    pieces: int,
     weigh_inputs: bool = False,
 ) -> Tensor:
     """The op in plain torch, from its own arguments."""
@@ -85,8 +86,9 @@ def formula(
     )
 
 
-#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep) -> y, with x (N, d) and
-#: weights in the compute dtype; keep: whether to save the pre-activations or compute them again
+#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, pieces) -> y, with x
+#: (N, d) and weights in the compute dtype; keep: whether to save the pre-activations or compute
+#: them again; pieces: see _precision.py
 moe = DifferentiableOp(
     "moe",
     fakes={

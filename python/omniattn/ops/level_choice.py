@@ -1,0 +1,73 @@
+"""From how much work on attention and experts use a level of products (csrc/runtime/isa.h).
+
+Dot products and tiles of bf16 must be filled: a small problem may be faster on the fp32 vectors of
+the level below. `benchmarks/level_choice.py --record` measures from how many multiply-adds of a kv
+head, or of an expert's share of the tokens, a level is faster than those below it, and writes them
+to level_crossings.json by family of CPUs; importing this module hands them to the native library,
+which looks them up in every call. On a family without a record the best level is always used. Few
+queries (decoding) and experts with at most four tokens stay on vectors in any case.
+
+torch is no choice here, as it is for `linear`, whose result is one sum. What attention and experts
+promise beyond that (statistics of rows, dropout of the same bits on all devices, gradients that are
+rounded once) would depend on the machine. The records show the gain over torch at every shape.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omniattn.config import CPU_ISAS
+from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops._cpu import cpu_family
+
+__all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "record_of"]
+
+#: Records by family of CPUs.
+RECORDS = Path(__file__).with_name("level_crossings.json")
+
+#: By their numbers in the native library (runtime/measured_isa.h).
+OPS = ("attention", "moe_experts")
+
+#: As a number of multiply-adds: nothing has so many.
+NEVER = 1 << 62
+
+_PRODUCTS_ONLY = ("avx512_bf16", "amx_bf16")
+
+
+def product_levels() -> list[str]:
+    """The levels of this machine that have products only."""
+    return [n for n in _PRODUCTS_ONLY if torch.ops.omniattn.has_cpu_isa(CPU_ISAS.index(n))]
+
+
+def install(record: dict[str, Any] | None) -> None:
+    """Makes the native library choose by a record; by none: the best level always."""
+    for number, op in enumerate(OPS):
+        least = record["ops"][op]["least"] if record is not None else {}
+        for name in _PRODUCTS_ONLY:
+            torch.ops.omniattn.set_least_madds(number, CPU_ISAS.index(name), least.get(name, 0))
+
+
+def describe(record: dict[str, Any] | None) -> list[str]:
+    """One line per op and level of this machine, for `omniattn info`."""
+    source = "no record of this CPU" if record is None else f"measured with torch {record['torch']}"
+    lines = []
+    for op in OPS:
+        for name in product_levels():
+            least = 0 if record is None else record["ops"][op]["least"].get(name, 0)
+            when = "always" if least == 0 else f"from {least:.1e} multiply-adds of a head on"
+            when = when if op == "attention" else when.replace("a head", "an expert")
+            lines.append(f"{op} uses {name} {'never' if least >= NEVER else when} ({source})")
+    return lines
+
+
+def record_of(family: str) -> dict[str, Any] | None:
+    """What was measured on the family."""
+    found: dict[str, Any] | None = json.loads(RECORDS.read_text()).get(family)
+    return found
+
+
+install(record_of(cpu_family()))
