@@ -271,14 +271,14 @@ def retention(
         shape = (count, heads, q.shape[-1] + 1, v.shape[-1] + 1)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
         powers, initial_state = initial_state[:, :, -1, -1], initial_state[:, :, :-1]
-    dtype, wide = v.dtype, widen(v)
-    wide = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
-    o, s = run(op, widen(q), widen(k), wide, g, scale, initial_state, cu_seqlens, backend)
+    values = widen(v)
+    values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
+    o, s = run(op, widen(q), widen(k), values, g, scale, initial_state, cu_seqlens, backend)
     each, last = _sums_of_powers(gamma, powers, v.shape[1], cu_seqlens)
     o = o * each.rsqrt()[..., None]
     largest = o[..., -1:].detach().abs().clamp(min=1)
     below = nnf.pad(last[..., None, None], (v.shape[-1], 0))
-    return (o[..., :-1] / largest).to(dtype), torch.cat((s, below), 2)
+    return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)
 
 
 def _sums_of_powers(

@@ -112,6 +112,7 @@ class LinearAttention(StateMixer):
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
+        g, beta = self._gates(x, q, k)
         o, s = functional.linear_attention(
             q,
             k,
@@ -119,16 +120,17 @@ class LinearAttention(StateMixer):
             feature_map=c.feature_map,
             causal=c.causal,
             normalize=c.normalize,
-            **self._gates(x, q, k),
+            g=g,
+            beta=beta,
             initial_state=None if state is None else state["s"],
             cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self.o_proj(o.flatten(-2)), {"s": s}
 
-    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """g and beta of functional.linear_attention."""
-        return {}
+        return None, None
 
 
 class DeltaAttention(LinearAttention):
@@ -205,10 +207,10 @@ class DeltaAttention(LinearAttention):
         if self.b_bias is not None:
             nn.init.zeros_(self.b_bias)
 
-    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         g = nnf.logsigmoid(self._logits(self.g_weight, self.g_bias, x, q))
         beta = self._logits(self.b_weight, self.b_bias, x, k).sigmoid()
-        return {"g": g, "beta": beta}
+        return g, beta
 
     def _logits(self, weight: Tensor, bias: Tensor | None, x: Tensor, heads: Tensor) -> Tensor:
         """(B, T, H, K') of the heads (B, T, H, K) or of x, or (B, T, H); in fp32 at least."""

@@ -382,7 +382,7 @@ SPECS = (
 VARIANTS = (
     Variant(
         "linear attention with features of any kind",
-        ("linear_attention", "LinearAttention"),
+        ("linear_attention", "LinearAttention", "DeltaAttention"),
         "Katharopoulos et al. 2020, arXiv 2006.16236",
     ),
     Variant(
