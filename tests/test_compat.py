@@ -100,8 +100,15 @@ def test_from_the_end_to_the_start(name):
     turned = [t if key == "u" else t.flip(1) for key, t in zip(CALLS[name], given, strict=True)]
     expected, last = function(*turned, output_final_state=True)
     assert torch.equal(o, expected.flip(1)) and torch.equal(state, last)
-    with pytest.raises(NotImplementedError, match="reverse must be False with cu_seqlens"):
-        function(*given, reverse=True, cu_seqlens=torch.tensor([0, T]))
+    packed = [t if key == "u" else t[:1] for key, t in zip(CALLS[name], given, strict=True)]
+    options = {"reverse": True, "output_final_state": True}
+    bounds, before = torch.tensor([0, 4, 4, T]), torch.randn(3, H, K, V)
+    o, state = function(*packed, initial_state=before, cu_seqlens=bounds, **options)
+    for n, (a, b) in enumerate(itertools.pairwise(bounds.tolist())):
+        piece = [t if key == "u" else t[:, a:b] for key, t in zip(CALLS[name], packed, strict=True)]
+        alone, last = function(*piece, initial_state=before[n : n + 1], **options)
+        torch.testing.assert_close(o[:, a:b], alone)
+        torch.testing.assert_close(state[n], last[0])
 
 
 @pytest.mark.parametrize("name", ["gla", "gated_delta_rule", "kda"])
@@ -113,6 +120,8 @@ def test_states_with_values_first(name):
     o, last = chunk(*given, initial_state=state, **options)
     turned, other = chunk(*given, initial_state=state.mT, state_v_first=True, **options)
     assert torch.equal(o, turned) and torch.equal(last, other.mT)
+    former = chunk(*given, initial_state=state.mT, transpose_state_layout=True, **options)
+    assert torch.equal(o, former[0]) and torch.equal(last, former[1].mT)
 
 
 def test_gates_and_betas_before_their_activations():
@@ -139,6 +148,28 @@ def test_gates_and_betas_before_their_activations():
     torch.testing.assert_close(
         both, compat.chunk_kda(*given, x["gk"] + x["g"][..., None], x["beta"])[0]
     )
+
+
+def test_betas_of_channels():
+    """Each channel of the values by itself, with its beta."""
+    x = tensors()
+    beta, state = torch.rand(B, T, H, V), x["state"]
+    plain, gated = compat.fused_recurrent_delta_rule, compat.fused_recurrent_gated_delta_rule
+    for function, gates in ((plain, {}), (gated, {"g": x["g"]}), (gated, {"gk": x["gk"]})):
+        options = {**gates, "output_final_state": True}
+        o, last = function(x["q"], x["k"], x["v"], beta=beta, initial_state=state, **options)
+        for c in range(V):
+            channel = slice(c, c + 1)
+            one, end = function(
+                *(x["q"], x["k"], x["v"][..., channel]),
+                beta=beta[..., c],
+                initial_state=state[..., channel],
+                **options,
+            )
+            torch.testing.assert_close(o[..., channel], one)
+            torch.testing.assert_close(last[..., channel], end)
+    with pytest.raises(ValueError, match="fused_recurrent_delta_rule: beta must have shape"):
+        plain(x["q"], x["k"], x["v"], beta[..., :3])
 
 
 def test_linear_attention():
@@ -176,6 +207,13 @@ def test_options_of_gates_need_the_gates():
         compat.fused_recurrent_gated_delta_rule(*rest, use_gate_in_kernel=True)
     with pytest.raises(ValueError, match=f"{name}: allow_neg_eigval needs use_beta_sigmoid"):
         compat.fused_recurrent_gated_delta_rule(*rest, g=x["g"], allow_neg_eigval=True)
+    with pytest.raises(ValueError, match="chunk_kda: A_log must be given with use_gate_in_kernel"):
+        compat.chunk_kda(*rest, x["gk"], x["beta"], use_gate_in_kernel=True)
+    bounded = {"use_gate_in_kernel": True, "lower_bound": -5.0}
+    torch.testing.assert_close(
+        compat.chunk_kda(*rest, x["gk"], x["beta"], **bounded),
+        compat.chunk_kda(*rest, -5 * x["gk"].sigmoid(), x["beta"]),
+    )
 
 
 #: Names of the same function, and the tensors in order.
@@ -234,6 +272,12 @@ def test_decays_of_whole_heads():
     torch.testing.assert_close(plain, torch.einsum("bhij,bjhv->bihv", scores.tril(), v))
     with pytest.raises(ValueError, match="chunk_simple_gla: g must be None where g_gamma is given"):
         compat.chunk_simple_gla(q, k, v, g, rate)
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma must have shape \(2,\)"):
+        compat.chunk_simple_gla(q, k, v, g_gamma=torch.ones(3))
+    with pytest.raises(ValueError, match="chunk_lightning_attn: num_layers must be an int >= 1"):
+        compat.chunk_lightning_attn(q, k, v, 0, 0)
+    with pytest.raises(ValueError, match="attn: layer_idx must be an int >= 0 and <= 11, got"):
+        compat.fused_recurrent_lightning_attn(q, k, v, 12, 12)
     for function in (compat.parallel_simple_gla, compat.parallel_retention):
         with pytest.raises(NotImplementedError, match="output_attentions is not supported"):
             function(q, k, v, output_attentions=True)

@@ -7,26 +7,48 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from omniattn.models import BlocksConfig
 from omniattn.modules import (
     MLP,
+    MLSTM,
+    S4,
+    S4D,
+    SLSTM,
     Attention,
     CrossCache,
+    DecoderBlock,
+    DeltaAttention,
+    DeltaNet,
     DifferentialAttention,
     DisentangledAttention,
     Dropout,
     DropPath,
     GatedAttentionUnit,
+    GatedDeltaNet,
+    GatedLinearAttention,
     GatedMLP,
     GroupNorm,
+    KimiDeltaAttention,
     LayerNorm,
+    LinearAttention,
+    Mamba,
+    Mamba2,
     MoE,
     MultiheadAttention,
     MultiHeadLatentAttention,
+    MultiScaleRetention,
     ParallelResidual,
+    Performer,
     Residual,
     RMSNorm,
     RMSNormGated,
     RotaryEmbedding,
+    RWKV4TimeMix,
+    RWKV5TimeMix,
+    RWKV6TimeMix,
+    RWKV7TimeMix,
+    RWKVChannelMix,
+    SimpleSelectiveSSM,
     T5RelativeBias,
     TransformerXLAttention,
 )
@@ -129,7 +151,52 @@ def torch_layer() -> Case:
     return block(layer)
 
 
+#: Layers that read one token after another.
+RECURRENT = {
+    "linear": LinearAttention.Config(16, 2),
+    "linear-both": LinearAttention.Config(16, 2, causal=False),
+    "delta-attention": DeltaAttention.Config(16, 2, gates="heads", gates_of="x"),
+    "performer": Performer.Config(16, 2),
+    "performer-both": Performer.Config(16, 2, causal=False, kind="hyperbolic"),
+    "gla": GatedLinearAttention.Config(16, 2),
+    "retention": MultiScaleRetention.Config(16, 4, normalize=True, conv_size=2),
+    "delta": DeltaNet.Config(16, 2),
+    "gated-delta": GatedDeltaNet.Config(16, 2, num_v_heads=4),
+    "kda": KimiDeltaAttention.Config(16, 2),
+    "rwkv4": RWKV4TimeMix.Config(16),
+    "rwkv5": RWKV5TimeMix.Config(16, head_dim=8),
+    "rwkv6": RWKV6TimeMix.Config(16, head_dim=8),
+    "rwkv7": RWKV7TimeMix.Config(16, head_dim=8),
+    "rwkv-channel": RWKVChannelMix.Config(16),
+    "mlstm": MLSTM.Config(16, 2, inner_dim=16),
+    "slstm": SLSTM.Config(16, 2),
+    "mamba": Mamba.Config(16, 3),
+    "mamba2": Mamba2.Config(16, 4, headdim=8),
+    "selective-ssm": SimpleSelectiveSSM.Config(16, 3),
+    "s4": S4.Config(16, 4),
+    "s4d": S4D.Config(16, 4),
+}
+
+
+def recurrent(name: str) -> Case:
+    layer = RECURRENT[name].build(dtype=DTYPE)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    if name != "retention":
+        return block(layer)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(4))
+    return layer, lambda x, at: layer(x, rope=rotary(at))
+
+
+def stack() -> Case:
+    mlp, norm = RWKVChannelMix.Config(16), LayerNorm.Config(16)
+    layer = DecoderBlock.Config(RWKV6TimeMix.Config(16, head_dim=8), mlp, norm).build(dtype=DTYPE)
+    return layer, lambda x, _: sum(layer(x))
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    **{name: lambda name=name: recurrent(name) for name in RECURRENT},
+    "decoder-block": stack,
     "block-pre": lambda: block(readme_block(RMSNorm, "pre")),
     "block-sandwich": lambda: block(readme_block(RMSNorm, "sandwich")),
     "block-post": lambda: block(readme_block(LayerNorm, "post")),
@@ -171,6 +238,72 @@ def test_jagged_input_gives_what_each_sequence_gives_alone(name):
         torch.testing.assert_close(a, w)
 
 
+#: Padding at the end, at the beginning and in between.
+REAL = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrences_go_on_past_padding(name):
+    layer, call = recurrent(name)
+    x = torch.randn(3, 7, 16, dtype=DTYPE, requires_grad=True)
+    filled = torch.where(REAL[..., None], x, torch.nan)
+    at, mask = torch.arange(7), REAL[:, None, None]
+    options = {}
+    if name == "retention":
+        options["rope"] = RotaryEmbedding(RotaryEmbedding.Config(4))(at)
+    y = layer(filled, mask=mask, **options)
+    want = [call(row[None, real], at[real])[0] for row, real in zip(x, REAL, strict=True)]
+    torch.testing.assert_close(y[REAL], torch.cat(want))
+    assert y[~REAL].eq(0).all()
+    grads = [torch.autograd.grad(t.square().sum(), x)[0] for t in (y, torch.cat(want))]
+    torch.testing.assert_close(*grads)
+    if name.endswith("-both"):
+        return
+    with torch.no_grad():
+        state, parts = layer.new_state(3, 7), []
+        if name in ("s4", "s4d"):
+            with pytest.raises(ValueError, match="mask must be None with a state"):
+                layer(filled, mask=mask, state=state)
+            return
+        for a, b in ((0, 3), (3, 7)):
+            if name == "retention":
+                options["rope"] = RotaryEmbedding(RotaryEmbedding.Config(4))(at[a:b])
+            parts.append(layer(filled[:, a:b], mask=mask[..., :b], state=state, **options))
+    torch.testing.assert_close(torch.cat(parts, 1), y)
+
+
+def test_a_hybrid_takes_padding():
+    """Attention and recurrences, with a channel mix that sees the token before."""
+    norm = LayerNorm.Config(16)
+    blocks = (
+        DecoderBlock.Config(RWKV6TimeMix.Config(16, head_dim=8), RWKVChannelMix.Config(16), norm),
+        DecoderBlock.Config(Attention.Config(16, 4), GatedMLP.Config(16, 24), norm),
+    )
+    rope = RotaryEmbedding.Config(4)
+    config = BlocksConfig(vocab_size=11, dim=16, num_layers=2, blocks=blocks, rope=rope)
+    model, tokens = config.build(dtype=DTYPE), torch.randint(11, (3, 7))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    real = REAL[:2]
+    y = model(tokens[:2], mask=real[:, None, None])
+    for row, found, kept in zip(tokens[:2], y, real, strict=True):
+        at = torch.arange(7)[kept]
+        torch.testing.assert_close(found[kept], model(row[None, kept], positions=at)[0])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [REAL[:, None, None, :5], REAL[:, None, None].float(), torch.ones(7, 7).bool().tril()],
+    ids=["size", "dtype", "pairs"],
+)
+def test_other_masks_are_not_those_of_padding(mask):
+    x = torch.ones(3, 7, 16)
+    with pytest.raises(ValueError, match=r"DeltaNet: mask must be None or boolean \(B, 1, 1, past"):
+        DeltaNet(16, 2)(x, mask=mask)
+    with pytest.raises(ValueError, match=r"DeltaNet: mask must be None or boolean .*a nested x"):
+        DeltaNet(16, 2)(jagged([row for row in x]), mask=REAL[:, None, None])
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["longest-known", "longest-unknown"])
 def test_one_graph_for_jagged_input_of_all_lengths(known):
     torch._dynamo.reset()
@@ -193,6 +326,9 @@ def test_one_graph_for_jagged_input_of_all_lengths(known):
 def test_calls_that_no_jagged_input_has():
     x = jagged(sequences())
     layers = {
+        "DeltaNet: state must be None": lambda: DeltaNet(16, 2, dtype=DTYPE)(
+            x, state=DeltaNet(16, 2, dtype=DTYPE).new_state(3, 9)
+        ),
         "state must be None": lambda: latent(absorb=False)[0](
             x, rope=(torch.ones(15, 2), torch.zeros(15, 2)), state=CrossCache()
         ),

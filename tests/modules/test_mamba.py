@@ -148,7 +148,7 @@ def go_on(batch):
 
 def test_a_state_of_another_layer():
     state = Mamba(8).new_state(1, 1)
-    with pytest.raises(ValueError, match=r"state must have 's' for this layer.*, got ssm, conv"):
+    with pytest.raises(ValueError, match=r"SSM: state must have s, .*another layer.*got ssm, conv"):
         SimpleSelectiveSSM(dim=8)(torch.ones(1, 1, 8), state=state)
 
 

@@ -21,6 +21,7 @@ from omniattn.modules import (
     CrossCache,
     DecoderBlock,
     DeepSeekSparseAttention,
+    DeltaAttention,
     DeltaNet,
     DeterministicSparseAttention,
     DifferentialAttention,
@@ -201,6 +202,7 @@ MIXERS = [
     ),
     LongformerAttention.Config(24, 4, 2, window=4, causal=True, global_index=(0, 6), **STD),
     LongformerAttention.Config(24, 4, window=4, causal=True, dual=False, global_index=(), **STD),
+    DeltaAttention.Config(24, 2, init_std=0.5),
     DeltaNet.Config(24, 2, init_std=0.5),
     DifferentialAttention.Config(24, 2, depth=1, head_dim=6, init_std=0.5),
     GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),
@@ -221,6 +223,7 @@ MIXERS = [
         *(24, 2, 10, 8, 8, 6, 8), indexer="single", index_dim=4, index_topk=3, **STD
     ),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
+    MultiScaleRetention.Config(24, 4, normalize=True, init_std=0.5),
     MLSTM.Config(24, 2),
     Mamba2.Config(24, 8, headdim=12, ngroups=2, init_std=0.5),
     Mamba.Config(24, init_std=0.5),
@@ -264,6 +267,33 @@ def test_every_mixer_works_in_a_block(config):
         state.reorder(torch.tensor([1, 0]))
         parts.append(sum(block(x[:, a:b], state=state, rope=rotary(torch.arange(a, b)))))
     torch.testing.assert_close(torch.cat(parts, 1), full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [config for config in MIXERS if config.layer is not Average],
+    ids=lambda config: config.layer.__name__,
+)
+def test_every_mixer_refuses_states_that_are_not_its_own(config):
+    """Of other sequences, of other layers, of other dtypes: never a wrong result, nor torch's
+    words."""
+    mixer, x = config.build(dtype=torch.float64), torch.randn(2, 3, 24, dtype=torch.float64)
+    rope = RotaryEmbedding(6)(torch.arange(3))
+    recurrent = isinstance(mixer.new_state(2, 9), RecurrentState)
+    own = f"{type(mixer).__name__}: state must be" if recurrent else r"\w+: \w+ must have shape"
+    with pytest.raises(ValueError, match=f"^{own} .*got"):
+        mixer(x, rope=rope, state=mixer.new_state(3, 9))
+    others = {"h": torch.zeros(2, 3)}, {"s": torch.zeros(2, 1, 3)}
+    for state in (*(RecurrentState(**t) for t in others), KVCache(2, 9, 5, 7), {}):
+        with pytest.raises((ValueError, TypeError), match=r"^\w+: \w+ must .*got"):
+            mixer(x, rope=rope, state=state)
+    if recurrent:
+        tensors = mixer.new_state(2, 9).state_dict()
+        del tensors["length"]
+        wrong = RecurrentState(**{name: t.long() for name, t in tensors.items()})
+        with pytest.raises(ValueError, match=f"^{own} floating-point"):
+            mixer(x, rope=rope, state=wrong)
 
 
 @pytest.mark.parametrize(

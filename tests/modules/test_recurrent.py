@@ -10,6 +10,7 @@ from torch.nn import functional as nnf
 from omniattn.models import BlocksConfig, generate
 from omniattn.modules import (
     DecoderBlock,
+    DeltaAttention,
     DeltaNet,
     GatedDeltaNet,
     GatedLinearAttention,
@@ -26,6 +27,10 @@ DIM = 24
 CONFIGS = {
     "linear": LinearAttention.Config(DIM, 3, init_std=0.3),
     "linear signed": LinearAttention.Config(DIM, 3, feature_map="identity", init_std=0.3),
+    "delta attention": DeltaAttention.Config(DIM, 3, init_std=0.3),
+    "delta attention, heads": DeltaAttention.Config(
+        DIM, 3, feature_map="taylor", gates="heads", gates_of="x", b_bias=False, init_std=0.3
+    ),
     "gla": GatedLinearAttention.Config(DIM, 2, init_std=0.3),
     "retention": MultiScaleRetention.Config(DIM, 2, init_std=0.3),
     "delta": DeltaNet.Config(DIM, 2, init_std=0.3),
@@ -112,7 +117,9 @@ def formula(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output(layer, recurrence(q, k, v, g, beta), x)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("linear")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if "attention" not in name and not name.startswith("linear")]
+)
 def test_formula(name):
     layer, x = made(name), inputs()
     torch.testing.assert_close(layer(x), formula(layer, x))
@@ -127,6 +134,34 @@ def test_linear_attention(causal):
     weight = weight.tril() if causal else weight
     o = torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v)
     torch.testing.assert_close(layer(x), nnf.linear(o.flatten(-2), layer.o_proj.weight))
+
+
+@pytest.mark.parametrize("gates_of", ["qk", "x"])
+@pytest.mark.parametrize("gates", ["features", "heads"])
+def test_delta_attention(gates, gates_of):
+    """Token by token; the gates of each head alone."""
+    torch.manual_seed(0)
+    config = DeltaAttention.Config(DIM, 3, gates=gates, gates_of=gates_of, init_std=0.3)
+    layer, x = config.build(dtype=torch.float64), inputs()
+    assert layer.g_bias.eq(4).all() and layer.b_bias.eq(0).all()
+    nn.init.normal_(layer.g_bias), nn.init.normal_(layer.b_bias)
+    q, k, v = (heads(getattr(layer, f"{name}_proj")(x), 3) for name in "qkv")
+    out = []
+    for h in range(3):
+        g_of, b_of = (q[:, :, h], k[:, :, h]) if gates_of == "qk" else (x, x)
+        g = (g_of @ layer.g_weight[h].T + layer.g_bias[h]).sigmoid()
+        b = (b_of @ layer.b_weight[h].T + layer.b_bias[h]).sigmoid()
+        phi_q, phi_k = nnf.elu(q[:, :, h]) + 1, nnf.elu(k[:, :, h]) + 1
+        s, z, rows = 0, 0, []
+        for t in range(x.shape[1]):
+            new = b[:, t] * phi_k[:, t]
+            s = g[:, t, :, None] * s + new[..., None] * v[:, t, h, None]
+            z = g[:, t] * z + new
+            rows.append(torch.einsum("bk,bkv->bv", phi_q[:, t], s))
+            rows[-1] = rows[-1] / (phi_q[:, t] * z).sum(-1, keepdim=True)
+        out.append(torch.stack(rows, 1))
+    expected = nnf.linear(torch.cat(out, -1), layer.o_proj.weight)
+    torch.testing.assert_close(layer(x), expected)
 
 
 @torch.no_grad()
@@ -213,6 +248,11 @@ def test_short_convolution():
         ),
         (lambda: KimiDeltaAttention(8, 2, lower_bound=1.0), r"lower_bound must be .* < 0, got .*1"),
         (lambda: LinearAttention(8, 2, feature_map="cosine"), r"feature_map must be .*'cosine'"),
+        (lambda: DeltaAttention(8, 2, causal=False), r"DeltaAttention: causal must be True, got"),
+        (
+            lambda: DeltaAttention(8, 2, gates="all"),
+            r'gates must be one of "features", "heads", got',
+        ),
         (lambda: LinearAttention(8, 2, causal=False).new_state(1, 1), r"a state must have causal"),
         (lambda: ShortConvolution(8, 0), r"kernel_size must be >= 1.*, got kernel_size=0"),
         (lambda: DeltaNet(8, 2)(torch.ones(1, 2, 8), mask=torch.ones(1)), r"mask must be None"),

@@ -172,6 +172,19 @@ CASES = [
     (lambda: F.interpolate_grid(X, 2, (1, 1)), "interpolate_grid: old must be two ints >= 1, got"),
     (lambda: F.alibi_slopes(2.5), "alibi_slopes: num_heads must be an int >= 1, got num_heads=2.5"),
     (lambda: F.dropout(X, None), "dropout: p must be .* got p=None"),
+    (
+        lambda: F.dropout(X, 0.5, seed=PAIRS.long()),
+        "dropout: seed must be .* got seed=a nested tensor of",
+    ),
+    (lambda: F.orthogonal_gaussian(2, 2, dtype=torch.int32), "orthogonal_gaussian: dtype must be"),
+    (
+        lambda: F.orthogonal_gaussian(2, 2, dtype="float"),
+        "orthogonal_gaussian: dtype must be .* got dtype='float'",
+    ),
+    (
+        lambda: F.orthogonal_gaussian(2, 2, generator=0),
+        "orthogonal_gaussian: generator must be .* got generator=0",
+    ),
     (lambda: F.normal_like(X, seed=1), "normal_like: seed must be .* got seed=1"),
     (lambda: F.top_k(X, 1.0), "top_k: k must be an int, got k=1.0"),
     (lambda: F.softmax_top_k(X, "2"), "softmax_top_k: k must be an int, got k='2'"),
@@ -351,6 +364,7 @@ def nested(t):
 ROWS = nested(torch.rand(2, 3, 4))
 HEADS = nested(torch.rand(2, 3, 2, 4))
 PAIRS = nested(torch.rand(2, 3))
+STRIDED = torch.nested.nested_tensor([torch.rand(3)] * 2)
 NESTED_CALLS = {
     "alibi_bias": lambda: F.alibi_bias(PAIRS, 3, 3),
     "cv_squared": lambda: F.cv_squared(ROWS),
@@ -368,6 +382,9 @@ NESTED_CALLS = {
     "rotary_tables": lambda: F.rotary_tables(F.rope_frequencies(4), PAIRS.long()),
     "router_z_loss": lambda: F.router_z_loss(ROWS),
     "s4d": lambda: F.s4d(ROWS, ROWS, ROWS, ROWS, ROWS),
+    "selective_scan": lambda: F.selective_scan(
+        X[None], X[None], STRIDED.cfloat(), X[None], X[None]
+    ),
     "sequence_log_prob": lambda: F.sequence_log_prob(HEADS, TARGET[None]),
     "sigmoid_top_k": lambda: F.sigmoid_top_k(ROWS, 2),
     "simpo_loss": lambda: F.simpo_loss(PAIRS, PAIRS),

@@ -133,6 +133,7 @@ RECURRENT = {
         {},
     ),
     "retention": lambda q, k, v: (F.retention, (q, k), {"v": v}),
+    "retention-normalised": lambda q, k, v: (F.retention, (q, k, v), {"normalize": True}),
     "delta_rule": lambda q, k, v: (F.delta_rule, (q, k, v, like(q, 2)), {"l2norm": True}),
     "gated_delta_rule": lambda q, k, v: (
         F.gated_delta_rule,

@@ -33,6 +33,45 @@ def test_retention():
     torch.testing.assert_close(F.retention(q, k, v, gamma=g.exp())[0], expected)
 
 
+def normalised(q, k, v, gamma) -> torch.Tensor:
+    """By pairs: the matrix of decays, its rows and those of the scores divided as in the paper."""
+    steps = torch.arange(q.shape[1], dtype=q.dtype)
+    decay = gamma[:, None, None] ** (steps[:, None] - steps).clamp(min=0)
+    decay = decay.tril()
+    decay = decay / decay.sum(-1, keepdim=True).sqrt()
+    score = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5 * decay
+    score = score / score.detach().sum(-1, keepdim=True).abs().clamp(min=1)
+    return torch.einsum("bhij,bjhv->bihv", score, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_retention_of_the_paper(backend):
+    q, k, v = qkv(v_heads=2)
+    q = 3 * q  # so that some rows are divided and others are not
+    gamma = torch.tensor([0.75, 1.0], dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = {"gamma": gamma, "normalize": True, "backend": backend}
+    o, final = F.retention(q, k, v, **options)
+    expected = normalised(q, k, v, gamma)
+    torch.testing.assert_close(o, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), leaves) for t in (o, expected))
+    torch.testing.assert_close(ours, theirs)
+    state, parts = None, []
+    for a, b in itertools.pairwise((0, 1, 1, 33, 70)):
+        piece = (t[:, a:b] for t in (q, k, v))
+        part, state = F.retention(*piece, initial_state=state, **options)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), o)
+    torch.testing.assert_close(state, final)
+    bounds = torch.tensor([0, 3, 3, 60])  # and ten tokens of no sequence
+    packed, ends = F.retention(q[:1], k[:1], v[:1], cu_seqlens=bounds, **options)
+    for n, (a, b) in enumerate(itertools.pairwise(bounds.tolist())):
+        alone, end = F.retention(*(t[:1, a:b] for t in (q, k, v)), **options)
+        torch.testing.assert_close(packed[:, a:b], alone)
+        torch.testing.assert_close(ends[n], end[0])
+    assert packed[:, 60:].count_nonzero() == 0
+
+
 def solved(q, k, v, g, beta) -> torch.Tensor:
     """The delta rule by its linear system: u_i + beta_i sum_{j<i} A_ij u_j = beta_i v_i."""
     total, steps = g.cumsum(1), torch.arange(q.shape[1])

@@ -66,6 +66,12 @@ def test_switches_choose_the_number_of_pieces(switch, pieces, monkeypatch):
     )
 
 
+def test_a_number_of_pieces_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr(config, "FP32_PIECES", 2)
+    with pytest.raises(ValueError, match="FP32_PIECES must be 0 or 3, got FP32_PIECES=2"):
+        linear(*inputs())
+
+
 def test_torchs_switch_for_its_backend_is_followed():
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:

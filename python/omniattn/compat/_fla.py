@@ -38,6 +38,8 @@ def fla_function(
         named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
         defaults = {n: p.default for n, p in named.items() if p.default is not p.empty}
         taken = _SPEED | without_effect | named.keys() - _NOT_SUPPORTED
+        if "state_v_first" in named:
+            taken = taken | {"transpose_state_layout"}
 
         @functools.wraps(choose)
         def function(*args: Theirs.args, **kwargs: Theirs.kwargs) -> Result:
@@ -66,24 +68,35 @@ def run(
 ) -> Result:
     """Runs `call` on the tensors, with the states and options among the arguments `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
-    reverse, v_first = given.get("reverse", False), given.get("state_v_first", False)
-    if reverse and boundaries is not None:
-        raise NotImplementedError(f"{op}: reverse must be False with cu_seqlens, got reverse=True")
+    reverse = given.get("reverse", False)
+    # The latter is its former name.
+    v_first = given.get("state_v_first", False) or given.get("transpose_state_layout", False)
+    packed = reverse and boundaries is not None
     if reverse:
         tensors = tuple(t.flip(1) for t in tensors)
     if state is not None and v_first:
         state = state.mT
+    if packed:  # from the end of the row, the sequences come in the other order
+        boundaries = tensors[0].shape[1] - boundaries.flip(0)
+        state = None if state is None else state.flip(0)
     options = {ours: given[name] for name, ours in _OPTIONS.items() if name in given}
     o, state = call(*tensors, initial_state=state, cu_seqlens=boundaries, **options)
+    if packed:
+        state = state.flip(0)
     if v_first:
         state = state.mT
     return o.flip(1) if reverse else o, state if given["output_final_state"] else None
 
 
 def decays_of(
-    g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, bound: float | None
+    op: str, g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, bound: float | None
 ) -> Tensor:
     """Log-decays from raw gates (B, T, H) or (B, T, H, K), A_log (H) and dt_bias (H or H K)."""
+    if a_log is None and bound is None:
+        raise ValueError(
+            f"{op}: A_log must be given with use_gate_in_kernel=True and without a lower_bound, "
+            "got A_log=None"
+        )
     g = widen(g)
     if dt_bias is not None:
         g = g + dt_bias.view(g.shape[2:])
@@ -100,3 +113,47 @@ def beta_of(op: str, beta: Tensor, is_logit: bool, twice: bool) -> Tensor:
     if not is_logit:
         return beta
     return widen(beta).sigmoid() * (2 if twice else 1)
+
+
+def delta_call(
+    op: str,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    beta: Tensor,
+) -> Call:
+    """A delta rule of q, k, v and gates, with a beta (B, T, Hv), or (B, T, Hv, V) of channels."""
+    if beta.ndim != 4:
+        return function, (*tensors, beta)
+    v = tensors[2]
+    if beta.shape != v.shape:
+        raise ValueError(
+            f"{op}: beta must have shape {tuple(v.shape[:3])} or {tuple(v.shape)}, got "
+            f"beta.shape={tuple(beta.shape)}"
+        )
+    return functools.partial(_by_channels, function), (*tensors, beta)
+
+
+def _by_channels(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *gates: Tensor,
+    initial_state: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Each channel of the values is a head, in V times the time; the last of `gates` is beta."""
+    sizes = v.shape[2:]
+    wide = (t.repeat_interleave(sizes[1], 2) for t in gates[:-1])
+    if initial_state is not None:
+        initial_state = initial_state.mT.flatten(1, 2)[..., None]
+    o, state = function(
+        q,
+        k,
+        v.flatten(2)[..., None],
+        *wide,
+        gates[-1].flatten(2),
+        initial_state=initial_state,
+        **options,
+    )
+    return o.squeeze(-1).unflatten(2, sizes), state.squeeze(-1).unflatten(1, sizes).mT

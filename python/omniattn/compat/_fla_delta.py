@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Call, beta_of, decays_of, fla_function
+from omniattn.compat._fla import Call, beta_of, decays_of, delta_call, fla_function
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -71,8 +71,9 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """:func:`functional.delta_rule`; beta is 1 where it is None."""
-    return functional.delta_rule, (q, k, v, _ones(v, q) if beta is None else beta)
+    """:func:`functional.delta_rule`; beta is 1 where it is None, and may be (B, T, H, V)."""
+    beta = _ones(v, q) if beta is None else beta
+    return delta_call("fused_recurrent_delta_rule", functional.delta_rule, (q, k, v), beta)
 
 
 @fla_function()
@@ -101,7 +102,7 @@ def chunk_gated_delta_rule(
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``.
     """
     if use_gate_in_kernel:
-        g = decays_of(g, A_log, dt_bias, None)
+        g = decays_of("chunk_gated_delta_rule", g, A_log, dt_bias, None)
     beta = beta_of("chunk_gated_delta_rule", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return functional.gated_delta_rule, (q, k, v, g, beta)
 
@@ -131,7 +132,7 @@ def fused_recurrent_gated_delta_rule(
     """:func:`functional.gated_delta_rule` of decays g (B, T, H), or
     :func:`functional.kimi_delta_attention` of gk (B, T, H, K); of both, of their sum.
 
-    gv, decays of the values, must be None. beta is 1 where it is None.
+    gv, decays of the values, must be None. beta is 1 where it is None, and may be (B, T, H, V).
     """
     op = "fused_recurrent_gated_delta_rule"
     beta = _ones(v, q) if beta is None else beta
@@ -139,12 +140,12 @@ def fused_recurrent_gated_delta_rule(
     if use_gate_in_kernel:
         if g is None:
             raise ValueError(f"{op}: g must be given with use_gate_in_kernel=True, got g=None")
-        g = decays_of(g, A_log, dt_bias, None)
+        g = decays_of(op, g, A_log, dt_bias, None)
     if gk is None:
         g = widen(q).new_zeros(v.shape[:3]) if g is None else g
-        return functional.gated_delta_rule, (q, k, v, g, beta)
+        return delta_call(op, functional.gated_delta_rule, (q, k, v, g), beta)
     gk = gk if g is None else widen(gk) + widen(g)[..., None]
-    return functional.kimi_delta_attention, (q, k, v, gk, beta)
+    return delta_call(op, functional.kimi_delta_attention, (q, k, v, gk), beta)
 
 
 @fla_function()
@@ -179,7 +180,7 @@ def chunk_kda(
     changes nothing. States within the sequence are not returned.
     """
     if use_gate_in_kernel:
-        g = decays_of(g, A_log, dt_bias, lower_bound)
+        g = decays_of("chunk_kda", g, A_log, dt_bias, lower_bound)
     beta = beta_of("chunk_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return functional.kimi_delta_attention, (q, k, v, g, beta)
 
@@ -207,7 +208,7 @@ def fused_recurrent_kda(
 ) -> Call:
     """As `chunk_kda`."""
     if use_gate_in_kernel:
-        g = decays_of(g, A_log, dt_bias, lower_bound)
+        g = decays_of("fused_recurrent_kda", g, A_log, dt_bias, lower_bound)
     beta = beta_of("fused_recurrent_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return functional.kimi_delta_attention, (q, k, v, g, beta)
 

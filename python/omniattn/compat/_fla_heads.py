@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.compat._fla import Call, fla_function
+from omniattn.functional._checks import require_int, require_shape, require_tensor
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -33,14 +34,18 @@ def _simple(
             f"{op}: g must be None where g_gamma is given, got g.shape={tuple(g.shape)}"
         )
     if g_gamma is not None:
+        require_tensor(op, "g_gamma", g_gamma)
+        require_shape(op, "g_gamma", g_gamma, (v.shape[2],))
         g = g_gamma.expand(v.shape[:3])
     if g is None:
         g = widen(q).new_zeros(v.shape[:3])
     return functional.gated_linear_attention, (q, k, v, g)
 
 
-def _lightning(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+def _lightning(op: str, q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
     """Log-decays of heads: none of the first, and the weaker the later the layer."""
+    require_int(op, "num_layers", num_layers, 1)
+    require_int(op, "layer_idx", layer_idx, 0, num_layers - 1)
     heads = q.shape[2]
     rate = 8 / max(1, heads) * (1 - layer_idx / num_layers)
     return -rate * torch.arange(heads, dtype=torch.float32, device=q.device)
@@ -114,8 +119,8 @@ def chunk_lightning_attn(
 ) -> Call:
     """:func:`functional.gated_linear_attention` whose head h of H decays by
     ``exp(-8 h / H (1 - layer_idx / num_layers))``."""
-    decays = _lightning(q, layer_idx, num_layers)
-    return _simple("chunk_lightning_attn", q, k, v, None, decays)
+    op = "chunk_lightning_attn"
+    return _simple(op, q, k, v, None, _lightning(op, q, layer_idx, num_layers))
 
 
 @fla_function()
@@ -133,8 +138,8 @@ def fused_recurrent_lightning_attn(
     **options: Any,
 ) -> Call:
     """As `chunk_lightning_attn`."""
-    decays = _lightning(q, layer_idx, num_layers)
-    return _simple("fused_recurrent_lightning_attn", q, k, v, None, decays)
+    op = "fused_recurrent_lightning_attn"
+    return _simple(op, q, k, v, None, _lightning(op, q, layer_idx, num_layers))
 
 
 def parallel_simple_gla(

@@ -61,6 +61,8 @@ def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Calla
 
 def shown(value: Any) -> str:
     """A value in an error: of tensors and arrays the sizes, of anything else one line."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"a nested tensor of {value.dtype}"
     if hasattr(value, "shape") and hasattr(value, "dtype") and math.prod(value.shape) > 4:
         return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
     text = " ".join(repr(value).split())
@@ -275,7 +277,8 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
     """[seed, offset] of random draws for `x`; None draws one from torch's generator."""
     if seed is None:
         return new_seed()
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (2,):
+    plain = isinstance(seed, Tensor) and not seed.is_nested
+    if not plain or seed.dtype != torch.int64 or seed.shape != (2,):
         raise ValueError(
             f"{op}: seed must be an int64 tensor [seed, offset], got seed={shown(seed)}"
         )

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    FLOATS,
     require_bool,
     require_choice,
     require_device,
     require_float,
     require_int,
     require_number,
+    shown,
     use_reference,
 )
 from omniattn.functional._jagged import over_sequences, token_wise
@@ -53,6 +55,7 @@ def orthogonal_gaussian(
         (rows, size).
 
     Raises:
+        TypeError: a dtype that is not floating-point, or no generator.
         ValueError: a size below 1 or an unknown norm.
 
     Reference:
@@ -67,6 +70,14 @@ def orthogonal_gaussian(
     require_int(op, "rows", rows, 1)
     require_int(op, "size", size, 1)
     require_choice(op, "row_norm", row_norm, ("chi", "sqrt_d"))
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: dtype must be float64, float32, bfloat16 or float16, got dtype={shown(dtype)}"
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"{op}: generator must be a torch.Generator, got generator={shown(generator)}"
+        )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def draw(*shape: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as nnf
 
 from omniattn.functional._checks import (
     require_bool,
@@ -15,7 +16,13 @@ from omniattn.functional._checks import (
     use_reference,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import log_decays, require_heads, run, widened
+from omniattn.functional._recurrence import (
+    log_decays,
+    require_heads,
+    run,
+    sequence_count,
+    widened,
+)
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 from omniattn.reference.recurrence import SIGNED as SIGNED
@@ -212,6 +219,7 @@ def retention(
     *,
     gamma: Tensor | None = None,
     scale: float | None = None,
+    normalize: bool = False,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
@@ -221,12 +229,18 @@ def retention(
     ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
 
     Args:
-        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        q, k, v, cu_seqlens, backend: as in `gated_linear_attention`.
         gamma: (Hv,) in (0, 1], default ``1 - 2^(-5 - h)``.
         scale: default K^-0.5.
+        normalize: the weights ``R_ts = scale (q_t . k_s) gamma^(t - s)`` are divided by the root of
+            ``sum_s gamma^(t - s)``, and then o_t by ``max(|sum_s R_ts|, 1)``, a constant for
+            gradients, as in the paper's section 2.2. A norm of o, but for its eps, undoes that.
+        initial_state: (N, Hv, K, V), as in `gated_linear_attention`. With `normalize` (N, Hv,
+            K + 1, V + 1): the sums of keys follow in the last column, and below them is the sum of
+            the powers of gamma, beside zeros.
 
     Returns:
-        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+        o (B, T, Hv, V) of q's dtype, and the state after the last token, like initial_state.
 
     Raises:
         TypeError: a dtype that is unsupported or differs from q's.
@@ -247,8 +261,51 @@ def retention(
         gamma = 1 - torch.exp2(-5 - torch.arange(heads, dtype=wide, device=v.device))
     gamma = widened(op, "gamma", gamma, v, ((heads,),))
     require_range(op, "gamma", gamma, 0.0, 1.0)
+    require_bool(op, "normalize", normalize)
     g = gamma.log().expand(*v.shape[:2], heads)
-    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
+    if not normalize:
+        return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
+    count = sequence_count(op, q, cu_seqlens)
+    powers = gamma.new_zeros(count, heads)
+    if initial_state is not None:
+        shape = (count, heads, q.shape[-1] + 1, v.shape[-1] + 1)
+        initial_state = widened(op, "initial_state", initial_state, v, (shape,))
+        powers, initial_state = initial_state[:, :, -1, -1], initial_state[:, :, :-1]
+    values = widen(v)
+    values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
+    o, s = run(op, widen(q), widen(k), values, g, scale, initial_state, cu_seqlens, backend)
+    each, last = _sums_of_powers(gamma, powers, v.shape[1], cu_seqlens)
+    o = o * each.rsqrt()[..., None]
+    largest = o[..., -1:].detach().abs().clamp(min=1)
+    below = nnf.pad(last[..., None, None], (v.shape[-1], 0))
+    return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)
+
+
+def _sums_of_powers(
+    gamma: Tensor, before: Tensor, steps: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """p_t = gamma p_{t-1} + 1 of each token (B or 1, T, Hv) and at the end of each sequence, from
+    those of `before` (N, Hv)."""
+
+    def after(counts: Tensor, first: Tensor) -> Tensor:
+        """Of counts (N, T) and first (N, 1, Hv)."""
+        at = counts[..., None].to(gamma.dtype)
+        grown = torch.where(
+            gamma < 1, -torch.expm1(at * gamma.log()) / (1 - gamma).clamp(min=1e-30), at
+        )
+        return gamma**at * first + grown
+
+    tokens = torch.arange(steps, device=gamma.device)
+    if cu_seqlens is None:
+        each = after(tokens[None] + 1, before[:, None])
+        return each, each[:, -1] if steps > 0 else before
+    offsets = cu_seqlens.long()
+    entries = torch.searchsorted(offsets[1:-1].contiguous(), tokens, right=True)
+    entries = entries.clamp(max=max(0, before.shape[0] - 1))
+    counts = (tokens - offsets[entries] + 1).clamp(min=1)
+    each = after(counts[:, None], before[entries][:, None])[:, 0]
+    last = after(offsets.diff()[:, None], before[:, None])[:, 0]
+    return each[None], last
 
 
 def feature_size(feature_map: str, size: int) -> int:

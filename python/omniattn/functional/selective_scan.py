@@ -8,6 +8,7 @@ from torch import Tensor
 from omniattn.functional._checks import (
     cast_like,
     implementation,
+    refuse_nested,
     require_bool,
     require_decaying,
     require_device,
@@ -111,6 +112,8 @@ def selective_scan(
         z = cast_like(op, "z", z, u, "u")
         require_shape(op, "z", z, tuple(u.shape))
     require_tensor(op, "A", A)
+    if A.is_nested:
+        refuse_nested(op, "A", A)
     if A.ndim != 2 or A.shape[0] != channels:
         raise ValueError(f"{op}: A must have shape ({channels}, N), got A.shape={tuple(A.shape)}")
     require_decaying(op, "A", A)

@@ -36,6 +36,7 @@ from omniattn.modules.liger_preference import (
 from omniattn.modules.liger_unpaired import LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from omniattn.modules.linear import Linear
 from omniattn.modules.linear_attention import (
+    DeltaAttention,
     GatedLinearAttention,
     LinearAttention,
     MultiScaleRetention,
@@ -100,6 +101,7 @@ __all__ = [
     "DSAState",
     "DecoderBlock",
     "DeepSeekSparseAttention",
+    "DeltaAttention",
     "DeltaNet",
     "DeterministicSparseAttention",
     "DifferentialAttention",

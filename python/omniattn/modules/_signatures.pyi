@@ -210,6 +210,32 @@ def DeepSeekSparseAttention(
     dtype: torch.dtype | None = ...,
 ) -> None: ...
 @overload
+def DeltaAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.linear_attention.DeltaAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def DeltaAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    head_dim: int | None = ...,
+    feature_map: str = ...,
+    normalize: bool | None = ...,
+    causal: bool = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    gates: str = ...,
+    gates_of: str = ...,
+    b_bias: bool = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
 def DeltaNet(
     self: torch.nn.Module,
     config: omniattn.modules.delta_net.DeltaNet.Config,
@@ -936,6 +962,7 @@ def MultiScaleRetention(
     init_std: float = ...,
     backend: str | None = ...,
     rope_interleaved: bool = ...,
+    normalize: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

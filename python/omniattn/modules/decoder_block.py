@@ -149,9 +149,11 @@ class DecoderBlock(Layer, Stateful):
         `memory` and `memory_state` are source and state of the cross-attention. The rest as in
         Mixer; `relative` only with mixers that have it.
         """
-        after: dict[str, State] = {}
+        after: dict[str, Any] = {}
         if isinstance(state, StatePair):
             after["state"], state = state.mlp, state.mixer
+        if mask is not None and isinstance(self.mlp, Stateful):
+            after["mask"] = mask
         if residual is None:
             y, residual = self.input_layernorm(x), x
             if self.config.residual_in_fp32:

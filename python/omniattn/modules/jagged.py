@@ -20,10 +20,18 @@ class Sequences:
     """The sequences of a call: the entries of a batch (B, T, ...), or the parts of a nested tensor.
 
     A layer computes on (B, T, ...) in either case. The tokens of a nested tensor are (1, total,
-    ...) there, all sequences one after another, which `attention` keeps apart.
+    ...) there, all sequences one after another, which `attention` and functions with `cu_seqlens`
+    keep apart.
     """
 
     nested: Any = None
+    #: Of a padded batch, bool (B, T): which of its tokens are those of `nested`.
+    tokens: Tensor | None = None
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries (N + 1,) of the parts of a nested tensor."""
+        return None if self.nested is None else self.nested.offsets()
 
     @property
     def longest(self) -> int:
@@ -54,11 +62,15 @@ class Sequences:
         out: Tensor = self.attention()(q, k, v, bias=bias, **options)
         return out
 
-    def lengths(self, t: Tensor) -> Tensor:
-        """For each token of t (1, total, ...) the length of its sequence (1, total)."""
+    def entries(self, t: Tensor) -> Tensor:
+        """For each token of t (1, total, ...) the number of its sequence (total,)."""
         offsets = self.nested.offsets()
         tokens = torch.arange(t.shape[1], dtype=offsets.dtype, device=t.device)
-        return offsets.diff()[torch.searchsorted(offsets[1:-1], tokens, right=True)][None]
+        return torch.searchsorted(offsets[1:-1], tokens, right=True)
+
+    def lengths(self, t: Tensor) -> Tensor:
+        """For each token of t (1, total, ...) the length of its sequence (1, total)."""
+        return self.nested.offsets().diff()[self.entries(t)][None]
 
     def sizes(self, t: Tensor) -> Tensor:
         """Of t (B, T, ...), the length of each sequence (N,), or one for all (1,)."""
@@ -74,8 +86,45 @@ class Sequences:
         rows = self.nested.offsets()[:-1, None] + torch.arange(self.longest, device=t.device)
         return t[0, rows.clamp(max=t.shape[1] - 1)]
 
+    def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+        """The function of t (B, T, ...), which it is given as (N, longest, ...) with zeros behind
+        the ends where t is (1, total, ...)."""
+        if self.nested is None:
+            return function(t)
+        entries = self.entries(t)
+        at = torch.arange(t.shape[1], device=t.device) - self.nested.offsets()[entries]
+        rows = entries * self.longest + at
+        count = self.nested.shape[0] * self.longest
+        padded = t.new_zeros(count, *t.shape[2:]).index_copy(0, rows, t[0])
+        y = function(padded.unflatten(0, (-1, self.longest)))
+        return y.flatten(0, 1).index_select(0, rows)[None]
+
+    def before(self, t: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of t (B, T, ...) the token before each one, where those of `first` (N, ...), or zeros,
+        precede the sequences, and the last token of each sequence (N, ...)."""
+        count = t.shape[0] if self.nested is None else self.nested.shape[0]
+        first = t.new_zeros(count, *t.shape[2:]) if first is None else first.to(t.dtype)
+        if self.nested is None:
+            steps = torch.cat((first[:, None], t), 1)
+            return steps[:, :-1], steps[:, -1]
+        if t.shape[1] == 0:
+            return t, first
+        offsets, entries = self.nested.offsets(), self.entries(t)
+        begins = torch.arange(t.shape[1], device=t.device) == offsets[entries]
+        earlier = torch.where(begins[:, None], first[entries], t[0].roll(1, 0))
+        last = t[0, (offsets[1:] - 1).clamp(min=0)]
+        return earlier[None], torch.where(offsets.diff()[:, None] > 0, last, first)
+
+    def kept(self, t: Tensor) -> Tensor:
+        """Of t (T, ...) or (B, T, ...) what belongs to tokens (total, ...), where some do not."""
+        return t if self.tokens is None else t.expand(*self.tokens.shape, -1)[self.tokens]
+
     def restored(self, t: Tensor) -> Tensor:
-        """t (B, T, ...), nested if the argument of the call was."""
+        """t (B, T, ...), nested if the argument of the call was, with zeros for its padding."""
+        if self.tokens is not None:
+            rows = self.tokens.flatten().nonzero()[:, 0]
+            y = t.new_zeros(self.tokens.numel(), *t.shape[2:]).index_copy(0, rows, t[0])
+            return y.unflatten(0, self.tokens.shape)
         return t if self.nested is None else with_boundaries(t[0], self.nested)
 
 
@@ -91,6 +140,14 @@ def sequences_of(
     if state is not None:
         raise ValueError(f"{op}: state must be None where {name} is nested, got state={state!r}")
     return x.values()[None], Sequences(x)
+
+
+def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
+    """Of x (B, T, dim) the tokens, bool (B, T), as (1, total, dim), and their sequences."""
+    offsets = torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0))
+    values = x[tokens]
+    nested = torch.nested.nested_tensor_from_jagged(values.detach(), offsets)
+    return values[None], Sequences(nested, tokens)
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Mixers on linear attention: LinearAttention, GatedLinearAttention, MultiScaleRetention."""
+"""Mixers on linear attention: plain, gated by features or heads, decaying by channels or heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
@@ -14,6 +14,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.recurrence import FEATURE_MAPS, SIGNED, feature_size
 from omniattn.modules import _signatures
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.recurrent import (
@@ -104,13 +105,14 @@ class LinearAttention(StateMixer):
         return RecurrentState(s=like.new_zeros(shape))
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         q, k, v = (
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
+        g, beta = self._gates(x, q, k)
         o, s = functional.linear_attention(
             q,
             k,
@@ -118,10 +120,110 @@ class LinearAttention(StateMixer):
             feature_map=c.feature_map,
             causal=c.causal,
             normalize=c.normalize,
+            g=g,
+            beta=beta,
             initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self.o_proj(o.flatten(-2)), {"s": s}
+
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """g and beta of functional.linear_attention."""
+        return None, None
+
+
+class DeltaAttention(LinearAttention):
+    """Linear attention that forgets and takes in each feature by gates of q and k.
+
+    ``o_t = phi(q_t)^T S_t / (phi(q_t) . z_t)`` of
+    ``S_t = diag(g_t) S_{t-1} + (b_t * phi(k_t)) v_t^T`` and the same sum z_t without v, with
+    ``g_t = sigmoid(W_g q_t + c_g)``, ``b_t = sigmoid(W_b k_t + c_b)`` of each head; ``y = W_o o``.
+    The state is as small as that of LinearAttention. Nothing is subtracted from it: the delta rule
+    is that of DeltaNet.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight
+        (H, K', K), or (H, K', dim) for gates of x, g_bias and b_bias (H, K'), with K' features of
+        the keys, or 1 for gates of heads.
+
+    Reference:
+        Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236, for the state; the
+        gates are those of this package.
+
+    Example:
+        >>> DeltaAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LinearAttention.Config):
+        """Sizes and options, as in LinearAttention; causal only.
+
+        Args:
+            gates: "features", each with gates of its own, or "heads".
+            gates_of: "qk", g of q and b of k, or "x", both of x.
+            b_bias: whether there is a c_b.
+        """
+
+        gates: str = "features"
+        gates_of: str = "qk"
+        b_bias: bool = True
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require_choice("DeltaAttention", "gates", self.gates, ("features", "heads"))
+            require_choice("DeltaAttention", "gates_of", self.gates_of, ("qk", "x"))
+            if not self.causal:
+                raise ValueError("DeltaAttention: causal must be True, got causal=False")
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.DeltaAttention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        c = config
+        size = c.head_dim or c.dim // c.num_heads
+        gates = feature_size(c.feature_map, size) if c.gates == "features" else 1
+        shape = (c.num_heads, gates, size if c.gates_of == "qk" else c.dim)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.g_weight = nn.Parameter(torch.empty(shape, **factory))
+        self.b_weight = nn.Parameter(torch.empty(shape, **factory))
+        self.g_bias = nn.Parameter(torch.empty(shape[:2], **factory))
+        self.b_bias = nn.Parameter(torch.empty(shape[:2], **factory)) if c.b_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights; features decay slowly, c_g is 4, and c_b is 0."""
+        for weight in (self.g_weight, self.b_weight):
+            nn.init.normal_(weight, std=self.config.init_std)
+        nn.init.constant_(self.g_bias, 4.0)
+        if self.b_bias is not None:
+            nn.init.zeros_(self.b_bias)
+
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        g = nnf.logsigmoid(self._logits(self.g_weight, self.g_bias, x, q))
+        beta = self._logits(self.b_weight, self.b_bias, x, k).sigmoid()
+        return g, beta
+
+    def _logits(self, weight: Tensor, bias: Tensor | None, x: Tensor, heads: Tensor) -> Tensor:
+        """(B, T, H, K') of the heads (B, T, H, K) or of x, or (B, T, H); in fp32 at least."""
+        c = self.config
+        if c.gates_of == "qk":
+            logits = torch.einsum("bthk,hfk->bthf", heads, weight.to(heads.dtype))
+        else:
+            y: Tensor = functional.linear(x, weight.flatten(0, 1), backend=c.backend)
+            logits = y.unflatten(-1, tuple(weight.shape[:2]))
+        logits = logits.to(fp32(logits.dtype))
+        if bias is not None:
+            logits = logits + bias
+        return logits if c.gates == "features" else logits.squeeze(-1)
 
 
 class GatedLinearAttention(RecurrentMixer):
@@ -185,7 +287,9 @@ class MultiScaleRetention(RecurrentMixer):
     """Linear attention whose heads forget at rates of their own: retention.
 
     ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
-    ``gamma_h = 1 - 2^(-5 - h)``, rotated q and k; ``y = W_o (norm(o) * silu(x W_g))``.
+    ``gamma_h = 1 - 2^(-5 - h)``, rotated q and k; ``y = W_o (norm(o) * silu(x W_g))``. With
+    `normalize`, o is divided by what the norm would take out again if its eps were 0, see
+    :func:`functional.retention`.
 
     Args:
         config: sizes and options.
@@ -208,11 +312,21 @@ class MultiScaleRetention(RecurrentMixer):
 
     @dataclass(frozen=True)
     class Config(RecurrentConfig):
-        """Sizes and options, as in RecurrentConfig; rope_interleaved as in Attention."""
+        """Sizes and options, as in RecurrentConfig.
+
+        Args:
+            rope_interleaved: as in Attention.
+            normalize: whether o is normalised as in the paper, and in torchscale.
+        """
 
         expand: ClassVar[int] = 2
         conv_size: int = 0
         rope_interleaved: bool = False
+        normalize: bool = False
+
+        @property
+        def state_size(self) -> tuple[int, int]:
+            return self.k_size + self.normalize, self.v_size + self.normalize
 
     config: Config
 
@@ -232,4 +346,4 @@ class MultiScaleRetention(RecurrentMixer):
         return q, turned
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
-        return functional.retention(q, k, v, **options)
+        return functional.retention(q, k, v, normalize=self.config.normalize, **options)

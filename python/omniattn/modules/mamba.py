@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
@@ -202,11 +203,12 @@ class Mamba(StateMixer):
         return functional.rms_norm(x, eps=c.norm_eps, backend=c.backend)
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         u, z = self.in_proj(x).chunk(2, -1)
-        u, conv = self.conv1d(u, None if state is None else state["conv"].to(u.dtype))
+        before = None if state is None else state["conv"].to(u.dtype)
+        u, conv = self.conv1d(u, before, sequences.cu_seqlens)
         parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
         r, b, rows = map(self._normed, _NORMS, parts)
         y, ssm = functional.selective_scan(
@@ -220,6 +222,7 @@ class Mamba(StateMixer):
             self.dt_proj.bias,
             True,
             initial_state=None if state is None else state["ssm"],
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self.out_proj(y), {"ssm": ssm, "conv": conv}

@@ -15,6 +15,7 @@ from omniattn.functional.ssd import require_limits
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.delta_net import draw_rates
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNormGated
@@ -151,12 +152,12 @@ class Mamba2(StateMixer):
         return RecurrentState(s=s, conv=self.conv1d.new_state(batch, like))
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
         before = None if state is None else state["conv"].to(u.dtype)
-        u, conv = self.conv1d(u, before)
+        u, conv = self.conv1d(u, before, sequences.cu_seqlens)
         shared = c.ngroups * c.d_state
         v, B, C = u.split((c.width, shared, shared), -1)
         y, s = functional.ssd(
@@ -170,6 +171,7 @@ class Mamba2(StateMixer):
             dt_softplus=True,
             dt_limit=c.dt_limit,
             initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self.out_proj(self.norm(y.flatten(-2), z)), {"s": s, "conv": conv}

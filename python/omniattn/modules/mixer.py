@@ -51,7 +51,8 @@ class Mixer(Layer, Stateful):
 class ChannelMixer(Layer):
     """A layer (..., dim) -> (..., dim) that treats each token alone, or routes it.
 
-    One that reads earlier tokens has the `new_state` of a Mixer too, and takes `state` by name.
+    One that reads earlier tokens has the `new_state` of a Mixer too, and takes `state` and `mask`
+    by name.
     """
 
 

@@ -14,6 +14,7 @@ from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.functional.random_features import FEATURES, empty_state
 from omniattn.modules import _signatures
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
@@ -144,7 +145,7 @@ class Performer(StateMixer):
         return RecurrentState(**empty_state(like, batch, c.num_heads, c.rows, c.size, c.kind))
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         q, k, v = (
@@ -162,6 +163,7 @@ class Performer(StateMixer):
             eps=c.eps,
             feature_eps=c.feature_eps,
             initial_state=None if state is None else (state["s"], state["m"]),
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self.o_proj(o.flatten(-2)), {"s": s, "m": m}

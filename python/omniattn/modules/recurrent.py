@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm, RMSNormGated
@@ -93,6 +94,11 @@ class RecurrentConfig(LayerConfig):
         """Width of a head of v."""
         return self.v_head_dim or self.k_size * self.expand
 
+    @property
+    def state_size(self) -> tuple[int, int]:
+        """Of the state of a head."""
+        return self.k_size, self.v_size
+
 
 class RecurrentMixer(StateMixer):
     """``y = W_o (norm(o) * act(x W_g))`` of a recurrence o over q, k, v, each ``silu(conv(x W))``.
@@ -129,7 +135,7 @@ class RecurrentMixer(StateMixer):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         """q, k (B, T, H, K), v (B, T, Hv, V) of x (B, T, dim) -> o like v, and the final state.
 
-        The options are initial_state and backend of a function.
+        The options are initial_state, cu_seqlens and backend of a function.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -140,7 +146,7 @@ class RecurrentMixer(StateMixer):
         """Zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64), and the last inputs of convolutions."""
         c = self.config
         wide = zeros_of_states(self.o_proj.weight, storage)
-        tensors = {"s": wide.new_zeros(batch, c.v_heads, c.k_size, c.v_size)}
+        tensors = {"s": wide.new_zeros(batch, c.v_heads, *c.state_size)}
         if c.conv_size > 0:
             like = wide.new_zeros(0, dtype=storage_like(self.o_proj.weight, **storage)["dtype"])
             for name in "qkv":
@@ -151,17 +157,25 @@ class RecurrentMixer(StateMixer):
         self,
         x: Tensor,
         state: RecurrentState | None,
+        sequences: Sequences,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         after: dict[str, Tensor] = {}
-        q, k, v = (self._part(name, x, state, after) for name in "qkv")
+        q, k, v = (self._part(name, x, state, sequences, after) for name in "qkv")
         if rope is not None:
             q, k = self.rotated(q, k, rope)
-        before = None if state is None else state["s"]
-        o, after["s"] = self.recur(q, k, v, x, initial_state=before, backend=c.backend)
+        o, after["s"] = self.recur(
+            q,
+            k,
+            v,
+            x,
+            initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
+            backend=c.backend,
+        )
         gates = () if c.gate is None else (self.g_proj(x).unflatten(-1, (c.v_heads, c.v_size)),)
         return self.o_proj(self.o_norm(o, *gates).flatten(-2)), after
 
@@ -169,7 +183,12 @@ class RecurrentMixer(StateMixer):
         return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))
 
     def _part(
-        self, name: str, x: Tensor, state: RecurrentState | None, after: dict[str, Tensor]
+        self,
+        name: str,
+        x: Tensor,
+        state: RecurrentState | None,
+        sequences: Sequences,
+        after: dict[str, Tensor],
     ) -> Tensor:
         """q, k or v; the state of its convolution goes to `after`."""
         c = self.config
@@ -177,7 +196,7 @@ class RecurrentMixer(StateMixer):
         if c.conv_size > 0:
             key = f"{name}_conv"
             before = None if state is None else state[key].to(y.dtype)
-            y, after[key] = self._conv(name)(y, before)
+            y, after[key] = self._conv(name)(y, before, sequences.cu_seqlens)
         elif self.activates:
             y = nnf.silu(y)
         heads = c.v_heads if name == "v" else c.num_heads

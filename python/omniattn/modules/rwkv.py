@@ -15,12 +15,13 @@ from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules._rwkv_init import ramp, zigzag
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.state import RecurrentState, State, Stateful, Storage, takes_cache
-from omniattn.modules.state_mixer import StateMixer, require_recurrence
+from omniattn.modules.state_mixer import StateMixer, read
 
 __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 
@@ -81,18 +82,14 @@ class Shifted(nn.Module):
             self.register_parameter(f"x_{part}", nn.Parameter(mu))
         self.register_load_state_dict_pre_hook(_rename_shifts)
 
-    def _mixed(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor]:
-        """x_{t-1} - x_t, the inputs of the parts, and the last step of x or else `before`."""
-        difference, last = shift(x, before)
+    def _mixed(
+        self, x: Tensor, sequences: Sequences, before: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """x_{t-1} - x_t, the inputs of the parts, and the last steps of x or else `before`."""
+        earlier, last = sequences.before(x, before)
+        difference = earlier - x
         mus = (self.get_parameter(f"x_{part}") for part in self.parts)
         return difference, [torch.addcmul(x, difference, mu) for mu in mus], last
-
-
-def shift(x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x_{t-1} - x_t (B, T, dim), where `before` (B, dim) or zeros precede x, and the last step."""
-    first = x.new_zeros(x.shape[0], x.shape[2]) if before is None else before.to(x.dtype)
-    steps = torch.cat((first[:, None], x), 1)
-    return steps[:, :-1] - x, steps[:, -1]
 
 
 def _rename_shifts(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -142,10 +139,13 @@ class TimeMix(Shifted, StateMixer):
         x: Tensor,
         difference: Tensor,
         inputs: list[Tensor],
-        before: Tensor | None,
         shared: dict[str, Tensor] | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """y and the state after x, from x_{t-1} - x_t and the inputs of the parts."""
+        """y and the state after x, from x_{t-1} - x_t and the inputs of the parts.
+
+        The options are initial_state, cu_seqlens and backend of a function.
+        """
 
     @takes_cache
     def forward(
@@ -160,10 +160,8 @@ class TimeMix(Shifted, StateMixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`.
-            state: from `new_state`; updated to the state after x.
+            x, state, mask: as in StateMixer.
             rope: not used.
-            mask: must be None; padding goes to the end of the sequences.
             shared: what the layers of a model share in one call (RWKV-7: the values of the first).
         """
         return self._run(x, state, mask, shared=shared)
@@ -172,13 +170,22 @@ class TimeMix(Shifted, StateMixer):
         self,
         x: Tensor,
         state: RecurrentState | None,
+        sequences: Sequences,
         *,
         shared: dict[str, Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        before = (None, None) if state is None else (state["shift"], state["wkv"])
-        difference, inputs, last = self._mixed(x, before[0])
-        y, wkv = self._recur(x, difference, inputs, before[1], shared)
+        shift, wkv = (None, None) if state is None else (state["shift"], state["wkv"])
+        difference, inputs, last = self._mixed(x, sequences, shift)
+        y, wkv = self._recur(
+            x,
+            difference,
+            inputs,
+            shared,
+            initial_state=wkv,
+            cu_seqlens=sequences.cu_seqlens,
+            backend=self.config.backend,
+        )
         return y, {"shift": last, "wkv": wkv}
 
 
@@ -245,18 +252,11 @@ class RWKV4TimeMix(TimeMix):
         x: Tensor,
         difference: Tensor,
         inputs: list[Tensor],
-        before: Tensor | None,
         shared: dict[str, Tensor] | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         k, v, r = self.key(inputs[0]), self.value(inputs[1]), self.receptance(inputs[2])
-        y, wkv = functional.rwkv4(
-            self.time_decay.exp(),
-            self.time_first,
-            k,
-            v,
-            initial_state=before,
-            backend=self.config.backend,
-        )
+        y, wkv = functional.rwkv4(self.time_decay.exp(), self.time_first, k, v, **options)
         return self.output(r.sigmoid() * y), wkv
 
 
@@ -331,14 +331,20 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         like = weight.new_zeros(0, **storage_like(weight, **storage))
         return RecurrentState(shift=like.new_zeros(batch, self.config.dim))
 
-    def forward(self, x: Tensor, *, state: RecurrentState | None = None) -> Tensor:
-        """x (B, T, dim), tokens after those in `state` -> (B, T, dim)."""
-        state = require_recurrence("RWKVChannelMix", x, state, None, self.config.dim)
-        before = None if state is None else state["shift"]
-        _, inputs, last = self._mixed(x, before)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: RecurrentState | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim); x, state and mask as in StateMixer."""
+        tokens, sequences, before = read(self, x, state, mask)
+        shift = None if before is None else before["shift"]
+        _, inputs, last = self._mixed(tokens, sequences, shift)
         y: Tensor = self.value(torch.relu(self.key(inputs[0])).square())
         if self.config.receptance:
             y = torch.sigmoid(self.receptance(inputs[1])) * y
-        if state is not None:
-            state.advance(x.shape[1], shift=last)
-        return y
+        if before is not None:
+            before.advance(x.shape[1], shift=last)
+        return sequences.restored(y)

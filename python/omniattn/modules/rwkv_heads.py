@@ -129,10 +129,10 @@ class RWKV5TimeMix(_HeadsTimeMix):
         x: Tensor,
         difference: Tensor,
         inputs: list[Tensor],
-        before: Tensor | None,
         shared: dict[str, Tensor] | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        return _read_with_bonus(self, inputs, -self.time_decay.exp(), before)
+        return _read_with_bonus(self, inputs, -self.time_decay.exp(), **options)
 
 
 class RWKV6TimeMix(_HeadsTimeMix):
@@ -200,8 +200,8 @@ class RWKV6TimeMix(_HeadsTimeMix):
         x: Tensor,
         difference: Tensor,
         inputs: list[Tensor],
-        before: Tensor | None,
         shared: dict[str, Tensor] | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         low = torch.tanh(inputs[0] @ self.time_maa_w1).unflatten(-1, (5, -1))
         more = torch.einsum("btpr,prd->pbtd", low, self.time_maa_w2)
@@ -209,7 +209,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
         inputs = [torch.addcmul(y, difference, m) for y, m in zip(inputs[1:], more, strict=True)]
         decay = torch.tanh(inputs[0] @ self.time_decay_w1) @ self.time_decay_w2
         w = -(self._heads(decay.to(self.time_decay.dtype)) + self.time_decay).exp()
-        return _read_with_bonus(self, inputs[1:], w, before)
+        return _read_with_bonus(self, inputs[1:], w, **options)
 
 
 def _add_decay_and_bonus(layer: _HeadsTimeMix, device: Device, dtype: torch.dtype | None) -> None:
@@ -238,14 +238,12 @@ def _reset_decay_and_bonus(layer: _HeadsTimeMix) -> None:
 
 
 def _read_with_bonus(
-    layer: Any, inputs: list[Tensor], w: Tensor, before: Tensor | None
+    layer: Any, inputs: list[Tensor], w: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """W_o (norm(o) * silu(g)) from the inputs of k, v, r and g."""
     names = ("key", "value", "receptance")
     k, v, r = (layer._heads(getattr(layer, n)(y)) for n, y in zip(names, inputs, strict=False))
-    o, wkv = functional.rwkv6(
-        r, k, v, w, layer.time_faaaa, initial_state=before, backend=layer.config.backend
-    )
+    o, wkv = functional.rwkv6(r, k, v, w, layer.time_faaaa, **options)
     return layer.output(layer.ln_x(o.flatten(-2)) * nnf.silu(layer.gate(inputs[3]))), wkv
 
 
@@ -352,8 +350,8 @@ class RWKV7TimeMix(_HeadsTimeMix):
         x: Tensor,
         difference: Tensor,
         inputs: list[Tensor],
-        before: Tensor | None,
         shared: dict[str, Tensor] | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         xr, xw, xk, xv, xa, xg = inputs
         r, k, v = self.receptance(xr), self.key(xk), self._values(xv, shared)
@@ -370,8 +368,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
             v,
             -kk,
             kk * alpha,
-            initial_state=before,
-            backend=self.config.backend,
+            **options,
         )
         y = self.ln_x(o.flatten(-2)) + ((r * k * self.r_k).sum(-1, keepdim=True) * v).flatten(-2)
         return self.output(y * (torch.sigmoid(xg @ self.g1) @ self.g2)), wkv

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional.state_space import INITS, RULES
 from omniattn.modules import _signatures
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
@@ -116,20 +117,26 @@ class _SSM(StateMixer):
         return RecurrentState(s=zeros.new_zeros(batch, *self.A_imag.shape, 2))
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wide = fp32(x.dtype)
         A = torch.complex(-self.log_A_real.to(wide).exp(), self.A_imag.to(wide))
         vectors = [_complex(self.get_parameter(name), wide) for name in self.vectors]
         options: dict[str, Any] = {}
+        if state is not None and sequences.nested is not None:
+            raise ValueError(
+                f"{type(self).__name__}: mask must be None with a state, got one with padding"
+            )
         if state is not None:
             options = {"initial_state": _complex(state["s"], wide), "output_final_state": True}
         if self.config.backend == "reference" or (state is not None and x.shape[1] == 1):
             options["mode"] = "recurrent"
-        y = self._system(x, A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide), **options)
+        terms = A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide)
         after: dict[str, Tensor] = {}
-        if state is not None:
-            y, final = y
+        if state is None:
+            y = sequences.in_batches(lambda x: self._system(x, *terms, **options), x)
+        else:
+            y, final = self._system(x, *terms, **options)
             after["s"] = torch.view_as_real(final)
         return nnf.glu(self.out_proj(nnf.gelu(y)), -1), after
 

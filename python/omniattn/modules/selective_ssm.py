@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.modules import _signatures
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
@@ -97,7 +98,7 @@ class SimpleSelectiveSSM(StateMixer):
         return RecurrentState(s=zeros.new_zeros(batch, self.config.d_state, self.config.dim))
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self.config.a_dep:
             logits: Tensor = self.a_proj(x)
@@ -111,6 +112,7 @@ class SimpleSelectiveSSM(StateMixer):
             g[:, :, None],
             scale=1.0,
             initial_state=None if state is None else state["s"][:, None],
+            cu_seqlens=sequences.cu_seqlens,
             backend=self.config.backend,
         )
         y: Tensor = self.mlp(h[:, :, 0])

@@ -85,14 +85,18 @@ class ShortConvolution(Layer):
         """The state before the first token, zeros of like's device and dtype."""
         return like.new_zeros(batch, self.config.dim, self.config.kernel_size - 1)
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, T, dim) -> y (B, T, dim) and the state (B, dim, K - 1) after x."""
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, T, dim) -> y (B, T, dim) and the state (B, dim, K - 1) after x, or of each of the
+        sequences that `cu_seqlens` packs into one row, as in functional.causal_conv1d."""
         return functional.causal_conv1d(
             x,
             self.weight[:, 0],
             self.bias,
             activation=self.config.activation,
             initial_state=state,
+            cu_seqlens=cu_seqlens,
             return_final_state=True,
             backend=self.config.backend,
         )

@@ -100,13 +100,35 @@ class RecurrentState:
             )
         return self._tensors[name]
 
-    def require_batch(self, op: str, batch: int) -> None:
-        """The state must be that of `batch` sequences."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors of one sequence."""
+        return {name: tuple(t.shape[1:]) for name, t in self._tensors.items()}
+
+    def require_like(self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor) -> None:
+        """The state must be that of a layer whose states have these `shapes`, for the sequences of
+        x (B, T, dim)."""
+        if self._tensors.keys() != shapes.keys():
+            raise ValueError(
+                f"{op}: state must have {', '.join(shapes)}, the state of another layer was given, "
+                f"got {', '.join(self._tensors)}"
+            )
         for name, t in self._tensors.items():
-            if t.shape[0] != batch:
+            if tuple(t.shape[1:]) != shapes[name]:
                 raise ValueError(
-                    f"{op}: state must be of the B={batch} sequences of x, got "
+                    f"{op}: state must be that of this layer, state[{name!r}] of shape "
+                    f"{(x.shape[0], *shapes[name])}, got state[{name!r}].shape={tuple(t.shape)}"
+                )
+            if t.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"{op}: state must be of the B={x.shape[0]} sequences of x, got "
                     f"state[{name!r}].shape={tuple(t.shape)}"
+                )
+            if t.device != x.device or not t.is_floating_point():
+                raise ValueError(
+                    f"{op}: state must be floating-point and on the device of x, got "
+                    f"state[{name!r}].dtype={t.dtype}, state[{name!r}].device={t.device}, "
+                    f"x.device={x.device}"
                 )
 
     @property

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
+from omniattn.modules.jagged import Sequences, sequences_of, without_padding
 from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import RecurrentState, State, takes_cache
 
@@ -20,9 +22,13 @@ class StateMixer(Mixer):
 
     @abstractmethod
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **given: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **given: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """y, and all tensors of the state after x; `given`: what forward gives to `_run`."""
+        """y, and all tensors of the state after x; `given`: what forward gives to `_run`.
+
+        Where `sequences.cu_seqlens` is not None, x (1, total, dim) are its sequences, each of which
+        has a state of its own.
+        """
 
     @takes_cache
     def forward(
@@ -36,38 +42,74 @@ class StateMixer(Mixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`.
+            x: tokens, after those in `state`; without a state, it may be a jagged nested tensor.
             state: from `new_state`; updated to the state after x.
             rope: not used, except by MultiScaleRetention.
-            mask: must be None; padding goes to the end of the sequences.
+            mask: boolean (B, 1, 1, past + T), False for padding, wherever it is: the recurrence
+                goes on past it, and y is 0 there. None for no padding.
         """
         return self._run(x, state, mask, rope=rope)
 
     def _run(
-        self, x: Tensor, state: State | None, mask: Tensor | Mask | None, **given: Any
+        self,
+        x: Tensor,
+        state: State | None,
+        mask: Tensor | Mask | None,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        **given: Any,
     ) -> Tensor:
         """The steps of a forward."""
-        state = require_recurrence(type(self).__name__, x, state, mask, self.config.dim)
-        y, after = self._mix(x, state, **given)
-        if state is not None:
-            state.advance(x.shape[1], **after)
-        return y
+        tokens, sequences, before = read(self, x, state, mask)
+        if rope is not None:
+            given["rope"] = tuple(map(sequences.kept, rope))
+        y, after = self._mix(tokens, before, sequences, **given)
+        if before is not None:
+            before.advance(x.shape[1], **after)
+        return sequences.restored(y)
 
 
-def require_recurrence(
-    op: str, x: Tensor, state: State | None, mask: Tensor | Mask | None, dim: int
-) -> RecurrentState | None:
-    """The state, after checks of what a recurrence is called with."""
-    if mask is not None:
+def read(
+    layer: Any, x: Tensor, state: State | None, mask: Tensor | Mask | None
+) -> tuple[Tensor, Sequences, RecurrentState | None]:
+    """The tokens, their sequences and the state, after checks of what a recurrence is called with.
+
+    The tokens are x (B, T, dim), or all of a nested x or a padded one as (1, total, dim).
+    """
+    op = type(layer).__name__
+    tokens, sequences = sequences_of(op, "x", x, state=state)
+    require_tokens(op, tokens, layer.config.dim)
+    before = None if state is None else _checked(layer, state, x)
+    if mask is None:
+        return tokens, sequences, before
+    past = 0 if before is None else before.length
+    batch, steps = tokens.shape[:2]
+    fits = (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and sequences.nested is None
+        and tuple(mask.shape) in ((batch, 1, 1, past + steps), (1, 1, 1, past + steps))
+    )
+    if not fits:
+        got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
         raise ValueError(
-            f"{op}: mask must be None, because a recurrence reads every token, got "
-            f"mask={shown(mask)}"
+            f"{op}: mask must be None or boolean (B, 1, 1, past + T), which tells padding from "
+            f"tokens, because a recurrence reads every token, got mask={shown(mask)}, {got}, "
+            f"past={past}"
         )
-    require_tokens(op, x, dim)
-    if state is not None and not isinstance(state, RecurrentState):
+    assert isinstance(mask, Tensor)
+    return *without_padding(tokens, mask[:, 0, 0, past:].expand(batch, steps)), before
+
+
+def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:
+    """The state, which must be one of this layer for the sequences of x."""
+    op = type(layer).__name__
+    if not isinstance(state, RecurrentState):
         raise TypeError(
             f"{op}: state must be a RecurrentState, got type(state)={type(state).__name__}"
         )
-    if state is not None:
-        state.require_batch(op, x.shape[0])
+    shapes = getattr(layer, "_state_shapes", None)
+    if shapes is None:
+        shapes = layer._state_shapes = layer.new_state(1, 1, device="meta").shapes
+    state.require_like(op, shapes, x)
     return state

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.recurrent import Device, zeros_of_states
@@ -70,12 +71,14 @@ class _XLSTM(StateMixer):
         #: The norm multiplies by 1 + weight.
         self.norm_weight = nn.Parameter(torch.empty(inner, **factory))
 
-    def _convolved(self, x: Tensor, state: RecurrentState | None) -> tuple[Tensor, dict[str, Any]]:
+    def _convolved(
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences
+    ) -> tuple[Tensor, dict[str, Any]]:
         """silu(conv(x)), and the state of the convolution."""
         if self.conv1d is None:
             return x, {}
         before = None if state is None else state["conv"].to(x.dtype)
-        y, after = self.conv1d(x, before)
+        y, after = self.conv1d(x, before, sequences.cu_seqlens)
         return y, {"conv": after}
 
     def _normed(self, h: Tensor) -> Tensor:
@@ -210,11 +213,11 @@ class MLSTM(_XLSTM):
         return {name: like.new_zeros(batch, heads, *shape) for name, shape in shapes.items()}
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         u, z = self.proj_up(x).chunk(2, -1)
-        conv, after = self._convolved(u, state)
+        conv, after = self._convolved(u, state, sequences)
         inputs = {"q_proj": conv, "k_proj": conv, "v_proj": u}
         q, k, v = (self._headwise(name, t) for name, t in inputs.items())
         every = torch.cat((q, k, v), -1)
@@ -227,6 +230,7 @@ class MLSTM(_XLSTM):
             self.fgate(every),
             eps=c.eps,
             initial_state=None if state is None else (state["c"], state["n"], state["m"]),
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         mixed = (self._normed(h) + self.learnable_skip * conv) * nnf.silu(z)
@@ -297,10 +301,10 @@ class SLSTM(_XLSTM):
         return {"s": like.new_zeros(batch, *self.bias.shape)}
 
     def _mix(
-        self, x: Tensor, state: RecurrentState | None, **_: Any
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        conv, after = self._convolved(x, state)
+        conv, after = self._convolved(x, state, sequences)
         inputs = {"igate": conv, "fgate": conv, "zgate": x, "ogate": x}
         gates = [self._headwise(name, t) for name, t in inputs.items()]
         every = torch.stack(gates, -2).unflatten(-1, (c.num_heads, -1))
@@ -308,6 +312,7 @@ class SLSTM(_XLSTM):
             every + self.bias.to(every.dtype),
             self.recurrent,
             initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
         return self._normed(h), {"s": s} | after

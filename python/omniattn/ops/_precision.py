@@ -28,6 +28,10 @@ def pieces_of(x: Tensor) -> int:
     Compiled code follows `torch.set_float32_matmul_precision` and our switch, which torch.compile
     guards. Of the other names of torch's switch it keeps what was set when it was compiled.
     """
+    if config.FP32_PIECES not in (0, 3):
+        raise ValueError(
+            f"omniattn: config.FP32_PIECES must be 0 or 3, got FP32_PIECES={config.FP32_PIECES!r}"
+        )
     if not _HAS_TILES or x.dtype != torch.float32 or x.device.type != "cpu":
         return 0
     return _allowed(config.FP32_PIECES)

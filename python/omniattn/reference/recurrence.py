@@ -172,15 +172,34 @@ def retention(
     *,
     gamma: Tensor | None = None,
     scale: float | None = None,
+    normalize: bool = False,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with exp(g) = gamma_h, by default 1 - 2^(-5 - h)."""
+    """The same with exp(g) = gamma_h, by default 1 - 2^(-5 - h).
+
+    With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, and then by the size of the
+    sum of its weights, at least 1. The state is that of v with a column of ones, and p below it.
+    """
     if gamma is None:
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)
         gamma = 1 - torch.exp2(-5 - heads)
     g = gamma.to(compute_dtype(v)).log().expand(v.shape[:3])
-    return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, _scale(q, scale))
+    scale = _scale(q, scale)
+    if not normalize:
+        return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, scale)
+    one = widen(v).new_ones(*v.shape[:3], 1)
+    state, powers = initial_state, None
+    if initial_state is not None:
+        state, powers = initial_state[:, :, :-1], initial_state[:, :, -1:, -1:]
+    wide = torch.cat((widen(v), one), -1)
+    o, state = recurrence(q, k, wide, g, *_NONE[1:], state, cu_seqlens, scale)
+    p, last = recurrence(one, one, one, g, *_NONE[1:], powers, cu_seqlens, 1.0)
+    inside = p > 0  # not in tokens of no sequence
+    o = o / torch.where(inside, p, 1).sqrt()
+    o = o[..., :-1] / o[..., -1:].detach().abs().clamp(min=1)
+    below = nnf.pad(last, (v.shape[-1], 0))
+    return o.to(v.dtype), torch.cat((state, below), 2)
 
 
 def delta_rule(

@@ -100,6 +100,8 @@ def _inputs(
         if "initial_state" in case.tensors:
             ones = case.options.get("feature_map") not in (None, *SIGNED)
             features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
+            if "normalize" in case.options:
+                features, ones = k + 1, True
             tensors["initial_state"] = random.normal(n, hv, features, v + ones).abs()
         return tensors
 
@@ -349,7 +351,12 @@ SPECS = (
         differentiable=("r", "w", "k", "v", "a", "b", "initial_state"),
         flops=_flops(4),
     ),
-    _spec("retention", "Sun et al. 2023, arXiv 2307.08621", "", _cases()),
+    _spec(
+        "retention",
+        "Sun et al. 2023, arXiv 2307.08621",
+        "",
+        (*_cases(), _case("normalised", 2, 40, 2, 8, 8, STATE, normalize=True)),
+    ),
     _spec(
         "linear_attention",
         "Katharopoulos et al. 2020, arXiv 2006.16236",
@@ -375,7 +382,7 @@ SPECS = (
 VARIANTS = (
     Variant(
         "linear attention with features of any kind",
-        ("linear_attention", "LinearAttention"),
+        ("linear_attention", "LinearAttention", "DeltaAttention"),
         "Katharopoulos et al. 2020, arXiv 2006.16236",
     ),
     Variant(
