@@ -21,8 +21,9 @@ class StateMixer(Mixer):
     @abstractmethod
     def _mix(
         self, x: Tensor, state: RecurrentState | None, **given: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """y, and all tensors of the state after x; `given`: what forward gives to `_run`."""
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """y, and all tensors of the state after x, or None where they were updated in place;
+        `given`: what forward gives to `_run`."""
 
     @takes_cache
     def forward(
@@ -49,7 +50,9 @@ class StateMixer(Mixer):
         """The steps of a forward."""
         state = require_recurrence(type(self).__name__, x, state, mask, self.config.dim)
         y, after = self._mix(x, state, **given)
-        if state is not None:
+        if state is not None and after is None:
+            state.length += x.shape[1]
+        elif state is not None and after is not None:
             state.advance(x.shape[1], **after)
         return y
 
