@@ -5,6 +5,7 @@
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
