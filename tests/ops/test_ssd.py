@@ -200,3 +200,12 @@ def test_a_step_in_place(isa, dtype):
                     found = ssd_inplace(x, dt, A, B, C, D, z, bias, state, True, 0.1, 1.5)
                     torch.testing.assert_close(found, y)
                     torch.testing.assert_close(state, after)
+
+
+def test_the_backward_keeps_no_copies_of_groups():
+    """All heads of a group read the same B and C, by parts of them on several threads."""
+    x, dt, A, B, C = (t.float().requires_grad_() for t in sizes(64, 16, 1, 4, 32, batch=1))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        F.ssd(x, dt, A, B, C)
+    assert max(t.numel() for t in kept if t.shape[:2] == B.shape[:2]) == x.numel()
