@@ -180,8 +180,8 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
 // The same without gradients, of real states that are updated in place.
 Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor& A,
                               const Tensor& B, const Tensor& C, const OptTensor& D,
-                              const OptTensor& z, const OptTensor& delta_bias,
-                              Tensor initial_state, bool delta_softplus) {
+                              const OptTensor& z, const OptTensor& delta_bias, Tensor initial_state,
+                              bool delta_softplus) {
   const DeviceScope scope(u);
   const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state,
                   std::nullopt, delta_softplus, false);

@@ -10,8 +10,8 @@ namespace omniattn::ops::steps {
 namespace {
 
 void require_step(const SequenceProblem& p, const char* name) {
-  require(p.steps == 1, p.op, name, " must have T=1 where states are updated in place, got T=",
-          p.steps);
+  require(p.steps == 1, p.op, name,
+          " must have T=1 where states are updated in place, got T=", p.steps);
 }
 
 // No element of a tensor that is written may be another one, too.
@@ -39,10 +39,9 @@ Tensor causal_conv1d_inplace(const Tensor& x, const Tensor& weight, const OptTen
   const OptTensor vector = as_vector(p.op, "bias", bias, p.dtype, channels);
   require_tensor(p.op, "initial_state", initial_state, p.dtype);
   const Sizes sizes = initial_state.sizes();
-  require(sizes.size() == 3 && sizes[0] == p.batch && sizes[1] == channels &&
-              sizes[2] >= taps - 1,
-          p.op, "initial_state must have shape (", p.batch, ", ", channels, ", K - 1 or more), got ",
-          Shape{sizes.data(), sizes.size()});
+  require(sizes.size() == 3 && sizes[0] == p.batch && sizes[1] == channels && sizes[2] >= taps - 1,
+          p.op, "initial_state must have shape (", p.batch, ", ", channels,
+          ", K - 1 or more), got ", Shape{sizes.data(), sizes.size()});
   require_writable(p.op, "initial_state", initial_state);
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
   const CausalConvStep step{.dtype = p.dtype,

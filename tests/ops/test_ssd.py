@@ -193,9 +193,7 @@ def test_a_step_in_place(isa, dtype):
         for D in (None, draw(4, seed=7).to(wide), draw(4, p, seed=7).to(wide)):
             with testing.isa(isa):
                 given = {"D": D, "z": z, "dt_bias": bias, "dt_softplus": True}
-                y, after = F.ssd(
-                    x, dt, A, B, C, **given, dt_limit=(0.1, 1.5), initial_state=start
-                )
+                y, after = F.ssd(x, dt, A, B, C, **given, dt_limit=(0.1, 1.5), initial_state=start)
                 for state in (start.clone(), start.mT.contiguous().mT):
                     found = ssd_inplace(x, dt, A, B, C, D, z, bias, state, True, 0.1, 1.5)
                     torch.testing.assert_close(found, y)

@@ -1,5 +1,5 @@
-// One token of a causal convolution, see conv.h. A state and weights whose channels are next to each
-// other in memory are read in vectors, others number by number.
+// One token of a causal convolution, see conv.h. A state and weights whose channels are next to
+// each other in memory are read in vectors, others number by number.
 #include "kernels/activation/activate.h"
 #include "kernels/conv/conv.h"
 #include "runtime/assert.h"

@@ -64,7 +64,7 @@ struct RecurrenceParams {
 // the value heads of one shard after another, (shards, B, T, Hk, K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
-  int64_t shards;  // equal parts of the value heads of a key head, 1 on CUDA
+  int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
   StepView grad_o;               // (B, T, Hv, V), or absent for zeros
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward

@@ -51,8 +51,7 @@ struct Backward {
     for (int64_t h = 0; h < group; ++h) {
       const Matrix<C> dstate = dstates.at(h * K);
       if (params.grad_final_state != nullptr) {
-        copy_rows(state_of<C>(p, params.grad_final_state, n, part * group + h), V, K, V,
-                  dstate);
+        copy_rows(state_of<C>(p, params.grad_final_state, n, part * group + h), V, K, V, dstate);
       } else {
         zero_rows(dstate, K, V);
       }

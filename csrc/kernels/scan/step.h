@@ -1,12 +1,12 @@
-// One token of the states of Mamba and of Mamba-2, as in decoding. For each row p of head h of group
-// g, with states n and dt = softplus(dt + bias), or without softplus, between two limits:
+// One token of the states of Mamba and of Mamba-2, as in decoding. For each row p of head h of
+// group g, with states n and dt = softplus(dt + bias), or without softplus, between two limits:
 //
 //   h[p, n] = e^(dt A) h[p, n] + dt x[p] B[g, n]
 //   y[p] = (sum_n C[g, n] h[p, n] + D x[p]) silu(z[p])
 //
-// The heads of Mamba are its channels, of one row each, and have an A for each state. Where the scan
-// transposes states, so that channels are in the lanes of vectors, a single step reads and writes
-// them where they lie.
+// The heads of Mamba are its channels, of one row each, and have an A for each state. Where the
+// scan transposes states, so that channels are in the lanes of vectors, a single step reads and
+// writes them where they lie.
 #pragma once
 
 #include <type_traits>
@@ -27,16 +27,16 @@ struct StepRows {
 struct StateStep {
   DType dtype;  // of x, dt, z, B, C and y
   bool softplus;
-  double least, largest;                         // dt
-  int64_t batch, heads, width, groups, states;   // B, H, P, G, N
-  StepRows x, dt, z, b, c;                       // (H, P), (H), (H, P) or null, (G, N), (G, N)
-  const void *decay, *skip, *bias;               // A: (H, N) or (H), D: (H) or (H, P), (H); the last
-                                                 // two may be null
-  bool decay_of_states, skip_of_rows;            // which of these they are
-  const void* before;                            // null for zeros; may be `state`
-  void* state;                                   // (B, H, P, N) of A, or (B, H, N, P)
-  bool states_first;                             // in the latter case, for heads of one A
-  void* y;                                       // (B, H, P)
+  double least, largest;                        // dt
+  int64_t batch, heads, width, groups, states;  // B, H, P, G, N
+  StepRows x, dt, z, b, c;                      // (H, P), (H), (H, P) or null, (G, N), (G, N)
+  const void *decay, *skip, *bias;              // A: (H, N) or (H), D: (H) or (H, P), (H); the last
+                                                // two may be null
+  bool decay_of_states, skip_of_rows;           // which of these they are
+  const void* before;                           // null for zeros; may be `state`
+  void* state;                                  // (B, H, P, N) of A, or (B, H, N, P)
+  bool states_first;                            // in the latter case, for heads of one A
+  void* y;                                      // (B, H, P)
 
   OMNIATTN_FN int64_t group_heads() const { return groups > 0 ? heads / groups : 0; }
 };

@@ -70,9 +70,8 @@ void advance_all(const StateRows<C>& r, const T* b, const T* c) {
   for (; n + 2 * kWidth <= r.states; n += 2 * kWidth) {
     advance<kOfStates, 2>(r, n, b, c, Whole{});
   }
-  for_row<C>(r.states - n, [&](int64_t i, auto part) {
-    advance<kOfStates, 1>(r, n + i, b, c, part);
-  });
+  for_row<C>(r.states - n,
+             [&](int64_t i, auto part) { advance<kOfStates, 1>(r, n + i, b, c, part); });
 }
 
 // A step of states (N, P) of `width` rows, for the vectors of rows from j on.
@@ -105,8 +104,7 @@ void advance_columns(const StateRows<C>& r, int64_t width, const T* b, const T* 
   constexpr int64_t kWidth = Vec<C>::kWidth;
   int64_t j = 0;
   for (; j + 4 * kWidth <= r.count; j += 4 * kWidth) columns<4>(r, width, j, b, c, Whole{});
-  for_row<C>(r.count - j,
-             [&](int64_t i, auto part) { columns<1>(r, width, j + i, b, c, part); });
+  for_row<C>(r.count - j, [&](int64_t i, auto part) { columns<1>(r, width, j + i, b, c, part); });
 }
 
 // The numbers of a batch entry.
@@ -118,9 +116,7 @@ struct Step {
   int64_t entry;
   C decay[kRoom], input[kRoom], sums[kRoom];
 
-  const T* row(const StepRows& x) const {
-    return static_cast<const T*>(x.data) + entry * x.batch;
-  }
+  const T* row(const StepRows& x) const { return static_cast<const T*>(x.data) + entry * x.batch; }
   // dt of the heads from `head` on.
   Vec<C> step_of(int64_t head, auto part) const {
     Vec<C> x = part.load(row(p.dt) + head);
@@ -166,8 +162,7 @@ struct Step {
     });
     advance_all<true>(rows(count, first, first * p.states), row(p.b) + group * p.states,
                       row(p.c) + group * p.states);
-    store_rows(first, count,
-               p.skip == nullptr ? nullptr : static_cast<const C*>(p.skip) + first);
+    store_rows(first, count, p.skip == nullptr ? nullptr : static_cast<const C*>(p.skip) + first);
   }
 
   void move_head(int64_t head) {
@@ -190,8 +185,7 @@ struct Step {
         advance_all<false>(rows(count, 0, first * p.states), b, c);
       }
       const C* const skip = static_cast<const C*>(p.skip);
-      store_rows(first, count,
-                 skip == nullptr ? nullptr : skip + (p.skip_of_rows ? first : head));
+      store_rows(first, count, skip == nullptr ? nullptr : skip + (p.skip_of_rows ? first : head));
     }
   }
 

@@ -43,6 +43,6 @@ causal_conv1d = DifferentiableOp(
     fold=Fold(("x", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
 
-#: (x, weight, bias, initial_state, silu) -> y of one token, without gradients; the state is updated.
+#: (x, weight, bias, initial_state, silu) -> y of one token, without gradients, in place.
 causal_conv1d_inplace = torch.ops.omniattn.causal_conv1d_.default
 _library.register_fake("causal_conv1d_")(lambda x, *_: x.new_empty(x.shape))
