@@ -82,8 +82,8 @@ def _convolution_step(original: Forward) -> Forward:
         fits = x.shape[-1] == 1 and x.dtype == conv_state.dtype
         if fits and in_place(x, weight, conv_state):
             silu = activation is not None
-            y = causal_conv1d_inplace(x.mT, weight, bias, conv_state, silu)
-            return y.mT.to(hidden_states.dtype)
+            stepped: Tensor = causal_conv1d_inplace(x.mT, weight, bias, conv_state, silu)
+            return stepped.mT.to(hidden_states.dtype)
         y = functional.causal_conv1d(
             x.mT,
             weight,

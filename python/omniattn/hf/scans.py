@@ -70,7 +70,8 @@ def _channel_step(original: Forward) -> Forward:
         gate = None if z is None else z.to(x.dtype)[:, None]
         if _in_place(x, state, A, D, dt_bias):
             own = A, keys[:, :, None], queries[:, :, None], D, gate, dt_bias
-            return selective_scan_inplace(x, steps, *own, state, dt_softplus)[:, 0]
+            stepped: Tensor = selective_scan_inplace(x, steps, *own, state, dt_softplus)
+            return stepped[:, 0]
         y, after = functional.selective_scan(
             x, steps, A, keys, queries, D, gate, dt_bias, dt_softplus, initial_state=state
         )
@@ -136,7 +137,8 @@ def _head_step(original: Forward) -> Forward:
         bias = None if dt_bias is None else dt_bias[:, 0]
         if steps.dtype == x.dtype and _in_place(x, state, decay, D, bias):
             options = D, gate, bias, state, dt_softplus, -math.inf, math.inf
-            return ssd_inplace(x, steps, decay, keys, queries, *options)[:, 0]
+            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *options)
+            return stepped[:, 0]
         y, after = functional.ssd(
             x,
             steps,

@@ -96,7 +96,8 @@ class ShortConvolution(Layer):
         """
         if state is not None and taps is not None:
             silu = self.config.activation == "silu"
-            return causal_conv1d_inplace(x, taps, self.bias, state, silu), state
+            y: Tensor = causal_conv1d_inplace(x, taps, self.bias, state, silu)
+            return y, state
         return functional.causal_conv1d(
             x,
             self.weight[:, 0],
