@@ -25,7 +25,7 @@ class Row:
     With `memory` it may also add at most that many times the memory of `yardstick` times `share`.
     The yardstick is held against ours before both are timed where it does the `same`. With
     `seconds` it was `called_once` for so long, since turns would take too long, and gives what it
-    gave then. The rate is of `flops` where there are any, else of `bytes`.
+    gave then. The rate is of `flops` or `exponentials` where there are any, else of `bytes`.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Row:
     dtype: torch.dtype = F32
     flops: float = 0.0
     bytes: float = 0.0
+    exponentials: float = 0.0
     least: float = 0.0  # of the ceiling
     memory: float = 0.0
     same: bool = False

@@ -1,7 +1,7 @@
 """Rows of goals.py for the scans of Mamba and Mamba-2: against a loop in torch and transformers.
 
-What bounds the selective scan is the rate of exponentials, which no probe measures yet: its rate
-counts the steps of each state, an exponential as one, against multiply-adds.
+What bounds the selective scan is the rate of exponentials: one for each state and token, and
+another one in the backward, which computes the states again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from goal_products import plain
 from torch.nn import functional as F
 
 from omniattn import functional
+from omniattn.functional._steps import selective_scan_inplace, ssd_inplace
 from omniattn.models import Mamba2Config, MambaConfig
 from omniattn.testing.spec import Pass
 
@@ -30,10 +31,10 @@ def selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.T
     return named | {"z": z, "delta_bias": bias}
 
 
-def selective_flops(named: dict[str, torch.Tensor], pass_: Pass) -> float:
-    """As the OpSpec: nine for each state and token, and twice as many in the backward."""
-    sweeps = {"forward": 1, "forward+backward": 3}[pass_]
-    return 9.0 * named["u"].numel() * named["A"].shape[1] * sweeps
+def selective_work(named: dict[str, torch.Tensor], pass_: Pass) -> dict[str, float]:
+    """What bounds a row."""
+    sweeps = {"forward": 1.0, "forward+backward": 2.0}[pass_]
+    return {"exponentials": sweeps * named["u"].numel() * named["A"].shape[1]}
 
 
 def selective_rows() -> Iterator[Row]:
@@ -49,7 +50,7 @@ def selective_rows() -> Iterator[Row]:
             provider(pass_, named, theirs, delta_softplus=True),
             names[other],
             1 / times,
-            flops=selective_flops(named, pass_),
+            **selective_work(named, pass_),
             same=True,
         )
 
@@ -61,8 +62,8 @@ def _dual(batch: int, steps: int, heads: int, states: int) -> dict[str, torch.Te
     return {"x": x, "dt": F.softplus(dt - 4), "A": -A.exp(), "B": B, "C": C, "D": torch.ones(heads)}
 
 
-def dual_flops(named: dict[str, torch.Tensor], pass_: Pass) -> float:
-    return plain(named["x"].shape, named["B"].shape[-1])[pass_]
+def dual_work(named: dict[str, torch.Tensor], pass_: Pass) -> dict[str, float]:
+    return {"flops": plain(named["x"].shape, named["B"].shape[-1])[pass_]}
 
 
 def dual_rows() -> Iterator[Row]:
@@ -77,7 +78,7 @@ def dual_rows() -> Iterator[Row]:
                 provider(pass_, named, theirs),
                 "transformers' chunks",
                 1 / (forward if pass_ == "forward" else 6),
-                flops=dual_flops(named, pass_),
+                **dual_work(named, pass_),
                 same=True,
             )
 
@@ -102,6 +103,44 @@ def step_rows() -> Iterator[Row]:
             bytes=2.0 * given["initial_state"].nbytes,
             same=True,
         )
+
+
+def in_place_rows() -> Iterator[Row]:
+    """The same with states that are updated, as layers and transformers decode."""
+    from transformers.models.mamba import modeling_mamba
+    from transformers.models.mamba2 import modeling_mamba2
+
+    u, delta, A, B, C, D, z, bias = selective(8, 1).values()
+    own, other = (torch.zeros(8, 1536, 16) for _ in range(2))
+    given = u[:, 0], delta[:, 0], A, B[:, 0], C[:, 0], D, bias, True, z[:, 0]
+    yield Row(
+        "Mamba's step in place B8",
+        "forward",
+        lambda: selective_scan_inplace(
+            u, delta, A, B[:, :, None], C[:, :, None], D, z, bias, own, True
+        ),
+        lambda: modeling_mamba.mamba_selective_state_update(other, *given),
+        "transformers' step",
+        1 / 15,
+        bytes=2.0 * own.nbytes,
+    )
+    x, dt, rates, keys, queries, skip = _dual(8, 1, 24, 128).values()
+    state = torch.zeros(8, 24, 128, 64).mT  # as a layer keeps it
+    theirs, steps = torch.zeros(8, 24, 64, 128), dt[:, 0, :, None].expand(-1, -1, 64)
+    wide = rates[:, None, None].expand(-1, 64, 128), keys[:, 0], queries[:, 0]
+    yield Row(
+        "Mamba-2's step in place B8",
+        "forward",
+        lambda: ssd_inplace(
+            x, dt, rates, keys, queries, skip, None, None, state, False, -torch.inf, torch.inf
+        ),
+        lambda: modeling_mamba2.mamba2_selective_state_update(
+            theirs, x[:, 0], steps, *wide, skip[:, None].expand(-1, 64)
+        ),
+        "transformers' step",
+        1 / 15,
+        bytes=2.0 * state.nbytes,
+    )
 
 
 def layer_step_rows() -> Iterator[Row]:
@@ -137,15 +176,15 @@ def length_rows() -> Iterator[Row]:
     short = 1024
     scan, dual = functional.selective_scan, functional.ssd
     for length in (4096, 16384, 65536):
-        for name, call, make, flops, options in (
+        for name, call, make, work, options in (
             (
                 "selective scan E256 N16",
                 scan,
                 lambda t: selective(1, t, 256),
-                selective_flops,
+                selective_work,
                 SOFT,
             ),
-            ("ssd H4 P64 N64", dual, lambda t: _dual(1, t, 4, 64), dual_flops, {}),
+            ("ssd H4 P64 N64", dual, lambda t: _dual(1, t, 4, 64), dual_work, {}),
         ):
             for pass_ in PASSES:
                 named = make(length)
@@ -157,7 +196,7 @@ def length_rows() -> Iterator[Row]:
                     f"the same at T{short}, per token",
                     1.1,
                     share=length / short,
-                    flops=flops(named, pass_),
+                    **work(named, pass_),
                     memory=1.1,
                 )
 
@@ -199,5 +238,6 @@ def rows() -> Iterator[Row]:
     yield from selective_rows()
     yield from dual_rows()
     yield from step_rows()
+    yield from in_place_rows()
     yield from layer_step_rows()
     yield training_step("Mamba-2", 1024, 1 / 5)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from baselines import BASELINES
 from goal import Row, called_once, provider
-from goal_scans import selective, selective_flops, training_step
+from goal_scans import selective, selective_work, training_step
 
 from omniattn import functional
 from omniattn.testing.spec import Pass
@@ -29,7 +29,7 @@ def rows(length: int = 1024) -> Iterator[Row]:
         provider(pass_, named, BASELINES["selective_scan"]["hf"], delta_softplus=True),
         "transformers without kernels",
         1 / 3000,
-        flops=selective_flops(named, pass_),
+        **selective_work(named, pass_),
         same=True,
     )
     for row in (scan, training_step("Mamba", length, 1 / 100)):

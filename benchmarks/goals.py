@@ -75,10 +75,10 @@ def result(
 ) -> report.Row:
     share, seconds, machine_speed = timed(row, speed, rounds)
     dtype = SHORT_DTYPE[row.dtype]
-    rate = 1e-9 * (row.flops or row.bytes) / seconds
+    rate = 1e-9 * (row.flops or row.exponentials or row.bytes) / seconds
     ratio = share / row.share
-    ceiling = ceilings.of(dtype) * machine_speed if row.flops else ceilings.bandwidth
-    of_ceiling = rate / ceiling  # 0: a row without a bound
+    unit, ceiling = bound(row, ceilings, machine_speed)
+    of_ceiling = rate / ceiling if rate else 0.0  # 0: a row without a bound
     mib, of_memory = used_memory(row)
     return {
         "row": row.name,
@@ -89,7 +89,7 @@ def result(
         "family": cpu_family(),
         "milliseconds": round(1e3 * seconds, 4),
         "rate": round(rate, 2) or "",
-        "unit": "GFLOP/s" if row.flops else "GB/s",
+        "unit": unit,
         "of_ceiling": round(of_ceiling, 3) if rate else "",
         "share": round(row.share, 4),
         "ratio": round(ratio, 5),
@@ -103,6 +103,15 @@ def result(
         and (not row.memory or of_memory <= row.memory),
         "commit": report.commit(),
     }
+
+
+def bound(row: Row, ceilings: harness.Ceilings, speed: float) -> tuple[str, float]:
+    """The unit of a rate, and the highest one of a machine that is now so fast."""
+    if row.flops:
+        return "GFLOP/s", ceilings.of(SHORT_DTYPE[row.dtype]) * speed
+    if row.exponentials:
+        return "Gexp/s", ceilings.exponentials * speed
+    return "GB/s", ceilings.bandwidth
 
 
 def timed(row: Row, speed: Callable[[], float], rounds: int) -> tuple[float, float, float]:

@@ -38,6 +38,7 @@ class Ceilings:
     compute: Mapping[str, float]
     bandwidth: float
     operand: Mapping[str, str]
+    exponentials: float = 0.0  # a second, in 1e9
 
     def of(self, dtype: str) -> float:
         return self.compute[self.operand[dtype]]
@@ -49,7 +50,8 @@ class Ceilings:
         probe = _kernels.Probe(isa)
         operand = {dtype: probe.operand(dtype) for dtype in ("f64", "f32", "bf16", "f16")}
         compute = {o: probe.peak(o, threads, 0.5) for o in sorted(set(operand.values()))}
-        return Ceilings(compute, probe.read_bandwidth(256 * MIB, threads, 0.5), operand)
+        read = probe.read_bandwidth(256 * MIB, threads, 0.5)
+        return Ceilings(compute, read, operand, probe.function_rate("exp2", threads, 0.5))
 
 
 @dataclass(frozen=True)

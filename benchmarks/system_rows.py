@@ -11,6 +11,7 @@ from baselines.attention import sdpa_attention
 from system_losses import LOSSES
 from system_positions import POSITIONS
 from system_routers import ROUTERS
+from system_states import STATES
 from systems import Plain, Provider, System, functions, layer, normal
 from torch import Tensor
 
@@ -105,8 +106,8 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "means of decaying weights with r . k in the exponent: by pairs, by a state": (
         *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),
     ),
-    "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step": (
-        *(("vandermonde", "s4d"), ("cauchy", "s4")),
+    "causal depthwise convolution with SiLU": (
+        *(("causal_conv1d", "mamba"), ("causal_conv1d", "decode")),
     ),
     "state-space duality: Mamba-2": (("ssd", "state64"), ("ssd", "state128")),
     "Mamba": (("selective_scan", "model"),),
@@ -312,4 +313,5 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     **POSITIONS,
     **ROUTERS,
     **LOSSES,
+    **STATES,
 }

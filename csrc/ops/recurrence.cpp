@@ -1,9 +1,12 @@
 // recurrence.
 #include "kernels/recurrence/recurrence.h"
 
+#include <algorithm>
+
 #include <string>
 #include <tuple>
 
+#include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
 #include "ops/without_last.h"
@@ -139,6 +142,54 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, 
   return {o.tensor(), final_state.tensor(), states.tensor()};
 }
 
+// Parts of the value heads of a key head where key heads are few, which are the items of threads;
+// it depends on the heads only, so that results do not depend on threads.
+int64_t shards_of(const Problem& p) {
+  constexpr int64_t kItems = 16;
+  const int64_t group = p.key_heads > 0 ? p.value_heads / p.key_heads : 1;
+  if (kOnCuda || p.key_heads >= kItems) return 1;
+  for (int64_t n = 1; n < group; ++n) {
+    if (group % n == 0 && p.key_heads * n >= kItems) return n;
+  }
+  return std::max<int64_t>(1, group);
+}
+
+// A gradient (B, T, Hk, K), or its parts, which are summed at the end.
+class Sharded {
+ public:
+  Sharded(const Problem& p, bool wanted, const OptSteps& like, int64_t shards)
+      : p_(p), shards_(shards), out_(p.result(wanted && like, sizes(like), p.dtype)) {
+    if (shards == 1 || out_.data() == nullptr) return;
+    parts_ = scratch(shards * out_.tensor().numel(), p.acc);
+    if (p.packed.rows.q != nullptr) torch::stable::fill_(*parts_, 0);
+  }
+  void* data() const { return parts_.has_value() ? parts_->mutable_data_ptr() : out_.data(); }
+  Tensor sum() const {
+    Tensor out = out_.tensor();
+    if constexpr (!kOnCuda) {
+      if (!parts_.has_value()) return out;
+      const int64_t count = out.numel(), element = size_of(p_.acc);
+      const Tensor sums = p_.dtype == p_.acc ? out : empty_tensor(out.sizes(), p_.acc);
+      const auto* const from = static_cast<const char*>(parts_->const_data_ptr());
+      char* const to = static_cast<char*>(sums.mutable_data_ptr());
+      parallel_ranges(count, kTaskElements, [&](int64_t begin, int64_t end) {
+        sum_kernels().sum_shards(p_.acc, from + begin * element, shards_, count, end - begin,
+                                 to + begin * element);
+      });
+      if (p_.dtype != p_.acc) torch::stable::copy_(out, sums);
+    }
+    return out;
+  }
+
+ private:
+  static Sizes sizes(const OptSteps& like) { return like ? like->tensor.sizes() : Sizes{}; }
+
+  const Problem& p_;
+  int64_t shards_;
+  Output out_;
+  OptTensor parts_;
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
                     const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
@@ -158,14 +209,16 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const auto like = [&](bool wanted, const OptSteps& x, DType type) {
     return p.result(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
   };
-  const Output dq = like(true, p.q, p.dtype), dk = like(true, p.k, p.dtype);
+  const int64_t shards = shards_of(p);
+  const Sharded dq(p, true, p.q, shards), dk(p, true, p.k, shards);
+  const Sharded da(p, true, p.a, shards), db(p, true, p.b, shards);
   const Output dv = like(true, p.v, p.dtype);
-  const Output da = like(true, p.a, p.dtype), db = like(true, p.b, p.dtype);
   const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
   const auto state = p.state_sizes();
   const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
   const RecurrenceBackwardParams params{.recurrence = shared,
+                                        .shards = shards,
                                         .grad_o = view_or_null(go),
                                         .grad_final_state = data_or_null(grad_final),
                                         .states = states.const_data_ptr(),
@@ -184,10 +237,11 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
-    p.run(params, p.sequences * p.key_heads, kernels.bytes(shared), kernels.backward);
+    p.run(params, p.sequences * p.key_heads * shards, kernels.bytes(shared, shards),
+          kernels.backward);
   }
-  return {dq.tensor(),     dk.tensor(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
-          dbonus.tensor(), da.tensor(), db.tensor(), dinitial.tensor()};
+  return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
+          dbonus.tensor(), da.sum(), db.sum(),    dinitial.tensor()};
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus

@@ -1,7 +1,10 @@
 // selective_scan.
 #include "kernels/scan/selective.h"
 
+#include <limits>
 #include <tuple>
+
+#include "kernels/scan/step.h"
 
 #include "ops/registry.h"
 #include "ops/scan.h"
@@ -103,6 +106,44 @@ struct Problem : ScanProblem {
   }
 };
 
+// Whether the scan is a single step that the kernel of steps runs.
+bool is_step(const Problem& p) {
+  const bool constant = p.b.constant || p.c.constant;
+  return !kOnCuda && p.steps == 1 && !p.paired && !constant && p.packed.rows.q == nullptr;
+}
+// That step, from the initial state to `state`, which may be the same.
+void run_step(const Problem& p, void* state, void* y) {
+  const auto rows = [](const ScanView& x) { return StepRows{x.data, x.batch}; };
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const StateStep step{.dtype = p.dtype,
+                       .softplus = p.softplus,
+                       .least = -kInfinity,
+                       .largest = kInfinity,
+                       .batch = p.batch,
+                       .heads = p.channels,
+                       .width = 1,
+                       .groups = p.groups,
+                       .states = p.states,
+                       .x = rows(p.u.view()),
+                       .dt = rows(p.delta.view()),
+                       .z = p.z.has_value() ? rows(p.z->view()) : StepRows{},
+                       .b = rows(p.b_view.rows),
+                       .c = rows(p.c_view.rows),
+                       .decay = p.decay->const_data_ptr(),
+                       .skip = data_or_null(p.skip),
+                       .bias = data_or_null(p.bias),
+                       .decay_of_states = true,
+                       .skip_of_rows = true,
+                       .before = data_or_null(p.initial_state),
+                       .state = state,
+                       .states_first = false,
+                       .y = y};
+  if constexpr (!kOnCuda) {
+    // An exponential costs some four products.
+    run_items(step, step_items(step), 4 * kStepHeads * p.states, state_step_kernels().run);
+  }
+}
+
 // A block of the forward has its tables in L1, that of the backward, whose sums over channels are
 // added later, is the same for any number of threads.
 constexpr int64_t kForwardBlock = 256, kBackwardBlock = 128;
@@ -121,6 +162,10 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
   const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.channels, p.states}, p.acc);
   const Output states(kSave, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
+  if (!kSave && is_step(p)) {
+    run_step(p, final_state.data(), y.data());
+    return {y.tensor(), final_state.tensor(), states.tensor()};
+  }
   const SelectiveParams params{
       .scan = scan, .y = y.data(), .final_state = final_state.data(), .states = states.data()};
   if constexpr (kOnCuda) {
@@ -130,6 +175,37 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
     p.run(params, scan.items(), kernels.bytes(scan), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), states.tensor()};
+}
+
+// The same without gradients, of real states that are updated in place.
+Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor& A,
+                              const Tensor& B, const Tensor& C, const OptTensor& D,
+                              const OptTensor& z, const OptTensor& delta_bias, Tensor initial_state,
+                              bool delta_softplus) {
+  const DeviceScope scope(u);
+  const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state,
+                  std::nullopt, delta_softplus, false);
+  require(initial_state.is_contiguous(), p.op,
+          "initial_state must be contiguous to be updated in place");
+  const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
+  void* const state = initial_state.mutable_data_ptr();
+  if (is_step(p)) {
+    run_step(p, state, y.data());
+    return y.tensor();
+  }
+  const int64_t of_group = p.groups > 0 ? p.channels / p.groups : 0;
+  const SelectiveParams params{
+      .scan = p.params(kOnCuda ? kSelectiveThreads : p.block(of_group, kForwardBlock)),
+      .y = y.data(),
+      .final_state = state,
+      .states = nullptr};
+  if constexpr (kOnCuda) {
+    require_launched(p.op, launch_selective(params, stream()));
+  } else {
+    const SelectiveKernels& kernels = selective_kernels();
+    p.run(params, params.scan.items(), kernels.bytes(params.scan), kernels.forward);
+  }
+  return y.tensor();
 }
 
 using Gradients =
@@ -250,6 +326,9 @@ const Registry registry([](Registry& ops) {
       " bool paired)"
       " -> (Tensor y, Tensor final_state, Tensor states)",
       differentiable);
+  ops.add<selective_scan_inplace>(
+      "selective_scan_(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
+      " Tensor? delta_bias, Tensor(a!) initial_state, bool delta_softplus) -> Tensor");
   ops.add<selective_scan_backward>(
       "selective_scan_backward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D,"
       " Tensor? z, Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"

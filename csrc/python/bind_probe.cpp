@@ -214,6 +214,21 @@ class Probe {
                             [&](int) { return table(dtype).multiply_adds(dtype, 10000); });
   }
 
+  // 1e9 values of a function a second, from L1.
+  double function_rate(const std::string& name, int threads, double seconds) const {
+    constexpr int64_t kCount = 2048;
+    const VecFunction f = parse_function(name);
+    std::vector<AlignedFloats> data;
+    for (int t = 0; t < 2 * threads; ++t) data.emplace_back(kCount);
+    return 1e-9 * best_rate(seconds, threads, [&](int t) {
+             const auto first = static_cast<size_t>(2 * t);
+             for (int i = 0; i < 100; ++i) {
+               table(DType::f32).map(f, DType::f32, data[first].data, data[first + 1].data, kCount);
+             }
+             return 100.0 * kCount;
+           });
+  }
+
   // GB/s of reading `bytes` per thread repeatedly.
   double read_bandwidth(int64_t bytes, int threads, double seconds) const {
     std::vector<AlignedFloats> data;
@@ -281,6 +296,8 @@ void bind_probe(py::module_& m) {
            py::arg("seconds") = 0.1)
       .def("peak", &Probe::peak, Release(), py::arg("operand"), py::arg("threads") = 1,
            py::arg("seconds") = 0.25)
+      .def("function_rate", &Probe::function_rate, Release(), py::arg("function"),
+           py::arg("threads") = 1, py::arg("seconds") = 0.25)
       .def("read_bandwidth", &Probe::read_bandwidth, Release(), py::arg("bytes"),
            py::arg("threads") = 1, py::arg("seconds") = 0.25)
       .def("triad", &Probe::triad, Release(), py::arg("bytes"), py::arg("threads") = 1,

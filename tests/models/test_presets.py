@@ -26,8 +26,10 @@ from omniattn.models import (
     ViTConfig,
     Zamba2Config,
     generate,
+    hybrid_schedule,
 )
 from omniattn.models.presets import TRAINED
+from omniattn.modules import RecurrentState
 from omniattn.reference import YarnScaling
 
 _SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4}
@@ -270,6 +272,19 @@ def test_conversion_says_what_it_cannot_do():
         replace(SMALL["zamba2"], num_kv_heads=2).to_hf()
 
 
+def test_hybrids_have_the_layers_of_transformers():
+    jamba, zamba = transformers.JambaConfig(), transformers.ZambaConfig()
+    layers = hybrid_schedule("jamba", 32)
+    assert [layer.mixer for layer in layers] == jamba.layers_block_type
+    assert [16 if layer.mlp == "experts" else 1 for layer in layers] == jamba.layers_num_experts
+    shared = [layer.shared for layer in hybrid_schedule("zamba", 76)]
+    assert shared == [kind == "hybrid" for kind in zamba.layers_block_type]
+    assert [layer.mixer for layer in hybrid_schedule("samba", 3)] == ["mamba", "window", "mamba"]
+    assert [layer.mixer[0] for layer in hybrid_schedule("ratio", 9, ratio=3)] == [*"mmmammmam"]
+    with pytest.raises(ValueError, match="hybrid_schedule: kind must be one of"):
+        hybrid_schedule("mamba", 1)
+
+
 @torch.no_grad()
 def test_bert_pools_the_first_token_as_transformers_does():
     torch.manual_seed(0)
@@ -306,6 +321,39 @@ def test_t5_generates_with_caches_what_the_full_forward_prefers():
     out = generate(model, torch.zeros(3, 1, dtype=torch.long), 8, source=source)
     full = model(source, out[:, :-1]).argmax(-1)
     assert torch.equal(out[:, 1:], full)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "mamba2", "jamba-dense"])
+@torch.no_grad()
+def test_transformers_generates_the_same(name):
+    torch.manual_seed(0)
+    config = SMALL[name]
+    if name == "mamba2":  # theirs limits no step of a single token
+        config = replace(config, dt_limit=(0.0, math.inf))
+    ours = config.build().eval()
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs, tokens = ours.to_hf(), torch.randint(97, (2, 7))
+    options = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 9}
+    expected = theirs.generate(tokens, do_sample=False, **options)
+    assert torch.equal(generate(ours, tokens, 9), expected)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d", "jamba"])
+@torch.no_grad()
+def test_recurrent_states_have_one_size_for_any_length(name):
+    model = (SMALL.get(name) or TRAINED[name]).build()
+    short, long = (
+        [s for s in model.new_state(2, length) if isinstance(s, RecurrentState)]
+        for length in (1, 1 << 20)
+    )
+    before = [state.nbytes for state in short]
+    assert len(before) > 0 and before == [state.nbytes for state in long]
+    state = model.new_state(2, 70)
+    for count in (33, 1, 1):
+        model(torch.randint(97, (2, count)), state=state)
+    after = [s.nbytes for s in state if isinstance(s, RecurrentState)]
+    assert after == before and {s.length for s in state} == {35}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The layer of Mamba: its formula, transformers' mixers, steps and how its parameters begin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -173,3 +175,32 @@ def test_a_state_of_another_layer():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=f"Mamba: {message}"):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config", [Mamba.Config(DIM, 5, norm_eps=1e-6), Mamba2.Config(DIM, 4, headdim=8)]
+)
+@torch.no_grad()
+def test_a_token_updates_its_state_in_place(config, dtype):
+    """To what the functions give, which a layer calls that insists on a backend; weights that
+    change are those of the next token."""
+    torch.manual_seed(0)
+    layers = [made.build(dtype=dtype) for made in (config, replace(config, backend="cpu"))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    states = [each.new_state(2, 9) for each in layers]
+    name = "ssm" if isinstance(layers[0], Mamba) else "s"
+    where = states[0][name].data_ptr()
+    for part in torch.randn(2, 9, DIM, dtype=dtype).split((4, 1, 1, 1, 1, 1), 1):
+        found, expected = (m(part, state=s) for m, s in zip(layers, states, strict=True))
+        torch.testing.assert_close(found, expected)
+        for key in (name, "conv"):
+            torch.testing.assert_close(states[0][key], states[1][key])
+        for each in layers:
+            each.A_log.mul_(1.1)
+            each.conv1d.weight.mul_(1.1)
+    assert states[0].length == 9 and states[0][name].data_ptr() == where
+    states[0].reorder(torch.tensor([1, 0]))
+    states[1].reorder(torch.tensor([1, 0]))
+    x = torch.randn(2, 1, DIM, dtype=dtype)
+    torch.testing.assert_close(layers[0](x, state=states[0]), layers[1](x, state=states[1]))

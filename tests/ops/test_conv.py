@@ -7,6 +7,7 @@ import torch
 
 import omniattn.functional as F
 from omniattn import testing
+from omniattn.functional._steps import causal_conv1d_inplace
 
 
 def test_equals_torch():
@@ -35,6 +36,15 @@ def test_pieces_of_any_length_equal_the_whole(taps, dtype, isa):
                 pieces.append(part)
             assert torch.equal(torch.cat(pieces, 1), y)
             assert torch.equal(state, last)
+        for rows in (taps - 1, taps + 1):  # the last inputs, and more of them
+            for weights in (weight, weight.mT.contiguous().mT):
+                for state in (x.new_zeros(2, 35, rows), x.new_zeros(2, rows, 35).mT):
+                    pieces = [
+                        causal_conv1d_inplace(piece, weights, bias, state, True)
+                        for piece in x.split(1, 1)
+                    ]
+                    assert torch.equal(torch.cat(pieces, 1), y)
+                    assert torch.equal(state, x[:, 13 - rows :].mT)
     if taps > 1:
         assert torch.equal(last, x[:, 14 - taps :].mT)
 

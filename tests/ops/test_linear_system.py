@@ -40,6 +40,14 @@ def test_kernel(delayed):
         past = u[:, : t + (not delayed)].flip(1)
         expected = torch.einsum("loi,bli->bo", kernel[: past.shape[1]], past)
         torch.testing.assert_close(y[:, t], expected)
+    D = draw(OUTPUTS, INPUTS, seed=3)
+    for taps in (kernel, F.ssm_kernel(A, B, C, 30)):
+        by_fft = F.fft_conv(u, taps, D, delayed=delayed)
+        torch.testing.assert_close(by_fft, y + u @ D.mT)
+    leaves = [t.requires_grad_() for t in (u[:1, :4].clone(), kernel[:3].clone(), D)]
+    assert torch.autograd.gradcheck(lambda *t: F.fft_conv(*t, delayed=delayed), leaves)
+    assert F.fft_conv(u[:, :0], kernel).shape == (2, 0, OUTPUTS)
+    assert not F.fft_conv(u, kernel[:0]).any()
     assert F.ssm_kernel(A, B, C, 0).shape == (0, OUTPUTS, INPUTS)
 
 

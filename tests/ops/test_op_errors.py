@@ -20,10 +20,29 @@ def f(*shape):
 
 
 X, ROW = f(3, 4), f(4)
-#: Arguments of the ops that only other ops call (python/omniattn/compositions).
+#: Arguments of the ops that only other ops (python/omniattn/compositions) or layers call.
 INNER = {
     "activate": [(X, 2)],
     "activate_backward_": [(X.clone(), X, 2)],
+    "causal_conv1d_": [(f(2, 1, 3), f(3, 4), f(3), f(2, 3, 3), True)],
+    "selective_scan_": [
+        (
+            *[f(2, 1, 3)] * 2,
+            -f(3, 5),
+            *[f(2, 1, 1, 5)] * 2,
+            f(3),
+            f(2, 1, 3),
+            f(3),
+            f(2, 3, 5),
+            True,
+        )
+    ],
+    "ssd_": [
+        (
+            *(f(2, 1, 4, 3), f(2, 1, 4), -f(4), f(2, 1, 2, 5), f(2, 1, 2, 5), f(4)),
+            *(f(2, 1, 4, 3), f(4), f(2, 4, 3, 5), True, 0.0, 1.0),
+        )
+    ],
     "glu_backward_": [(X.clone(), X, X, 2, [], X.clone())],
 }
 

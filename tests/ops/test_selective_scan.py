@@ -8,6 +8,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
+from omniattn.functional._steps import selective_scan_inplace
 
 BACKENDS = [None, "reference"]
 
@@ -95,6 +96,35 @@ def test_a_state_continues(backend, splits):
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), y)
     torch.testing.assert_close(state, final)
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_step_gives_the_states_of_the_scan(isa, dtype):
+    """A token alone has a kernel of its own, and updates states in place; packed sequences of one
+    token run the scan. Infinity meets no state that is not there, which would make it NaN."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for channels, states, groups in ((21, 5, 3), (70, 16, 1), (70, 40, 2)):
+        made = inputs(1, channels, states, groups=groups)
+        made["u"][0, 0, 4] = torch.inf
+        made |= {name: made[name].abs() for name in "BCD"}
+        made = {name: t.to(dtype if t.dim() > 2 else wide) for name, t in made.items()}
+        start = draw(2, channels, states, seed=8).to(wide)
+        rows = {name: t.transpose(0, 1) if t.dim() > 2 else t for name, t in made.items()}
+        with testing.isa(isa):
+            y, after = F.selective_scan(**made, delta_softplus=True, initial_state=start)
+            expected, last = F.selective_scan(
+                **rows, delta_softplus=True, initial_state=start, cu_seqlens=torch.arange(3)
+            )
+            state = start.clone()
+            found = selective_scan_inplace(*made.values(), state, True)
+            fresh, begun = F.selective_scan(**made, delta_softplus=True)
+            zeros = F.selective_scan(
+                **made, delta_softplus=True, initial_state=torch.zeros_like(start)
+            )
+        assert torch.equal(after, last) and torch.equal(state, after) and torch.equal(found, y)
+        torch.testing.assert_close(y.transpose(0, 1), expected)
+        assert torch.equal(fresh, zeros[0]) and torch.equal(begun, zeros[1])
 
 
 @pytest.mark.parametrize("edges", [(0, 20, 20, 65, 70), (3, 20, 20, 65, 68)])

@@ -8,6 +8,8 @@ from recurrence_cases import draw
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
+from omniattn import testing
+from omniattn.functional._steps import ssd_inplace
 
 BACKENDS = [None, "reference"]
 
@@ -177,3 +179,31 @@ def test_tokens_of_no_sequence_give_zeros(backend):
     rows = (channels, channels, -torch.ones(20, 8).double(), B[:, :, 0], C[:, :, 0])
     y, _ = F.selective_scan(*rows, D.repeat(5), cu_seqlens=bounds, backend=backend)
     assert not y[:, :2].any() and not y[:, 7:].any() and y[:, 2:7].all()
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_step_in_place(isa, dtype):
+    """Of states (P, N), and of those that lie in memory as (N, P)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for p, n, groups in ((5, 8, 2), (70, 45, 1)):
+        x, dt, A, B, C = sizes(1, 4, groups, p, n)
+        x, dt, B, C, z = (t.to(dtype) for t in (x, dt, B, C, draw(*x.shape, seed=6)))
+        A, bias, start = A.to(wide), draw(4, seed=5).to(wide), draw(2, 4, p, n, seed=8).to(wide)
+        for D in (None, draw(4, seed=7).to(wide), draw(4, p, seed=7).to(wide)):
+            with testing.isa(isa):
+                given = {"D": D, "z": z, "dt_bias": bias, "dt_softplus": True}
+                y, after = F.ssd(x, dt, A, B, C, **given, dt_limit=(0.1, 1.5), initial_state=start)
+                for state in (start.clone(), start.mT.contiguous().mT):
+                    found = ssd_inplace(x, dt, A, B, C, D, z, bias, state, True, 0.1, 1.5)
+                    torch.testing.assert_close(found, y)
+                    torch.testing.assert_close(state, after)
+
+
+def test_the_backward_keeps_no_copies_of_groups():
+    """All heads of a group read the same B and C, by parts of them on several threads."""
+    x, dt, A, B, C = (t.float().requires_grad_() for t in sizes(64, 16, 1, 4, 32, batch=1))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        F.ssd(x, dt, A, B, C)
+    assert max(t.numel() for t in kept if t.shape[:2] == B.shape[:2]) == x.numel()

@@ -400,6 +400,10 @@ def test_errors_of_s4_and_convolutions():
     kernel = torch.ones(H, T)
     with pytest.raises(ValueError, match=r"kernel must have shape \(H, L\).*shape=\(2, 75\)"):
         F.fft_conv(u, kernel[:2])
+    with pytest.raises(ValueError, match=r"or \(L, outputs, H\).*shape=\(3, 1, 75\)"):
+        F.fft_conv(u, kernel[:, None])
+    with pytest.raises(ValueError, match=r"D must have shape \(2, 3\), got D.shape=\(3,\)"):
+        F.fft_conv(u, torch.ones(5, 2, H), torch.ones(H))
     with pytest.raises(TypeError, match=r"kernel must be torch.float32 with u.dtype=torch.float32"):
         F.fft_conv(u, kernel.double())
     with pytest.raises(TypeError, match=r"fft_conv: delayed must be True or False"):

@@ -72,6 +72,21 @@ struct CausalConvParams {
   void* final_state;  // (N, K - 1, D) contiguous
 };
 
+// One token, which moves the inputs of the tokens before it up in place.
+struct CausalConvStep {
+  DType dtype;
+  bool silu;
+  int64_t batch, channels, taps, kept;  // B, D, K, W >= K - 1: of the last inputs
+  const void* x;                        // (B, D)
+  int64_t x_batch;
+  void* before;  // (B, D, W), of any strides
+  int64_t before_batch, before_channel, before_tap;
+  const void* weight;  // (D, K), of any strides
+  int64_t weight_channel, weight_tap;
+  const void* bias;  // (D), or null
+  void* y;           // (B, D)
+};
+
 struct CausalConvBackwardParams {
   CausalConv conv;
   const void* grad_y;      // (B, T, D)
@@ -82,6 +97,7 @@ struct CausalConvBackwardParams {
 };
 static_assert(std::is_trivially_copyable_v<CausalConvParams>);
 static_assert(std::is_trivially_copyable_v<CausalConvBackwardParams>);
+static_assert(std::is_trivially_copyable_v<CausalConvStep>);
 
 struct CausalConvKernels {
   // An item is a row of y; those in no sequence are left alone.
@@ -94,6 +110,11 @@ struct CausalConvKernels {
 };
 
 OMNIATTN_KERNEL_TABLE(CausalConvKernels, causal_conv_kernels)
+
+struct CausalConvStepKernels {
+  void (*run)(const CausalConvStep&, int64_t begin, int64_t end);  // an item is a batch entry
+};
+OMNIATTN_KERNEL_TABLE(CausalConvStepKernels, causal_conv_step_kernels)
 
 // On CUDA rows of y, and of dx, that are in no sequence are zeroed by the kernels.
 Status launch_causal_conv(const CausalConvParams& p, Stream stream);

@@ -60,9 +60,11 @@ struct RecurrenceParams {
 };
 
 // Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta, dbonus and
-// dinitial_state may be null.
+// dinitial_state may be null. With several shards dq, dk, da and db are of A and have the sums over
+// the value heads of one shard after another, (shards, B, T, Hk, K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
+  int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
   StepView grad_o;               // (B, T, Hv, V), or absent for zeros
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
@@ -104,9 +106,9 @@ struct RecurrenceKernels {
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
 
 struct RecurrenceBackwardKernels {
-  // Item n Hk + h is key head h of sequence n with all of its value heads, whose gradients of q, k,
-  // a and b are added in order.
-  int64_t (*bytes)(const Recurrence&);
+  // Item (n Hk + h) shards + s is key head h of sequence n with part s of its value heads, whose
+  // gradients of q, k, a and b are added in order.
+  int64_t (*bytes)(const Recurrence&, int64_t shards);
   void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_backward_kernels)

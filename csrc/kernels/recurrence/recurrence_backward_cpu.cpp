@@ -19,7 +19,8 @@ struct Backward {
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
   const int64_t size = recurrence_chunk(p.channel_decay);
-  const int64_t group = p.key_heads > 0 ? p.value_heads / p.key_heads : 0;
+  // Value heads of an item.
+  const int64_t group = p.key_heads > 0 ? p.value_heads / (p.key_heads * params.shards) : 0;
   Room<C> room;
   Chunk<C> c;
   Decay decay;
@@ -44,28 +45,27 @@ struct Backward {
     d.carried = room.take(K);
   }
 
-  // All of sequence n.
-  void run(const RecurrenceSequence& s, int64_t n, int64_t key_head) {
+  // All of sequence n, for part `part` of the value heads.
+  void run(const RecurrenceSequence& s, int64_t n, int64_t part) {
     const int64_t K = p.key_width, V = p.value_width;
     for (int64_t h = 0; h < group; ++h) {
       const Matrix<C> dstate = dstates.at(h * K);
       if (params.grad_final_state != nullptr) {
-        copy_rows(state_of<C>(p, params.grad_final_state, n, key_head * group + h), V, K, V,
-                  dstate);
+        copy_rows(state_of<C>(p, params.grad_final_state, n, part * group + h), V, K, V, dstate);
       } else {
         zero_rows(dstate, K, V);
       }
-      if (C* const dbonus = bonus_of<C>(p, params.dbonus, n, key_head * group + h)) {
+      if (C* const dbonus = bonus_of<C>(p, params.dbonus, n, part * group + h)) {
         zero_rows(Matrix<C>{dbonus, K}, 1, K);
       }
     }
     for (int64_t t = (s.count - 1) / size * size; s.count > 0 && t >= 0; t -= size) {
-      chunk(s, t, smaller(size, s.count - t), key_head);
+      chunk(s, t, smaller(size, s.count - t), part);
     }
     for (int64_t h = 0; params.dinitial_state != nullptr && h < group; ++h) {
       const Matrix<C> dstate = dstates.at(h * K);
       copy_rows(dstate.data, dstate.stride, K, V,
-                Matrix<C>{state_of<C>(p, params.dinitial_state, n, key_head * group + h), V});
+                Matrix<C>{state_of<C>(p, params.dinitial_state, n, part * group + h), V});
     }
   }
 
@@ -76,17 +76,21 @@ struct Backward {
     return larger(of_rows, packed_elements<C>(V, K));
   }
 
-  void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t key_head) {
+  void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t part) {
     const int64_t t = s.begin + first, K = p.key_width;
+    const int64_t key_head = part / params.shards, shard = part % params.shards;
     c.load(s.batch, t, n, key_head);
     zero_rows(drows, kRows * n, K);
     d.dk = drows, d.dq = drows.at(n);
     if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
     for (int64_t h = 0; h < group; ++h) {
-      head(s, t, s.slot + first / size, key_head * group + h, dstates.at(h * K));
+      head(s, t, s.slot + first / size, part * group + h, dstates.at(h * K));
     }
+    const DType dtype = params.shards == 1 ? p.dtype : sizeof(C) == 8 ? DType::f64 : DType::f32;
+    const int64_t batches = p.boundaries == nullptr ? p.sequences : 1;
     const auto write = [&](Matrix<C> rows, void* to, C factor = 1) {
-      store_rows(p.dtype, rows, n, K, out_row(p.dtype, p, to, s.batch, t, p.key_heads, key_head, K),
+      store_rows(dtype, rows, n, K,
+                 out_row(dtype, p, to, shard * batches + s.batch, t, p.key_heads, key_head, K),
                  p.key_heads * K, factor);
     };
     write(d.dk, params.dk);
@@ -167,11 +171,11 @@ struct Backward {
   }
 };
 
-int64_t bytes(const Recurrence& p) {
+int64_t bytes(const Recurrence& p, int64_t shards) {
   int64_t result = 0;
   choose(p, [&]<class C, class Decay, class Update>() {
     RecurrenceBackwardParams params{};
-    params.recurrence = p;
+    params.recurrence = p, params.shards = shards;
     result = Backward<C, Decay, Update>(params, nullptr).room.bytes();
   });
   return result;
@@ -180,12 +184,13 @@ int64_t bytes(const Recurrence& p) {
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const Recurrence& p = params.recurrence;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.key_heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p));
+  const int64_t parts = p.key_heads * params.shards;
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * parts);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p, params.shards));
   choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t n = i / p.key_heads;
-      Backward<C, Decay, Update>(params, memory).run(recurrence_sequence(p, n), n, i % p.key_heads);
+      const int64_t n = i / parts;
+      Backward<C, Decay, Update>(params, memory).run(recurrence_sequence(p, n), n, i % parts);
     }
   });
 }

@@ -14,17 +14,25 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// 2^x within relative error 1e-7, which is less near 0: decays of slow states are close to 1.
+// 2^x within relative error 1e-7, which is less near 0: decays of slow states are close to 1. Below
+// 2^-126 it is 0, as kernels flush denormals; from 2^127.5 on it may be infinite.
 OMNIATTN_INLINE VecF decay_of(VecF x) {
+  constexpr float c[] = {1.0f,
+                         6.931470037e-01f,
+                         2.402224243e-01f,
+                         5.550733581e-02f,
+                         9.671512991e-03f,
+                         1.326472731e-03f};
+  const auto power = [&](VecF f) { return horner(f, c[0], c[1], c[2], c[3], c[4], c[5]); };
 #if defined(__AVX512F__)
   const VecF f(_mm512_reduce_ps(x.v, 8)), n = x - f;  // scale2 saturates
+  return scale2(power(f), n);
 #else
-  const VecF clamped = min(VecF(129.0f), max(VecF(-151.0f), x));
-  const VecF n = round(clamped), f = clamped - n;
+  const VecF clamped = min(VecF(128.0f), max(VecF(-127.0f), x));
+  const VecF n = round(clamped);
+  const VecF::Bits whole = __builtin_convertvector(n.v, VecF::Bits);
+  return power(clamped - n) * VecF::from_bits((whole + 127) << 23);  // one of 0 for 2^-127
 #endif
-  return scale2(horner(f, 1.0f, 6.931470037e-01f, 2.402224243e-01f, 5.550733581e-02f,
-                       9.671512991e-03f, 1.326472731e-03f),
-                n);
 }
 OMNIATTN_INLINE VecD decay_of(VecD x) { return exp2(x); }
 

@@ -168,7 +168,7 @@ def run(
         scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
     else:
         require_number(op, "scale", scale)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not q.is_cpu:  # on the CPU the backward makes parts itself
         count = _copies(q.shape[2], v.shape[2])
         q, k = repeated(q, count), repeated(k, count)
         a, b = (t if t is None else repeated(t, count) for t in (a, b))

@@ -132,11 +132,13 @@ def require_parameter(op: str, name: str, t: Tensor, u: Tensor, dtype: torch.dty
     require_device(op, name, t, u, "u")
 
 
-def require_skip(op: str, D: Tensor | None, u: Tensor, dtype: torch.dtype) -> None:
+def require_skip(
+    op: str, D: Tensor | None, u: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     if D is not None:
         require_tensor(op, "D", D)
         require_parameter(op, "D", D, u, dtype)
-        require_shape(op, "D", D, (u.shape[2],))
+        require_shape(op, "D", D, shape)
 
 
 def require_terms(
@@ -181,7 +183,7 @@ def require_call(
             f"{op}: {name} must have the H of u, "
             f"got {name}.shape={tuple(A.shape)}, u.shape={tuple(u.shape)}"
         )
-    require_skip(op, D, u, dtype)
+    require_skip(op, D, u, dtype, (u.shape[2],))
     if initial_state is not None:
         require_tensor(op, "initial_state", initial_state)
         require_parameter(op, "initial_state", initial_state, u, A.dtype)

@@ -36,17 +36,19 @@ def fft_conv(
 ) -> Tensor:
     """Causal convolution of each channel with a filter as long as the sequence, by FFT.
 
-    ``y[t] = sum_{j <= t} kernel[:, j] u[t - j] + D u[t]``.
+    ``y[t] = sum_{j <= t} kernel[:, j] u[t - j] + D u[t]``, or of all inputs with those of each
+    output, ``y[t] = sum_{j <= t} kernel[j] u[t - j] + D u[t]``.
 
     Args:
         u: (B, T, H), float64, float32, bfloat16 or float16.
-        kernel: (H, L) float32 (float64 for a float64 u); taps from T on are not used.
-        D: (H,) of the kernel's dtype, or None.
-        delayed: ``kernel[:, j]`` multiplies ``u[t - 1 - j]``: outputs are read from the state
-            before it has seen the input of their step.
+        kernel: (H, L), or (L, outputs, H) as :func:`ssm_kernel` makes it; float32 (float64 for a
+            float64 u); taps from T on are not used.
+        D: (H,), or (outputs, H), of the kernel's dtype, or None.
+        delayed: tap j multiplies ``u[t - 1 - j]``: outputs are read from the state before it has
+            seen the input of their step.
 
     Returns:
-        y of u's shape and dtype.
+        y (B, T, H), or (B, T, outputs), of u's dtype.
 
     Raises:
         TypeError: a dtype that is unsupported or does not fit u's.
@@ -69,14 +71,17 @@ def fft_conv(
     dtype = require_input(op, u)
     steps, channels = u.shape[1:]
     require_tensor(op, "kernel", kernel)
-    if kernel.ndim != 2 or kernel.shape[0] != channels:
+    mixes = kernel.ndim == 3
+    if kernel.ndim not in (2, 3) or kernel.shape[2 if mixes else 0] != channels:
         raise ValueError(
-            f"{op}: kernel must have shape (H, L) with the H of u, "
+            f"{op}: kernel must have shape (H, L) or (L, outputs, H) with the H of u, "
             f"got kernel.shape={tuple(kernel.shape)}, u.shape={tuple(u.shape)}"
         )
     require_parameter(op, "kernel", kernel, u, dtype)
-    require_skip(op, D, u, dtype)
+    require_skip(op, D, u, dtype, tuple(kernel.shape[1:]) if mixes else (channels,))
     require_bool(op, "delayed", delayed)
+    if mixes:
+        return _mixed(u.to(dtype), kernel, D, delayed).to(u.dtype)
     taps = kernel[:, :steps]
     if delayed:
         taps = torch.nn.functional.pad(taps[:, : max(steps - 1, 0)], (1, 0))
@@ -92,6 +97,22 @@ def fft_conv(
     if D is not None:
         y = y + D * x
     return y.to(u.dtype)
+
+
+def _mixed(x: Tensor, kernel: Tensor, D: Tensor | None, delayed: bool) -> Tensor:
+    """x (B, T, H), kernel (L, outputs, H), D (outputs, H) -> (B, T, outputs)."""
+    steps = x.shape[1]
+    taps = kernel[: max(steps - delayed, 0)]
+    if x.numel() == 0 or taps.numel() == 0:
+        y = x.new_zeros(*x.shape[:2], kernel.shape[1]) + x.sum() * 0 + kernel.sum() * 0
+    else:
+        size = 2 * steps
+        inputs, filters = torch.fft.rfft(x, n=size, dim=1), torch.fft.rfft(taps, n=size, dim=0)
+        y = torch.fft.irfft(torch.einsum("bfi,foi->bfo", inputs, filters), n=size, dim=1)
+        y = y[:, : steps - delayed]
+        if delayed:
+            y = torch.nn.functional.pad(y, (0, 0, 1, 0))
+    return y if D is None else y + x @ D.mT
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._steps import causal_conv1d_inplace, in_place
 from omniattn.hf.probe import Finding, Forward, Left, draws, takes
 from omniattn.hf.rescope import rescoped
 from omniattn.hf.scans import SCANS, same_scan
@@ -78,6 +79,11 @@ def _convolution_step(original: Forward) -> Forward:
         if not takes(hidden_states, activation, further=kwargs) or conv_state.shape[-1] < before:
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         x, length = hidden_states.to(weight.dtype), conv_state.shape[-1]
+        fits = x.shape[-1] == 1 and x.dtype == conv_state.dtype
+        if fits and in_place(x, weight, conv_state):
+            silu = activation is not None
+            stepped: Tensor = causal_conv1d_inplace(x.mT, weight, bias, conv_state, silu)
+            return stepped.mT.to(hidden_states.dtype)
         y = functional.causal_conv1d(
             x.mT,
             weight,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._steps import compute_dtype, in_place, selective_scan_inplace, ssd_inplace
 from omniattn.hf.probe import Forward, draws, takes
 
 __all__ = ["SCANS", "same_scan"]
@@ -67,6 +68,10 @@ def _channel_step(original: Forward) -> Forward:
         x = hidden_states[:, None]
         steps, keys, queries = (t.to(x.dtype)[:, None] for t in (dt, B, C))
         gate = None if z is None else z.to(x.dtype)[:, None]
+        if _in_place(x, state, A, D, dt_bias):
+            own = A, keys[:, :, None], queries[:, :, None], D, gate, dt_bias
+            stepped: Tensor = selective_scan_inplace(x, steps, *own, state, dt_softplus)
+            return stepped[:, 0]
         y, after = functional.selective_scan(
             x, steps, A, keys, queries, D, gate, dt_bias, dt_softplus, initial_state=state
         )
@@ -126,16 +131,23 @@ def _head_step(original: Forward) -> Forward:
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs
-        x = hidden_states[:, None]
+        x, steps, decay = hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0]
+        keys, queries = B[:, None].to(x.dtype), C[:, None].to(x.dtype)
+        gate = None if z is None else z[:, None].to(x.dtype)
+        bias = None if dt_bias is None else dt_bias[:, 0]
+        if steps.dtype == x.dtype and _in_place(x, state, decay, D, bias):
+            options = D, gate, bias, state, dt_softplus, -math.inf, math.inf
+            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *options)
+            return stepped[:, 0]
         y, after = functional.ssd(
             x,
-            dt[:, None, :, 0],
-            A[:, 0, 0],
-            B[:, None].to(x.dtype),
-            C[:, None].to(x.dtype),
+            steps,
+            decay,
+            keys,
+            queries,
             D=D,
-            z=None if z is None else z[:, None].to(x.dtype),
-            dt_bias=None if dt_bias is None else dt_bias[:, 0],
+            z=gate,
+            dt_bias=bias,
             dt_softplus=dt_softplus,
             initial_state=state,
         )
@@ -143,6 +155,13 @@ def _head_step(original: Forward) -> Forward:
         return y[:, 0]
 
     return mamba2_selective_state_update
+
+
+def _in_place(x: Tensor, state: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether the ops can update `state`, with these in its dtype."""
+    given = [t for t in vectors if t is not None]
+    wide = state.dtype == compute_dtype(x) and all(t.dtype == state.dtype for t in given)
+    return wide and state.is_contiguous() and in_place(x, state, *given)
 
 
 def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.hybrid import HybridLayer, hybrid_schedule
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import Llama, LlamaConfig
 from omniattn.models.mamba import FalconMambaConfig, MambaConfig
@@ -34,6 +35,7 @@ __all__ = [
     "DifferentialConfig",
     "FalconMambaConfig",
     "GPT2Config",
+    "HybridLayer",
     "JambaConfig",
     "Llama",
     "LlamaConfig",
@@ -53,6 +55,7 @@ __all__ = [
     "Zamba2",
     "Zamba2Config",
     "generate",
+    "hybrid_schedule",
     "load_model",
     "sample",
     "save_model",

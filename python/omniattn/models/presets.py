@@ -12,6 +12,7 @@ from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.hybrid import hybrid_schedule
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import LlamaConfig
 from omniattn.models.mamba import MambaConfig
@@ -77,11 +78,14 @@ def _samba() -> BlocksConfig:
     base = LlamaConfig()
     mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
     near = Attention.Config(base.dim, base.num_heads, base.num_kv_heads, window_size=(63, 0))
-    mixers: tuple[LayerConfig, ...] = (Mamba.Config(base.dim), near)
+    mixers: dict[str, LayerConfig] = {"mamba": Mamba.Config(base.dim), "window": near}
     return BlocksConfig(
         dim=base.dim,
         num_layers=base.num_layers,
-        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
+        blocks=tuple(
+            DecoderBlock.Config(mixers[layer.mixer], mlp, norm)
+            for layer in hybrid_schedule("samba", 2)
+        ),
         rope=RotaryEmbedding.Config(base.dim // base.num_heads),
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._steps import in_place, selective_scan_inplace
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.jagged import Sequences
@@ -18,7 +19,7 @@ from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNorm
 from omniattn.modules.recurrent import Device, draw_steps, fp32, zeros_of_states
-from omniattn.modules.short_conv import ShortConvolution
+from omniattn.modules.short_conv import ShortConvolution, channels_last
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
 
@@ -204,8 +205,11 @@ class Mamba(StateMixer):
 
     def _mix(
         self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
         c = self.config
+        packed = sequences.cu_seqlens is not None
+        if state is not None and not packed and self._steps_in_place(x, state):
+            return self._step(x, state), None
         u, z = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state["conv"].to(u.dtype)
         u, conv = self.conv1d(u, before, sequences.cu_seqlens)
@@ -226,3 +230,42 @@ class Mamba(StateMixer):
             backend=c.backend,
         )
         return self.out_proj(y), {"ssm": ssm, "conv": conv}
+
+    def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
+        """Whether x is one token whose state the ops can update."""
+        ssm, conv = state["ssm"], state["conv"]
+        own = self.A_log, self.D, self.conv1d.weight, self.dt_proj.bias
+        return (
+            x.shape[1] == 1
+            and self.config.backend is None
+            and conv.dtype == x.dtype == self.conv1d.weight.dtype
+            and ssm.dtype == self.A_log.dtype == self.D.dtype == fp32(x.dtype)
+            and ssm.is_contiguous()
+            and in_place(x, ssm, conv, *own)
+        )
+
+    def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """The same for one token, with the state updated in place."""
+        c = self.config
+        u, z = self.in_proj(x).chunk(2, -1)
+        taps = state.derived("taps", self.conv1d.weight, channels_last)
+        u, _ = self.conv1d(u, state["conv"], taps=taps)
+        parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
+        r, b, rows = map(self._normed, _NORMS, parts)
+        y = selective_scan_inplace(
+            u,
+            self.dt_proj(r),
+            state.derived("A", self.A_log, _decays),
+            b[:, :, None],
+            rows[:, :, None],
+            self.D,
+            z,
+            self.dt_proj.bias.to(self.D.dtype),
+            state["ssm"],
+            True,
+        )
+        return cast(Tensor, self.out_proj(y))
+
+
+def _decays(A_log: Tensor) -> Tensor:
+    return -A_log.detach().exp()

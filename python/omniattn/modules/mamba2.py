@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._steps import in_place, ssd_inplace
 from omniattn.functional.ssd import require_limits
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
@@ -20,7 +21,7 @@ from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.norm import RMSNormGated
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
-from omniattn.modules.short_conv import ShortConvolution
+from omniattn.modules.short_conv import ShortConvolution, channels_last
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
 
@@ -153,8 +154,11 @@ class Mamba2(StateMixer):
 
     def _mix(
         self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
         c = self.config
+        packed = sequences.cu_seqlens is not None
+        if state is not None and not packed and self._steps_in_place(x, state):
+            return self._step(x, state), None
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
         before = None if state is None else state["conv"].to(u.dtype)
         u, conv = self.conv1d(u, before, sequences.cu_seqlens)
@@ -175,3 +179,45 @@ class Mamba2(StateMixer):
             backend=c.backend,
         )
         return self.out_proj(self.norm(y.flatten(-2), z)), {"s": s, "conv": conv}
+
+    def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
+        """Whether x is one token whose state the ops can update."""
+        s, conv = state["s"], state["conv"]
+        own = self.A_log, self.D, self.dt_bias, self.conv1d.weight
+        return (
+            x.shape[1] == 1
+            and self.config.backend is None
+            and conv.dtype == x.dtype == self.conv1d.weight.dtype
+            and s.dtype == self.D.dtype == self.A_log.dtype == self.dt_bias.dtype == fp32(x.dtype)
+            and (s.mT.is_contiguous() or s.is_contiguous())
+            and in_place(x, s, conv, *own)
+        )
+
+    def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """The same for one token, with the state updated in place."""
+        c = self.config
+        z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
+        taps = state.derived("taps", self.conv1d.weight, channels_last)
+        u, _ = self.conv1d(u, state["conv"], taps=taps)
+        shared = c.ngroups * c.d_state
+        v, B, C = u.split((c.width, shared, shared), -1)
+        least, largest = c.dt_limit
+        y = ssd_inplace(
+            v.unflatten(-1, (c.num_heads, c.headdim)),
+            dt,
+            state.derived("A", self.A_log, _decays),
+            B.unflatten(-1, (c.ngroups, c.d_state)),
+            C.unflatten(-1, (c.ngroups, c.d_state)),
+            self.D,
+            None,
+            self.dt_bias,
+            state["s"],
+            True,
+            least,  # a softplus is not below 0
+            largest,
+        )
+        return cast(Tensor, self.out_proj(self.norm(y.flatten(-2), z)))
+
+
+def _decays(A_log: Tensor) -> Tensor:
+    return -A_log.detach().exp()

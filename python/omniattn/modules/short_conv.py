@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._steps import causal_conv1d_inplace
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
@@ -83,13 +84,25 @@ class ShortConvolution(Layer):
 
     def new_state(self, batch: int, like: Tensor) -> Tensor:
         """The state before the first token, zeros of like's device and dtype."""
-        return like.new_zeros(batch, self.config.dim, self.config.kernel_size - 1)
+        # As the kernels keep it, with the channels next to each other.
+        return like.new_zeros(batch, self.config.kernel_size - 1, self.config.dim).mT
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        taps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x (B, T, dim) -> y (B, T, dim) and the state (B, dim, K - 1) after x, or of each of the
-        sequences that `cu_seqlens` packs into one row, as in functional.causal_conv1d."""
+        sequences that `cu_seqlens` packs into one row, as in functional.causal_conv1d.
+
+        With `taps`, the weight as `channels_last` makes it, T is 1 and the state updated in place.
+        """
+        if state is not None and taps is not None:
+            silu = self.config.activation == "silu"
+            y: Tensor = causal_conv1d_inplace(x, taps, self.bias, state, silu)
+            return y, state
         return functional.causal_conv1d(
             x,
             self.weight[:, 0],
@@ -100,3 +113,8 @@ class ShortConvolution(Layer):
             return_final_state=True,
             backend=self.config.backend,
         )
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    """(dim, K) of a weight (dim, 1, K), the channels next to each other in memory."""
+    return weight.detach()[:, 0].mT.contiguous().mT

@@ -90,6 +90,7 @@ class RecurrentState:
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
+        self._derived: dict[str, tuple[Any, Tensor]] = {}
         self.length = 0
 
     def __getitem__(self, name: str) -> Tensor:
@@ -130,6 +131,20 @@ class RecurrentState:
                     f"state[{name!r}].dtype={t.dtype}, state[{name!r}].device={t.device}, "
                     f"x.device={x.device}"
                 )
+
+    def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make(parameter)`, kept from token to token for as long as the parameter is the same.
+
+        It is kept here, not in the layer, since writing through `parameter.data`, as some do
+        between two generations, does not change the version of a parameter.
+        """
+        if parameter.is_inference():  # has no version
+            return make(parameter)
+        now = (parameter.data_ptr(), parameter._version)
+        known = self._derived.get(name)
+        if known is None or known[0] != now:
+            self._derived[name] = known = (now, make(parameter))
+        return known[1]
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import shown
+from omniattn.functional._checks import is_one_of, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.jagged import Sequences, sequences_of, without_padding
 from omniattn.modules.mixer import Mixer, require_tokens
@@ -23,8 +23,9 @@ class StateMixer(Mixer):
     @abstractmethod
     def _mix(
         self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **given: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """y, and all tensors of the state after x; `given`: what forward gives to `_run`.
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """y, and all tensors of the state after x, or None where they were updated in place;
+        `given`: what forward gives to `_run`.
 
         Where `sequences.cu_seqlens` is not None, x (1, total, dim) are its sequences, each of which
         has a state of its own.
@@ -64,7 +65,9 @@ class StateMixer(Mixer):
         if rope is not None:
             given["rope"] = tuple(map(sequences.kept, rope))
         y, after = self._mix(tokens, before, sequences, **given)
-        if before is not None:
+        if before is not None and after is None:
+            before.length += x.shape[1]
+        elif before is not None and after is not None:
             before.advance(x.shape[1], **after)
         return sequences.restored(y)
 
@@ -88,7 +91,7 @@ def read(
         isinstance(mask, Tensor)
         and mask.dtype == torch.bool
         and sequences.nested is None
-        and tuple(mask.shape) in ((batch, 1, 1, past + steps), (1, 1, 1, past + steps))
+        and is_one_of(mask.shape, (batch, 1, 1, past + steps), (1, 1, 1, past + steps))
     )
     if not fits:
         got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 
-__all__ = ["causal_conv1d"]
+__all__ = ["causal_conv1d", "causal_conv1d_inplace"]
 
 
 def _channels_last(t: Tensor | None) -> Tensor | None:
@@ -40,3 +42,7 @@ causal_conv1d = DifferentiableOp(
     ),
     fold=Fold(("x", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
+
+#: (x, weight, bias, initial_state, silu) -> y of one token, without gradients, in place.
+causal_conv1d_inplace = torch.ops.omniattn.causal_conv1d_.default
+_library.register_fake("causal_conv1d_")(lambda x, *_: x.new_empty(x.shape))

@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["exponential_gates", "rwkv4", "selective_scan", "slstm"]
+__all__ = [
+    "exponential_gates",
+    "rwkv4",
+    "selective_scan",
+    "selective_scan_inplace",
+    "slstm",
+    "ssd_inplace",
+]
 
 #: As kScanChunk in csrc/kernels/scan/scan.h.
 CHUNK = 32
@@ -152,3 +160,11 @@ selective_scan = DifferentiableOp(
         when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,
     ),
 )
+
+#: (u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus) -> y of real states, which
+#: are updated; and (x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, least, largest) -> y
+#: of one token. Neither has gradients.
+selective_scan_inplace = torch.ops.omniattn.selective_scan_.default
+ssd_inplace = torch.ops.omniattn.ssd_.default
+for name in ("selective_scan_", "ssd_"):
+    _library.register_fake(name)(lambda x, *_: x.new_empty(x.shape))

@@ -60,6 +60,11 @@ VARIANTS = (
         "Xiong et al. 2020, arXiv 2002.04745",
     ),
     Variant(
+        "hybrid stacks of Mamba and attention: in some layers (Jamba), in turn (Samba)",
+        ("Mamba", "Attention", "DecoderBlock"),
+        "Lieber et al. 2024, arXiv 2403.19887",
+    ),
+    Variant(
         "multi-token prediction", ("MultiTokenPredictor",), "DeepSeek-AI 2024, arXiv 2412.19437"
     ),
 )

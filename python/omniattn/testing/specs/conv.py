@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
 
 ALL = ("bias", "initial_state")
@@ -80,3 +80,11 @@ CAUSAL_CONV1D = OpSpec(
 )
 
 SPECS = (CAUSAL_CONV1D,)
+
+VARIANTS = (
+    Variant(
+        "causal depthwise convolution with SiLU",
+        ("causal_conv1d", "ShortConvolution"),
+        "Gu and Dao 2023, arXiv 2312.00752",
+    ),
+)

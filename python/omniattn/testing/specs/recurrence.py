@@ -425,7 +425,12 @@ VARIANTS = (
     ),
     Variant(
         "Mamba",
-        ("selective_scan", "Mamba", "SimpleSelectiveSSM"),
+        ("selective_scan", "Mamba"),
+        "Gu and Dao 2023, arXiv 2312.00752",
+    ),
+    Variant(
+        "selection without step sizes: one state for all channels",
+        ("SimpleSelectiveSSM",),
         "Gu and Dao 2023, arXiv 2312.00752",
     ),
 )

@@ -108,11 +108,33 @@ SPECS = (VANDERMONDE, CAUCHY)
 
 VARIANTS = (
     Variant(
-        "S4 and S4D: HiPPO, all discretisations, as convolutions and step by step",
-        (
-            *("s4", "s4d", "s4_kernel", "s4d_kernel", "fft_conv", "discretize", "hippo_legs"),
-            *("nplr", "ssm_init", "S4", "S4D"),
-        ),
+        "linear time-invariant systems, several inputs and outputs: recurrent, one step delayed",
+        ("ssm_recurrence", "ssm_kernel"),
+        "Gu et al. 2021, arXiv 2110.13985",
+    ),
+    Variant(
+        "the same as convolutions by FFT, of each channel alone or all",
+        ("fft_conv", "ssm_kernel"),
+        "Gu et al. 2021, arXiv 2110.13985",
+    ),
+    Variant(
+        "discretisation: zero-order hold, bilinear, Euler, Mamba's",
+        ("discretize",),
+        "Gu, Goel and Re 2021, arXiv 2111.00396",
+    ),
+    Variant(
+        "HiPPO-LegS and its normal part plus low rank",
+        ("hippo_legs", "nplr", "ssm_init"),
+        "Gu et al. 2020, arXiv 2008.07669",
+    ),
+    Variant(
+        "S4: diagonal plus low rank, as a convolution and step by step",
+        ("s4", "s4_kernel", "S4"),
+        "Gu, Goel and Re 2021, arXiv 2111.00396",
+    ),
+    Variant(
+        "S4D: Lin, Inv, Real and LegS, as a convolution and step by step",
+        ("s4d", "s4d_kernel", "S4D"),
         "Gu et al. 2022, arXiv 2206.11893",
     ),
 )

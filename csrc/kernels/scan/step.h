@@ -1,0 +1,57 @@
+// One token of the states of Mamba and of Mamba-2, as in decoding. For each row p of head h of
+// group g, with states n and dt = softplus(dt + bias), or without softplus, between two limits:
+//
+//   h[p, n] = e^(dt A) h[p, n] + dt x[p] B[g, n]
+//   y[p] = (sum_n C[g, n] h[p, n] + D x[p]) silu(z[p])
+//
+// The heads of Mamba are its channels, of one row each, and have an A for each state. Where the
+// scan transposes states, so that channels are in the lanes of vectors, a single step reads and
+// writes them where they lie.
+#pragma once
+
+#include <type_traits>
+
+#include "runtime/cpu_isa.h"
+#include "runtime/dtype.h"
+#include "semantics/arith.h"
+
+namespace omniattn {
+
+// Rows of the numbers of a batch entry, `batch` elements apart.
+struct StepRows {
+  const void* data;
+  int64_t batch;
+};
+
+// A is the accumulator type of dtype.
+struct StateStep {
+  DType dtype;  // of x, dt, z, B, C and y
+  bool softplus;
+  double least, largest;                        // dt
+  int64_t batch, heads, width, groups, states;  // B, H, P, G, N
+  StepRows x, dt, z, b, c;                      // (H, P), (H), (H, P) or null, (G, N), (G, N)
+  const void *decay, *skip, *bias;              // A: (H, N) or (H), D: (H) or (H, P), (H); the last
+                                                // two may be null
+  bool decay_of_states, skip_of_rows;           // which of these they are
+  const void* before;                           // null for zeros; may be `state`
+  void* state;                                  // (B, H, P, N) of A, or (B, H, N, P)
+  bool states_first;                            // in the latter case, for heads of one A
+  void* y;                                      // (B, H, P)
+
+  OMNIATTN_FN int64_t group_heads() const { return groups > 0 ? heads / groups : 0; }
+};
+static_assert(std::is_trivially_copyable_v<StateStep>);
+
+// Heads of an item where they have an A for each state, which are of one group; else one.
+inline constexpr int64_t kStepHeads = 64;
+OMNIATTN_FN int64_t step_items(const StateStep& p) {
+  if (!p.decay_of_states) return p.batch * p.heads;
+  return p.batch * p.groups * ceil_div(p.group_heads(), kStepHeads);
+}
+
+struct StateStepKernels {
+  void (*run)(const StateStep&, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(StateStepKernels, state_step_kernels)
+
+}  // namespace omniattn
