@@ -103,7 +103,7 @@ class BigBirdAttention(SparseAttention):
 
         Args:
             x, state, rope, mask: see SparseAttention.
-            key_padding: (B, T) of bool, True = real; without a state.
+            key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
             rand_blocks: (num_heads, blocks - 2, r) of integers in place of those of the seed.
         """
         if state is not None and key_padding is not None:
@@ -122,7 +122,6 @@ class BigBirdAttention(SparseAttention):
             num_global_tokens=c.num_global_tokens,
             length=c.max_length,
             causal=c.causal,
-            scale=c.scale,
-            backend=c.backend,
+            **self._score_options(),
             **given,
         )
