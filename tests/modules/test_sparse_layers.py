@@ -196,3 +196,12 @@ def test_texts_shorter_than_a_neighbourhood():
         NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=5).new_state(1, 4)
     with pytest.raises(ValueError, match="NeighborhoodAttention3D: kernel_size must be one value"):
         NeighborhoodAttention3D(dim=8, num_heads=2, kernel_size=(3, 3))
+
+
+@torch.no_grad()
+def test_one_exported_graph_for_all_lengths():
+    layer, x = MoBA(dim=8, num_heads=2, block_size=4, topk=2, init_std=0.5), torch.randn(1, 64, 8)
+    length = torch.export.Dim("T", min=8)
+    program = torch.export.export(layer, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
+    for n in (9, 64):
+        torch.testing.assert_close(program(x[:, :n]), layer(x[:, :n]))

@@ -112,8 +112,9 @@ class BigBirdAttention(SparseAttention):
 
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config
+        q, k, v = tensors
         return functional.bigbird_attention(
-            *tensors,
+            *(q, k, v),
             block=c.block,
             n_random=c.n_random,
             seed=c.seed,

@@ -105,5 +105,6 @@ class BlockSparseAttention(SparseAttention):
         elif isinstance(blocks, Tensor):
             mask = Blocks.from_block_mask(blocks, block_size=c.block_size, size=size)
         else:
-            mask = Blocks.from_csr(*blocks, size, block_size=c.block_size)
+            row_ptr, col_idx = blocks
+            mask = Blocks.from_csr(row_ptr, col_idx, size, block_size=c.block_size)
         return functional.attention(q, k, v, mask=mask, causal=c.causal, **self._score_options())

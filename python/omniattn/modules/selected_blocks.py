@@ -396,8 +396,9 @@ class NSA(Mixer):
     def _attend(self, state: NSAState | None, q: Tensor, gates: Tensor, *pairs: Tensor) -> Tensor:
         """O of the keys and values of each branch, or those of all."""
         c = self.config
+        compressed = self._compressed(pairs[0], pairs[1], state)
         return functional.nsa_attention(
-            *(q, *(pairs[2:4] or pairs), *self._compressed(*pairs[:2], state), gates),
+            *(q, *(pairs[2:4] or pairs), *compressed, gates),
             k_window=pairs[-2],
             v_window=pairs[-1],
             compress_size=c.compress_size,

@@ -50,9 +50,9 @@ def moba_attention(
 
 def block_means(k: Tensor, block_size: int) -> Tensor:
     """The means (B,blocks,Hkv,D) of the whole blocks of k, without gradient."""
-    blocks = k.shape[1] // block_size
-    keys = widen(k.detach())[:, : blocks * block_size]
-    return keys.unflatten(1, (blocks, block_size)).mean(2)
+    if k.shape[1] < block_size:
+        return widen(k.detach())[:, :0]
+    return widen(k.detach()).unfold(1, block_size, block_size).mean(-1)
 
 
 def moba_scores(
