@@ -198,6 +198,7 @@ def test_texts_shorter_than_a_neighbourhood():
         NeighborhoodAttention3D(dim=8, num_heads=2, kernel_size=(3, 3))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_exported_graph_for_all_lengths():
     layer, x = MoBA(dim=8, num_heads=2, block_size=4, topk=2, init_std=0.5), torch.randn(1, 64, 8)

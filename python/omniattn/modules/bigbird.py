@@ -114,7 +114,9 @@ class BigBirdAttention(SparseAttention):
         c = self.config
         q, k, v = tensors
         return functional.bigbird_attention(
-            *(q, k, v),
+            q,
+            k,
+            v,
             block=c.block,
             n_random=c.n_random,
             seed=c.seed,
@@ -123,6 +125,7 @@ class BigBirdAttention(SparseAttention):
             num_global_tokens=c.num_global_tokens,
             length=c.max_length,
             causal=c.causal,
+            key_padding=given["key_padding"],
+            rand_blocks=given["rand_blocks"],
             **self._score_options(),
-            **given,
         )
