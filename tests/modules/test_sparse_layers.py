@@ -156,6 +156,8 @@ def test_blocks_of_a_mask_in_place_of_the_pattern(csr):
             torch.testing.assert_close(a, b)
     with pytest.raises(ValueError, match="block_mask must be None with a state"):
         layer(x, state=layer.new_state(2, 11), block_mask=blocks[None, None])
+    with pytest.raises(TypeError, match=r"must be a bool tensor or \(row_ptr, col_idx\), got "):
+        layer(x, block_mask=rows[:1])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_int
+from omniattn.functional._checks import require_int, shown
 from omniattn.functional.masks import Blocks, GlobalTokens, Mask, block_local_global
 from omniattn.modules import _signatures
 from omniattn.modules.layer import config_or_fields
@@ -90,9 +90,14 @@ class BlockSparseAttention(SparseAttention):
                 `masks.Blocks`. Pairs inside of blocks are still causal. Without a state, and not of
                 a nested x.
         """
+        op = "BlockSparseAttention"
         if block_mask is not None and (state is not None or x.is_nested):
-            raise ValueError(
-                "BlockSparseAttention: block_mask must be None with a state or where x is nested"
+            raise ValueError(f"{op}: block_mask must be None with a state or where x is nested")
+        rows = isinstance(block_mask, (tuple, list)) and len(block_mask) == 2
+        if not (block_mask is None or rows or isinstance(block_mask, Tensor)):
+            raise TypeError(
+                f"{op}: block_mask must be a bool tensor or (row_ptr, col_idx), "
+                f"got block_mask={shown(block_mask)}"
             )
         return self._run(x, state, rope, mask, blocks=block_mask)
 
