@@ -1,6 +1,7 @@
 """Layers and blocks on jagged nested tensors equal themselves on each sequence alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,43 +12,54 @@ from omniattn.models import BlocksConfig
 from omniattn.modules import (
     MLP,
     MLSTM,
+    NSA,
     S4,
     S4D,
     SLSTM,
     Attention,
+    BigBirdAttention,
+    BlockSparseAttention,
     CrossCache,
     DecoderBlock,
+    DeepSeekSparseAttention,
     DeltaAttention,
     DeltaNet,
     DifferentialAttention,
     DisentangledAttention,
     Dropout,
     DropPath,
+    DualChunkAttention,
     GatedAttentionUnit,
     GatedDeltaNet,
     GatedLinearAttention,
     GatedMLP,
     GroupNorm,
+    HubSpokeAttention,
     KimiDeltaAttention,
     LayerNorm,
     LinearAttention,
+    LongformerAttention,
     Mamba,
     Mamba2,
+    MoBA,
     MoE,
     MultiheadAttention,
     MultiHeadLatentAttention,
     MultiScaleRetention,
+    NeighborhoodAttention1D,
     ParallelResidual,
     Performer,
     Residual,
     RMSNorm,
     RMSNormGated,
     RotaryEmbedding,
+    RoutedBlockAttention,
     RWKV4TimeMix,
     RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
+    SelectiveAttention,
     SimpleSelectiveSSM,
     T5RelativeBias,
     TransformerXLAttention,
@@ -194,6 +206,30 @@ def stack() -> Case:
     return layer, lambda x, _: sum(layer(x))
 
 
+def rotated(config: Any) -> Case:
+    layer, rotary = config.build(dtype=DTYPE), RotaryEmbedding(4)
+    return layer, lambda x, at: layer(x, rope=rotary(at))
+
+
+def longformer() -> Case:
+    """With global tokens of each sequence."""
+    config = LongformerAttention.Config(16, 4, window=2, **STD)
+    layer, index = config.build(dtype=DTYPE), torch.tensor([[3, 0], [0, -1], [-1, 7]])
+
+    def call(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        own = index if x.is_nested else index[LENGTHS.index(x.shape[1])][None]
+        return layer(x, global_index=own)
+
+    return layer, call
+
+
+def sparse_latent(stage: str) -> Case:
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_dim": 6, "qk_rope_dim": 4, "v_dim": 5}
+    sizes |= {"index_heads": 2, "index_dim": 6, "index_topk": 3}
+    return rotated(DeepSeekSparseAttention.Config(16, 2, **sizes, stage=stage, **STD))
+
+
+STD = {"init_std": 0.5}
 CASES: dict[str, Callable[[], Case]] = {
     **{name: lambda name=name: recurrent(name) for name in RECURRENT},
     "decoder-block": stack,
@@ -214,6 +250,31 @@ CASES: dict[str, Callable[[], Case]] = {
     "deberta": deberta,
     "multihead": lambda: multihead(cross=False),
     "multihead-cross": lambda: multihead(cross=True),
+    "moba": lambda: rotated(MoBA.Config(16, 4, 2, block_size=2, topk=2, **STD)),
+    "nsa": lambda: rotated(NSA.Config(16, 4, 2, None, 2, 1, 2, 3, 3, **STD)),
+    "nsa-shared": lambda: rotated(
+        NSA.Config(16, 4, 1, None, 4, 2, 2, 3, 3, "mean", separate_kv=False, **STD)
+    ),
+    "dsa": lambda: sparse_latent("sparse"),
+    "dsa-dense": lambda: sparse_latent("dense"),
+    "selective": lambda: rotated(SelectiveAttention.Config(16, 4, 2, **STD)),
+    "routed-blocks": lambda: rotated(
+        RoutedBlockAttention.Config(16, 4, 2, block_size=2, topk=2, query_block=2, **STD)
+    ),
+    "block-sparse": lambda: rotated(BlockSparseAttention.Config(16, 4, 2, block_size=3, **STD)),
+    "neighbourhood": lambda: rotated(
+        NeighborhoodAttention1D.Config(16, 4, kernel_size=3, is_causal=True, **STD)
+    ),
+    "bigbird": lambda: rotated(BigBirdAttention.Config(16, 4, 2, block=1, n_random=1, **STD)),
+    "dual-chunk": lambda: rotated(
+        DualChunkAttention.Config(
+            *(16, 4, 2), chunk_size=4, local_window=1, train_length=3, mscale="qwen", **STD
+        )
+    ),
+    "hub-spoke": lambda: rotated(
+        HubSpokeAttention.Config(16, 4, 2, window=2, global_every=3, dual="disjoint", **STD)
+    ),
+    "longformer": longformer,
     "torch-layer": torch_layer,
 }
 
@@ -231,8 +292,8 @@ def test_jagged_input_gives_what_each_sequence_gives_alone(name):
         torch.testing.assert_close(a, w)
     grad = torch.randn_like(y.values())
     parameters = list(module.parameters())
-    got = torch.autograd.grad(y.values(), [x, *parameters], grad)
-    alone = torch.autograd.grad(torch.cat(want), [*rows, *parameters], grad)
+    got = torch.autograd.grad(y.values(), [x, *parameters], grad, allow_unused=True)
+    alone = torch.autograd.grad(torch.cat(want), [*rows, *parameters], grad, allow_unused=True)
     torch.testing.assert_close(got[0].values(), torch.cat(alone[: len(rows)]))
     for a, w in zip(got[1:], alone[len(rows) :], strict=True):
         torch.testing.assert_close(a, w)
@@ -304,6 +365,28 @@ def test_other_masks_are_not_those_of_padding(mask):
         DeltaNet(16, 2)(jagged([row for row in x]), mask=REAL[:, None, None])
 
 
+@pytest.mark.parametrize("name", ["dsa", "distill"])
+def test_losses_of_layers_are_means_over_all_tokens(name):
+    config = RoutedBlockAttention.Config(16, 4, block_size=2, topk=2, router_grad="distill", **STD)
+    module, call = sparse_latent("sparse") if name == "dsa" else rotated(config)
+    rows = sequences()
+    call(jagged(rows).detach(), torch.cat([torch.arange(n) for n in LENGTHS]))
+    got, losses = module.auxiliary, []
+    for row in rows:
+        call(row[None].detach(), torch.arange(len(row)))
+        losses.append(module.auxiliary * len(row))
+    torch.testing.assert_close(got, sum(losses) / sum(LENGTHS))
+
+
+def test_sequences_without_tokens():
+    layer = MoBA.Config(16, 4, 2, block_size=2, topk=2, **STD).build(dtype=DTYPE)
+    rows = [torch.ones(0, 16, dtype=DTYPE), torch.ones(3, 16, dtype=DTYPE)]
+    got = layer(jagged(rows))
+    torch.testing.assert_close(got.values(), layer(rows[1][None])[0])
+    assert [len(row) for row in got.unbind()] == [0, 3]
+    assert layer(jagged(rows[:1])).values().shape == (0, 16)
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["longest-known", "longest-unknown"])
 def test_one_graph_for_jagged_input_of_all_lengths(known):
     torch._dynamo.reset()
@@ -332,6 +415,10 @@ def test_calls_that_no_jagged_input_has():
         "state must be None": lambda: latent(absorb=False)[0](
             x, rope=(torch.ones(15, 2), torch.zeros(15, 2)), state=CrossCache()
         ),
+        "LongformerAttention: key_padding must be None where x is nested": lambda: longformer()[0](
+            x, key_padding=torch.ones(3, 9, dtype=torch.bool)
+        ),
+        r"NSA: x must have shape \(B, T, 12\)": lambda: NSA(12, 4)(x),
         "memory must be None": lambda: transformer_xl()[0](x, torch.ones(3, 2, 16)),
         "need_weights=True": lambda: multihead(cross=False)[0](x, x, x),
         "the same boundaries": lambda: multihead(cross=True)[0](
@@ -385,6 +472,11 @@ def test_only_rows_of_tokens_are_taken():
     for wrong in (strided, holes, columns, numbers):
         with pytest.raises(ValueError, match="dropout: x must be a jagged nested tensor"):
             layer(wrong)
+    for name in ("bigbird", "moba", "nsa", "dsa", "selective", "routed-blocks"):
+        layer, call = CASES[name]()
+        message = f"{type(layer).__name__}: x must be a jagged nested tensor"
+        with pytest.raises(ValueError, match=message):
+            call(strided, torch.arange(15))
 
 
 def test_experts_that_share_a_capacity_refuse_nested_tensors():

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omniattn.models import BlocksConfig, Decoder, generate, load_model, save_model
+from omniattn.models import (
+    BlocksConfig,
+    Decoder,
+    generate,
+    layer_schedule,
+    load_model,
+    save_model,
+)
 from omniattn.modules import (
     H2O,
     MLSTM,
@@ -18,6 +25,7 @@ from omniattn.modules import (
     SLSTM,
     Attention,
     BigBirdAttention,
+    BlockSparseAttention,
     CrossCache,
     DecoderBlock,
     DeepSeekSparseAttention,
@@ -46,6 +54,7 @@ from omniattn.modules import (
     MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
+    NeighborhoodAttention1D,
     NSAState,
     PagedCache,
     PagePool,
@@ -188,6 +197,7 @@ MIXERS = [
     Average.Config(24),
     BigBirdAttention.Config(24, 4, 2, block=2, n_random=0, causal=True, max_length=30, **STD),
     BigBirdAttention.Config(24, 4, 2, block=1, n_random=1, causal=True, max_length=30, **STD),
+    BlockSparseAttention.Config(24, 4, 2, block_size=3, global_index=(1,), **STD),
     DeterministicSparseAttention.Config(24, 4, 2, window=2, stride=2, **STD),
     DeterministicSparseAttention.Config(
         24, 4, window=2, stride=2, anchor="absolute", representative="mean", **STD
@@ -211,6 +221,7 @@ MIXERS = [
     KimiDeltaAttention.Config(24, 2, init_std=0.5),
     LinearAttention.Config(24, 2, init_std=0.5),
     MoBA.Config(24, 4, 2, block_size=2, topk=2, decode="moba", init_std=0.5),
+    NeighborhoodAttention1D.Config(24, 4, kernel_size=2, dilation=3, is_causal=True, **STD),
     NSA.Config(24, 4, 2, None, 2, 1, 2, 4, 3, init_std=0.5),
     NSA.Config(24, 4, 1, None, 4, 2, 2, 3, 3, "mean", separate_kv=False, init_std=0.5),
     RoutedBlockAttention.Config(24, 4, 2, block_size=2, topk=2, router_dim=4, **STD),
@@ -420,6 +431,28 @@ def test_blocks_must_fit():
         replace(HYBRID, dim=16)
     with pytest.raises(ValueError, match="blocks must not be empty"):
         BlocksConfig()
+
+
+def test_schedules_of_two_kinds_of_layers():
+    near, far = HYBRID.blocks
+    for schedule, full in (
+        ("gpt3", [0, 2, 4]),
+        ("gemma2", [1, 3, 5]),
+        ("gemma3", [5]),
+        ("1:1", [1, 3, 5]),
+        ("2:1", [2, 5]),
+        (("swa", "full_attention", "full"), [1, 2, 4, 5]),
+    ):
+        config = replace(HYBRID, num_layers=6, schedule=schedule)
+        config = BlocksConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+        assert [n for n in range(6) if config.block(n) == far] == full
+        assert [n for n in range(6) if config.block(n) == near] == sorted({*range(6)} - {*full})
+        assert [n for n, kind in enumerate(layer_schedule(schedule, 6)) if kind == "full"] == full
+    for wrong in ("gemma", "0:0", "1:", (), ("near",), 3, (1, 0)):
+        with pytest.raises(ValueError, match="schedule must be one of gpt3, gemma2, gemma3, 'n:m'"):
+            replace(HYBRID, schedule=wrong)
+    with pytest.raises(ValueError, match="schedule needs two blocks, for 'swa' and for 'full'"):
+        replace(HYBRID, blocks=HYBRID.blocks[:1], schedule="1:1")
 
 
 def test_replaced_configs_keep_their_layer():

@@ -9,13 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from omniattn import functional
 from omniattn.functional import bigbird_attention, bigbird_random_blocks
 from omniattn.modules import (
+    NSA,
     BigBirdAttention,
+    BlockSparseAttention,
+    DeterministicSparseAttention,
     DualChunkAttention,
     HubSpokeAttention,
     LocalStridedAttention,
+    LongformerAttention,
     MoBA,
+    NeighborhoodAttention1D,
+    NeighborhoodAttention2D,
+    NeighborhoodAttention3D,
     RoutedBlockAttention,
 )
 
@@ -69,6 +77,11 @@ def test_wrong_fields_of_local_and_strided_attention(fields, message):
 @pytest.mark.parametrize(
     "config",
     [
+        BigBirdAttention.Config(8, 2, block=2, n_random=1),
+        DeterministicSparseAttention.Config(8, 2, window=3, stride=4),
+        LocalStridedAttention.Config(8, 2, window=3, stride=4),
+        LongformerAttention.Config(8, 2, window=2),
+        NSA.Config(8, 2, 1, None, 4, 2, 4, 2, 3),
         DualChunkAttention.Config(8, 2, chunk_size=6, local_window=2),
         HubSpokeAttention.Config(8, 2, window=3, global_every=4),
         HubSpokeAttention.Config(8, 2, window=3, global_every=4, dual="disjoint"),
@@ -114,3 +127,84 @@ def test_bigbird_takes_padding_random_blocks_and_global_tokens():
     causal = BigBirdAttention(dim=8, num_heads=2, causal=True, max_length=40)
     with pytest.raises(ValueError, match="key_padding must be None with a state"):
         causal(x, state=causal.new_state(2, 40), key_padding=real)
+
+
+@pytest.mark.parametrize("csr", [False, True])
+def test_blocks_of_a_mask_in_place_of_the_pattern(csr):
+    torch.manual_seed(0)
+    layer = BlockSparseAttention(dim=8, num_heads=2, block_size=4, init_std=0.5).double()
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    blocks = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()
+    rows = torch.tensor([0, 1, 2, 4]), torch.tensor([0, 1, 0, 2])
+    i, j = torch.arange(11)[:, None], torch.arange(11)
+
+    def want(seen):
+        q, k, v = (p(x).unflatten(-1, (2, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
+        p = scores.masked_fill(~(seen & (j <= i)), -torch.inf).softmax(-1)
+        return layer.o_proj(torch.einsum("bhij,bjhd->bihd", p, v).flatten(-2))
+
+    own = (i // 4 == j // 4) | (j == 0) | (i == 0)
+    listed = blocks[i // 4, j // 4]
+    given = layer(x, block_mask=rows if csr else blocks[None, None])
+    for got, expected in ((layer(x), want(own)), (given, want(listed))):
+        torch.testing.assert_close(got, expected)
+        grad = torch.randn_like(got)
+        weights = list(layer.parameters())
+        grads = (torch.autograd.grad(y, weights, grad) for y in (got, expected))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="block_mask must be None with a state"):
+        layer(x, state=layer.new_state(2, 11), block_mask=blocks[None, None])
+    with pytest.raises(TypeError, match=r"must be a bool tensor or \(row_ptr, col_idx\), got "):
+        layer(x, block_mask=rows[:1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "options"),
+    [
+        (NeighborhoodAttention1D, (9,), {"kernel_size": 4, "stride": 2}),
+        (NeighborhoodAttention2D, (5, 6), {"kernel_size": (3, 2), "dilation": (1, 3)}),
+        (
+            *(NeighborhoodAttention3D, (2, 4, 3)),
+            {"kernel_size": (2, 3, 1), "is_causal": (True, False, False), "qk_scale": 0.3},
+        ),
+    ],
+)
+def test_neighbourhood_layers_have_the_parameters_of_natten(kind, grid, options):
+    torch.manual_seed(0)
+    layer = kind(dim=8, num_heads=2, init_std=0.5, **options).double()
+    assert sorted(layer.state_dict()) == ["proj.bias", "proj.weight", "qkv.bias", "qkv.weight"]
+    x = torch.randn(2, *grid, 8, dtype=torch.float64, requires_grad=True)
+    function = getattr(functional, f"na{len(grid)}d")
+    named = {"scale" if name == "qk_scale" else name: value for name, value in options.items()}
+    q, k, v = torch.nn.functional.linear(x, layer.qkv.weight).unflatten(-1, (3, 2, 4)).unbind(-3)
+    want = layer.proj(function(q, k, v, **named).flatten(-2))
+    torch.testing.assert_close(layer(x), want)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (layer(x), want)]
+    torch.testing.assert_close(*grads)
+    drops = kind(dim=8, num_heads=2, attn_drop=0.5, **options).double()
+    assert not torch.allclose(drops(x), drops(x))
+
+
+@torch.no_grad()
+def test_texts_shorter_than_a_neighbourhood():
+    layer = NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=5, is_causal=True)
+    x = torch.randn(1, 9, 8)
+    torch.testing.assert_close(layer(x[:, :3]), layer(x)[:, :3])
+    with pytest.raises(ValueError, match="kernel_size must be an int >= 1 and <= 3, got"):
+        NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=5)(x[:, :3])
+    with pytest.raises(ValueError, match="a state must have is_causal=True and stride=1"):
+        NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=5).new_state(1, 4)
+    with pytest.raises(ValueError, match="NeighborhoodAttention3D: kernel_size must be one value"):
+        NeighborhoodAttention3D(dim=8, num_heads=2, kernel_size=(3, 3))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_one_exported_graph_for_all_lengths():
+    layer, x = MoBA(dim=8, num_heads=2, block_size=4, topk=2, init_std=0.5), torch.randn(1, 64, 8)
+    length = torch.export.Dim("T", min=8)
+    program = torch.export.export(layer, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
+    for n in (9, 64):
+        torch.testing.assert_close(program(x[:, :n]), layer(x[:, :n]))

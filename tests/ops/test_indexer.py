@@ -320,6 +320,12 @@ def test_the_loss_trains_an_indexer(dtype):
         ({"k": torch.ones(2, 5, 2, 5)}, ValueError, r"q and k must have shapes"),
         ({"q": torch.ones(2, 3, 3, 5)}, ValueError, "Hq a multiple of Hkv"),
         ({"lse": torch.ones(2, 3, 4)}, ValueError, r"lse must have shape \(2, 4, 3\)"),
+        ({"lse": torch.ones(2, 4, 3).half()}, TypeError, "lse must be torch.float32 on the device"),
+        (
+            {"indices": torch.tensor([[[1, 2], [4, 4], [3, -1]]] * 2), "debug": True},
+            ValueError,
+            r"indices must name each key once in a list, got indices\[\(0, 1\)\]=\[4, 4\]",
+        ),
         ({"indices": torch.ones(2, 3, 2)}, TypeError, "indices must be an int32 or int64"),
         ({"indices": torch.zeros(2, 4, 2).int()}, ValueError, "indices must have shape"),
         ({"indices": torch.full((2, 3, 2), 6)}, ValueError, r"indices must be in \[-1, 6\)"),

@@ -143,3 +143,10 @@ def test_state_of_nsa_goes_back_and_is_restored() -> None:
         layer(x, mask=torch.ones(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="NSA: compress_size must be a multiple of compress_str"):
         NSA(16, 4, compress_size=5, compress_stride=2)
+
+
+def test_attention_without_heads() -> None:
+    q, gates = torch.ones(1, 6, 0, 4), torch.ones(1, 6, 0, 3)
+    assert moba_attention(q, q, q, block_size=2, topk=2).shape == q.shape
+    sizes = {"compress_size": 2, "compress_stride": 1, "block_size": 2}
+    assert nsa_attention(q, q, q, q[:, :5], q[:, :5], gates, **sizes).shape == q.shape

@@ -170,6 +170,7 @@ Q, K, V = qkv()
 TABLES = F.rotary_tables(F.rope_frequencies(8), torch.arange(25), F64)
 INDEX = torch.tensor([[0, 40], [1, 2]])
 BLOCKS = torch.zeros(2, 3, 2, dtype=torch.int64)
+GATE = torch.zeros(2, 40, 2, 1, dtype=F64)
 
 
 WRONG = [
@@ -261,6 +262,18 @@ WRONG = [
             Q, K, V, *TABLES, chunk_size=8, local_window=2, mscale="qwen"
         ),
         "mscale and train_length must be given together",
+    ),
+    (
+        lambda: F.longformer_attention(Q, K, V, window=2, scale=float("nan")),
+        "longformer_attention: scale must be a finite number, got scale=nan",
+    ),
+    (
+        lambda: F.local_strided_attention(Q, K, V, GATE, window=2, stride=3, scale=float("inf")),
+        "local_strided_attention: scale must be a finite number, got scale=inf",
+    ),
+    (
+        lambda: F.bigbird_attention(Q, K, V, block=8, dropout_p=0.5, dropout_seed=INDEX),
+        r"bigbird_attention: dropout_seed must be an int64 tensor \[seed, offset\]",
     ),
     (
         lambda: F.local_strided_attention(Q, K, V, Q, window=2, stride=3),

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import libraries_fla
 import libraries_mamba
+import libraries_sparse
 import torch
 
 
@@ -307,6 +308,11 @@ def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher
 #: By the name under which the page calls them.
 NAMES = {
     name: f
-    for name, f in {**vars(libraries_fla), **vars(libraries_mamba), **globals()}.items()
+    for name, f in {
+        **vars(libraries_fla),
+        **vars(libraries_mamba),
+        **vars(libraries_sparse),
+        **globals(),
+    }.items()
     if not name.startswith("_") and not isinstance(f, ModuleType)
 } | {"fla": libraries_fla.FLA}

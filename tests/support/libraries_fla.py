@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from libraries_sparse import fla_nsa
 
 
 def normalised(x, weight, bias, residual, eps, prenorm, rms, groups=1):
@@ -167,4 +168,5 @@ FLA = SimpleNamespace(
     chunk_lightning_attn=_lightning,
     parallel_based=_based,
     fused_recurrent_rwkv4=_rwkv4,
+    parallel_nsa=fla_nsa,
 )

@@ -341,6 +341,18 @@ def require_parameter(
         )
 
 
+def require_lse(op: str, lse: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+    """`lse` as `attention` of q returns it."""
+    require_float(op, "lse", lse)
+    widest = compute_dtype(q)
+    if lse.dtype != widest or lse.device != q.device:
+        raise TypeError(
+            f"{op}: lse must be {widest} on the device of q, got lse.dtype={lse.dtype}, "
+            f"lse.device={lse.device}, q.device={q.device}"
+        )
+    require_shape(op, "lse", lse, shape)
+
+
 def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={shown(t)}")

@@ -273,17 +273,19 @@ def require_bool(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be True or False, got {name}={shown(value)}")
 
 
-def require_seed(op: str, seed: Tensor | None, x: Tensor) -> Tensor:
+def require_seed(op: str, seed: Tensor | None, x: Tensor, name: str = "seed") -> Tensor:
     """[seed, offset] of random draws for `x`; None draws one from torch's generator."""
     if seed is None:
         return new_seed()
     plain = isinstance(seed, Tensor) and not seed.is_nested
     if not plain or seed.dtype != torch.int64 or seed.shape != (2,):
         raise ValueError(
-            f"{op}: seed must be an int64 tensor [seed, offset], got seed={shown(seed)}"
+            f"{op}: {name} must be an int64 tensor [seed, offset], got {name}={shown(seed)}"
         )
     if seed.is_meta and not x.is_meta:
-        raise ValueError(f"{op}: seed must have values, got seed.device=meta, x.device={x.device}")
+        raise ValueError(
+            f"{op}: {name} must have values, got {name}.device=meta, x.device={x.device}"
+        )
     return seed
 
 

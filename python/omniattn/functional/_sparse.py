@@ -23,7 +23,13 @@ from omniattn.functional._mask import require_bool_mask
 
 
 def score_options(
-    op: str, q: Tensor, scale: float | None, softcap: float, dropout_p: float, seed: Tensor | None
+    op: str,
+    q: Tensor,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    seed_name: str = "seed",
 ) -> dict[str, Any]:
     """Options of :func:`attention` for each part of a composition, checked. The seed is drawn once:
     dropout is a function of the positions, so that parts drop what the whole drops."""
@@ -31,7 +37,7 @@ def score_options(
         require_number(op, "scale", scale)
     require_number(op, "softcap", softcap, 0)
     require_number(op, "dropout_p", dropout_p, 0, 1)
-    seed = require_seed(op, seed, q) if dropout_p > 0 else None
+    seed = require_seed(op, seed, q, seed_name) if dropout_p > 0 else None
     return {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -15,12 +14,12 @@ from omniattn.functional._attention import (
     check_shapes,
     checked_codes,
     full_shape,
+    require_lse,
     require_parameter,
 )
 from omniattn.functional._checks import (
     implementation,
     require_float,
-    require_shape,
     shown,
 )
 from omniattn.ops import attention as ops
@@ -75,14 +74,7 @@ def attention_weights(
     q, k, _ = autocast(op, q, k, k)
     check_shapes(op, q, k, k)
     full = full_shape(q, k)
-    require_float(op, "lse", lse)
-    widest = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if lse.dtype != widest or lse.device != q.device:
-        raise TypeError(
-            f"{op}: lse must be {widest} on the device of q, got lse.dtype={lse.dtype}, "
-            f"lse.device={lse.device}, q.device={q.device}"
-        )
-    require_shape(op, "lse", lse, full[:3])
+    require_lse(op, lse, q, full[:3])
     codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
     weigh = implementation(op, backend, q, ops.attention_weights)
     weights: Tensor = weigh(q, k, lse, *codes, column_sums)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
+from omniattn.functional._block_mask import blocks_of_rows
 from omniattn.functional._checks import (
     is_traced,
     require_bool,
@@ -17,7 +19,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
-from omniattn.functional._sparse import require_real
+from omniattn.functional._sparse import require_real, score_options
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import All, Blocks, BoolMask, Causal, KeyPadding, Mask
@@ -108,6 +110,9 @@ def bigbird_attention(
     causal: bool = False,
     length: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention to the first and the last block, to three blocks around, and to random ones.
@@ -133,6 +138,8 @@ def bigbird_attention(
         causal: only keys up to the query, and random blocks from those before (not in the paper).
         length: T for counting blocks; a longer one keeps the pattern of a text while it grows.
         scale: None is 1 / sqrt(D).
+        softcap, dropout_p: see :func:`attention`.
+        dropout_seed: `seed` of :func:`attention`.
         backend: see :func:`attention`.
 
     Returns:
@@ -167,6 +174,7 @@ def bigbird_attention(
         _require_random(op, rand_blocks, q.shape[2], blocks, count_duplicates)
     if key_padding is not None:
         require_real(op, key_padding, k)
+    how = score_options(op, q, scale, softcap, dropout_p, dropout_seed, "dropout_seed")
     if use_reference(op, backend, q):
         return reference.bigbird_attention(
             *(q, k, v),
@@ -181,6 +189,9 @@ def bigbird_attention(
             causal=causal,
             length=length,
             scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=how["seed"],
         )
     if rand_blocks is None:
         drawn = _drawn_counts if is_traced() else _kept_counts
@@ -193,8 +204,7 @@ def bigbird_attention(
         several=several,
         key_padding=key_padding,
         causal=causal,
-        scale=scale,
-        backend=backend,
+        how=how | {"backend": backend},
     )
 
 
@@ -224,36 +234,37 @@ def _with_counts(
     several: bool,
     key_padding: Tensor | None,
     causal: bool,
-    scale: float | None,
-    backend: str | None,
+    how: dict[str, Any],
 ) -> Tensor:
     """With each block (H, blocks, blocks) as often as `counts` says, if `several`, or else once;
     the first `tokens` are global."""
+    # Dropout is by positions: then the global tokens stay where they are, as a block in front.
+    front = tokens if how["dropout_p"] > 0 else 0
+    tokens -= front
+    if front:
+        counts = torch.nn.functional.pad(counts, (1, 0, 1, 0), value=1)
+    at = _blocks_of(k.shape[1] - tokens, block, front, q.device)
     bias = None
     if several and is_traced():  # how many counts there are is a value
-        at = torch.arange(k.shape[1] - tokens, device=q.device) // block
         bias = counts[:, at[k.shape[1] - q.shape[1] :, None], at].clamp(min=1)
         bias, several = bias.to(widen(q).dtype).log(), False
     times = sorted(set(counts[counts > 0].tolist())) if several else [1]
+    later = q[:, tokens:], k[:, tokens:], v[:, tokens:]
     parts = []
     for n in times:
         listed = counts == n if several else counts > 0
-        mask = _mask(listed, block, q.shape[1] - tokens, k.shape[1] - tokens, causal)
+        mask = _mask(listed, at, block, later[0].shape[1], front, causal)
         if key_padding is not None:
             mask = mask & KeyPadding(key_padding[:, tokens:])
-        later = q[:, tokens:], k[:, tokens:], v[:, tokens:]
-        out, lse = attention(
-            *later, mask=mask, bias=bias, scale=scale, return_lse=True, backend=backend
-        )
+        out, lse = attention(*later, mask=mask, bias=bias, return_lse=True, **how)
         parts.append((out, lse + torch.log(lse.new_tensor(n)) if n > 1 else lse))
     if tokens:
-        parts.append(_global_keys(q, k, v, tokens, key_padding, scale, backend))
+        parts.append(_global_keys(q, k, v, tokens, key_padding, how))
     out = parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
     if tokens:
         rules: list[Mask] = [] if key_padding is None else [KeyPadding(key_padding)]
         rules += [Causal(top_left=True)] if causal else []
-        first = q[:, :tokens], k, v
-        top = attention(*first, mask=All(tuple(rules)), scale=scale, backend=backend)
+        top = attention(q[:, :tokens], k, v, mask=All(tuple(rules)), **how)
         out = torch.cat((top, out), 1)
     if key_padding is None:
         return out
@@ -261,12 +272,22 @@ def _with_counts(
     return out.masked_fill(~rows[..., None, None], 0)
 
 
-def _mask(listed: Tensor, block: int, tq: int, tk: int, causal: bool) -> Mask:
-    """Of the blocks (H, blocks, blocks) that are listed."""
+def _blocks_of(length: int, block: int, front: int, device: torch.device) -> Tensor:
+    """The block of each token; the first `front` are block 0, before the others."""
+    at = (torch.arange(length, device=device) - front) // block
+    return (at + 1).clamp(min=0) if front else at
+
+
+def _mask(listed: Tensor, at: Tensor, block: int, tq: int, front: int, causal: bool) -> Mask:
+    """Of the blocks (H, blocks, blocks) that are listed, for the last tq of the tokens in them."""
     mask: Mask
+    tk = at.shape[0]
     if is_traced() or tq < tk:  # the number of partial blocks is a value
-        at = torch.arange(tk, device=listed.device) // block
         mask = BoolMask(listed[:, at[tk - tq :, None], at])
+    elif front:
+        mask = blocks_of_rows(
+            lambda first, last: listed[None, :, at[first:last, None], at], tq, tk, listed.device
+        )
     else:
         size, shown = (tq, tk), -(-tk // block)
         listed = listed[:, :shown, :shown]
@@ -280,13 +301,13 @@ def _global_keys(
     v: Tensor,
     tokens: int,
     real: Tensor | None,
-    scale: float | None,
-    backend: str | None,
+    how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """O and lse of the tokens after the global ones on these."""
     mask = None if real is None else KeyPadding(real[:, :tokens])
     rows = q[:, tokens:], k[:, :tokens], v[:, :tokens]
-    return attention(*rows, mask=mask, scale=scale, return_lse=True, backend=backend)
+    out, lse = attention(*rows, mask=mask, return_lse=True, **how)
+    return out, lse
 
 
 def _drawn_counts(

@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import require_bool, require_choice, use_reference
+from omniattn.functional._sparse import score_options
 from omniattn.functional._token_masks import OfPositions
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
@@ -42,6 +43,9 @@ def detsa_attention(
     count_bias: bool = False,
     levels: Levels | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention to the last keys, to one of each `stride` before them, and to global tokens.
@@ -65,6 +69,8 @@ def detsa_attention(
         levels: ((n1, s1), (n2, s2), ...) in place of stride, for the relative anchor: n1 groups of
             s1 keys, before them n2 of s2, and nothing before these.
         scale: None is 1 / sqrt(D).
+        softcap, dropout_p, seed: see :func:`attention`; means are dropped by their numbers, with
+            the next offset of the seed.
         backend: see :func:`attention`.
 
     Returns:
@@ -101,6 +107,7 @@ def detsa_attention(
     global_index = tuple(global_index)
     if global_index:
         GlobalTokens(global_index)
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.detsa_attention(
             *(q, k, v),
@@ -111,17 +118,15 @@ def detsa_attention(
             representative=representative,
             count_bias=count_bias,
             levels=levels,
-            scale=scale,
+            **options,
         )
+    options["backend"] = backend
     if representative == "token":
         mask = deterministic_sparse(window, stride, global_index, anchor=anchor, levels=levels)
-        return attention(q, k, v, mask=mask, scale=scale, backend=backend)
-    near = attention(
-        *(q, k, v),
-        mask=_single_keys(window, global_index),
-        scale=scale,
-        return_lse=True,
-        backend=backend,
+        out: Tensor = attention(q, k, v, mask=mask, **options)
+        return out
+    near: tuple[Tensor, Tensor] = attention(
+        q, k, v, mask=_single_keys(window, global_index), return_lse=True, **options
     )
     length = k.shape[1]
     if anchor == "absolute":
@@ -136,14 +141,9 @@ def detsa_attention(
     bias = None
     if count_bias:
         bias = torch.tensor(counts, device=q.device).to(widen(q).dtype).log()[None, None, None]
-    far = attention(
-        *(q, keys, values),
-        mask=_kept(groups),
-        bias=bias,
-        scale=scale,
-        return_lse=True,
-        backend=backend,
-    )
+    if options["seed"] is not None:  # the numbers of means are not those of keys
+        options["seed"] = options["seed"] + options["seed"].new_tensor([0, 1])
+    far = attention(q, keys, values, mask=_kept(groups), bias=bias, return_lse=True, **options)
     return merge_attention(*zip(near, far, strict=True))[0]
 
 

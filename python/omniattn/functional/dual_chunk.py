@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import Chunked, SlidingWindow
 from omniattn.functional.rope import apply_rotary
+from omniattn.functional.selected_attention import selected_attention
 from omniattn.reference.attention import default_scale
 from omniattn.reference.dual_chunk import dual_chunk_mscale
 from omniattn.reference.precision import widen
@@ -194,6 +196,9 @@ def local_strided_attention(
     window: int,
     stride: int,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """A gated mean of causal attention to the last `window` keys and to every `stride`-th key.
@@ -209,6 +214,7 @@ def local_strided_attention(
         window: keys that O_local sees, the query's own included.
         stride: distance of the keys that O_strided sees.
         scale: None is 1 / sqrt(D).
+        softcap, dropout_p, seed: of both, see :func:`attention`.
         backend: see :func:`attention`.
 
     Returns:
@@ -218,8 +224,9 @@ def local_strided_attention(
         TypeError, ValueError, NotImplementedError: see :func:`attention`.
 
     Note:
-        Two calls of :func:`attention`, O(T window + T^2 / stride). Deterministic; gradients to all
-        four tensors.
+        Two calls of :func:`attention`, O(T window + T^2 / stride). With dropout the strided keys
+        are selected where they are, as its mask follows from their positions. Deterministic;
+        gradients to all four tensors.
 
     Reference:
         No paper; the two patterns of Child et al., 2019, arXiv:1904.10509, each with its softmax.
@@ -239,19 +246,30 @@ def local_strided_attention(
         gate = gate.to(q.dtype)
     rows = (*q.shape[:2], q.shape[2])
     require_parameter(op, "gate", gate, q, [(*rows, v.shape[3]), (*rows, 1)])
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.local_strided_attention(
-            q, k, v, gate, window=window, stride=stride, scale=scale
+            q, k, v, gate, window=window, stride=stride, **options
         )
-    local = attention(*(q, k, v), mask=SlidingWindow(window - 1, 0), scale=scale, backend=backend)
-    far = attention(
-        *(q, k[:, ::stride], v[:, ::stride]),
-        mask=_multiples(stride, k.shape[1]),
-        scale=scale,
-        backend=backend,
-    )
+    options["backend"] = backend
+    local = attention(q, k, v, mask=SlidingWindow(window - 1, 0), **options)
+    far = _strided(q, k, v, stride, options)
     g = widen(gate).sigmoid()
     return (g * widen(local) + (1 - g) * widen(far)).to(q.dtype)
+
+
+def _strided(q: Tensor, k: Tensor, v: Tensor, stride: int, options: dict[str, Any]) -> Tensor:
+    """O of the multiples of `stride`."""
+    tq, tk = q.shape[1], k.shape[1]
+    if options["dropout_p"] == 0:
+        mask = _multiples(stride, tk)
+        out: Tensor = attention(q, k[:, ::stride], v[:, ::stride], mask=mask, **options)
+        return out
+    keys = torch.arange(0, tk, stride, device=q.device).expand(1, 1, min(tq, 1), -1)
+    selected: Tensor = selected_attention(
+        q, k, v, keys, block_size=1, query_block=max(tq, 1), causal=True, **options
+    )
+    return selected
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional._attention import require_int32_or_int64, require_parameter
+from omniattn.functional._attention import (
+    require_int32_or_int64,
+    require_lse,
+    require_parameter,
+)
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
@@ -27,6 +31,7 @@ from omniattn.functional._checks import (
 from omniattn.functional._indexer_loss import loss_by_queries
 from omniattn.functional._sparse import require_real
 from omniattn.ops import indexer as ops
+from omniattn.reference.selected_attention import require_lists
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 
@@ -154,6 +159,7 @@ def dsa_indexer_loss(
     causal: bool = True,
     activation: Literal["relu"] | None = "relu",
     key_padding: Tensor | None = None,
+    debug: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """How far an indexer's softmax is from the weights of the attention it chooses keys for.
@@ -178,6 +184,8 @@ def dsa_indexer_loss(
         causal: query t sees keys up to t + Tk - Tq.
         activation: as in :func:`dsa_indexer`.
         key_padding: (B, Tk) of bool, True = real; other keys take no part.
+        debug: check `indices` for keys named twice, which count twice, and on a GPU for numbers
+            outside of the keys, and wait for it to do so.
         backend: None for the native kernels of q's device, "cpu" or "cuda" to insist on them,
             "reference" for the eager definition.
 
@@ -208,8 +216,11 @@ def dsa_indexer_loss(
     _check_attention(op, q_idx, k_idx, q, k, lse)
     if scale is not None:
         require_number(op, "scale", scale)
+    require_bool(op, "debug", debug)
     if indices is not None:
         _check_lists(op, indices, q_idx, k_idx.shape[1])
+        if debug:
+            require_lists(op, indices, k_idx.shape[1], "key")
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -283,7 +294,7 @@ def _check_attention(
             f"k.shape={tuple(k.shape)}"
         )
     if lse is not None:
-        require_parameter(op, "lse", lse, q, [(batch, q.shape[2], tq)])
+        require_lse(op, lse, q, (batch, q.shape[2], tq))
 
 
 def _check_lists(op: str, indices: Tensor, q: Tensor, tk: int) -> None:

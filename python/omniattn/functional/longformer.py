@@ -12,14 +12,13 @@ from omniattn.encoding.masks import BLOCK
 from omniattn.functional._checks import (
     require_bool,
     require_int,
-    require_number,
-    require_seed,
     shown,
     use_reference,
 )
 from omniattn.functional._sparse import (
     require_real,
     require_token_sets,
+    score_options,
     second_set,
     self_attention_inputs,
     tokens_at,
@@ -47,6 +46,7 @@ def longformer_attention(
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     backend: str | None = None,
@@ -68,8 +68,8 @@ def longformer_attention(
         dilation: distance of the keys of a window, one number or one for each query head.
         causal: only keys up to the query, of global tokens as well.
         scale: None is 1 / sqrt(D).
-        dropout_p, seed: see :func:`attention`; a weight is dropped by the positions of its query
-            and key, as there with a mask.
+        softcap, dropout_p, seed: see :func:`attention`; a weight is dropped by the positions of its
+            query and key, as there with a mask.
         backend: see :func:`attention`.
 
     Returns:
@@ -107,9 +107,7 @@ def longformer_attention(
         require_real(op, key_padding, q)
     if global_index is not None:
         require_token_sets(op, "global_index", global_index, q)
-    require_number(op, "dropout_p", dropout_p, 0, 1)
-    seed = require_seed(op, seed, q) if dropout_p > 0 else None
-    how: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    how = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.longformer_attention(
             *(q, k, v, *second),

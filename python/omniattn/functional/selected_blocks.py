@@ -13,7 +13,6 @@ from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     cast_like,
     require_int,
-    require_number,
     require_shape,
     use_reference,
 )
@@ -87,7 +86,7 @@ def moba_attention(
     op = "moba_attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    _check(op, scale, block_size=block_size, topk=topk)
+    _check(op, block_size=block_size, topk=topk)
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.moba_attention(q, k, v, block_size=block_size, topk=topk, **options)
@@ -120,6 +119,9 @@ def nsa_attention(
     topk: int = 16,
     window: int = 512,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Native sparse attention: a gated sum of attention to compressed keys, blocks and a window.
@@ -145,6 +147,8 @@ def nsa_attention(
         topk: blocks of a query.
         window: keys of the window, the query's own included.
         scale: factor on q k^T; None is 1 / sqrt(D).
+        softcap, dropout_p, seed: of all branches, see :func:`attention`; compressed keys are
+            dropped by their numbers. The choice is made without dropout.
         backend: see :func:`attention`.
 
     Returns:
@@ -174,13 +178,13 @@ def nsa_attention(
     check_shapes(op, q, k, v)
     _check(
         op,
-        scale,
         compress_size=compress_size,
         compress_stride=compress_stride,
         block_size=block_size,
         topk=topk,
         window=window,
     )
+    options = score_options(op, q, scale, softcap, dropout_p, seed)
     for name, size in (("compress_size", compress_size), ("block_size", block_size)):
         if size % compress_stride:
             raise ValueError(
@@ -208,13 +212,14 @@ def nsa_attention(
             block_size=block_size,
             topk=topk,
             window=window,
-            scale=scale,
+            **options,
         )
     tk, sizes = k.shape[1], (compress_size, compress_stride)
     ends = positions(q.shape[1], tk, q.device)
     seen = compressed_mask(ends, count, *sizes)
+    options["backend"] = backend
     compressed, lse = attention(
-        *(q, k_compressed, v_compressed), mask=seen, scale=scale, return_lse=True, backend=backend
+        q, k_compressed, v_compressed, mask=seen, return_lse=True, **options
     )
     # In full precision, as the definition has it: rounded weights are often equal.
     kept_k, kept_lse = widen(k_compressed.detach()), lse.detach()
@@ -224,30 +229,21 @@ def nsa_attention(
             *(widen(part), kept_k, kept_lse[:, :, queries]),
             mask=seen[queries],
             scale=scale,
+            softcap=softcap,
             backend=backend,
         )
         return nsa_scores(p, k.shape[2], ends, tk, *sizes, block_size)
 
     index = chosen(q, ends, max(count, 1), topk, scores, backend)
-    selected = selected_attention(
-        q, k, v, index, block_size=block_size, causal=True, scale=scale, backend=backend
-    )
-    near = attention(
-        *(q, k_window, v_window),
-        causal=True,
-        window_size=(window - 1, 0),
-        scale=scale,
-        backend=backend,
-    )
+    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **options)
+    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **options)
     first, second, third = widen(gates)[..., None].unbind(-2)
     return (first * compressed + second * selected + third * near).to(q.dtype)
 
 
-def _check(op: str, scale: float | None, **sizes: int) -> None:
+def _check(op: str, **sizes: int) -> None:
     for name, size in sizes.items():
         require_int(op, name, size, 1, 2**31 - 1)
-    if scale is not None:
-        require_number(op, "scale", scale)
 
 
 @torch.no_grad()
@@ -282,6 +278,9 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 
 
 def parts_of(count: int, step: int) -> Iterator[slice]:
-    """Slices of `step` of `count`, at least one."""
+    """Slices of `step` of `count`, at least one; one of all where `count` is no number yet."""
+    if isinstance(count, torch.SymInt):
+        yield slice(0, count)
+        return
     for first in range(0, max(count, 1), step):
         yield slice(first, first + step)

@@ -1,7 +1,7 @@
 """Models, their checkpoints and text generation."""
 
 from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
-from omniattn.models.blocks import BlocksConfig
+from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
@@ -23,6 +23,7 @@ from omniattn.models.zamba2 import Zamba2, Zamba2Config
 
 __all__ = [
     "PRESETS",
+    "SCHEDULES",
     "T5",
     "Bert",
     "BertClassifier",
@@ -56,6 +57,7 @@ __all__ = [
     "Zamba2Config",
     "generate",
     "hybrid_schedule",
+    "layer_schedule",
     "load_model",
     "sample",
     "save_model",

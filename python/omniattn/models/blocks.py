@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from omniattn.functional._checks import shown
 from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
 from omniattn.modules.layer import LayerConfig
+
+#: By name, which layers attend to a window ("swa") and which to all tokens ("full"), repeated from
+#: the first layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv
+#: 2408.00118; gemma3: Gemma Team 2025, arXiv 2503.19786.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "gpt3": ("full", "swa"),
+    "gemma2": ("swa", "full"),
+    "gemma3": ("swa", "swa", "swa", "swa", "swa", "full"),
+}
+#: The kinds, in the order of the blocks of a config, also by their names in transformers.
+_KINDS = {"swa": 0, "full": 1, "sliding_attention": 0, "full_attention": 1}
+
+
+def layer_schedule(schedule: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Which of the layers are "swa", attention to a window, and which "full".
+
+    Args:
+        schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full"; or the
+            kinds themselves, as in `layer_types` of transformers. Repeated from the first layer on.
+        num_layers: how many.
+
+    Raises:
+        ValueError: another schedule.
+
+    Example:
+        >>> layer_schedule("2:1", 7)
+        ('swa', 'swa', 'full', 'swa', 'swa', 'full', 'swa')
+    """
+    kinds: Sequence[str] = ()
+    if isinstance(schedule, str):
+        ratio = re.fullmatch(r"(\d{1,4}):(\d{1,4})", schedule)
+        if ratio is not None:
+            kinds = ("swa",) * int(ratio[1]) + ("full",) * int(ratio[2])
+        kinds = SCHEDULES.get(schedule, kinds)
+    elif isinstance(schedule, (tuple, list)):
+        kinds = schedule
+    if not kinds or not all(isinstance(kind, str) and kind in _KINDS for kind in kinds):
+        raise ValueError(
+            f"layer_schedule: schedule must be one of {', '.join(SCHEDULES)}, 'n:m' or a list of "
+            f"'swa' and 'full', got schedule={shown(schedule)}"
+        )
+    names = ("swa", "full")
+    return tuple(names[_KINDS[kinds[layer % len(kinds)]]] for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -17,6 +63,8 @@ class BlocksConfig(Decoder.Config):
         blocks: of the layers, repeated from the first one on where there are more layers.
         rope: rotary embedding of all layers that rotate.
         positions: added to the embeddings.
+        schedule: which of two blocks a layer has, the first where it is "swa" and the second where
+            it is "full", by a name, a ratio or a list: see :func:`layer_schedule`.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -26,6 +74,9 @@ class BlocksConfig(Decoder.Config):
         >>> config = BlocksConfig(dim=8, num_layers=6, blocks=(near, near, far))
         >>> [config.block(layer) == far for layer in range(6)]
         [False, False, True, False, False, True]
+        >>> same = replace(config, blocks=(near, far), schedule="2:1")
+        >>> all(same.block(layer) == config.block(layer) for layer in range(6))
+        True
     """
 
     architecture = "blocks"
@@ -33,6 +84,7 @@ class BlocksConfig(Decoder.Config):
     blocks: tuple[DecoderBlock.Config, ...] = ()
     rope: RotaryEmbedding.Config | None = None
     positions: LearnedPositional.Config | None = None
+    schedule: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,9 +102,19 @@ class BlocksConfig(Decoder.Config):
                         f"BlocksConfig: {name} of a block must have the dim of the model, "
                         f"got {name}.dim={dim}, dim={self.dim}"
                     )
+        if self.schedule is not None:
+            layer_schedule(self.schedule, 0)
+            if len(self.blocks) != 2:
+                raise ValueError(
+                    "BlocksConfig: schedule needs two blocks, for 'swa' and for 'full', "
+                    f"got {len(self.blocks)} blocks"
+                )
 
     def block(self, layer: int) -> DecoderBlock.Config:
-        block = self.blocks[layer % len(self.blocks)].with_backend(self.backend)
+        place = layer % len(self.blocks)
+        if self.schedule is not None:
+            place = _KINDS[layer_schedule(self.schedule, layer + 1)[layer]]
+        block = self.blocks[place].with_backend(self.backend)
         return replace(block, residual_in_fp32=self.residual_in_fp32 or block.residual_in_fp32)
 
     @property

@@ -2,6 +2,7 @@
 
 from omniattn.modules.attention import Attention
 from omniattn.modules.bigbird import BigBirdAttention
+from omniattn.modules.block_sparse import BlockSparseAttention
 from omniattn.modules.cache import Cache
 from omniattn.modules.decoder_block import DecoderBlock
 from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
@@ -51,6 +52,11 @@ from omniattn.modules.mlp import MLP, GatedMLP
 from omniattn.modules.moe import MoE
 from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
+from omniattn.modules.neighborhood import (
+    NeighborhoodAttention1D,
+    NeighborhoodAttention2D,
+    NeighborhoodAttention3D,
+)
 from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
 from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.performer import Performer
@@ -94,6 +100,7 @@ __all__ = [
     "ALiBi",
     "Attention",
     "BigBirdAttention",
+    "BlockSparseAttention",
     "Cache",
     "ChannelMixer",
     "CrossCache",
@@ -150,6 +157,9 @@ __all__ = [
     "MultiTokenPredictor",
     "MultiheadAttention",
     "NSAState",
+    "NeighborhoodAttention1D",
+    "NeighborhoodAttention2D",
+    "NeighborhoodAttention3D",
     "Norm",
     "PagePool",
     "PagedCache",

@@ -10,6 +10,7 @@ import torch.nn.parameter
 
 import omniattn.modules.attention
 import omniattn.modules.bigbird
+import omniattn.modules.block_sparse
 import omniattn.modules.decoder_block
 import omniattn.modules.delta_net
 import omniattn.modules.differential
@@ -30,6 +31,7 @@ import omniattn.modules.mlp
 import omniattn.modules.moe
 import omniattn.modules.mtp
 import omniattn.modules.multihead
+import omniattn.modules.neighborhood
 import omniattn.modules.norm
 import omniattn.modules.performer
 import omniattn.modules.positions
@@ -132,6 +134,8 @@ def BigBirdAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     block: int = ...,
     n_random: int = ...,
     seed: int = ...,
@@ -140,6 +144,37 @@ def BigBirdAttention(
     max_length: int | None = ...,
     count_duplicates: bool = ...,
     num_global_tokens: int = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def BlockSparseAttention(
+    self: torch.nn.Module,
+    config: omniattn.modules.block_sparse.BlockSparseAttention.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def BlockSparseAttention(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    bias: bool = ...,
+    out_bias: bool = ...,
+    rope_interleaved: bool = ...,
+    scale: float | None = ...,
+    init_std: float = ...,
+    out_init_std: float = ...,
+    backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
+    block_size: int = ...,
+    global_index: tuple[int, ...] = ...,
+    causal: bool = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -284,6 +319,8 @@ def DeterministicSparseAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     window: int = ...,
     stride: int = ...,
     global_index: tuple[int, ...] = ...,
@@ -373,13 +410,13 @@ def DualChunkAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     chunk_size: int = ...,
     local_window: int = ...,
     train_length: int | None = ...,
     mscale: str | None = ...,
     rope_base: float = ...,
-    softcap: float = ...,
-    dropout_p: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -563,12 +600,12 @@ def HubSpokeAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     window: int = ...,
     global_index: tuple[int, ...] = ...,
     global_every: int | None = ...,
     dual: str | None = ...,
-    softcap: float = ...,
-    dropout_p: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -704,6 +741,8 @@ def LocalStridedAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     window: int = ...,
     stride: int = ...,
     gate: str = ...,
@@ -734,6 +773,8 @@ def LongformerAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     window: int = ...,
     global_index: tuple[int, ...] = ...,
     dual: bool = ...,
@@ -1045,6 +1086,89 @@ def NSA(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention1D(
+    self: torch.nn.Module,
+    config: omniattn.modules.neighborhood.NeighborhoodAttention1D.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention1D(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] = ...,
+    dilation: int | tuple[int, ...] = ...,
+    is_causal: bool | tuple[bool, ...] = ...,
+    qkv_bias: bool = ...,
+    qk_scale: float | None = ...,
+    attn_drop: float = ...,
+    proj_drop: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention2D(
+    self: torch.nn.Module,
+    config: omniattn.modules.neighborhood.NeighborhoodAttention2D.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention2D(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] = ...,
+    dilation: int | tuple[int, ...] = ...,
+    is_causal: bool | tuple[bool, ...] = ...,
+    qkv_bias: bool = ...,
+    qk_scale: float | None = ...,
+    attn_drop: float = ...,
+    proj_drop: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention3D(
+    self: torch.nn.Module,
+    config: omniattn.modules.neighborhood.NeighborhoodAttention3D.Config,
+    *,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+) -> None: ...
+@overload
+def NeighborhoodAttention3D(
+    self: torch.nn.Module,
+    dim: int,
+    num_heads: int,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] = ...,
+    dilation: int | tuple[int, ...] = ...,
+    is_causal: bool | tuple[bool, ...] = ...,
+    qkv_bias: bool = ...,
+    qk_scale: float | None = ...,
+    attn_drop: float = ...,
+    proj_drop: float = ...,
+    init_std: float = ...,
+    backend: str | None = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -1308,6 +1432,8 @@ def RoutedBlockAttention(
     init_std: float = ...,
     out_init_std: float = ...,
     backend: str | None = ...,
+    softcap: float = ...,
+    dropout_p: float = ...,
     block_size: int = ...,
     topk: int = ...,
     query_block: int = ...,
@@ -1315,8 +1441,6 @@ def RoutedBlockAttention(
     router_grad: str = ...,
     router_weight: float = ...,
     decode: str = ...,
-    softcap: float = ...,
-    dropout_p: float = ...,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,

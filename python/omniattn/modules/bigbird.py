@@ -103,7 +103,7 @@ class BigBirdAttention(SparseAttention):
 
         Args:
             x, state, rope, mask: see SparseAttention.
-            key_padding: (B, T) of bool, True = real; without a state.
+            key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
             rand_blocks: (num_heads, blocks - 2, r) of integers in place of those of the seed.
         """
         if state is not None and key_padding is not None:
@@ -112,8 +112,11 @@ class BigBirdAttention(SparseAttention):
 
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config
+        q, k, v = tensors
         return functional.bigbird_attention(
-            *tensors,
+            q,
+            k,
+            v,
             block=c.block,
             n_random=c.n_random,
             seed=c.seed,
@@ -122,7 +125,7 @@ class BigBirdAttention(SparseAttention):
             num_global_tokens=c.num_global_tokens,
             length=c.max_length,
             causal=c.causal,
-            scale=c.scale,
-            backend=c.backend,
-            **given,
+            key_padding=given["key_padding"],
+            rand_blocks=given["rand_blocks"],
+            **self._score_options(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -15,6 +16,7 @@ from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.auxiliary import AuxiliaryLoss
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
@@ -241,16 +243,19 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`.
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
             state: from `new_state`; the new latents and index keys are appended.
-            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2).
+            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
+                or of x.values() where x is nested.
             mask: must be None; padding goes to the end of the sequences.
         """
         op, c = "DeepSeekSparseAttention", self.config
         require_no_mask(op, mask)
-        require_tokens(op, x, c.dim)
         if state is not None and not isinstance(state, DSAState):
             raise TypeError(f"{op}: state must be a DSAState, got {type(state).__name__}")
+        x, sequences = sequences_of(op, "x", x, state=state)
+        require_tokens(op, x, c.dim)
         self._require_rope(rope)
         latent = self._query_latent(x)
         q, k, v = self._rotated(self._queries(latent, x), *self._latents(x), rope)
@@ -259,7 +264,27 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         if state is not None:
             k, v, k_idx = state.append(k, v, k_idx)
             few = x.shape[1] <= c.absorb_max
-        learns = self.training and torch.is_grad_enabled() and c.index_weight > 0
+        given = (q, k, v, q_idx, k_idx) if w is None else (q, k, v, q_idx, k_idx, w)
+        losses: list[Tensor] = []
+        out = sequences.apart(partial(self._searched, few, losses), *given)
+        self._keep(torch.cat(losses, 1).mean() if losses else None)
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return sequences.restored(y)
+
+    def _searched(
+        self,
+        few: bool,
+        losses: list[Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_idx: Tensor,
+        k_idx: Tensor,
+        w: Tensor | None = None,
+    ) -> Tensor:
+        """O of the keys that the indexer chooses; `few` queries absorb the projections of keys. The
+        indexer's loss of each token joins `losses` in training."""
+        c = self.config
         # With few keys all are chosen, and no search is needed.
         every = c.stage == "dense" or k.shape[1] <= c.index_topk
         index = None if every else self._chosen(q_idx, k_idx, w)
@@ -268,11 +293,9 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         else:
             q = self._to_latents(q)
         out, lse = self._attend_to(q, k, v, index)
-        self._keep(self._loss(q_idx, k_idx, w, q, k, lse, index) if learns else None)
-        if few or not every:
-            out = self._from_latents(out)
-        y: Tensor = self.o_proj(out.flatten(-2))
-        return y
+        if self.training and torch.is_grad_enabled() and c.index_weight > 0:
+            losses.append(self._loss(q_idx, k_idx, w, q, k, lse, index))
+        return self._from_latents(out) if few or not every else out
 
     def _chosen(self, q_idx: Tensor, k_idx: Tensor, w: Tensor | None) -> Tensor:
         """The keys (B, T, index_topk) of the queries."""
@@ -309,12 +332,11 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         lse: Tensor,
         index: Tensor | None,
     ) -> Tensor:
-        """The indexer's, the mean over tokens."""
+        """The indexer's of each token (B, T)."""
         c = self.config
-        loss = functional.dsa_indexer_loss(
+        return functional.dsa_indexer_loss(
             *(q_idx, k_idx, w, q.detach(), k.detach(), lse.detach(), index),
             scale=c.scale,
             activation=cast(Literal["relu"] | None, c.index_activation),
             backend=c.backend,
         )
-        return loss.mean()

@@ -46,7 +46,6 @@ class DualChunkAttention(SparseAttention):
             chunk_size, local_window, train_length, mscale: see the function. With a state the
                 logits have the factor of the length so far.
             rope_base: of the rotary frequencies.
-            softcap, dropout_p: as in Attention.
         """
 
         chunk_size: int = 192
@@ -54,8 +53,6 @@ class DualChunkAttention(SparseAttention):
         train_length: int | None = None
         mscale: str | None = None
         rope_base: float = 10000.0
-        softcap: float = 0.0
-        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -87,10 +84,9 @@ class DualChunkAttention(SparseAttention):
         self.rotary = RotaryEmbedding(RotaryEmbedding.Config(config.head_size, config.rope_base))
 
     def _rotated(
-        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, start: int
+        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
     ) -> tuple[Tensor, Tensor]:
         c = self.config
-        at = torch.arange(start, start + k.shape[1], device=k.device)
         tables = self.rotary(at % (c.chunk_size - c.local_window))
         k, _ = functional.apply_rotary(
             k, None, *tables, interleaved=c.rope_interleaved, backend=c.backend

@@ -44,15 +44,12 @@ class HubSpokeAttention(SparseAttention):
             window: keys before the query.
             global_index, global_every: the hubs, positions and multiples of a number.
             dual: "disjoint", "longformer" or None, see the function.
-            softcap, dropout_p: as in Attention.
         """
 
         window: int = 127
         global_index: tuple[int, ...] = (0,)
         global_every: int | None = None
         dual: str | None = None
-        softcap: float = 0.0
-        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -156,6 +153,5 @@ class DeterministicSparseAttention(SparseAttention):
             representative=c.representative,
             count_bias=c.count_bias,
             levels=c.levels,
-            scale=c.scale,
-            backend=c.backend,
+            **self._score_options(),
         )

@@ -72,6 +72,29 @@ class Sequences:
         """For each token of t (1, total, ...) the length of its sequence (1, total)."""
         return self.nested.offsets().diff()[self.entries(t)][None]
 
+    def positions(self, t: Tensor) -> Tensor:
+        """Of each token of t (B, T, ...) the position in its sequence (T,)."""
+        tokens = torch.arange(t.shape[1], device=t.device)
+        if self.nested is None:
+            return tokens
+        offsets = self.nested.offsets()
+        return tokens - offsets[torch.searchsorted(offsets[1:-1], tokens, right=True)]
+
+    def each(self, *tensors: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
+        """For functions that know no packed sequences: the tensors (1, total, ...) of each sequence
+        alone, (1, T, ...), and its place in the batch; those of a batch as they are."""
+        if self.nested is None:
+            return [(slice(None), tensors)]
+        sizes = self.nested.offsets().diff().tolist()
+        parts = zip(*(t.split(sizes, 1) for t in tensors), strict=True)
+        found = [(slice(n, n + 1), part) for n, part in enumerate(parts) if sizes[n]]
+        return found or [(slice(0, 1), tensors)]
+
+    def apart(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """attend(*tensors) of each sequence alone, one after another (1, total, ...)."""
+        outs = [attend(*part) for _, part in self.each(*tensors)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
     def sizes(self, t: Tensor) -> Tensor:
         """Of t (B, T, ...), the length of each sequence (N,), or one for all (1,)."""
         if self.nested is not None:

@@ -105,8 +105,7 @@ class LocalStridedAttention(SparseAttention):
             *(q, k, v, self.l_proj(x).unflatten(-1, (c.num_heads, -1))),
             window=c.window,
             stride=c.stride,
-            scale=c.scale,
-            backend=c.backend,
+            **self._score_options(),
         )
 
     def _output(self, out: Tensor, x: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class LongformerAttention(SparseAttention):
             x, state, rope, mask: see SparseAttention.
             global_index: (B, G) of integers in place of that of the config, -1 for none; without
                 a state.
-            key_padding: (B, T) of bool, True = real; without a state.
+            key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
         """
         if state is not None and (global_index is not None or key_padding is not None):
             raise ValueError(
@@ -123,9 +123,13 @@ class LongformerAttention(SparseAttention):
             )
         return self._run(x, state, rope, mask, index=global_index, key_padding=key_padding)
 
+    def _of_sequence(self, row: slice, given: dict[str, Any]) -> dict[str, Any]:
+        index = given["index"]
+        return given if index is None else given | {"index": index[row]}
+
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c, length, index = self.config, tensors[1].shape[1], given["index"]
-        common = {"causal": c.causal, "scale": c.scale, "backend": c.backend}
+        common = {"causal": c.causal, **self._score_options()}
         if x.shape[1] < length:
             return self._step(*tensors, **common)
         if index is None and c.global_index:

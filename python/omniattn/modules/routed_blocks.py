@@ -11,13 +11,14 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice, widen
+from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.auxiliary import AuxiliaryLoss
 from omniattn.modules.cache import Cache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.sparse_attention import SparseAttention, SparseConfig
-from omniattn.modules.state import Storage
+from omniattn.modules.state import State, Storage
 
 
 class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
@@ -59,7 +60,6 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
                 computes full attention, and q and k get no gradient from the router.
             router_weight: of the loss of "distill", the mean over lists, in training.
             decode: what tokens after those in a state do: "routed", the same, or "full" attention.
-            softcap, dropout_p: as in Attention.
         """
 
         block_size: int = 64
@@ -69,8 +69,6 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         router_grad: str = "gate"
         router_weight: float = 1.0
         decode: str = "routed"
-        softcap: float = 0.0
-        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -117,11 +115,23 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
             )
         return super().new_state(batch, max_length, **storage)
 
+    def _run(
+        self,
+        x: Tensor,
+        state: State | None,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | Mask | None,
+        **given: Any,
+    ) -> Tensor:
+        losses: list[Tensor] = []
+        y = super()._run(x, state, rope, mask, losses=losses, **given)
+        self._keep(torch.cat([loss.flatten() for loss in losses]).mean() if losses else None)
+        return y
+
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config
         q, k, v = tensors
         options = self._score_options()
-        self._keep(None)
         if c.decode == "full" and q.shape[1] < k.shape[1]:
             return functional.attention(q, k, v, causal=True, **options)
         grad = c.router_grad
@@ -140,7 +150,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
             **options,
         )
         if isinstance(out, tuple):
-            self._keep(out[1].mean())
+            given["losses"].append(out[1])
             return out[0]
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
@@ -121,15 +123,17 @@ class MoBA(Mixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`.
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
             state: from `new_state`; the new keys and values are appended.
-            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None; padding goes to the end of the sequences.
         """
         c = self.config
         require_no_mask("MoBA", mask)
-        require_tokens("MoBA", x, c.dim)
         cache = require_cache("MoBA", state)
+        x, sequences = sequences_of("MoBA", "x", x, state=cache)
+        require_tokens("MoBA", x, c.dim)
         q, k, v = (
             proj(x).unflatten(-1, (-1, c.head_size))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -146,10 +150,9 @@ class MoBA(Mixer):
         if decodes and c.decode == "full":
             out = functional.attention(q, k, v, **options)
         else:
-            out = functional.moba_attention(
-                q, k, v, block_size=c.block_size, topk=c.topk, **options
-            )
-        return self.o_proj(out.flatten(-2))
+            options |= {"block_size": c.block_size, "topk": c.topk}
+            out = sequences.apart(partial(functional.moba_attention, **options), q, k, v)
+        return sequences.restored(self.o_proj(out.flatten(-2)))
 
 
 class Compression(nn.Module):
@@ -284,6 +287,7 @@ class NSA(Mixer):
             compress_dim: width inside of the MLPs.
             separate_kv: keys and values of their own for each branch (paper), or the same.
             rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+            softcap, dropout_p: of all branches, as in Attention.
         """
 
         compress_size: int = 32
@@ -299,6 +303,8 @@ class NSA(Mixer):
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: str | None = None
+        softcap: float = 0.0
+        dropout_p: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -361,16 +367,18 @@ class NSA(Mixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`.
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
             state: from `new_state`; the new keys and values are appended.
-            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None; padding goes to the end of the sequences.
         """
         c = self.config
         require_no_mask("NSA", mask)
-        require_tokens("NSA", x, c.dim)
         if state is not None and not isinstance(state, NSAState):
             raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
+        x, sequences = sequences_of("NSA", "x", x, state=state)
+        require_tokens("NSA", x, c.dim)
         q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
         k, v = (proj(x).unflatten(-1, (-1, c.head_size)) for proj in (self.k_proj, self.v_proj))
         if rope is not None:
@@ -380,22 +388,29 @@ class NSA(Mixer):
         pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
         if state is not None:
             pairs = [cache.append(*pair) for cache, pair in zip(state.branches, pairs, strict=True)]
-        compressed = self._compressed(*pairs[0], state)
         gates = torch.sigmoid(self.g_proj(x)).unflatten(-1, (c.num_heads, 3))
-        selected, near = pairs[min(1, len(pairs) - 1)], pairs[-1]
-        out = functional.nsa_attention(
-            *(q, *selected, *compressed, gates),
-            k_window=near[0],
-            v_window=near[1],
+        attend = partial(self._attend, state)
+        out = sequences.apart(attend, q, gates, *(t for pair in pairs for t in pair))
+        return sequences.restored(self.o_proj(out.flatten(-2)))
+
+    def _attend(self, state: NSAState | None, q: Tensor, gates: Tensor, *pairs: Tensor) -> Tensor:
+        """O of the keys and values of each branch, or those of all."""
+        c = self.config
+        compressed = self._compressed(pairs[0], pairs[1], state)
+        return functional.nsa_attention(
+            *(q, *(pairs[2:4] or pairs), *compressed, gates),
+            k_window=pairs[-2],
+            v_window=pairs[-1],
             compress_size=c.compress_size,
             compress_stride=c.compress_stride,
             block_size=c.block_size,
             topk=c.topk,
             window=c.window,
             scale=c.scale,
+            softcap=c.softcap,
+            dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )
-        return self.o_proj(out.flatten(-2))
 
     def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
         """Compressed keys and values of all tokens; a state has those of earlier tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from omniattn import functional
 from omniattn.functional._checks import require_int, require_number, widen
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import State, Storage, take, takes_cache
 
 
@@ -205,17 +207,13 @@ class SelectiveAttention(Mixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: queries, keys and values.
+            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
+                after another, each as it would alone.
             state: a SelectiveCache; the new tokens are appended to it.
-            rope: cos, sin of the positions of x.
+            rope: cos, sin of the positions of x (of x.values()).
             mask: must be None.
         """
         c = self.config
-        if x.is_nested or x.dim() != 3:
-            got = "a nested tensor" if x.is_nested else tuple(x.shape)
-            raise ValueError(
-                f"SelectiveAttention: x must have shape (B, T, dim), got x.shape={got}"
-            )
         if mask is not None:
             raise ValueError("SelectiveAttention: mask must be None, got a mask")
         if state is not None and not isinstance(state, SelectiveCache):
@@ -223,6 +221,8 @@ class SelectiveAttention(Mixer):
                 "SelectiveAttention: state must be a SelectiveCache, "
                 f"got type(state)={type(state).__name__}"
             )
+        x, sequences = sequences_of("SelectiveAttention", "x", x, state=state)
+        require_tokens("SelectiveAttention", x, c.dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (p(x).unflatten(-1, (-1, c.head_size)) for p in projections)
         if rope is not None:
@@ -232,8 +232,8 @@ class SelectiveAttention(Mixer):
         options: dict[str, Any] = {"budget": c.budget, "softcap": c.softcap, "backend": c.backend}
         options["dropout_p"] = c.dropout_p if self.training else 0.0
         if state is None:
-            out = functional.selective_attention(q, k, v, **options)
-            return self.o_proj(out.flatten(-2))
+            out = sequences.apart(partial(functional.selective_attention, **options), q, k, v)
+            return sequences.restored(self.o_proj(out.flatten(-2)))
         k, v = state.append(k, v)
         out, penalty = functional.selective_attention(
             q, k, v, penalty=state.penalty, return_penalty=True, **options

@@ -13,10 +13,11 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional.masks import Mask
 from omniattn.modules.cache import Cache, require_cache, storage_like
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -70,6 +71,7 @@ class SparseConfig(HeadsConfig):
         scale: of the scores, default 1 / sqrt(head_dim).
         init_std, out_init_std: of the weights and of o_proj.
         backend: of all ops of this layer.
+        softcap, dropout_p: as in Attention.
     """
 
     bias: bool = False
@@ -79,6 +81,8 @@ class SparseConfig(HeadsConfig):
     init_std: float = 0.02
     out_init_std: float = 0.02
     backend: str | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
 
     @property
     def second(self) -> bool:
@@ -145,9 +149,10 @@ class SparseAttention(Mixer):
         """x (B, T, dim) -> (B, T, dim).
 
         Args:
-            x: queries, keys and values.
+            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
+                after another, each as it would alone.
             state: a Cache, to which the new keys and values are appended.
-            rope: cos, sin of the positions of x, from RotaryEmbedding.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None; the pattern is the mask.
         """
         return self._run(x, state, rope, mask)
@@ -161,22 +166,30 @@ class SparseAttention(Mixer):
         **given: Any,
     ) -> Tensor:
         c, op = self.config, type(self).__name__
-        if x.is_nested or x.dim() != 3:
-            raise ValueError(
-                f"{op}: x must be a dense tensor (B, T, dim), got x.shape={tuple(x.shape)}"
-            )
         cache = require_cache(op, state)
+        x, sequences = sequences_of(op, "x", x, state=cache)
+        require_tokens(op, x, c.dim)
         if mask is not None or (cache is not None and cache.mask is not None):
             raise ValueError(f"{op}: mask must be None, the pattern is the mask")
+        if sequences.nested is not None and given.get("key_padding") is not None:
+            raise ValueError(f"{op}: key_padding must be None where x is nested, got a tensor")
         if cache is not None:
             self._require_causal()
-        start = 0 if cache is None else cache.length
-        first = self._projected(x, "proj", rope, start)
-        second = self._projected(x, "global_proj", rope, start) if c.second else None
+        at = sequences.positions(x) + (0 if cache is None else cache.length)
+        first = self._projected(x, "proj", rope, at)
+        second = self._projected(x, "global_proj", rope, at) if c.second else None
         if cache is not None:
             first, second = _cached(cache, first, second)
-        out = self._attend(*first, *(second or ()), x=x, **given)
-        return self._output(out.flatten(-2), x)
+        outs = [
+            self._attend(*part, x=own, **self._of_sequence(row, given))
+            for row, (*part, own) in sequences.each(*first, *(second or ()), x)
+        ]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return sequences.restored(self._output(out.flatten(-2), x))
+
+    def _of_sequence(self, row: slice, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call for the sequences `row` of its batch."""
+        return given
 
     def _output(self, out: Tensor, x: Tensor) -> Tensor:
         """y of the heads' O (B, T, Hq D)."""
@@ -184,18 +197,19 @@ class SparseAttention(Mixer):
         return y
 
     def _projected(
-        self, x: Tensor, suffix: str, rope: tuple[Tensor, Tensor] | None, start: int
+        self, x: Tensor, suffix: str, rope: tuple[Tensor, Tensor] | None, at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         size = self.config.head_size
         q, k, v = (
             self.get_submodule(f"{name}_{suffix}")(x).unflatten(-1, (-1, size)) for name in "qkv"
         )
-        q, k = self._rotated(q, k, rope, start)
+        q, k = self._rotated(q, k, rope, at)
         return q, k, v
 
     def _rotated(
-        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, start: int
+        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """q and k of tokens at the positions `at` (T,) with rotary embedding."""
         if rope is None:
             return q, k
         c = self.config
@@ -205,7 +219,7 @@ class SparseAttention(Mixer):
         return turned
 
     def _score_options(self) -> dict[str, Any]:
-        """Of the functions that take softcap and dropout."""
+        """The options of scores and dropout that all functions take."""
         c = self.config
         return {
             "scale": c.scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,13 +89,18 @@ def local_strided_attention(
     window: int,
     stride: int,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), gate (B,Tq,Hq,Dv | 1) -> O (B,Tq,Hq,Dv)."""
     tq, tk = q.shape[1], k.shape[1]
     i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
     wide = widen(q), widen(k), widen(v)
-    local = attention(*wide, mask=(j <= i) & (j > i - window), scale=scale)
-    strided = attention(*wide, mask=(j <= i) & (j % stride == 0), scale=scale)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    how |= {"dropout_p": dropout_p, "seed": seed}
+    local = attention(*wide, mask=(j <= i) & (j > i - window), **how)
+    strided = attention(*wide, mask=(j <= i) & (j % stride == 0), **how)
     assert isinstance(local, Tensor) and isinstance(strided, Tensor)
     g = widen(gate).sigmoid()
     return (g * local + (1 - g) * strided).to(q.dtype)

@@ -109,12 +109,12 @@ def selected_keys(
     return chosen[:, :, query][..., key]
 
 
-def require_lists(op: str, indices: Tensor, blocks: int) -> None:
+def require_lists(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
     """Each list holds -1 or numbers in [0, blocks), no number twice. Waits for a GPU."""
     low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
     if low < -1 or high >= blocks:
         raise ValueError(
-            f"{op}: indices must be -1 or numbers of blocks in [0, {blocks}), "
+            f"{op}: indices must be -1 or numbers of {kind}s in [0, {blocks}), "
             f"got {low if low < -1 else high}"
         )
     ordered = indices.sort(-1).values
@@ -122,6 +122,6 @@ def require_lists(op: str, indices: Tensor, blocks: int) -> None:
     if twice.any():
         place = tuple(twice.any(-1).nonzero()[0].tolist())
         raise ValueError(
-            f"{op}: indices must name each block once in a list, "
+            f"{op}: indices must name each {kind} once in a list, "
             f"got indices[{place}]={indices[place].tolist()}"
         )

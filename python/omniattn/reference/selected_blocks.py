@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,9 +50,9 @@ def moba_attention(
 
 def block_means(k: Tensor, block_size: int) -> Tensor:
     """The means (B,blocks,Hkv,D) of the whole blocks of k, without gradient."""
-    blocks = k.shape[1] // block_size
-    keys = widen(k.detach())[:, : blocks * block_size]
-    return keys.unflatten(1, (blocks, block_size)).mean(2)
+    if k.shape[1] < block_size:
+        return widen(k.detach())[:, :0]
+    return widen(k.detach()).unfold(1, block_size, block_size).mean(-1)
 
 
 def moba_scores(
@@ -61,7 +63,7 @@ def moba_scores(
     inf: the own block, of which no mean is needed.
     """
     blocks = -(-tk // block_size)
-    means = means.repeat_interleave(q.shape[2] // means.shape[2], 2)
+    means = means.repeat_interleave(q.shape[2] // max(means.shape[2], 1), 2)
     scores = widen(q.detach()).transpose(1, 2) @ means.permute(0, 2, 3, 1)
     scores = torch.nn.functional.pad(scores, (0, blocks - means.shape[1]))
     block, own = torch.arange(blocks, device=q.device), ends[:, None] // block_size
@@ -85,10 +87,14 @@ def nsa_attention(
     topk: int = 16,
     window: int = 512,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Sum of gates (B,Tq,Hq,3) times attention to compressed keys, selected blocks and a window.
 
     Compressed key n (B,N,Hkv,.) stands for the keys from n compress_stride on, compress_size many.
+    Dropout is by the numbers of queries and keys, in each branch.
     """
     k_window, v_window = (
         (k if k_window is None else k_window),
@@ -97,17 +103,17 @@ def nsa_attention(
     tq, tk = q.shape[1], k.shape[1]
     ends = positions(tq, tk, q.device)
     seen = compressed_mask(ends, k_compressed.shape[1], compress_size, compress_stride)
-    compressed, lse = attention(
-        q, k_compressed, v_compressed, mask=seen, scale=scale, return_lse=True
-    )
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    drops = how | {"dropout_p": dropout_p, "seed": seed}
+    compressed, lse = attention(q, k_compressed, v_compressed, mask=seen, return_lse=True, **drops)
     with torch.no_grad():
-        p = attention_weights(widen(q), widen(k_compressed), lse, mask=seen, scale=scale)
+        p = attention_weights(widen(q), widen(k_compressed), lse, mask=seen, **how)
         scores, past = nsa_scores(
             p, k.shape[2], ends, tk, compress_size, compress_stride, block_size
         )
         _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
-    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, scale=scale)
-    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), scale=scale)
+    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **drops)
+    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **drops)
     assert isinstance(selected, Tensor) and isinstance(near, Tensor)
     branches = torch.stack([widen(x) for x in (compressed, selected, near)], -1)
     return (branches * widen(gates)[..., None, :]).sum(-1).to(q.dtype)
@@ -127,7 +133,7 @@ def nsa_scores(
     Each compressed key gives its weight to a block as often as one of its strides overlaps one of
     the block's; the heads of a group are summed. inf: the first block, the own, the one before it.
     """
-    p = p.unflatten(1, (kv_heads, -1)).sum(2)
+    p = p.unflatten(1, (kv_heads, p.shape[1] // max(kv_heads, 1))).sum(2)
     per_key, per_block = size // stride, block_size // stride
     blocks = -(-tk // block_size)
     pad = torch.nn.functional.pad

@@ -27,6 +27,7 @@ def longformer_attention(
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -47,7 +48,8 @@ def longformer_attention(
     allowed = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
     real = torch.ones_like(marked) if key_padding is None else key_padding
     allowed = allowed & real[:, None, None]
-    how: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    how |= {"dropout_p": dropout_p, "seed": seed}
     near = attention(q, k, v, mask=(local | marked[:, None, None]) & allowed, **how)
     if global_index is None:
         return _rows(near, real)
@@ -134,6 +136,9 @@ def bigbird_attention(
     causal: bool = False,
     length: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,T,Hkv,.) -> O (B,Tq,Hq,Dv): one softmax over the keys of the listed
     blocks of `length` tokens, each counted once or as often as it is listed; global tokens come
@@ -154,7 +159,9 @@ def bigbird_attention(
     counts, allowed = counts[:, rows, :tk], allowed[:, rows, :tk]
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
     bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
-    out = attention(q, k, v, mask=allowed & real[:, None, None], bias=bias, scale=scale)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    how |= {"dropout_p": dropout_p, "seed": dropout_seed}
+    out = attention(q, k, v, mask=allowed & real[:, None, None], bias=bias, **how)
     return _rows(out, real[:, rows])
 
 
@@ -231,13 +238,19 @@ def detsa_attention(
     count_bias: bool = False,
     levels: tuple[tuple[int, int], ...] | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv): each query alone, with its list of keys.
 
     It has the keys from `window` before it on, the global ones, and of each group further back the
-    last or, relative, the first key, or the mean of its keys and values.
+    last or, relative, the first key, or the mean of its keys and values. Means are dropped by their
+    numbers, with the next offset of the seed.
     """
-    tq, tk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    tq, tk, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
+    most = tk * (2 if levels is None else 1 + len(levels))  # means
+    keep, keep_means = _kept(q, (tk, most), dropout_p, seed)
     wide_q = widen(q)
     wide_k, wide_v = (widen(t).repeat_interleave(group, 2) for t in (k, v))
     rows = []
@@ -258,9 +271,48 @@ def detsa_attention(
             continue
         s = torch.einsum("bhd,bnhd->bhn", wide_q[:, i - tk + tq], torch.stack(keys, 1))
         s = s * (default_scale(q.shape[3]) if scale is None else scale)
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
         p = (s + torch.tensor(counts, device=s.device).to(s.dtype).log()).softmax(-1)
+        if keep is not None and keep_means is not None:
+            means = [_number_of_mean(g, w, tk, stride, anchor, levels) for g, w in groups]
+            row = i - tk + tq
+            kept = torch.cat((keep[:, :, row, sorted(single)], keep_means[:, :, row, means]), -1)
+            p = p * kept * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
         rows.append(torch.einsum("bhn,bnhd->bhd", p, torch.stack(values, 1)))
     return torch.stack(rows, 1).to(q.dtype) if rows else _nothing(q, v)
+
+
+def _kept(
+    q: Tensor, counts: tuple[int, int], dropout_p: float, seed: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which weights of so many keys and means (B,Hq,Tq,.) dropout keeps."""
+    if dropout_p == 0:
+        return None, None
+    assert seed is not None
+    seed = seed.to(q.device)
+    size = (q.shape[0], q.shape[2], q.shape[1])
+    return (
+        philox.attention_keep(*size, counts[0], dropout_p, seed),
+        philox.attention_keep(*size, counts[1], dropout_p, seed + seed.new_tensor([0, 1])),
+    )
+
+
+def _number_of_mean(
+    group: range,
+    whole: bool,
+    tk: int,
+    stride: int,
+    anchor: str,
+    levels: tuple[tuple[int, int], ...] | None,
+) -> int:
+    """Absolute means are counted; of relative ones those of each size, the smallest first, begin at
+    each key where one fits in, and after them are those of the first 1, 2, ... keys."""
+    if anchor == "absolute":
+        return group[0] // stride
+    sizes = {stride} if levels is None else {size for _, size in levels}
+    before = sum(tk - size + 1 for size in sizes if size <= tk and (size < len(group) or not whole))
+    return before + (group[0] if whole else len(group) - 1)
 
 
 def _nothing(q: Tensor, v: Tensor) -> Tensor:

@@ -387,7 +387,7 @@ VARIANTS = (
     ),
     Variant(
         "block-sparse: any size of blocks, as a mask or compressed rows",
-        ("Blocks",),
+        ("Blocks", "BlockSparseAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
     Variant("any mask, in blocks", ("from_predicate", "Blocks"), "this package"),

@@ -142,7 +142,10 @@ SPECS = (NA1D, NA2D, NA3D)
 VARIANTS = (
     Variant(
         "neighbourhood attention in 1-D to 3-D: dilated, strided, causal",
-        ("na1d", "na2d", "na3d", "GridNeighbourhood"),
+        (
+            *("na1d", "na2d", "na3d", "GridNeighbourhood"),
+            *("NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"),
+        ),
         "Hassani et al. 2025, arXiv 2504.16922",
     ),
 )

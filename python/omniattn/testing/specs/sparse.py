@@ -49,8 +49,8 @@ def _qkv(case: Case, random: Random, *names: str) -> dict[str, Tensor]:
 
 def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     made = _qkv(case, random, "q", "k", "v")
-    if "seed" in case.tensors:
-        made["seed"] = random.integers(2**31, 2)
+    if "dropout_seed" in case.tensors:
+        made["dropout_seed"] = torch.tensor([1234, 5])
     if "second" in case.tensors:
         made |= _qkv(case, random, "q_global", "k_global", "v_global")
     if "padding" in case.tensors:
@@ -200,6 +200,7 @@ LONGFORMER = _spec(
             window=10,
             dilation=(1, 3),
             causal=True,
+            softcap=3.0,
             dropout_p=0.2,
         ),
     ),
@@ -233,6 +234,15 @@ BIGBIRD = _spec(
             causal=True,
         ),
         tokens("extra", 2, 130, 2, 1, 16, None, ("padding",), block=8, num_global_tokens=5),
+        tokens(
+            *("dropout", 2, 75, 2, 1, 8, None, ("padding", "dropout_seed")),
+            block=6,
+            n_random=1,
+            num_global_tokens=5,
+            causal=True,
+            softcap=3.0,
+            dropout_p=0.3,
+        ),
     ),
     (_timed(tokens("blocks", 1, 2048, 8, 8, 64)),),
     special=("ragged", "repeated", "extra"),
@@ -309,6 +319,15 @@ REPRESENTATIVES = _spec(
             count_bias=True,
         ),
         tokens("decode", 2, 200, 4, 2, 16, None, (), 3, window=20, stride=16),
+        tokens(
+            *("dropout", 2, 60, 2, 1, 8, None, ("seed",)),
+            window=5,
+            stride=1,
+            levels=((2, 4), (2, 9)),
+            representative="mean",
+            softcap=3.0,
+            dropout_p=0.3,
+        ),
     ),
     (
         _timed(tokens("tokens", 1, 1024, 8, 8, 64, window=127, stride=64)),
@@ -352,6 +371,13 @@ TWO_PATTERNS = _spec(
         tokens("tiny", 1, 5, 2, 1, 3, 2, ("gate",), window=2, stride=2),
         tokens("plain", 2, 150, 4, 2, 16, None, ("gate",), window=30, stride=16),
         tokens("heads", 2, 130, 4, 2, 16, 8, ("gate per head",), 90, window=30, stride=7),
+        tokens(
+            *("dropout", 2, 70, 4, 2, 16, 8, ("gate", "seed"), 50),
+            window=9,
+            stride=7,
+            softcap=3.0,
+            dropout_p=0.3,
+        ),
     ),
     (_timed(tokens("two", 1, 1024, 8, 8, 64, None, ("gate",), window=128, stride=64)),),
     special=("heads",),
@@ -363,7 +389,7 @@ SPECS = (LONGFORMER, BIGBIRD, HUBS, REPRESENTATIVES, CHUNKS, TWO_PATTERNS)
 VARIANTS = (
     Variant(
         "blocks and global tokens",
-        ("block_local_global", "GlobalTokens"),
+        ("block_local_global", "GlobalTokens", "BlockSparseAttention"),
         "Zaheer et al. 2020, arXiv 2007.14062",
     ),
     Variant(
