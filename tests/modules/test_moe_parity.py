@@ -128,11 +128,11 @@ def test_switch_is_that_of_transformers_with_its_drops():
     torch.manual_seed(0)
     capacity = F.expert_capacity(17, 6, 1, 1.25)
     options = {"num_experts": 6, "expert_capacity": capacity}
-    theirs = SwitchTransformersSparseMLP(
-        hf.SwitchTransformersConfig(d_model=24, d_ff=20, **options)
-    ).eval()
+    config = hf.SwitchTransformersConfig(d_model=24, d_ff=20, **options)
+    theirs = SwitchTransformersSparseMLP(config).double().eval()
+    theirs.router.dtype = torch.float64
     room = {"capacity_factor": None, "capacity": capacity, "capacity_per_sequence": True}
-    ours = MoE(MoE.Config.switch(24, 20, 6, capacity_at_eval=True, **room)).eval()
+    ours = MoE(MoE.Config.switch(24, 20, 6, capacity_at_eval=True, **room)).double().eval()
     for tensor in theirs.parameters():
         torch.nn.init.normal_(tensor, std=0.3)
     each = theirs.experts.values()
@@ -144,7 +144,7 @@ def test_switch_is_that_of_transformers_with_its_drops():
     with torch.no_grad():
         for mine, parts in (gates | weights).items():
             mine.copy_(torch.stack(list(parts)).view_as(mine))
-    x = torch.randn(3, 17, 24)
+    x = torch.randn(3, 17, 24, dtype=torch.float64)
     y, expected = ours(x), theirs(x)
     assert ours.state.dropped > 0
     torch.testing.assert_close(y, expected)
