@@ -80,18 +80,18 @@ def bigbird_random_blocks(
     left, in ascending order at first; the last one takes its place. u is the first word of
     Philox(key = seed, counter = (4096 draw + m, I, h, 0xB16B1D)).
     """
+    rows = range(1, blocks - 1)
     key = tuple(torch.tensor(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
-    found = torch.full((heads, max(blocks - 2, 0), n_random), -1)
+    sizes = map(torch.arange, (heads, max(blocks, 0), n_random))
+    head, row_of, pick = torch.meshgrid(*sizes, indexing="ij")
+    counter = (4096 * draw + pick, row_of, head, torch.full_like(pick, 0xB16B1D))
+    words = philox.philox4x32(counter, key)[0].tolist()  # type: ignore[arg-type]
+    found = torch.full((heads, len(rows), n_random), -1)
     for h in range(heads):
-        for row in range(1, blocks - 1):
-            left = [j for j in range(1, blocks - 1) if abs(j - row) > 1]
-            if causal:
-                left = [j for j in left if j < row]
+        for row in rows:
+            left = [j for j in rows if abs(j - row) > 1 and (j < row or not causal)]
             for m in range(min(n_random, len(left))):
-                words = (4096 * draw + m, row, h, 0xB16B1D)
-                counter = tuple(torch.tensor(word) for word in words)
-                u = int(philox.philox4x32(counter, key)[0])  # type: ignore[arg-type]
-                place = u * len(left) >> 32
+                place = words[h][row][m] * len(left) >> 32
                 found[h, row - 1, m] = left[place]
                 left[place] = left[-1]
                 left.pop()
