@@ -40,11 +40,18 @@ def release() -> str:
 
 
 def sources() -> str:
-    """What the kernels are compiled from, as a checksum."""
-    files = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cu")]
+    """A checksum of the kernels and all that they include."""
+    root, todo, seen = ROOT / "csrc", sorted((ROOT / "csrc/kernels").glob("*/*.cu")), {}
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen[file] = file.read_bytes()
+        included = re.findall(r'#include "(.+)"', seen[file].decode())
+        todo += [path for path in (root / name for name in included) if path.exists()]
     digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    for file, text in sorted(seen.items()):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + text)
     return digest.hexdigest()[:16]
 
 
