@@ -136,8 +136,8 @@ def _head_step(original: Forward) -> Forward:
         gate = None if z is None else z[:, None].to(x.dtype)
         bias = None if dt_bias is None else dt_bias[:, 0]
         if steps.dtype == x.dtype and _in_place(x, state, decay, D, bias):
-            options = D, gate, bias, state, dt_softplus, -math.inf, math.inf
-            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *options)
+            rest = D, gate, bias, state, dt_softplus, -math.inf, math.inf
+            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *rest)
             return stepped[:, 0]
         y, after = functional.ssd(
             x,
