@@ -47,7 +47,8 @@ class Pattern:
 
 def _bigbird(length: int, heads: int = 4, block: int = 64) -> list[masks.Mask]:
     counts = bigbird._kept_counts(length // block, heads, 3, 0, 0, False)
-    return [bigbird._mask(counts > 0, block, length, length, False)]
+    at = torch.arange(length) // block
+    return [bigbird._mask(counts > 0, at, block, length, 0, False)]
 
 
 def _blocks(length: int, size: int = 64) -> list[masks.Mask]:

@@ -68,8 +68,16 @@ def gated(
 
 
 def retention(
-    q: Tensor, k: Tensor, v: Tensor, *, gamma: Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gamma: Tensor | None = None,
+    normalize: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
+    if normalize:
+        raise NotImplementedError("it has no running sum")
     if gamma is None:
         gamma = 1 - torch.exp2(-5 - torch.arange(v.shape[2], device=v.device).double())
     return gated(q, k, v, gamma.log().expand(v.shape[:3]), **options)

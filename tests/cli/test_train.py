@@ -279,12 +279,12 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, text):
 
 
 def test_more_than_fits_into_memory(tmp_path, text):
-    options = ("--data", text, "--batch", 10**10)
+    options = ("--data", text, "--batch", 2 * 10**9)
     process = start(tmp_path / "o", *options, limits={resource.RLIMIT_AS: 8 * 2**30})
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors == (
-        "train: not enough memory for --batch 10000000000 and --length 32; take smaller ones\n"
+        "train: not enough memory for --batch 2000000000 and --length 32; take smaller ones\n"
     )
 
 
