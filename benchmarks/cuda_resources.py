@@ -1,8 +1,8 @@
 """Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
 
 Writes docs/cuda_resources.md, or compares with it: an unintended increase shows in review. Another
-release of nvcc than the one of the table allocates differently and is not compared. Compiling takes
-minutes, so a table that was made of these very sources is not made again, except with --all.
+release of nvcc than the one of the page allocates differently and is not compared. Compiling all
+takes minutes: files whose checksum in the page is theirs are left out, except with --all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "docs/cuda_resources.md"
+PAGE = ROOT / "docs/cuda_resources.md"
+KERNELS = ROOT / "csrc/kernels"
 ARCHS = ("sm_80", "sm_90a")
 LONGEST_COMPILATION = 60.0 * len(ARCHS)
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
@@ -39,20 +41,20 @@ def release() -> str:
     return found.group(1)
 
 
-def sources() -> str:
-    """A checksum of the kernels and all that they include."""
-    root, todo, seen = ROOT / "csrc", sorted((ROOT / "csrc/kernels").glob("*/*.cu")), {}
+def checksum(source: Path) -> str:
+    """Of a file and all that it includes."""
+    todo, seen = [source], {}
     while todo:
         file = todo.pop()
         if file in seen:
             continue
         seen[file] = file.read_bytes()
         included = re.findall(r'#include "(.+)"', seen[file].decode())
-        todo += [path for path in (root / name for name in included) if path.exists()]
+        todo += [path for path in (ROOT / "csrc" / name for name in included) if path.exists()]
     digest = hashlib.sha256()
     for file, text in sorted(seen.items()):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + text)
-    return digest.hexdigest()[:16]
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + text)
+    return digest.hexdigest()[:12]
 
 
 def heading() -> str:
@@ -61,10 +63,8 @@ def heading() -> str:
 Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
 whose size is a struct next to each kernel and at most the 163 KiB of sm_80. No kernel spills: the
 script and the development build fail where one does. Written by
-`python benchmarks/cuda_resources.py` with nvcc {release()} from the sources `{sources()}`.
-
-| kernel | {" | ".join(ARCHS)} |
-|---|{"---|" * len(ARCHS)}
+`python benchmarks/cuda_resources.py` with nvcc {release()}; next to each file is a checksum of it and
+of what it includes.
 """
 
 
@@ -103,13 +103,25 @@ def demangled(names: list[str]) -> list[str]:
     return [short.sub(r"\1", "::" + line.removeprefix("void ")) for line in lines]
 
 
-def measure() -> dict[str, list[str]]:
-    """kernel -> "registers / bytes" of all kernels, for each of ARCHS."""
-    sources = sorted((ROOT / "csrc/kernels").glob("*/*.cu"))
-    with ThreadPoolExecutor(2) as pool:
-        lines = [line for report in pool.map(compiled, sources) for line in report.splitlines()]
+#: kernel -> "registers / bytes" for each of ARCHS
+Rows = dict[str, list[str]]
+
+
+class Section(NamedTuple):
+    """The kernels of a file."""
+
+    checksum: str
+    rows: Rows
+
+    def page(self, file: str) -> str:
+        head = f"| kernel | {' | '.join(ARCHS)} |\n|---|{'---|' * len(ARCHS)}\n"
+        rows = (f"| `{kernel}` | {' | '.join(cells)} |\n" for kernel, cells in self.rows.items())
+        return f"\n## `{file}` {self.checksum}\n\n{head}{''.join(rows)}"
+
+
+def measured(source: Path) -> Rows:
     found: dict[str, dict[str, str]] = {arch: {} for arch in ARCHS}
-    for line in lines:
+    for line in compiled(source).splitlines():
         if entry := ENTRY.search(line):
             name, arch = entry.groups()
         elif used := USED.search(line):
@@ -120,10 +132,27 @@ def measure() -> dict[str, list[str]]:
     return dict(sorted(zip(demangled(names), rows, strict=True)))
 
 
-def read_table() -> dict[str, list[str]]:
-    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {cell[0].strip("`"): cell[1:] for cell in cells}
+def read_page() -> dict[str, Section]:
+    sections = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        title, *lines = part.splitlines()
+        file, digest = title.split()
+        cells = [[c.strip() for c in row.strip("|").split(" | ")] for row in lines if "| `" in row]
+        sections[file.strip("`")] = Section(digest, {c[0].strip("`"): c[1:] for c in cells})
+    return sections
+
+
+def measure_changed(known: dict[str, Section]) -> dict[str, Section]:
+    """All files: as known where their checksum is, else compiled."""
+    sources = {str(p.relative_to(KERNELS)): p for p in sorted(KERNELS.glob("*/*.cu"))}
+    digests = {file: checksum(path) for file, path in sources.items()}
+    stale = [f for f, digest in digests.items() if f not in known or known[f].checksum != digest]
+    with ThreadPoolExecutor(2) as pool:
+        new = dict(zip(stale, pool.map(measured, map(sources.get, stale)), strict=True))
+    return {
+        file: Section(digest, new[file] if file in new else known[file].rows)
+        for file, digest in digests.items()
+    }
 
 
 def main() -> None:
@@ -131,23 +160,24 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--all", action="store_true", help="compile also what has not changed")
     args = parser.parse_args()
-    if args.check:
-        text = TABLE.read_text()
-        if f"with nvcc {release()} " not in text:
-            print(f"{TABLE.name} is of another nvcc than {release()}: not compared")
-            return
-        if f"`{sources()}`" in text and not args.all:
-            print(f"{TABLE.name} was made from these sources")
-            return
-        expected, actual = read_table(), measure()
-        changed = [k for k in {**expected, **actual} if expected.get(k) != actual.get(k)]
-        for kernel in changed:
-            print(f"{kernel}: was {expected.get(kernel)}, now {actual.get(kernel)}")
-        if changed:
-            sys.exit("run python benchmarks/cuda_resources.py and review the difference")
+    same_nvcc = f"with nvcc {release()};" in PAGE.read_text()
+    if args.check and not same_nvcc:
+        print(f"{PAGE.name} is of another nvcc than {release()}: not compared")
         return
-    rows = [f"| `{kernel}` | {' | '.join(cells)} |\n" for kernel, cells in measure().items()]
-    TABLE.write_text(heading() + "".join(rows))
+    known = read_page()
+    found = measure_changed(known if same_nvcc and not args.all else {})
+    if not args.check:
+        PAGE.write_text(heading() + "".join(section.page(f) for f, section in found.items()))
+        return
+    changed = False
+    for file in {**known, **found}:
+        was, now = (sections[file].rows if file in sections else {} for sections in (known, found))
+        for kernel in {**was, **now}:
+            if was.get(kernel) != now.get(kernel):
+                print(f"{file}: {kernel}: was {was.get(kernel)}, now {now.get(kernel)}")
+                changed = True
+    if changed:
+        sys.exit("run python benchmarks/cuda_resources.py and review the difference")
 
 
 if __name__ == "__main__":
