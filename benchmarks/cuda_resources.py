@@ -63,8 +63,8 @@ def heading() -> str:
 Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
 whose size is a struct next to each kernel and at most the 163 KiB of sm_80. No kernel spills: the
 script and the development build fail where one does. Written by
-`python benchmarks/cuda_resources.py` with nvcc {release()}; next to each file is a checksum of it and
-of what it includes.
+`python benchmarks/cuda_resources.py` with nvcc {release()}; next to each file is a checksum of
+it and of what it includes.
 """
 
 
