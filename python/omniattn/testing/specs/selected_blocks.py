@@ -229,8 +229,9 @@ NSA_ATTENTION = OpSpec(
         _sparse("decode", 1, 2, 75, 4, 1, 16, **_SMALL),
         _sparse("short", 1, 3, 3, 2, 1, 8, **_SMALL),
         _sparse("defaults", 1, 40, 200, 4, 1, 8),
+        _sparse("softcap", 2, 50, 50, 4, 2, 8, **_SMALL, softcap=3.0),
         replace(
-            _sparse("dropout", 2, 50, 50, 4, 2, 8, **_SMALL, softcap=3.0, dropout_p=0.3),
+            _sparse("dropout", 2, 50, 50, 4, 2, 8, **_SMALL, dropout_p=0.3),
             tensors=("seed",),
         ),
         _sparse("notokens", 1, 0, 0, 2, 1, 8, **_SMALL),
