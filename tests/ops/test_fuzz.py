@@ -35,8 +35,10 @@ HIDING = {"detsa_attention", "hub_spoke_attention", "routed_block_attention", "s
 #: Made of several calls of `attention`. Under a softcap the gradient of an infinite logit is 0 inf,
 #: and where that is NaN depends on the parts.
 PARTS = {"dual_chunk_attention", "moba_attention"}
+#: Arguments that must be finite; NaN passes.
+FINITE = {("rwkv_quadratic", "w"), ("rwkv_recurrent", "w")}
 #: Arguments that must not be below 0, and those that must not be above.
-SIGNS = {(name, "w"): 1 for name in ("rwkv4", "rwkv_quadratic", "rwkv_recurrent")}
+SIGNS = {("rwkv4", "w"): 1}
 SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
 COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 #: Of valid calls; that of the products that emulated levels have (test_emulated_isas.py).
@@ -64,10 +66,23 @@ def valid_calls():
                 for op, args, kwargs in recorded_ops(call, spec.function):
                     assert not kwargs
                     calls[op._schema.name.split("::")[1]].append((op, args))
-    # Called inside of other ops only.
+    # Called inside of other ops and of layers only.
     ones = [torch.ones(5, 70) for _ in range(4)]
     silu = ACTIVATIONS["silu"]
+    row = torch.ones(2, 1, 6, dtype=DTYPE)
+    groups, heads = row.view(2, 1, 2, 3), torch.ones(2, 1, 4, 5, dtype=DTYPE)
+    four, dt = torch.ones(4), torch.ones(2, 1, 4, dtype=DTYPE)
+    taps = torch.ones(6, 3, dtype=DTYPE)
     for name, args in {
+        "causal_conv1d_": (row, taps, taps[:, 0], row.new_ones(2, 6, 2), True),
+        "selective_scan_": (
+            *(row, row, -torch.ones(6, 3), groups, groups),
+            *(None, row, None, torch.ones(2, 6, 3), True),
+        ),
+        "ssd_": (
+            *(heads, dt, four, groups, groups, four, heads, four, torch.ones(2, 4, 5, 3)),
+            *(True, 0.0, math.inf),
+        ),
         "glu_backward_": (*ones[:3], silu, [], ones[3]),
         "activate": (ones[0], silu),
         "activate_backward_": (*ones[:2], silu),
@@ -79,7 +94,7 @@ def valid_calls():
 def test_every_op_is_fuzzed():
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "omniattn::" in n}
     twins = {n for n in names if n + "_raw" in names}  # the same implementation under two names
-    machine = {n for n in names if n.endswith(("cpu_isa", "tile_state")) or "paths_" in n}
+    machine = {n for n in names if n.endswith(("cpu_isa", "tile_state", "madds")) or "paths_" in n}
     assert names - twins - machine == set(valid_calls())
 
 
@@ -237,7 +252,7 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
     tensors[changed] = tensors[changed].clone(memory_format=torch.contiguous_format)
     at = data.draw(st.integers(0, tensors[changed].numel() - 1))
     value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    if name in PARTS and call.options.get("softcap"):
+    if (name, changed) in FINITE or (name in PARTS and call.options.get("softcap")):
         value = math.nan
     sign = SIGNS.get((name, changed))
     tensors[changed].view(-1)[at] = value if sign is None else sign * abs(value)
