@@ -317,15 +317,18 @@ def test_low_precision_inputs(function, system, dense, dtype):
         torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("function", "system", "dense"), SYSTEMS)
-def test_compiled_without_breaks(function, system, dense):
+def test_compiled_without_breaks(function, system, dense, backend):
     inputs = [narrow(t).requires_grad_() for t in (draw(1, 20, H), *system())]
 
     def run(*tensors):
         y, state = function(*tensors, output_final_state=True)
         return y.square().sum() + state.abs().square().sum()
 
-    compiled = torch.compile(run, fullgraph=True)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     loss, expected = compiled(*inputs), run(*inputs)
     torch.testing.assert_close(loss, expected)
     grads = torch.autograd.grad(loss, inputs)
