@@ -317,9 +317,7 @@ def test_low_precision_inputs(function, system, dense, dtype):
         torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("function", "system", "dense"), SYSTEMS)
 def test_compiled_without_breaks(function, system, dense, backend):
     inputs = [narrow(t).requires_grad_() for t in (draw(1, 20, H), *system())]
