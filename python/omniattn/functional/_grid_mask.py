@@ -56,10 +56,10 @@ class GridNeighbourhood(Mask):
         for n in self.shape:
             require_int(op, "shape", n, 1, (1 << SIZE_BITS) - 1)
         windows = {
-            name: _each(op, name, getattr(self, name), len(self.shape))
+            name: each_axis(op, name, getattr(self, name), len(self.shape))
             for name in ("kernel_size", "stride", "dilation")
         }
-        causal = _each(op, "is_causal", self.is_causal, len(self.shape))
+        causal = each_axis(op, "is_causal", self.is_causal, len(self.shape))
         axes = []
         for n, length in enumerate(self.shape):
             inner = math.prod(self.shape[n + 1 :])
@@ -88,11 +88,10 @@ class GridNeighbourhood(Mask):
         return self.rules()
 
 
-def _each(op: str, name: str, value: T | tuple[T, ...], axes: int) -> tuple[T, ...]:
+def each_axis(op: str, name: str, value: T | tuple[T, ...], axes: int) -> tuple[T, ...]:
+    """The values of all axes, given one for all or one for each."""
     if not isinstance(value, (tuple, list)):
         return (value,) * axes
     if len(value) != axes:
-        raise ValueError(
-            f"{op}: {name} must be one value or {axes}, as shape has, got {name}={shown(value)}"
-        )
+        raise ValueError(f"{op}: {name} must be one value or {axes}, got {name}={shown(value)}")
     return tuple(value)

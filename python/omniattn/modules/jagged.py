@@ -77,8 +77,7 @@ class Sequences:
         tokens = torch.arange(t.shape[1], device=t.device)
         if self.nested is None:
             return tokens
-        offsets = self.nested.offsets()
-        return tokens - offsets[torch.searchsorted(offsets[1:-1], tokens, right=True)]
+        return tokens - self.nested.offsets()[self.entries(t)]
 
     def each(self, *tensors: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
         """For functions that know no packed sequences: the tensors (1, total, ...) of each sequence

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_number
+from omniattn.functional._grid_mask import each_axis
 from omniattn.functional.masks import GridNeighbourhood, Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
@@ -60,12 +61,7 @@ class NeighborhoodConfig(LayerConfig):
         self._require_multiple("dim", "num_heads")
         op = type(self).__qualname__.removesuffix(".Config")
         for name in ("kernel_size", "stride", "dilation", "is_causal"):
-            value = getattr(self, name)
-            each = value if isinstance(value, (tuple, list)) else (value,) * self.axes
-            if len(each) != self.axes:
-                raise ValueError(
-                    f"{op}: {name} must be one value or {self.axes}, got {name}={value}"
-                )
+            each = each_axis(op, name, getattr(self, name), self.axes)
             for n in each if name != "is_causal" else ():
                 require_int(op, name, n, 1)
         for name in ("attn_drop", "proj_drop"):
@@ -75,11 +71,11 @@ class NeighborhoodConfig(LayerConfig):
     @property
     def least(self) -> tuple[int, ...]:
         """The smallest grid that a window fits into."""
-        sizes = [
-            value if isinstance(value, (tuple, list)) else (value,) * self.axes
-            for value in (self.kernel_size, self.dilation)
-        ]
-        return tuple(kernel * step for kernel, step in zip(*sizes, strict=True))
+        kernels, steps = (
+            each_axis(type(self).__qualname__, name, getattr(self, name), self.axes)
+            for name in ("kernel_size", "dilation")
+        )
+        return tuple(kernel * step for kernel, step in zip(kernels, steps, strict=True))
 
     @property
     def rotary_dim(self) -> int:
@@ -94,7 +90,7 @@ class NeighborhoodConfig(LayerConfig):
 
 
 class _Neighborhood(Layer):
-    """qkv, attention of the tokens in a mask, proj."""
+    """qkv, attention of the tokens of a grid, proj."""
 
     config: NeighborhoodConfig
 
@@ -127,8 +123,8 @@ class _Neighborhood(Layer):
         y: Tensor = self.drop(self.proj(out.flatten(-2)))
         return y
 
-    def _of_grid(self, x: Tensor) -> Tensor:
-        """x (B, *grid, dim) -> the same."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, height, width, dim), with depth before height in a video -> the same."""
         c, op = self.config, type(self).__name__
         if x.is_nested or x.dim() != c.axes + 2 or x.shape[-1] != c.dim:
             got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
@@ -270,10 +266,6 @@ class NeighborhoodAttention2D(_Neighborhood):
         self.config = config
         self._build(device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim) -> the same."""
-        return self._of_grid(x)
-
 
 class NeighborhoodAttention3D(_Neighborhood):
     """Attention of each token of a video to those of a window around it.
@@ -312,7 +304,3 @@ class NeighborhoodAttention3D(_Neighborhood):
         super().__init__()
         self.config = config
         self._build(device, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, depth, height, width, dim) -> the same."""
-        return self._of_grid(x)
