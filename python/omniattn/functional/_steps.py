@@ -19,6 +19,7 @@ from omniattn.reference.precision import compute_dtype
 __all__ = [
     "causal_conv1d_inplace",
     "compute_dtype",
+    "decay_rates",
     "in_place",
     "selective_scan_inplace",
     "ssd_inplace",
@@ -38,3 +39,8 @@ def in_place(*tensors: Tensor) -> bool:
         if type(t) not in _PLAIN or not t.is_cpu:
             return False
     return not is_traced() and not torch.is_autocast_enabled("cpu")
+
+
+def decay_rates(A_log: Tensor) -> Tensor:
+    """A of its logarithm, without gradient."""
+    return -A_log.detach().exp()

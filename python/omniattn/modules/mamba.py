@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._steps import in_place, selective_scan_inplace
+from omniattn.functional._steps import decay_rates, in_place, selective_scan_inplace
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
 from omniattn.modules.jagged import Sequences
@@ -255,7 +255,7 @@ class Mamba(StateMixer):
         y = selective_scan_inplace(
             u,
             self.dt_proj(r),
-            state.derived("A", self.A_log, _decays),
+            state.derived("A", self.A_log, decay_rates),
             b[:, :, None],
             rows[:, :, None],
             self.D,
@@ -265,7 +265,3 @@ class Mamba(StateMixer):
             True,
         )
         return cast(Tensor, self.out_proj(y))
-
-
-def _decays(A_log: Tensor) -> Tensor:
-    return -A_log.detach().exp()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._steps import in_place, ssd_inplace
+from omniattn.functional._steps import decay_rates, in_place, ssd_inplace
 from omniattn.functional.ssd import require_limits
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
@@ -205,7 +205,7 @@ class Mamba2(StateMixer):
         y = ssd_inplace(
             v.unflatten(-1, (c.num_heads, c.headdim)),
             dt,
-            state.derived("A", self.A_log, _decays),
+            state.derived("A", self.A_log, decay_rates),
             B.unflatten(-1, (c.ngroups, c.d_state)),
             C.unflatten(-1, (c.ngroups, c.d_state)),
             self.D,
@@ -217,7 +217,3 @@ class Mamba2(StateMixer):
             largest,
         )
         return cast(Tensor, self.out_proj(self.norm(y.flatten(-2), z)))
-
-
-def _decays(A_log: Tensor) -> Tensor:
-    return -A_log.detach().exp()
