@@ -155,7 +155,13 @@ def test_betas_of_channels():
     x = tensors()
     beta, state = torch.rand(B, T, H, V), x["state"]
     plain, gated = compat.fused_recurrent_delta_rule, compat.fused_recurrent_gated_delta_rule
-    for function, gates in ((plain, {}), (gated, {"g": x["g"]}), (gated, {"gk": x["gk"]})):
+    kda = compat.fused_recurrent_kda
+    for function, gates in (
+        (plain, {}),
+        (gated, {"g": x["g"]}),
+        (gated, {"gk": x["gk"]}),
+        (kda, {"g": x["gk"]}),
+    ):
         options = {**gates, "output_final_state": True}
         o, last = function(x["q"], x["k"], x["v"], beta=beta, initial_state=state, **options)
         for c in range(V):
@@ -368,6 +374,13 @@ def test_causal_conv1d_fn():
         part = convolved(x[row : row + 1, :, start:end], weight, bias, zeros[:1])
         torch.testing.assert_close(y[row : row + 1, :, start:end], part)
     assert (y[0, :, 10] == 0).all()
+    y, final = compat.causal_conv1d_fn(x.half(), weight, bias.bfloat16(), return_final_states=True)
+    wide = compat.causal_conv1d_fn(x.half().float(), weight, bias.bfloat16().float())
+    assert torch.equal(y, wide.half()) and final.dtype == torch.float16
+    state = before.half()
+    y = compat.causal_conv1d_update(x[..., 0].half(), state, weight, bias, "silu")
+    first = convolved(x, weight, bias, before)[..., 0].half()
+    torch.testing.assert_close(y, first, rtol=1e-2, atol=1e-2)
     with pytest.raises(ValueError, match="initial_states must be None"):
         compat.causal_conv1d_fn(x, weight, seq_idx=seq_idx, initial_states=before)
     with pytest.raises(ValueError, match=r"activation must be None, silu or swish, got .*relu"):

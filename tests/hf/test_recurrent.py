@@ -81,6 +81,48 @@ def test_generation(kind):
     assert patched(model).generate(ids, **options).equal(expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "pieces"), [("bamba", (6, 3)), ("bamba", (6, 1)), ("lfm2_moe", (6, 1))]
+)
+def test_gradients_through_a_cache(kind, pieces):
+    """The states that a backward needs outlive the cache's writing over them."""
+    model, ids = made(kind).train(), tokens(sum(pieces))
+    losses = []
+    for each in (model, patched(model)) if pieces[1] > 1 or kind != "bamba" else (patched(model),):
+        cache, loss = None, 0.0
+        for piece in ids.split(pieces, 1):
+            out = each(piece, past_key_values=cache, use_cache=True)
+            cache, loss = out.past_key_values, loss + out.logits.float().square().mean()
+        loss.backward()
+        losses.append(loss)
+        assert any(p.grad is not None and p.grad.any() for p in each.parameters())
+    torch.testing.assert_close(losses[0], losses[-1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_states_of_another_dtype_stay_theirs():
+    """xLSTM rounds the states of inference to a dtype of its config."""
+    model, ids = made("xlstm"), tokens(9)
+    for layer in model.modules():
+        if hasattr(layer, "config"):
+            layer.config.inference_state_dtype, layer.config.mode = "bfloat16", "inference"
+    assert patched(model)(ids).logits.equal(model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_cache_without_keys_in_its_first_layer():
+    """MiniMax: its length is that of layer 0, of lightning attention, and so 0 for each mask."""
+    model, ids = made("minimax").float(), tokens(9)[:1]
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["linear_attention", "full_attention"][: config.num_hidden_layers]
+    torch.manual_seed(0)
+    model = type(model)(config).eval()
+    ours = copy.deepcopy(model)
+    assert omniattn.hf.patch(ours)["attention"] == 1
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert ours.generate(ids, **options).equal(model.generate(ids, **options))
+
+
 @torch.no_grad()
 def test_a_layer_is_pickled_and_restored():
     model, ids = made("qwen3_next"), tokens(9)

@@ -45,6 +45,15 @@ def test_dual_form(backend, groups):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_below_zero_are_zero(backend):
+    """As in mamba-ssm, by the least of dt_limit."""
+    x, dt, *rest = sizes(steps=9)
+    dt = dt - dt.median()
+    y, _ = F.ssd(x, dt, *rest, backend=backend)
+    torch.testing.assert_close(y, dual(x, dt.clamp(min=0), *rest))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_options(backend):
     x, dt, A, B, C = sizes()
     bias, z = draw(4, seed=5), draw(*x.shape, seed=6)

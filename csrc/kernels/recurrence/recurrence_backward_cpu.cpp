@@ -1,5 +1,6 @@
 // Backward of matrix-state recurrences, see recurrence.h: chunks in reverse, each computed again
-// from the state at its start. With S' the state at its end and d for gradients:
+// from the state at its start. With S' the state at its end and d for gradients, that of the output
+// times the scale:
 //
 //   du = P^T do + k_out dS'          x, de from du by the update, dv = -de = beta x of a delta
 //   dP = tril(do u^T), dN = tril(de u^T, -1), to which the decay applies
@@ -88,13 +89,13 @@ struct Backward {
     }
     const DType dtype = params.shards == 1 ? p.dtype : sizeof(C) == 8 ? DType::f64 : DType::f32;
     const int64_t batches = p.boundaries == nullptr ? p.sequences : 1;
-    const auto write = [&](Matrix<C> rows, void* to, C factor = 1) {
+    const auto write = [&](Matrix<C> rows, void* to) {
       store_rows(dtype, rows, n, K,
                  out_row(dtype, p, to, shard * batches + s.batch, t, p.key_heads, key_head, K),
-                 p.key_heads * K, factor);
+                 p.key_heads * K);
     };
     write(d.dk, params.dk);
-    write(d.dq, params.dq, static_cast<C>(p.scale));
+    write(d.dq, params.dq);
     if (kKeys == 2) write(d.da, params.da), write(d.db, params.db);
   }
 
@@ -107,7 +108,7 @@ struct Backward {
     if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
     Update::values(c);
     if (params.grad_o.data != nullptr) {
-      c.load_input(params.grad_o, batch, t, h, V, grad_o);
+      c.load_input(params.grad_o, batch, t, h, V, grad_o, static_cast<C>(p.scale));
     } else {
       zero_rows(grad_o, n, V);
     }
@@ -149,7 +150,7 @@ struct Backward {
   }
 
   // [dN; dP] of the updates u.
-  void score_gradients(Matrix<C> u, Matrix<C> scores) {
+  void score_gradients(Matrix<const C> u, Matrix<C> scores) {
     const int64_t n = c.rows, V = c.V;
     pack_bt(u.data, u.stride, V, n, c.packed);
     if constexpr (Update::kProbe) multiply_to_lower(out, c.packed, scores, n, V);

@@ -1,13 +1,14 @@
 // A chunk of tokens of one sequence and head: its rows in the accumulator type, and products of its
 // small matrices. With e^G the product of the decays from the start of the chunk through a token:
 //
-//   probe_in = probe e^G, q_in = scale q e^G      rows that meet the state at the chunk's start
-//   k_out = k e^(G_C - G)                         rows that make the state at its end
-//   N_ij = probe_i . D_ij k_j  (j < i),  P_ij = scale q_i . D_ij k_j  (j <= i)
+//   probe_in = probe e^G, q_in = q e^G      rows that meet the state at the chunk's start
+//   k_out = k e^(G_C - G)                   rows that make the state at its end
+//   N_ij = probe_i . D_ij k_j  (j < i),  P_ij = q_i . D_ij k_j  (j <= i)
 //
 // with D_ij = e^(G_i - G_j). The probe is what an update asks the state with: k of a delta update,
 // a of one of low rank. For rows that read the state before their own token, as that a does and q
-// with a bonus, e^G_i is e^G_{i-1}; P_ii with a bonus is scale q_i . (bonus k_i).
+// with a bonus, e^G_i is e^G_{i-1}; P_ii with a bonus is q_i . (bonus k_i). The scale multiplies
+// outputs where they are stored, and their gradients where they are loaded.
 //
 // Stacks hold the rows of the probe or of what belongs to it, then right after these the rows of q;
 // of keys, those of k, then those of b.
@@ -29,7 +30,11 @@ struct Matrix {
 
   OMNIATTN_INLINE C* row(int64_t i) const { return data + i * stride; }
   OMNIATTN_INLINE Matrix at(int64_t i, int64_t j = 0) const { return {row(i) + j, stride}; }
+  OMNIATTN_INLINE operator Matrix<const C>() const { return {data, stride}; }
 };
+// A matrix that is read by a function which writes one of C.
+template <class C>
+using Input = std::type_identity_t<Matrix<const C>>;
 
 // Hands out the memory of an item; without memory it counts the bytes.
 template <class C>
@@ -59,13 +64,13 @@ class Room {
 // C (m, n) = A (m, k) B, or + A B.
 enum class Into { set, add };
 template <ALayout kLayout = ALayout::kRows, class C>
-OMNIATTN_INLINE void multiply(Matrix<C> a, Panels<C> b, Matrix<C> c, int64_t m, int64_t n,
-                              int64_t k, Into into) {
+OMNIATTN_INLINE void multiply(Input<C> a, Panels<C> b, Matrix<C> c, int64_t m, int64_t n, int64_t k,
+                              Into into) {
   gemm_tile<C, kLayout>(a.data, a.stride, b, c.data, c.stride, m, n, k, into == Into::add);
 }
 template <ALayout kLayout = ALayout::kRows, class C>
-OMNIATTN_INLINE void multiply(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t m, int64_t n,
-                              int64_t k, Into into) {
+OMNIATTN_INLINE void multiply(Input<C> a, Input<C> b, Matrix<C> c, int64_t m, int64_t n, int64_t k,
+                              Into into) {
   multiply<kLayout>(a, row_panels<C>(b.data, b.stride), c, m, n, k, into);
 }
 
@@ -81,21 +86,21 @@ OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
 // line, as all that is done once per chunk and for every decay and update: copies of it were a
 // twentieth of the library.
 template <class C>
-[[gnu::noinline]] void multiply_lower(Matrix<C> a, Matrix<C> b, Matrix<C> c, int64_t rows,
+[[gnu::noinline]] void multiply_lower(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows,
                                       int64_t n) {
   for_blocks(rows,
              [&](int64_t i, int64_t m) { multiply(a.at(i), b, c.at(i), m, n, i + m, Into::add); });
 }
 template <class C>
-[[gnu::noinline]] void multiply_lower_transposed(Matrix<C> a, Matrix<C> b, Matrix<C> c,
-                                                 int64_t rows, int64_t n, Into into) {
+[[gnu::noinline]] void multiply_lower_transposed(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows,
+                                                 int64_t n, Into into) {
   for_blocks(rows, [&](int64_t i, int64_t m) {
     multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
   });
 }
 // The blocks of c = A B^T on and below the diagonal, B^T packed from rows of `width`.
 template <class C>
-[[gnu::noinline]] void multiply_to_lower(Matrix<C> a, const C* packed, Matrix<C> c, int64_t rows,
+[[gnu::noinline]] void multiply_to_lower(Input<C> a, const C* packed, Matrix<C> c, int64_t rows,
                                          int64_t width) {
   for_blocks(rows, [&](int64_t i, int64_t m) {
     multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
@@ -206,30 +211,31 @@ struct Chunk {
   const int64_t K, V;
   const bool delta;
   int64_t rows = 0;
-  Matrix<C> q, probe, probe_in, q_in;  // see above; [probe_in; q_in] is a stack
-  Matrix<C> k, k_out;                  // stacks of keys
-  Matrix<C> N, P, N_b, P_b;            // the latter two of b in the place of k
-  Matrix<C> error;                     // what the state predicts, of a delta update minus v
-  Matrix<C> u;                         // rows of updates: stack of those of k, and c of b
-  C* beta;                             // -1 of an update of low rank
-  const C* bonus;                      // of a head
-  C* packed;                           // one matrix for products
+  Matrix<const C> q, k, v, probe;  // k is a stack of keys, probe one of them or a
+  Matrix<C> probe_in, q_in;        // see above; [probe_in; q_in] is a stack
+  Matrix<C> k_out;                 // stack of keys
+  Matrix<C> N, P, N_b, P_b;        // the latter two of b in the place of k
+  Matrix<C> error;                 // what the state predicts, of a delta update minus v
+  Matrix<const C> u;               // rows of updates: stack of those of k, and c of b
+  C* beta;                         // -1 of an update of low rank
+  Matrix<C> updates;               // u where it is not v itself
+  const C* bonus;                  // of a head
+  C* packed;                       // one matrix for products
 
   [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
       : p(params), K(p.key_width), V(p.value_width), delta(p.beta.data != nullptr) {
     const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
-    probe = k = room.rows(keys, K);
-    q = room.rows(size, K);
+    if (!in_place()) loaded_k = room.rows(keys, K), loaded_q = room.rows(size, K);
     probe_in = q_in = room.rows(2 * size, K);
     k_out = room.rows(keys, K);
     N = room.rows(size, size);
     P = room.rows(size, size);
     if (low_rank()) {
-      probe = room.rows(size, K);
+      loaded_probe = room.rows(size, K);
       N_b = room.rows(size, size);
       P_b = room.rows(size, size);
     }
-    u = room.rows(keys, V);
+    if (!in_place() || delta) updates = room.rows(keys, V);
     beta = room.take(size);
     packed = room.take(packed_size);
   }
@@ -238,12 +244,12 @@ struct Chunk {
   [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     q_in = probe_in.at(n);
-    load_input(p.k, batch, t, key_head, K, k);
+    probe = k = rows_of(p.k, batch, t, key_head, K, loaded_k);
     if (low_rank()) {
-      load_input(p.b, batch, t, key_head, K, k.at(n));
-      load_input(p.a, batch, t, key_head, K, probe);
+      load_input(p.b, batch, t, key_head, K, loaded_k.at(n));
+      probe = rows_of(p.a, batch, t, key_head, K, loaded_probe);
     }
-    load_input(p.q, batch, t, key_head, K, q, static_cast<C>(p.scale));
+    q = rows_of(p.q, batch, t, key_head, K, loaded_q);
   }
   void load_input(const StepView& x, int64_t batch, int64_t t, int64_t head, int64_t width,
                   Matrix<C> to, C factor = 1) const {
@@ -272,16 +278,28 @@ struct Chunk {
     ask(p.v, head, V);
     if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K * sizeof(C));
   }
-  // What an update has for one value head; u is v.
+  // What an update has for one value head; u is v, or where it will be.
   [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
-    load_input(p.v, s.batch, t, head, V, u);
+    v = rows_of(p.v, s.batch, t, head, V, updates);
+    u = delta ? updates : v;
     for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
     for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;
     bonus = bonus_of<const C>(p, p.bonus, s.index, head);
   }
 
  private:
+  Matrix<C> loaded_q, loaded_k, loaded_probe;  // what is not read in place
+
   bool low_rank() const { return p.a.data != nullptr; }
+  // Inputs of C are read where they are, which saves a tenth of the time of long sequences; not
+  // with a second key, where keys and updates are stacks.
+  bool in_place() const { return size_of(p.dtype) == sizeof(C) && !low_rank(); }
+  Matrix<const C> rows_of(const StepView& x, int64_t batch, int64_t t, int64_t head, int64_t width,
+                          Matrix<C> to) const {
+    if (in_place()) return {row_of<C>(x, batch, t, head), x.step};
+    load_input(x, batch, t, head, width, to);
+    return to;
+  }
 };
 
 }  // namespace

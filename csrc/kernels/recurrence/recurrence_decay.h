@@ -226,7 +226,7 @@ struct ChannelDecay {
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& g, C* dg, int64_t stride) {
     const int64_t n = c.rows;
     for_row<C>(c.K, [&](int64_t d, auto part) {
-      const auto at = [&](Matrix<C> x, int64_t i) { return part.load(x.row(i) + d); };
+      const auto at = [&](Matrix<const C> x, int64_t i) { return part.load(x.row(i) + d); };
       const auto add = [&](Matrix<C> x, int64_t i, Vec<C> y) {
         part.store(x.row(i) + d, at(x, i) + y);
       };
@@ -276,14 +276,15 @@ struct ChannelDecay {
   static constexpr int kReaders = kProbe ? 2 : 1;
   static constexpr int kKeys = Vec<C>::kWidth / kReaders;
 
-  void scores(const Chunk<C>& c, Matrix<C> keys, Matrix<C> N, Matrix<C> P) {
+  void scores(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N, Matrix<C> P) {
     if constexpr (kProbe) zero_rows(N, c.rows, c.rows);
     zero_rows(P, c.rows, c.rows);
     for (int64_t j = 0; j < c.rows; j += kKeys) scores_of_keys(c, keys, N, P, j);
   }
 
   // Column j .. j + kKeys of N and P.
-  void scores_of_keys(const Chunk<C>& c, Matrix<C> keys, Matrix<C> N, Matrix<C> P, int64_t j) {
+  void scores_of_keys(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N, Matrix<C> P,
+                      int64_t j) {
     const int64_t count = smaller(kKeys, c.rows - j);
     copy_rows(keys.row(j), keys.stride, count, c.K, running);
     for (int64_t x = count; x < kKeys; ++x) zero_rows(running.at(x), 1, c.K);
@@ -352,7 +353,7 @@ struct ChannelDecay {
                                                    int64_t j, int64_t d, auto part) const {
     const int64_t n = c.rows;
     Vec<C> of_k = zero<C>(), of_b = zero<C>();
-    const auto read = [&](Matrix<C> rows, int64_t i, int64_t score) {
+    const auto read = [&](Matrix<const C> rows, int64_t i, int64_t score) {
       const Vec<C> x = part.load(rows.row(i) + d);
       of_k = fma(x, Vec<C>(g.scores.row(score)[j]), of_k);
       if constexpr (kTwoKeys) of_b = fma(x, Vec<C>(g.scores_b.row(score)[j]), of_b);

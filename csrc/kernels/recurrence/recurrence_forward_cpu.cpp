@@ -7,7 +7,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// S' = e^(G_C) S + k_out^T u,  o = q_in S + P u, with u by the update and P [P, P_b] of two keys.
+// S' = e^(G_C) S + k_out^T u,  o = scale (q_in S + P u), with u by the update and P [P, P_b] of two
+// keys.
 template <class C, class Decay, class Update>
 struct Forward {
   const RecurrenceParams& params;
@@ -63,7 +64,7 @@ struct Forward {
     Update::values(c);
     multiply_lower(c.P, c.u, o, n, c.V);
     if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
-    store_rows(p.dtype, o, n, c.V, result, o_stride);
+    store_rows(p.dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(state.row(d), d, c.V);
     multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, Update::kKeys * n, Into::add);
   }

@@ -110,10 +110,10 @@ struct DeltaUpdate {
     for (int64_t i = 0; i < c.rows; ++i) {
       for_row<C>(c.V, [&](int64_t j, auto part) {
         C* const x = c.error.row(i) + j;
-        part.store(x, part.load(x) - part.load(c.u.row(i) + j));
+        part.store(x, part.load(x) - part.load(c.v.row(i) + j));
       });
     }
-    Substitution::solve(c.N, c.beta, c.error, c.u, c.rows, c.V);
+    Substitution::solve(c.N, c.beta, c.error, c.updates, c.rows, c.V);
   }
 
   // x, on entry the gradient of u, becomes that of what beta multiplies; `de` that of the
@@ -133,7 +133,7 @@ struct LowRankUpdate {
   template <class C>
   static void values(Chunk<C>& c) {
     multiply_lower(c.N, c.u, c.error, c.rows, c.V);
-    Substitution::solve(c.N_b, c.beta, c.error, c.u.at(c.rows), c.rows, c.V);
+    Substitution::solve(c.N_b, c.beta, c.error, c.updates.at(c.rows), c.rows, c.V);
   }
 
   // x, on entry the gradient of u without its share through N, becomes all of it; `de` that of c.

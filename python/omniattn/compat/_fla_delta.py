@@ -206,11 +206,12 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_kda`."""
+    """As `chunk_kda`; beta may be (B, T, H, V)."""
+    op = "fused_recurrent_kda"
     if use_gate_in_kernel:
-        g = decays_of("fused_recurrent_kda", g, A_log, dt_bias, lower_bound)
-    beta = beta_of("fused_recurrent_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return functional.kimi_delta_attention, (q, k, v, g, beta)
+        g = decays_of(op, g, A_log, dt_bias, lower_bound)
+    beta = beta_of(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return delta_call(op, functional.kimi_delta_attention, (q, k, v, g), beta)
 
 
 @fla_function(without_effect={"safe_gate", "lower_bound"})

@@ -21,7 +21,7 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`functional.causal_conv1d` of x (B, D, T).
+    """:func:`functional.causal_conv1d` of x (B, D, T), in the wider dtype of x and the weights.
 
     Args:
         x: (B, D, T); steps next to each other in memory are copied.
@@ -35,9 +35,11 @@ def causal_conv1d_fn(
         activation: None, "silu" or "swish".
 
     Returns:
-        y (B, D, T), or with the final states (B, D, K - 1).
+        y (B, D, T) of x's dtype, or with the final states (B, D, K - 1).
     """
     op = "causal_conv1d_fn"
+    dtype = x.dtype
+    x, weight, bias = _promoted(x, weight, bias)
     activation = _activation(op, activation)
     if x.ndim != 3:
         raise ValueError(f"{op}: x must have shape (B, D, T), got x.shape={tuple(x.shape)}")
@@ -56,19 +58,20 @@ def causal_conv1d_fn(
         y = functional.causal_conv1d(
             rows, weight, bias, activation=activation, cu_seqlens=boundaries(seq_idx)
         )
-        y = y.view(x.shape[0], x.shape[2], x.shape[1]).mT
+        y = y.view(x.shape[0], x.shape[2], x.shape[1]).mT.to(dtype)
         return torch.where(seq_idx[:, None] < 0, 0, y)
     y, final = functional.causal_conv1d(
         x.mT,
         weight,
         bias,
         activation=activation,
-        initial_state=initial_states,
+        initial_state=None if initial_states is None else initial_states.to(x.dtype),
         return_final_state=True,
     )
+    y, final = y.mT.to(dtype), final.to(dtype)
     if not return_final_states:
-        return y.mT
-    return y.mT, final if final_states_out is None else final_states_out.copy_(final)
+        return y
+    return y, final if final_states_out is None else final_states_out.copy_(final)
 
 
 def causal_conv1d_update(
@@ -94,7 +97,7 @@ def causal_conv1d_update(
         conv_state_indices: (B,) int, each at most once.
 
     Returns:
-        y of x's shape.
+        y of x's shape and dtype.
     """
     op = "causal_conv1d_update"
     activation = _activation(op, activation)
@@ -129,15 +132,27 @@ def causal_conv1d_update(
 
         past = own.gather(2, columns(-before, 0))
         after = own.scatter(2, columns(0, steps.shape[2]), new)
+    wide, weight, bias = _promoted(steps, weight, bias)
     y = functional.causal_conv1d(
-        steps.mT, weight, bias, activation=activation, initial_state=past.to(x.dtype)
-    ).mT
+        wide.mT, weight, bias, activation=activation, initial_state=past.to(wide.dtype)
+    ).mT.to(x.dtype)
     with torch.no_grad():
         if conv_state_indices is None:
             conv_state.copy_(after)
         else:
             conv_state[conv_state_indices.long()] = after
     return y if x.ndim == 3 else y[..., 0]
+
+
+def _promoted(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In one dtype: causal-conv1d takes weights of another one than x."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if bias is not None:
+        dtype = torch.promote_types(dtype, bias.dtype)
+        bias = bias.to(dtype)
+    return x.to(dtype), weight.to(dtype), bias
 
 
 def _activation(op: str, activation: str | None) -> str | None:

@@ -116,7 +116,7 @@ def ssd(
     if dt_softplus:
         dt = nnf.softplus(dt)
     least, largest = require_limits(op, dt_limit)
-    if least > 0 or largest < math.inf:
+    if least > 0 or largest < math.inf or not dt_softplus:
         dt = dt.clamp(least, largest)
     if D is not None:
         D = widened(op, "D", D, x, ((heads,), (heads, size)), "x")

@@ -177,6 +177,8 @@ def _mask_and_bias(
     mask: masks.Mask | None = None
     if isinstance(attention_mask, RuleMask) and attention_mask.rules == masks.All(()):
         mask = None  # fits any keys: BERT as a decoder makes it for the new token alone
+    elif isinstance(attention_mask, RuleMask) and _is_of_first_token(attention_mask, query):
+        mask = None  # as broadcast: a cache whose first layer has no keys says that there are none
     elif isinstance(attention_mask, RuleMask):
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
@@ -193,6 +195,11 @@ def _mask_and_bias(
     else:
         bias = bias + attention_mask
     return mask, None if bias is None else bias[..., :keys], keys
+
+
+def _is_of_first_token(mask: RuleMask, query: Tensor) -> bool:
+    causal = masks.All((masks.Causal(),))
+    return query.shape[2] == 1 and mask.shape[2:] == (1, 1) and mask.rules == causal
 
 
 def _default_mask(

@@ -38,6 +38,11 @@ def takes(
     return x.is_cpu and not packed and activation in (None, "silu", "swish")
 
 
+def own_copy(state: Tensor) -> Tensor:
+    """A state that its cache is about to overwrite, which what autograd saves must outlive."""
+    return state.clone() if torch.is_grad_enabled() else state
+
+
 def draws() -> Callable[..., Tensor]:
     """The same random tensors each time, by their sizes."""
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._steps import causal_conv1d_inplace, in_place
-from omniattn.hf.probe import Finding, Forward, Left, draws, takes
+from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, takes
 from omniattn.hf.rescope import rescoped
 from omniattn.hf.scans import SCANS, same_scan
 
@@ -84,12 +84,13 @@ def _convolution_step(original: Forward) -> Forward:
             silu = activation is not None
             stepped: Tensor = causal_conv1d_inplace(x.mT, weight, bias, conv_state, silu)
             return stepped.mT.to(hidden_states.dtype)
+        initial = own_copy(conv_state[..., length - before :])
         y = functional.causal_conv1d(
             x.mT,
             weight,
             bias,
             activation=activation and "silu",
-            initial_state=conv_state[..., length - before :].to(weight.dtype),
+            initial_state=initial.to(weight.dtype),
         )
         conv_state.copy_(torch.cat((conv_state.to(x.dtype), x), -1)[..., -length:])
         return y.mT.to(hidden_states.dtype)
@@ -170,13 +171,15 @@ def _xlstm_cell(kind: Any) -> Finding:
         """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
         states, how = (c_initial, n_initial, m_initial), mode or self.config.mode
         given = [t for t in states if t is not None]
-        if not takes(query) or how not in ("train", "inference") or len(given) not in (0, 3):
+        # They round the states of inference to a dtype of its own.
+        rounded = how == "inference" and self.config.inference_state_dtype != "float32"
+        known = how in ("train", "inference") and not rounded
+        if not takes(query) or not known or len(given) not in (0, 3):
             gates = {"igate": igate, "fgate": fgate}
             initial = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
             options = {"return_last_states": return_last_states, "mode": mode}
             return kind.forward(self, query, key, value, **gates, **initial, **options)
-        if torch.is_grad_enabled():
-            given = [t.clone() for t in given]  # into which the model writes the new states
+        given = [own_copy(t) for t in given]
         h, (c, n, m) = functional.mlstm(
             (query * query.shape[-1] ** -0.5).transpose(1, 2),  # which theirs scales, not the key
             key.transpose(1, 2),

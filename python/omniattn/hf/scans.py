@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._steps import compute_dtype, in_place, selective_scan_inplace, ssd_inplace
-from omniattn.hf.probe import Forward, draws, takes
+from omniattn.hf.probe import Forward, draws, own_copy, takes
 
 __all__ = ["SCANS", "same_scan"]
 
@@ -72,9 +72,8 @@ def _channel_step(original: Forward) -> Forward:
             own = A, keys[:, :, None], queries[:, :, None], D, gate, dt_bias
             stepped: Tensor = selective_scan_inplace(x, steps, *own, state, dt_softplus)
             return stepped[:, 0]
-        y, after = functional.selective_scan(
-            x, steps, A, keys, queries, D, gate, dt_bias, dt_softplus, initial_state=state
-        )
+        rest: dict[str, Any] = {"delta_softplus": dt_softplus, "initial_state": own_copy(state)}
+        y, after = functional.selective_scan(x, steps, A, keys, queries, D, gate, dt_bias, **rest)
         state.copy_(after)
         return y[:, 0]
 
@@ -104,7 +103,8 @@ def _chunks(original: Forward) -> Forward:
             states = {"initial_states": initial_states, "return_final_states": return_final_states}
             return original(hidden_states, dt, A, B, C, chunk_size, **options, **states, **kwargs)
         x, B, C = hidden_states.float(), B.float(), C.float()
-        y, state = functional.ssd(x, dt, A, B, C, initial_state=initial_states, **options)
+        initial = None if initial_states is None else own_copy(initial_states)
+        y, state = functional.ssd(x, dt, A, B, C, initial_state=initial, **options)
         return (y, state) if return_final_states else y
 
     return mamba2_chunk_scan
@@ -127,7 +127,8 @@ def _head_step(original: Forward) -> Forward:
         """hidden_states and dt (B, H, P), A (H, P, N), D and dt_bias (H, P), B and C (B, G, N);
         state (B, H, P, N) is updated. dt, dt_bias and A are one number for each head, expanded."""
         given = [(dt, (2,)), (A, (1, 2))] + ([] if dt_bias is None else [(dt_bias, (1,))])
-        if not takes(hidden_states, further=kwargs) or not all(_expanded(*each) for each in given):
+        ours = takes(hidden_states, further=kwargs) and all(_expanded(*each) for each in given)
+        if not (ours and dt_softplus):  # without it theirs takes steps below zero as they are
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs
@@ -136,20 +137,12 @@ def _head_step(original: Forward) -> Forward:
         gate = None if z is None else z[:, None].to(x.dtype)
         bias = None if dt_bias is None else dt_bias[:, 0]
         if steps.dtype == x.dtype and _in_place(x, state, decay, D, bias):
-            rest = D, gate, bias, state, dt_softplus, -math.inf, math.inf
-            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *rest)
+            own = D, gate, bias, state, dt_softplus, -math.inf, math.inf
+            stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *own)
             return stepped[:, 0]
+        rest: dict[str, Any] = {"D": D, "z": gate, "dt_bias": bias, "dt_softplus": dt_softplus}
         y, after = functional.ssd(
-            x,
-            steps,
-            decay,
-            keys,
-            queries,
-            D=D,
-            z=gate,
-            dt_bias=bias,
-            dt_softplus=dt_softplus,
-            initial_state=state,
+            x, steps, decay, keys, queries, **rest, initial_state=own_copy(state)
         )
         state.copy_(after)
         return y[:, 0]
