@@ -49,7 +49,7 @@ def test_retention_of_the_paper(backend):
     q, k, v = qkv(v_heads=2)
     q = 3 * q  # so that some rows are divided and others are not
     gamma = torch.tensor([0.75, 1.0], dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    leaves = [t.requires_grad_() for t in (q, k, v, gamma)]
     options = {"gamma": gamma, "normalize": True, "backend": backend}
     o, final = F.retention(q, k, v, **options)
     expected = normalised(q, k, v, gamma)
@@ -376,6 +376,55 @@ def test_values_are_not_read_while_a_call_is_traced():
     assert torch.func.grad(call)(g).isfinite().all()
     exported = torch.export.export(_Decaying(), (g,))
     assert exported.module()(g).isfinite().all()
+
+
+OF_BATCHES = {
+    "gated_linear_attention": lambda x: F.gated_linear_attention(x, x, x, -x.abs())[0],
+    "rwkv4": lambda x: F.rwkv4(x[0, 0, 0].abs(), x[0, 0, 0], x[:, :, 0], x[:, :, 0])[0],
+    "selective_scan": lambda x: F.selective_scan(
+        x[:, :, 0], x[:, :, 0].abs(), -x[0, 0, 0, :, None].abs(), x[:, :, 0, :1], x[:, :, 0, :1]
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_one_exported_graph_for_all_batches(name):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return OF_BATCHES[name](x)
+
+    x, batch = draw(3, 6, 2, 4), torch.export.Dim("B", min=2)
+    program = torch.export.export(Module(), (x[:2],), dynamic_shapes={"x": {0: batch}}).module()
+    torch.testing.assert_close(program(x), OF_BATCHES[name](x))
+
+
+OUTSIDE = {
+    "delta_rule": lambda x, g, w, n: F.delta_rule(x, x, x, g, l2norm=True, cu_seqlens=n),
+    "linear_attention": lambda x, g, w, n: F.linear_attention(x, x, x, beta=g, cu_seqlens=n),
+    "mlstm": lambda x, g, w, n: F.mlstm(x, x, x, g, g, cu_seqlens=n),
+    "ssd": lambda x, g, w, n: F.ssd(
+        x, g, -w.exp(), x, x, D=w, z=x, dt_bias=w, dt_softplus=True, cu_seqlens=n
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_tokens_of_no_sequence_may_hold_anything(name):
+    x, g, w = draw(1, 9, 2, 4), draw(1, 9, 2, seed=1), draw(2, seed=2)
+    bounds = torch.tensor([2, 4, 7])
+    call = functools.partial(OUTSIDE[name], n=bounds)
+    for value in (0.0, torch.nan, torch.inf):
+        leaves = [t.clone() for t in (x, g, w)]
+        for t in leaves[:2]:
+            t[:, :2] = t[:, 7:] = value
+        leaves = [t.requires_grad_() for t in leaves]
+        y = call(*leaves)[0]
+        assert y[:, :2].count_nonzero() == y[:, 7:].count_nonzero() == 0
+        grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        found = [y, *(t for t in grads if t is not None)]
+        if value == 0:
+            expected = found
+        torch.testing.assert_close(found, expected)
 
 
 class _Decaying(torch.nn.Module):

@@ -86,6 +86,19 @@ def test_jacobians():
         torch.testing.assert_close(jacfwd(function)(x), want)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_jacobians_of_what_is_not_mapped_over(batch):
+    """What the backward has saved is a view for a batch of one."""
+    x = torch.randn(batch, 3, 1, 4, dtype=torch.float64)
+    recurrent = torch.randn(4, 1, 4, 4, dtype=torch.float64)
+    for function in (
+        lambda x: F.gated_linear_attention(x, x, x, -x.abs())[0][0, :2, 0, 0],
+        lambda x: F.slstm(x.repeat(1, 1, 4, 1)[..., None, :], recurrent)[0][0, :2, 0],
+    ):
+        want = torch.autograd.functional.jacobian(function, x)
+        torch.testing.assert_close(jacrev(function)(x), want)
+
+
 @pytest.mark.parametrize(
     "function", [lambda x: F.dropout(x, 0.5), lambda x: F.attention(x, x, x, dropout_p=0.5)]
 )

@@ -24,6 +24,7 @@ from omniattn.functional._checks import (
 from omniattn.functional.norm import rms_norm
 from omniattn.ops import recurrence as ops
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.recurrence import in_sequences
 
 _L2_EPS = 1e-6
 #: Key heads that keep the threads of a backward busy.
@@ -110,7 +111,8 @@ def delta(
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     require_bool(op, "l2norm", l2norm)
     if l2norm and q.shape[-1] > 0:
-        q, k = unit_rows(q, backend), unit_rows(k, backend)
+        sequence_count(op, q, cu_seqlens)
+        q, k = (unit_rows(t, backend) for t in cleared(cu_seqlens, q, k))
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta)
 
 
@@ -133,6 +135,19 @@ def low_rank(
     require_shape(op, "a", a, tuple(q.shape))
     require_shape(op, "b", b, tuple(q.shape))
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, a=a, b=b, q_name=q_name)
+
+
+def cleared(cu_seqlens: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+    """(B, T, ...) without tokens of no sequence, which may hold anything: gradients of what is
+    computed from NaN are NaN, even of what no output reads. The boundaries are checked."""
+    if cu_seqlens is None:
+        return given
+    steps = given[0].shape[1]
+    known = cu_seqlens.is_cpu and type(cu_seqlens) is Tensor and not is_traced()
+    if known and cu_seqlens[0] == 0 and cu_seqlens[-1] == steps:
+        return given
+    inside = in_sequences(cu_seqlens, steps)
+    return tuple(torch.where(inside.view(-1, *[1] * (t.ndim - 2)), t, 0) for t in given)
 
 
 def unit_rows(x: Tensor, backend: str | None) -> Tensor:

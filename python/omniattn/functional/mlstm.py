@@ -11,7 +11,13 @@ from omniattn.functional._checks import (
     require_number,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import require_heads, run, sequence_count, widened
+from omniattn.functional._recurrence import (
+    cleared,
+    require_heads,
+    run,
+    sequence_count,
+    widened,
+)
 from omniattn.ops import scan as ops
 from omniattn.reference.precision import widen
 from omniattn.reference.scan import FORGET_GATES, inverse_exp
@@ -113,6 +119,7 @@ def mlstm(
     count = sequence_count(op, q, cu_seqlens)
     matrix, m = _parts(op, initial_state, q, (count, heads, size, v.shape[3]))
     gates = implementation(op, backend, q, ops.exponential_gates)
+    (f,) = cleared(cu_seqlens, f)
     decay, factor, maxima, m = gates(FORGET_GATES[forget_gate](f), i, m, cu_seqlens)
     # Values and the ones of the normaliser take the factors of the keys, whose rows stay as they
     # are; they are not rounded before the division.

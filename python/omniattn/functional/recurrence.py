@@ -17,6 +17,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
+    cleared,
     log_decays,
     require_heads,
     run,
@@ -112,12 +113,15 @@ def linear_attention(
     k, v = require_heads(op, q, k, v)
     # Features of half inputs stay in fp32, as do sums until they are divided.
     dtype, q, k, v = v.dtype, widen(q), widen(k), widen(v)
+    sequence_count(op, q, cu_seqlens)
+    q, k = cleared(cu_seqlens, q, k)
     if scale is not None:
         require_number(op, "scale", scale, 0)
         q, k = q * scale**0.5, k * scale**0.5
     q, k = phi(q), phi(k)
     if beta is not None:
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
+        (beta,) = cleared(cu_seqlens, beta)
         k = k * (beta if beta.ndim == 4 else beta[..., None])
     if g is not None:
         g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
@@ -265,47 +269,22 @@ def retention(
     g = gamma.log().expand(*v.shape[:2], heads)
     if not normalize:
         return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
-    count = sequence_count(op, q, cu_seqlens)
-    powers = gamma.new_zeros(count, heads)
+    count, powers = sequence_count(op, q, cu_seqlens), None
     if initial_state is not None:
         shape = (count, heads, q.shape[-1] + 1, v.shape[-1] + 1)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
-        powers, initial_state = initial_state[:, :, -1, -1], initial_state[:, :, :-1]
+        powers, initial_state = initial_state[:, :, -1:, -1:], initial_state[:, :, :-1]
     values = widen(v)
     values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
     o, s = run(op, widen(q), widen(k), values, g, scale, initial_state, cu_seqlens, backend)
-    each, last = _sums_of_powers(gamma, powers, v.shape[1], cu_seqlens)
-    o = o * each.rsqrt()[..., None]
+    # The sums of powers, which are the same for a whole batch without states.
+    g = g if powers is not None else g[:1]
+    one = torch.ones_like(g)[..., None]
+    sums, last = run(op, one, one, one, g, 1.0, powers, cu_seqlens, backend)
+    o = o * torch.where(sums > 0, sums, 1).rsqrt()  # 0 for tokens of no sequence
     largest = o[..., -1:].detach().abs().clamp(min=1)
-    below = nnf.pad(last[..., None, None], (v.shape[-1], 0))
+    below = nnf.pad(last, (v.shape[-1], 0)).expand(count, -1, -1, -1)
     return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)
-
-
-def _sums_of_powers(
-    gamma: Tensor, before: Tensor, steps: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """p_t = gamma p_{t-1} + 1 of each token (B or 1, T, Hv) and at the end of each sequence, from
-    those of `before` (N, Hv)."""
-
-    def after(counts: Tensor, first: Tensor) -> Tensor:
-        """Of counts (N, T) and first (N, 1, Hv)."""
-        at = counts[..., None].to(gamma.dtype)
-        grown = torch.where(
-            gamma < 1, -torch.expm1(at * gamma.log()) / (1 - gamma).clamp(min=1e-30), at
-        )
-        return gamma**at * first + grown
-
-    tokens = torch.arange(steps, device=gamma.device)
-    if cu_seqlens is None:
-        each = after(tokens[None] + 1, before[:, None])
-        return each, each[:, -1] if steps > 0 else before
-    offsets = cu_seqlens.long()
-    entries = torch.searchsorted(offsets[1:-1].contiguous(), tokens, right=True)
-    entries = entries.clamp(max=max(0, before.shape[0] - 1))
-    counts = (tokens - offsets[entries] + 1).clamp(min=1)
-    each = after(counts[:, None], before[entries][:, None])[:, 0]
-    last = after(offsets.diff()[:, None], before[:, None])[:, 0]
-    return each[None], last
 
 
 def feature_size(feature_map: str, size: int) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from omniattn.functional._checks import is_traced, require_range, use_reference
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
+    cleared,
     log_decays,
     low_rank,
     repeated,
@@ -21,7 +21,6 @@ from omniattn.functional._recurrence import (
 from omniattn.functional.attention import attention, attention_varlen
 from omniattn.functional.scan import rwkv4
 from omniattn.reference.precision import widen
-from omniattn.reference.recurrence import in_sequences
 
 __all__ = ["rwkv6", "rwkv7", "rwkv_quadratic", "rwkv_recurrent"]
 
@@ -262,9 +261,7 @@ def rwkv_recurrent(
     if initial_state is not None:
         shape = (count, 3, heads, width)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,)).flatten(2)
-    if cu_seqlens is not None:  # tokens of no sequence, which may hold anything, get no gradient
-        inside = in_sequences(cu_seqlens, r.shape[1])[:, None, None]
-        r, k = torch.where(inside, r, 0), torch.where(inside, k, 0)
+    r, k = cleared(cu_seqlens, r, k)
     score = (widen(r) * widen(k)).sum(-1, keepdim=True)
     score = repeated(score, heads // max(1, r.shape[2])).expand(v.shape)
     w = (w if w.ndim == 2 else w[:, None]).expand(heads, width).flatten()

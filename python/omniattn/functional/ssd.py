@@ -17,9 +17,8 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import run, sequence_count, widened
+from omniattn.functional._recurrence import cleared, run, sequence_count, widened
 from omniattn.reference.precision import widen
-from omniattn.reference.recurrence import in_sequences
 
 __all__ = ["ssd"]
 
@@ -110,6 +109,8 @@ def ssd(
     A = widened(op, "A", A, x, ((heads,),), "x")
     require_decaying(op, "A", A)
     dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
+    count = sequence_count(op, x, cu_seqlens, "x")
+    wide, dt = cleared(cu_seqlens, widen(x), dt)
     if dt_bias is not None:
         dt = dt + widened(op, "dt_bias", dt_bias, x, ((heads,),), "x")
     require_bool(op, "dt_softplus", dt_softplus)
@@ -124,11 +125,9 @@ def ssd(
     if z is not None:
         z = cast_like(op, "z", z, x, "x")
         require_shape(op, "z", z, tuple(x.shape))
-    count = sequence_count(op, x, cu_seqlens, "x")
     if initial_state is not None:
         shape = (count, heads, size, B.shape[3])
         initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x").mT
-    wide = widen(x)
     y, state = run(
         op,
         widen(C),
@@ -142,11 +141,9 @@ def ssd(
         q_name="C",
     )
     if D is not None:
-        if cu_seqlens is not None:
-            wide = torch.where(in_sequences(cu_seqlens, steps)[:, None, None], wide, 0)
         y = torch.addcmul(y, wide, D)
     if z is not None:
-        y = y * nnf.silu(widen(z))
+        y = y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))
     return y.to(x.dtype), state.mT
 
 

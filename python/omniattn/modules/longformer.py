@@ -134,7 +134,7 @@ class LongformerAttention(SparseAttention):
             return self._step(*tensors, **common)
         if index is None and c.global_index:
             known = [i for i in c.global_index if i < length]
-            index = torch.tensor(known, device=x.device).long().expand(len(x), -1)
+            index = torch.tensor(known, device=x.device).long().expand(x.shape[0], -1)
         return functional.longformer_attention(
             *tensors,
             window=c.window,

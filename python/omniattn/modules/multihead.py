@@ -165,8 +165,8 @@ class MultiheadAttention(Layer):
         c = self.config
         q, k, v = self._project(query, key, value)
         if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(len(k), -1, -1)], 1)
-            v = torch.cat([v, self.bias_v.expand(len(v), -1, -1)], 1)
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
         if c.add_zero_attn:
             k, v = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         q, k, v = (x.unflatten(-1, (c.num_heads, -1)) for x in (q, k, v))

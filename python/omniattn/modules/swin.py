@@ -139,7 +139,7 @@ def _regions(x: Tensor, size: int, shift: int) -> Tensor:
         return (position >= length - size).long() + (position >= length - shift).long()
 
     labels = 3 * parts(x.shape[1])[:, None] + parts(x.shape[2])
-    return _windows(labels.expand(len(x), -1, -1)[..., None], size)[..., 0]
+    return _windows(labels.expand(x.shape[0], -1, -1)[..., None], size)[..., 0]
 
 
 class SwinBlock(Layer):

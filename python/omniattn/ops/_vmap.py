@@ -86,8 +86,11 @@ def map_batch(
     batches = {i: batch(args[i], dims[i]) for i in places}
     mapped = {i for i, dim in enumerate(dims) if any(d is not None for d in tree_leaves(dim))}
     if mapped <= batches.keys() and all(t.dim() > 2 for t in batches.values()):
-        folded = (batches[i].flatten(0, 1) if i in batches else a for i, a in enumerate(args))
-        return tree_map(lambda t: t.unflatten(0, (size, len(t) // size)), call(*folded)), 0
+        # Ops want memory of their own of what they have saved: expanded batches of one are views.
+        folded = (
+            batches[i].flatten(0, 1).contiguous() if i in batches else a for i, a in enumerate(args)
+        )
+        return tree_map(lambda t: t.unflatten(0, (size, t.shape[0] // size)), call(*folded)), 0
     calls = [
         call(*(select(a, dim, i) for a, dim in zip(args, dims, strict=True))) for i in range(size)
     ]

@@ -17,7 +17,7 @@ def _states(rows: int, q: Tensor, v: Tensor) -> Tensor:
 
 
 def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _states(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, q, v)
+    return _states(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
 
 
 def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -26,7 +26,7 @@ def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | N
     batch, steps = q.shape[:2]
     if cu_seqlens is None:
         return _states(batch * ((steps + chunk - 1) // chunk), q, v)
-    return _states(steps // chunk + len(cu_seqlens) - 1, q, v)
+    return _states(steps // chunk + cu_seqlens.shape[0] - 1, q, v)
 
 
 #: (q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale) -> (o, final_state)

@@ -25,7 +25,7 @@ CHUNK = 32
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -33,7 +33,7 @@ def _slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
     batch, steps = x.shape[:2]
     if cu_seqlens is None:
         return batch * ((steps + CHUNK - 1) // CHUNK)
-    return steps // CHUNK + len(cu_seqlens) - 1
+    return steps // CHUNK + cu_seqlens.shape[0] - 1
 
 
 def _wkv_states(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ def causal_conv1d(
     last K - 1 of these and of x. N is B, or the number of sequences in the one row of x.
     """
     taps, steps, channels = weight.shape[1], x.shape[1], x.shape[2]
-    count = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     inputs = widen(x).transpose(1, 2)
     if initial_state is None:
         before = inputs.new_zeros((count, channels, taps - 1))

@@ -32,7 +32,7 @@ def random_feature_attention(
     """
     (a_q, f_q), (a_k, f_k) = (_exponents(x, weight, kind, scale) for x in (q, k))
     wide = torch.cat((widen(v), widen(v).new_ones(*v.shape[:3], 1)), -1)
-    count = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if feature_eps > 0:
         top = a_k.detach().amax((1, 3), keepdim=True) if a_k.numel() else a_k[:, :1].sum(3, True)
     else:

@@ -40,7 +40,7 @@ def recurrence(
     group = v.shape[2] // max(q.shape[2], 1)
     rows = [t.to(dtype).repeat_interleave(group, 2) for t in (q, k, a, b) if t is not None]
     wide_v = v.to(dtype)
-    count = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = v.new_zeros((count, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
     if initial_state is not None:
         state = state + initial_state.to(dtype)
@@ -243,7 +243,7 @@ def rwkv6(
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T r_t, S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T."""
     g = w.expand(*v.shape[:3], r.shape[-1])
-    count = len(r) if cu_seqlens is None else len(cu_seqlens) - 1
+    count = r.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     bonus = u.expand(count, *u.shape)
     scale = _scale(r, scale)
     return recurrence(r, k, v, g, None, bonus, None, None, initial_state, cu_seqlens, scale)

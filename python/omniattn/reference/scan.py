@@ -55,7 +55,7 @@ def _like(flags: Tensor, x: Tensor) -> Tensor:
 
 
 def _count(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def rwkv4(

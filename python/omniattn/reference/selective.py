@@ -40,7 +40,7 @@ def selective_attention(
     place = torch.arange(tk, device=q.device)
     own = place == torch.arange(tk - tq, tk, device=q.device)[:, None]
     s = logits[:, 0].relu().masked_fill(own | (place == 0), 0)
-    start = s.new_zeros(len(q), tk) if penalty is None else widen(penalty).to(s.dtype)
+    start = s.new_zeros(q.shape[0], tk) if penalty is None else widen(penalty).to(s.dtype)
     sums = torch.cat([start[:, None], s], 1).cumsum(1)
     f = sums[:, :-1]
     bias = -f
