@@ -1,5 +1,5 @@
-"""Recurrences where rounding hurts: keys that repeat each other with beta near 2, strong decays of
-heads, gates of mLSTM far below 0."""
+"""Recurrences where rounding hurts: keys that repeat each other with beta near 2, strong decays,
+gates of mLSTM far below 0."""
 
 import pytest
 import torch
@@ -123,3 +123,27 @@ def test_mlstm_where_its_stabiliser_is_below_what_exp_can_undo():
     exact = torch.autograd.grad(expected.square().sum(), wide)
     for a, e in zip(grads, exact, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-3, atol=1e-4)
+
+
+#: Of decays of each channel, the arguments q, k, v and g in their places.
+OF_CHANNELS = {
+    "gated_linear_attention": lambda q, k, v, g, beta: (q, k, v, g),
+    "rwkv6": lambda q, k, v, g, beta: (q, k, v, g, q.new_ones(q.shape[2:])),
+    **{name: RULES[name] for name in ("kimi_delta_attention", "dplr_delta_rule")},
+}
+
+
+@pytest.mark.parametrize("isa", testing.isas())
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_gates_before_a_reset_and_large_tokens(name, isa):
+    """Their gradients do not drown in the shares of the tokens after them, which are none."""
+    q, k, v, g, beta = repeating(40, 16)
+    g[:, 5] = -200.0
+    q[:, 5:], v[:, 5:] = 1e4 * q[:, 5:], 1e4 * v[:, 5:]
+    found, exact = [], []
+    for dtype, grads in ((torch.float32, found), (torch.float64, exact)):
+        given = [t.float().to(dtype).requires_grad_() for t in (q, k, v, g, beta)]
+        with testing.isa(isa):
+            o = getattr(F, name)(*OF_CHANNELS[name](*given))[0]
+        grads.append(torch.autograd.grad(o, given[3], torch.ones_like(o))[0][:, :5])
+    assert error(found[0], exact[0]) < 1e-5

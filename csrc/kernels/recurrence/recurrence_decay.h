@@ -221,8 +221,10 @@ struct ChannelDecay {
                [&](int64_t j, auto part) { part.store(state + j, part.load(state + j) * end[d]); });
   }
 
-  // A factor that enters the state at row i has a share in the gradients of g up to row i, which
-  // `sum` collects; what reads the state before row i has its share up to row i - 1.
+  // As in HeadDecay, the gradient of a factor is a sum over the products that it is in, without
+  // differences: `entering` of the state at the start with what reads it later, `leaving` of
+  // earlier keys with the state at the end, `shares` of earlier keys with what reads them in this
+  // chunk. What reads the state before its own token's decay has no share in that one.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& g, C* dg, int64_t stride) {
     const int64_t n = c.rows;
     for_row<C>(c.K, [&](int64_t d, auto part) {
@@ -230,35 +232,34 @@ struct ChannelDecay {
       const auto add = [&](Matrix<C> x, int64_t i, Vec<C> y) {
         part.store(x.row(i) + d, at(x, i) + y);
       };
-      Vec<C> sum = part.load(g.carried + d), dbonus = zero<C>();
-      for (int64_t i = 0; i < n * Update::kKeys; ++i) sum = fma(at(g.made, i), at(c.k_out, i), sum);
+      Vec<C> shares[recurrence_chunk(true)], entering = zero<C>(), dbonus = zero<C>();
+      for (Vec<C>& share : shares) share = zero<C>();
       for (int64_t i = n; i-- > 0;) {
         const Vec<C> k = at(c.k, i), q = at(c.q, i), entry = at(in, i);
         const Vec<C> before = i > 0 ? at(in, i - 1) : Vec<C>(C{1});
-        const VecPair<Vec<C>> key = sum_over_queries(c, g, i, d, part);
+        const VecPair<Vec<C>> key = sum_over_queries(c, g, i, d, part, shares);
         const VecPair<Vec<C>> query = sum_over_keys(c, g, i, d, part);
         Vec<C> dk = fma(at(g.made, i), at(out, i), key.first);
-        Vec<C> dq = fma(at(g.met, n + i), kBonus ? before : entry, query.second);
-        Vec<C> dprobe = zero<C>();
+        const Vec<C> met_q = at(g.met, n + i) * (kBonus ? before : entry);
+        Vec<C> dq = met_q + query.second, met_probe = zero<C>();
         if constexpr (kProbe) {
-          dprobe = fma(at(g.met, i), kProbesBefore ? before : entry, query.first);
+          met_probe = at(g.met, i) * (kProbesBefore ? before : entry);
+          if constexpr (!kProbesBefore) {
+            entering = fma(at(c.probe, i), met_probe, entering);
+            dk += met_probe + query.first;
+          }
         }
-        sum = fma(k, kProbe && !kProbesBefore ? dprobe - dk : -dk, sum);
         if constexpr (kTwoKeys) {
-          const Vec<C> db = fma(at(g.made, n + i), at(out, i), key.second);
-          sum = fma(at(c.k, n + i), -db, sum);
-          add(g.db, i, db);
+          add(g.db, i, fma(at(g.made, n + i), at(out, i), key.second));
         }
-        if constexpr (!kBonus) sum = fma(q, dq, sum);
-        if (dg != nullptr) part.store(dg + i * stride + d, sum);
+        if constexpr (!kBonus) entering = fma(q, met_q, entering);
+        shares[i] += entering;
         if constexpr (kProbesBefore) {
-          sum = fma(at(c.probe, i), dprobe, sum);
-          add(g.da, i, dprobe);
-        } else if constexpr (kProbe) {
-          dk += dprobe;
+          entering = fma(at(c.probe, i), met_probe, entering);
+          add(g.da, i, met_probe + query.first);
         }
         if constexpr (kBonus) {
-          sum = fma(q, dq, sum);
+          entering = fma(q, met_q, entering);
           const Vec<C> share = g.scores.row(n + i)[i], bonus = part.load(c.bonus + d);
           dq = fma(share * k, bonus, dq);
           dk = fma(share * q, bonus, dk);
@@ -266,6 +267,13 @@ struct ChannelDecay {
         }
         add(g.dk, i, dk);
         add(g.dq, i, dq);
+      }
+      Vec<C> leaving = part.load(g.carried + d);
+      for (int64_t t = 0; dg != nullptr && t < n; ++t) {
+        part.store(dg + t * stride + d, shares[t] + leaving);
+        for (int64_t i = t; i < n * Update::kKeys; i += n) {
+          leaving = fma(at(g.made, i), at(c.k_out, i), leaving);
+        }
       }
       if (kBonus && g.dbonus != nullptr) part.store(g.dbonus + d, part.load(g.dbonus + d) + dbonus);
     });
@@ -348,10 +356,21 @@ struct ChannelDecay {
   }
 
   // Of k_j and of b_j, sum over rows i of D_ij times the gradients of N_ij times the probe and of
-  // P_ij times q_i; without P_jj of a bonus.
+  // P_ij times q_i; without P_jj of a bonus. The gradients of the decays between are added to
+  // `shares`: each is in the products of the keys, decayed up to it, with the sum from it on.
   OMNIATTN_INLINE VecPair<Vec<C>> sum_over_queries(const Chunk<C>& c, const ChunkGradient<C>& g,
-                                                   int64_t j, int64_t d, auto part) const {
+                                                   int64_t j, int64_t d, auto part,
+                                                   Vec<C>* shares) const {
     const int64_t n = c.rows;
+    Vec<C> decayed[recurrence_chunk(true)];  // D from j to before each row
+    Vec<C> product(C{1});
+    for (int64_t i = j + 1; i < n; ++i) {
+      decayed[i] = product;
+      product *= part.load(w.row(i) + d);
+    }
+    const Vec<C> k = part.load(c.k.row(j) + d);
+    Vec<C> b = zero<C>();
+    if constexpr (kTwoKeys) b = part.load(c.k.row(n + j) + d);
     Vec<C> of_k = zero<C>(), of_b = zero<C>();
     const auto read = [&](Matrix<const C> rows, int64_t i, int64_t score) {
       const Vec<C> x = part.load(rows.row(i) + d);
@@ -364,6 +383,9 @@ struct ChannelDecay {
       const Vec<C> decay = part.load(w.row(i) + d);
       of_k *= decay;
       if constexpr (kTwoKeys) of_b *= decay;
+      Vec<C> share = k * of_k;
+      if constexpr (kTwoKeys) share = fma(b, of_b, share);
+      shares[i] = fma(decayed[i], share, shares[i]);
       if constexpr (kProbesBefore) read(c.probe, i, i);
       if constexpr (kBonus) read(c.q, i, n + i);
     }
