@@ -138,6 +138,7 @@ OF_CHANNELS = {
 def test_gates_before_a_reset_and_large_tokens(name, isa):
     """Their gradients do not drown in the shares of the tokens after them, which are none."""
     q, k, v, g, beta = repeating(40, 16)
+    k = nnf.normalize(draw(*k.shape, seed=9), dim=-1)
     g[:, 5] = -200.0
     q[:, 5:], v[:, 5:] = 1e4 * q[:, 5:], 1e4 * v[:, 5:]
     found, exact = [], []
@@ -146,4 +147,4 @@ def test_gates_before_a_reset_and_large_tokens(name, isa):
         with testing.isa(isa):
             o = getattr(F, name)(*OF_CHANNELS[name](*given))[0]
         grads.append(torch.autograd.grad(o, given[3], torch.ones_like(o))[0][:, :5])
-    assert error(found[0], exact[0]) < 1e-5
+    assert error(found[0], exact[0]) < 1e-6
