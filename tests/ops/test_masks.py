@@ -479,6 +479,8 @@ WRONG_TYPES = [
     (lambda: masks.PrefixLM([1, 2]), r"PrefixLM: lengths must be a torch.Tensor, .*\[1, 2\]"),
     (lambda: masks.Documents(IDS_Q, IDS_K > 0), "Documents: keys must be integers, .*bool"),
     (lambda: masks.Causal() & torch.ones(2, 2, dtype=torch.bool), "All: masks must be masks"),
+    (lambda: masks.Causal() | (lambda b, h, q, k: q > k), "AnyOf: masks must be .*from_predicate"),
+    (lambda: masks.Not(3), "Not: masks must be masks"),
 ]
 
 

@@ -238,17 +238,26 @@ def blocks_of_rows(
     seen: Callable[[int, int], Tensor], tq: int, tk: int, device: torch.device | str
 ) -> Blocks:
     """The blocks of a mask; seen(first, last): these rows, broadcastable to (B, Hq, rows, Tk)."""
-    codes, bits, partials = [], [], 0
+    codes, bits, partials = torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), None, 0
     for first in range(0, tq, BLOCK):
         rows = seen(first, min(first + BLOCK, tq))
         rows = rows[(None,) * (4 - rows.dim())]
         row, partial = _encoded(rows.expand(*rows.shape[:2], -1, tk), partials)
-        codes.append(row)
-        bits.append(partial)
+        if bits is None:
+            codes = row.new_empty(*row.shape[:2], -(-tq // BLOCK), row.shape[2])
+            bits = _no_bits(device)
+        codes[:, :, first // BLOCK] = row
+        # Few large blocks of memory: small ones between what each row computes with would leave
+        # holes in the heap, which then grows like Tq Tk.
+        if partials + len(partial) > len(bits):
+            grown = bits.new_empty(2 * len(bits) + len(partial), BLOCK)
+            grown[:partials] = bits[:partials]
+            bits = grown
+        bits[partials : partials + len(partial)] = partial
         partials += len(partial)
-    if not codes:
-        return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), _no_bits(device))
-    return Blocks(torch.stack(codes, 2), torch.cat(bits), (tq, tk))
+    if bits is None:
+        return Blocks(codes, _no_bits(device))
+    return Blocks(codes, bits[:partials].clone(), (tq, tk))
 
 
 def _seen(

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from omniattn.encoding.masks import BLOCK, EncodedMask, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, blocks_of_rows
-from omniattn.functional._checks import shown
-from omniattn.functional._mask import Mask, common_device
+from omniattn.functional._mask import Mask, common_device, require_masks
 
 
 def _needs_one_length() -> NoReturn:
     raise ValueError(
         "masks made by | and ~, GlobalTokens and Representatives are for batches of one length, "
-        "not for packed or cached sequences, whose positions differ"
+        "not for packed or cached sequences, whose positions differ; write what they allow as a "
+        "function of b, h, q and k there"
     )
 
 
@@ -66,10 +66,9 @@ class AnyOf(Computed):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        if not self.masks or not all(isinstance(mask, Mask) for mask in self.masks):
-            raise TypeError(
-                f"AnyOf: masks must be masks, at least one, got masks={shown(self.masks)}"
-            )
+        require_masks("AnyOf", self.masks)
+        if not self.masks:
+            raise ValueError("AnyOf: masks must have at least one mask, got masks=()")
 
     def pairs(
         self,
@@ -95,8 +94,7 @@ class Not(Computed):
     mask: Mask
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"Not: mask must be a mask, got mask={shown(self.mask)}")
+        require_masks("Not", (self.mask,))
 
     def pairs(
         self,

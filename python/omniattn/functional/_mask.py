@@ -120,14 +120,7 @@ class All(Mask):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.masks, (tuple, list)):
-            raise TypeError(f"All: masks must be a tuple of masks, got masks={shown(self.masks)}")
-        for mask in self.masks:
-            if not isinstance(mask, Mask):
-                raise TypeError(
-                    "All: masks must be masks (BoolMask makes one of a tensor), "
-                    f"got mask={shown(mask)}"
-                )
+        require_masks("All", self.masks)
 
     def rules(self) -> list[Rule]:
         return [rule for mask in self.masks for rule in mask.rules()]
@@ -143,8 +136,8 @@ class All(Mask):
         heads: int,
         queries: tuple[int, int] | None = None,
     ) -> Tensor:
-        rows = slice(0, tq) if queries is None else slice(*queries)
-        seen = torch.ones(tq, tk, dtype=torch.bool, device=device)[rows]
+        first, last = (0, tq) if queries is None else queries
+        seen = torch.ones(last - first, tk, dtype=torch.bool, device=device)
         for mask in self.masks:
             seen = seen & mask.pairs(tq, tk, device, heads, queries)
         return seen
@@ -154,6 +147,17 @@ class All(Mask):
 
     def _device(self) -> torch.device:
         return common_device(self.masks)
+
+
+def require_masks(name: str, masks: object) -> None:
+    if not isinstance(masks, (tuple, list)):
+        raise TypeError(f"{name}: masks must be a tuple of masks, got masks={shown(masks)}")
+    for mask in masks:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"{name}: masks must be masks (BoolMask makes one of a tensor, from_predicate of a "
+                f"function), got mask={shown(mask)}"
+            )
 
 
 def common_device(masks: Sequence[Mask]) -> torch.device:

@@ -97,6 +97,10 @@ class Value(Traced):
     def __float__(self) -> float:
         return float(self.trace.fail("cannot make a Python number of a value"))
 
+    def __matmul__(self, other: Any) -> Any:
+        return self.untraced("@")
+
+    __rmatmul__ = __matmul__
     __int__ = __index__ = item = __float__
     __hash__ = object.__hash__
 
