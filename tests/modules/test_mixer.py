@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from omniattn.models import (
+    T5,
     BlocksConfig,
     Decoder,
+    T5Config,
     generate,
     layer_schedule,
     load_model,
@@ -75,6 +77,7 @@ from omniattn.modules import (
     TransformerXLAttention,
 )
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.state import StatePair
 from omniattn.reference import LinearScaling
 
 
@@ -189,6 +192,41 @@ def test_beams_and_copies_of_a_hybrid(model):
         each.reorder(torch.tensor([1, 1, 0]))
     torch.testing.assert_close(model(tokens[[1, 1, 0], 5:], state=before), full[[1, 1, 0], 5:])
     torch.testing.assert_close(model(tokens[:, 5:], state=other), full[:, 5:])
+
+
+@torch.no_grad()
+def test_states_are_checked_before_one_changes(model):
+    """A call that fails in a later layer must not leave the states of earlier ones ahead."""
+    tokens, state, more = torch.randint(61, (2, 9)), model.new_state(2, 5), model.new_state(2, 9)
+    model(tokens[:, :1], state=more)
+    pair = StatePair(state[0], more[0])
+    for wrong, error, message in (
+        (state, ValueError, r"new tokens, got state\[1\].max_length=5, state\[1\].length=0, T=9"),
+        ([more[0], *state[1:]], ValueError, r"state\[0\].length=1, state\[1\].length=0"),
+        ([pair, *state[1:]], ValueError, r"state\[0\].length=0, state\[0\].length=1"),
+        ([*state, state[0]], ValueError, r"each of 3 layers, got len\(state\)=4"),
+        (state[:2], ValueError, r"each of 3 layers, got len\(state\)=2"),
+        (state[1], TypeError, r"the list of .*, got type\(state\)=KVCache"),
+        ([None, *state[1:]], TypeError, r"got type\(state\[0\]\)=NoneType"),
+    ):
+        with pytest.raises(error, match=f"^Decoder: state must .*{message}$"):
+            model(tokens, state=wrong)
+    assert [each.length for each in state] == [0] * 3
+    torch.testing.assert_close(model(tokens[:, :5], state=state), model(tokens)[:, :5])
+
+    t5 = T5(T5Config(dim=8, num_layers=2, num_heads=2, head_dim=4, hidden_dim=8))
+    memory, state = t5.encode(tokens), t5.new_state(2, 5)
+    with pytest.raises(ValueError, match=r"^T5: state must .* got state\[0\].max_length=5"):
+        t5.hidden(tokens, memory, state=state)
+    assert not state[0][1].filled
+
+
+def test_checkpointing_does_not_leave_out_a_state(model):
+    model.config = replace(HYBRID, gradient_checkpointing=True)
+    tokens, state = torch.randint(61, (1, 3)), model.new_state(1, 3)
+    with pytest.raises(RuntimeError, match=r"wrap the call in torch\.no_grad"):
+        model(tokens, state=state)
+    model(tokens, tokens).backward()
 
 
 STD = {"init_std": 0.5}
