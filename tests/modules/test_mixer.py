@@ -345,6 +345,62 @@ def test_every_mixer_refuses_states_that_are_not_its_own(config):
             mixer(x, rope=rope, state=wrong)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("config", MIXERS, ids=lambda config: config.layer.__name__)
+def test_every_mixer_names_the_wrong_argument(config):
+    mixer, name = config.build(), config.layer.__name__
+    x, tables = torch.randn(2, 3, 24), RotaryEmbedding(6)(torch.arange(3))
+    if config.layer is not Average:
+        for wrong in (None, "x", [1.0]):
+            with pytest.raises(TypeError, match=f"^{name}: x must be a torch.Tensor, got x="):
+                mixer(wrong, rope=tables)
+        for rope in ("a", torch.zeros(2), (None, None)):
+            with pytest.raises(TypeError, match=f"^{name}: rope must be the tensors .* rope="):
+                mixer(x, rope=rope)
+        for dtype in (torch.int64, torch.bfloat16):
+            with pytest.raises(TypeError, match=r"^\w+: \w+ must .*x.dtype=|u.dtype=|got weight.d"):
+                mixer(x.to(dtype), rope=tables)
+    for sizes, wrong, got in (
+        ((2.5, 9), {}, "batch must be an int >= 0, got batch=2.5"),
+        ((-1, 9), {}, "batch must be an int >= 0, got batch=-1"),
+        ((2, "a"), {}, "max_length must be an int >= 0, got max_length='a'"),
+        ((2, 9), {"dtype": torch.int64}, "dtype must be float64, .* got dtype=torch.int64"),
+        ((2, 9), {"dtype": "float32"}, "dtype must be float64, .* got dtype='float32'"),
+        ((2, 9), {"dtyp": 1}, "options of new_state must be of .*device, dtype, got dtyp=1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: {got}"):
+            mixer.new_state(*sizes, **wrong)
+    if config.layer is not Attention:
+        with pytest.raises(TypeError, match=f"^{name}: options of .* got eviction=H2O"):
+            mixer.new_state(2, 9, eviction=H2O(2, 2))
+    state = mixer.new_state(2, 9)
+    for index in (torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([[0]])):
+        with pytest.raises(ValueError, match=r"^\w+: index must "):
+            state.reorder(index)
+    for index in (torch.tensor([0.0]), [0, 1]):
+        with pytest.raises(TypeError, match=r"^\w+: index must "):
+            state.reorder(index)
+
+
+@pytest.mark.parametrize("config", MIXERS, ids=lambda config: config.layer.__name__)
+def test_every_mixer_takes_other_parameters_in_a_functional_call(config):
+    """As ensembles do: the parameters are tensors then, not nn.Parameter."""
+    torch.manual_seed(0)
+    mixer, x = config.build(dtype=torch.float64), torch.randn(1, 5, 24, dtype=torch.float64)
+    rope = RotaryEmbedding(6)(torch.arange(5))
+    others = {name: p.detach() * 1.5 for name, p in mixer.named_parameters()}
+    y = torch.func.functional_call(mixer, others, (x,), {"rope": rope})
+    mixer.load_state_dict(others, strict=False)
+    torch.testing.assert_close(y, mixer(x, rope=rope))
+
+
+def test_a_recurrence_refuses_the_state_of_another_one_of_the_same_shapes():
+    seven, six = RWKV7TimeMix(24, head_dim=8), RWKV6TimeMix(24, head_dim=8)
+    state = copy.deepcopy(seven.new_state(1, 9))
+    with pytest.raises(ValueError, match=r"^RWKV6TimeMix: state must .*kind='RWKV7TimeMix'"):
+        six(torch.zeros(1, 2, 24), state=state)
+
+
 @pytest.mark.parametrize(
     "state",
     [
