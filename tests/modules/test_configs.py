@@ -232,6 +232,10 @@ def test_a_subclass_may_have_arguments_of_its_own():
             "DifferentialAttention: window_size must be two ints",
         ),
         (
+            lambda: modules.BigBirdAttention.Config(8, 2, block=0),
+            "BigBirdAttention: block must be an int >= 1, got block=0",
+        ),
+        (
             lambda: DecoderBlock.Config(Linear.Config(4, 4), MLP.Config(4, 4), RMSNorm.Config(4)),
             "DecoderBlock: mixer must be the Config of Attention, BigBirdAttention",
         ),

@@ -70,6 +70,7 @@ from omniattn.modules import (
     RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
+    RWKVChannelMix,
     SelectiveAttention,
     SelectiveCache,
     SimpleSelectiveSSM,
@@ -382,16 +383,21 @@ def test_every_mixer_names_the_wrong_argument(config):
             state.reorder(index)
 
 
-@pytest.mark.parametrize("config", MIXERS, ids=lambda config: config.layer.__name__)
+@pytest.mark.parametrize(
+    "config",
+    [*MIXERS, RWKVChannelMix.Config(24, init_std=0.5)],
+    ids=lambda config: config.layer.__name__,
+)
 def test_every_mixer_takes_other_parameters_in_a_functional_call(config):
     """As ensembles do: the parameters are tensors then, not nn.Parameter."""
     torch.manual_seed(0)
     mixer, x = config.build(dtype=torch.float64), torch.randn(1, 5, 24, dtype=torch.float64)
-    rope = RotaryEmbedding(6)(torch.arange(5))
+    mixes = isinstance(mixer, Mixer)
+    rope = {"rope": RotaryEmbedding(6)(torch.arange(5))} if mixes else {}
     others = {name: p.detach() * 1.5 for name, p in mixer.named_parameters()}
-    y = torch.func.functional_call(mixer, others, (x,), {"rope": rope})
+    y = torch.func.functional_call(mixer, others, (x,), rope)
     mixer.load_state_dict(others, strict=False)
-    torch.testing.assert_close(y, mixer(x, rope=rope))
+    torch.testing.assert_close(y, mixer(x, **rope))
 
 
 def test_a_recurrence_refuses_the_state_of_another_one_of_the_same_shapes():
