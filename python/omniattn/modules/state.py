@@ -102,7 +102,7 @@ class RecurrentState:
         (3, 64)
     """
 
-    #: The class of the layer that made it, whose states alone mean what these tensors mean.
+    #: The kind of layer that made it, for which alone these tensors mean what they do.
     kind: str | None = None
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -123,18 +123,18 @@ class RecurrentState:
         """Of the tensors of one sequence."""
         return {name: tuple(t.shape[1:]) for name, t in self._tensors.items()}
 
-    def require_like(self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor) -> None:
-        """The state must be that of a layer whose states have these `shapes`, for the sequences of
-        x (B, T, dim)."""
-        if self.kind not in (None, op):
-            raise ValueError(
-                f"{op}: state must be that of a layer of this class, got state.kind={self.kind!r}"
-            )
+    def require_like(
+        self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor, kind: str | None = None
+    ) -> None:
+        """The state must be that of a layer of this kind whose states have these `shapes`, for the
+        sequences of x (B, T, dim)."""
         if self._tensors.keys() != shapes.keys():
             raise ValueError(
                 f"{op}: state must have {', '.join(shapes)}, the state of another layer was given, "
                 f"got {', '.join(self._tensors)}"
             )
+        if kind is not None and self.kind not in (None, kind):
+            raise ValueError(f"{op}: state must be that of a {kind}, got that of a {self.kind}")
         for name, t in self._tensors.items():
             if tuple(t.shape[1:]) != shapes[name]:
                 raise ValueError(
@@ -264,7 +264,7 @@ def require_index(op: str, index: Tensor, batch: int) -> None:
 
 
 def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
-    """`new_state` after checks of its arguments; a recurrent state gets the class of the layer."""
+    """`new_state` after checks of its arguments; a recurrent state gets its kind."""
     _, *others = inspect.signature(new_state).parameters.values()
     by_place = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = [p.name for p in others if p.kind is p.KEYWORD_ONLY]
@@ -290,10 +290,16 @@ def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
                 )
         state = new_state(self, *args, **kwargs)
         if isinstance(state, RecurrentState) and state.kind is None:  # a block returns its mixer's
-            state.kind = op
+            state.kind = kind_of(self)
         return state
 
     return checked
+
+
+def kind_of(layer: Any) -> str:
+    """The class of a layer, by its config: torch puts another class in the place of that of a
+    module with parametrisations or shards."""
+    return type(getattr(layer, "config", layer)).__qualname__.removesuffix(".Config")
 
 
 def takes_cache(forward: Forward) -> Forward:
