@@ -250,6 +250,19 @@ def test_sizes_and_options_are_checked_where_they_are_given(call, message):
         call()
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_names_an_argument_that_is_no_tensor(name):
+    layer = getattr(modules, name)(valid_config(name), **OTHERS.get(name, {}))
+    arguments = list(inspect.signature(layer.forward).parameters.values())
+    first = arguments[0].name if arguments else None
+    if first not in ("x", "query"):  # as that of experts, or of a bias
+        return
+    others = [None for a in arguments[1:] if a.default is a.empty and a.kind < a.VAR_POSITIONAL]
+    for wrong in (None, "x", [1.0]):
+        with pytest.raises(TypeError, match=rf"^\w+: {first} must be a torch.Tensor, got"):
+            layer(wrong, *others)
+
+
 def test_every_config_checks_its_fields():
     for name in modules.__all__:
         config = getattr(getattr(modules, name), "Config", modules.layer.LayerConfig)
