@@ -232,6 +232,10 @@ def test_a_subclass_may_have_arguments_of_its_own():
             "DifferentialAttention: window_size must be two ints",
         ),
         (
+            lambda: modules.BigBirdAttention.Config(8, 2, block=0),
+            "BigBirdAttention: block must be an int >= 1, got block=0",
+        ),
+        (
             lambda: DecoderBlock.Config(Linear.Config(4, 4), MLP.Config(4, 4), RMSNorm.Config(4)),
             "DecoderBlock: mixer must be the Config of Attention, BigBirdAttention",
         ),
@@ -244,6 +248,19 @@ def test_a_subclass_may_have_arguments_of_its_own():
 def test_sizes_and_options_are_checked_where_they_are_given(call, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_names_an_argument_that_is_no_tensor(name):
+    layer = getattr(modules, name)(valid_config(name), **OTHERS.get(name, {}))
+    arguments = list(inspect.signature(layer.forward).parameters.values())
+    first = arguments[0].name if arguments else None
+    if first not in ("x", "query"):  # as that of experts, or of a bias
+        return
+    others = [None for a in arguments[1:] if a.default is a.empty and a.kind < a.VAR_POSITIONAL]
+    for wrong in (None, "x", [1.0]):
+        with pytest.raises(TypeError, match=rf"^\w+: {first} must be a torch.Tensor, got"):
+            layer(wrong, *others)
 
 
 def test_every_config_checks_its_fields():

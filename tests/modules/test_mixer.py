@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from omniattn.models import (
+    T5,
     BlocksConfig,
     Decoder,
+    T5Config,
     generate,
     layer_schedule,
     load_model,
@@ -68,6 +71,7 @@ from omniattn.modules import (
     RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
+    RWKVChannelMix,
     SelectiveAttention,
     SelectiveCache,
     SimpleSelectiveSSM,
@@ -75,6 +79,7 @@ from omniattn.modules import (
     TransformerXLAttention,
 )
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.state import StatePair
 from omniattn.reference import LinearScaling
 
 
@@ -191,6 +196,41 @@ def test_beams_and_copies_of_a_hybrid(model):
     torch.testing.assert_close(model(tokens[:, 5:], state=other), full[:, 5:])
 
 
+@torch.no_grad()
+def test_states_are_checked_before_one_changes(model):
+    """A call that fails in a later layer must not leave the states of earlier ones ahead."""
+    tokens, state, more = torch.randint(61, (2, 9)), model.new_state(2, 5), model.new_state(2, 9)
+    model(tokens[:, :1], state=more)
+    pair = StatePair(state[0], more[0])
+    for wrong, error, message in (
+        (state, ValueError, r"new tokens, got state\[1\].max_length=5, state\[1\].length=0, T=9"),
+        ([more[0], *state[1:]], ValueError, r"state\[0\].length=1, state\[1\].length=0"),
+        ([pair, *state[1:]], ValueError, r"state\[0\].length=0, state\[0\].length=1"),
+        ([*state, state[0]], ValueError, r"each of 3 layers, got len\(state\)=4"),
+        (state[:2], ValueError, r"each of 3 layers, got len\(state\)=2"),
+        (state[1], TypeError, r"the list of .*, got type\(state\)=KVCache"),
+        ([None, *state[1:]], TypeError, r"got type\(state\[0\]\)=NoneType"),
+    ):
+        with pytest.raises(error, match=f"^Decoder: state must .*{message}$"):
+            model(tokens, state=wrong)
+    assert [each.length for each in state] == [0] * 3
+    torch.testing.assert_close(model(tokens[:, :5], state=state), model(tokens)[:, :5])
+
+    t5 = T5(T5Config(dim=8, num_layers=2, num_heads=2, head_dim=4, hidden_dim=8))
+    memory, state = t5.encode(tokens), t5.new_state(2, 5)
+    with pytest.raises(ValueError, match=r"^T5: state must .* got state\[0\].max_length=5"):
+        t5.hidden(tokens, memory, state=state)
+    assert not state[0][1].filled
+
+
+def test_checkpointing_does_not_leave_out_a_state(model):
+    model.config = replace(HYBRID, gradient_checkpointing=True)
+    tokens, state = torch.randint(61, (1, 3)), model.new_state(1, 3)
+    with pytest.raises(RuntimeError, match=r"wrap the call in torch\.no_grad"):
+        model(tokens, state=state)
+    model(tokens, tokens).backward()
+
+
 STD = {"init_std": 0.5}
 MIXERS = [
     Attention.Config(24, 4, 2, init_std=0.5),
@@ -305,6 +345,71 @@ def test_every_mixer_refuses_states_that_are_not_its_own(config):
         wrong = RecurrentState(**{name: t.long() for name, t in tensors.items()})
         with pytest.raises(ValueError, match=f"^{own} floating-point"):
             mixer(x, rope=rope, state=wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", MIXERS, ids=lambda config: config.layer.__name__)
+def test_every_mixer_names_the_wrong_argument(config):
+    mixer, name = config.build(), config.layer.__name__
+    x, tables = torch.randn(2, 3, 24), RotaryEmbedding(6)(torch.arange(3))
+    if config.layer is not Average:
+        for wrong in (None, "x", [1.0]):
+            with pytest.raises(TypeError, match=f"^{name}: x must be a torch.Tensor, got x="):
+                mixer(wrong, rope=tables)
+        for rope in ("a", torch.zeros(2), (None, None)):
+            with pytest.raises(TypeError, match=f"^{name}: rope must be the tensors .* rope="):
+                mixer(x, rope=rope)
+        for dtype in (torch.int64, torch.bfloat16):
+            with pytest.raises(TypeError, match=r"^\w+: \w+ must .*x.dtype=|u.dtype=|got weight.d"):
+                mixer(x.to(dtype), rope=tables)
+    for sizes, wrong, got in (
+        ((2.5, 9), {}, "batch must be an int >= 0, got batch=2.5"),
+        ((-1, 9), {}, "batch must be an int >= 0, got batch=-1"),
+        ((2, "a"), {}, "max_length must be an int >= 0, got max_length='a'"),
+        ((2, 9), {"dtype": torch.int64}, "dtype must be float64, .* got dtype=torch.int64"),
+        ((2, 9), {"dtype": "float32"}, "dtype must be float64, .* got dtype='float32'"),
+        ((2, 9), {"dtyp": 1}, "options of new_state must be of .*device, dtype, got dtyp=1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: {got}"):
+            mixer.new_state(*sizes, **wrong)
+    if config.layer is not Attention:
+        with pytest.raises(TypeError, match=f"^{name}: options of .* got eviction=H2O"):
+            mixer.new_state(2, 9, eviction=H2O(2, 2))
+    state = mixer.new_state(2, 9)
+    for index in (torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([[0]])):
+        with pytest.raises(ValueError, match=r"^\w+: index must "):
+            state.reorder(index)
+    for index in (torch.tensor([0.0]), [0, 1]):
+        with pytest.raises(TypeError, match=r"^\w+: index must "):
+            state.reorder(index)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*MIXERS, RWKVChannelMix.Config(24, init_std=0.5)],
+    ids=lambda config: config.layer.__name__,
+)
+def test_every_mixer_takes_other_parameters_in_a_functional_call(config):
+    """As ensembles do: the parameters are tensors then, not nn.Parameter."""
+    torch.manual_seed(0)
+    mixer, x = config.build(dtype=torch.float64), torch.randn(1, 5, 24, dtype=torch.float64)
+    mixes = isinstance(mixer, Mixer)
+    rope = {"rope": RotaryEmbedding(6)(torch.arange(5))} if mixes else {}
+    others = {name: p.detach() * 1.5 for name, p in mixer.named_parameters()}
+    y = torch.func.functional_call(mixer, others, (x,), rope)
+    mixer.load_state_dict(others, strict=False)
+    torch.testing.assert_close(y, mixer(x, **rope))
+
+
+def test_a_recurrence_refuses_the_state_of_another_one_of_the_same_shapes():
+    seven, six = RWKV7TimeMix(24, head_dim=8), RWKV6TimeMix(24, head_dim=8)
+    state = copy.deepcopy(seven.new_state(1, 9))
+    with pytest.raises(ValueError, match=r"^RWKV6TimeMix: state must .*of a RWKV7TimeMix$"):
+        six(torch.zeros(1, 2, 24), state=state)
+    weight_norm(seven, "k_k")  # changes the class of the module
+    with torch.no_grad():
+        seven(torch.zeros(1, 2, 24), state=state)
+    assert state.length == 2
 
 
 @pytest.mark.parametrize(

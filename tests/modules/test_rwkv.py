@@ -193,6 +193,8 @@ def test_values_of_the_first_layer_reach_the_others():
         torch.testing.assert_close(parameter.grad, grad)
     with pytest.raises(ValueError, match=r"shared must hold the values v_first .* layer_idx=1"):
         model.layers[1].mixer(inputs())
+    with pytest.raises(ValueError, match=r"layer_idx=1, got shared=\['embeddings'\]$"):
+        model.layers[1].mixer(inputs(), shared={"embeddings": inputs()})
 
 
 def test_beginnings():

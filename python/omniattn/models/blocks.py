@@ -27,8 +27,9 @@ def layer_schedule(schedule: str | Sequence[str], num_layers: int) -> tuple[str,
     """Which of the layers are "swa", attention to a window, and which "full".
 
     Args:
-        schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full"; or the
-            kinds themselves, as in `layer_types` of transformers. Repeated from the first layer on.
+        schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full", either
+            of which may be 0; or the kinds themselves, as in `layer_types` of transformers.
+            Repeated from the first layer on.
         num_layers: how many.
 
     Raises:

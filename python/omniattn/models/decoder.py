@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.models._states import require_states
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     Attention,
@@ -213,15 +214,18 @@ class Decoder(Model, Stateful):
         state: list[State] | None = None,
     ) -> torch.Tensor:
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
+        past = 0
+        if state is not None:
+            op = type(self).__name__
+            past = require_states(op, state, len(self.layers), tokens.shape[1])
         if positions is None:
-            past = 0 if state is None else state[0].length
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions)
         x = self.dropout(x)
-        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
         shared = {"embeddings": x}
         for i, layer in enumerate(self.layers):
             if recompute:

@@ -307,12 +307,12 @@ class Attention(Mixer):
             relative, alibi_slopes: terms of the distance, see functional.attention.
         """
         c = self.config
+        cache = require_cache("Attention", state)
+        x, sequences = sequences_of("Attention", "x", x, state=cache)
         if x.dim() != 3:
             raise ValueError(
                 f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
             )
-        cache = require_cache("Attention", state)
-        x, sequences = sequences_of("Attention", "x", x, state=cache)
         keys = sequences
         if source is not None:
             source, keys = sequences_of("Attention", "source", source, queries=sequences)

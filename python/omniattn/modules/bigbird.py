@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import require_int
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import Cache
@@ -64,6 +65,7 @@ class BigBirdAttention(SparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            require_int("BigBirdAttention", "block", self.block, 1)
             if self.causal and self.max_length is None:
                 raise ValueError("BigBirdAttention: causal=True needs max_length, got None")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import FLOATS
 from omniattn.functional.masks import BoolMask, Mask
-from omniattn.modules.state import State, Storage
+from omniattn.modules.state import State, Storage, require_index
 
 
 class Cache(ABC):
@@ -109,6 +109,7 @@ class StoredCache(Cache):
         self.length = length
 
     def reorder(self, index: Tensor) -> None:
+        require_index(type(self).__name__, index, self._k.shape[0])
         self._k = self._k.index_select(0, index)
         self._v = self._v.index_select(0, index)
 

@@ -15,7 +15,7 @@ from omniattn.functional._checks import widen
 from omniattn.functional.masks import BoolMask
 from omniattn.modules.cache import Cache, check_new, new_storage
 from omniattn.modules.eviction import Eviction, Slots, evicted_of, require_plain
-from omniattn.modules.state import take
+from omniattn.modules.state import require_index, take
 
 Rope = tuple[Tensor, Tensor]
 
@@ -313,8 +313,7 @@ class EvictingCache(Cache):
             kept.weight.copy_(tokens.weight)
             return
         order = (~keep).byte().argsort(dim=-1, stable=True)[..., :count]
-        left = tokens._replace(positions=positions).take(order)
-        self._fill(left)
+        self._fill(tokens._replace(positions=positions).take(order))
 
     def _fill(self, tokens: Kept) -> None:
         """Makes these tokens the content."""
@@ -359,6 +358,7 @@ class EvictingCache(Cache):
             self._rope = (cos[..., :length, :], sin[..., :length, :])
 
     def reorder(self, index: Tensor) -> None:
+        require_index("EvictingCache", index, self._kept.k.shape[0])
         self._kept = Kept(*(t.index_select(0, index) for t in self._kept))
         if self._rope is not None and self._rope[0].dim() == 3:
             cos, sin = self._rope

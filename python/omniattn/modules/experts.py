@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_number, require_tensor
 from omniattn.functional.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
 from omniattn.modules import _signatures
@@ -146,6 +146,7 @@ class Experts(DefaultVectors, Layer):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of the chosen experts."""
+        require_tensor("Experts", "x", x)
         if self.default_vectors is None or not self.training:
             return self._run(x, routing.experts, routing.weights)
         slots = x[..., None, :].expand(*routing.experts.shape, x.shape[-1])

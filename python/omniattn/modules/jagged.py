@@ -12,6 +12,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._by_queries import BiasOf, attention_by_queries
+from omniattn.functional._checks import require_tensor
 from omniattn.functional._jagged import length_bound, longest, require_ragged, with_boundaries
 
 
@@ -155,6 +156,7 @@ def sequences_of(
 ) -> tuple[Tensor, Sequences]:
     """x as (B, T, ...) and its sequences. It must be nested if and only if `queries`, where given,
     are; a nested x has no state."""
+    require_tensor(op, name, x)
     nested = x.is_nested if queries is None else queries.nested is not None
     if not nested:
         return x, Sequences()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.modules.cache import Cache, StoredCache, check_new
-from omniattn.modules.state import take
+from omniattn.modules.state import require_index, take
 
 
 class KVCache(StoredCache):
@@ -171,6 +171,7 @@ class CrossCache(Cache):
 
     def reorder(self, index: Tensor) -> None:
         if self._kv is not None:
+            require_index("CrossCache", index, self._kv[0].shape[0])
             k, v = (t.index_select(0, index) for t in self._kv)
             self._kv = (k, v)
 

@@ -290,9 +290,9 @@ class MultiHeadLatentAttention(Mixer):
             absorb: attend to the latents themselves; default: with a state and T <= absorb_max.
         """
         c = self.config
-        self._require_rope(rope)
         cache = require_cache("MultiHeadLatentAttention", state)
         x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, state=cache)
+        self._require_rope(rope)
         attend = sequences.attention()
         q = self._queries(self._query_latent(x), x)
         q, k, v = self._rotated(q, *self._latents(x), rope)

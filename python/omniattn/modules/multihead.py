@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_tensor
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
 from omniattn.modules import _signatures
 from omniattn.modules.jagged import Sequences, sequences_of
@@ -195,6 +196,7 @@ class MultiheadAttention(Layer):
                 here it is enough on its own, aligned top-left.
         """
         c = self.config
+        require_tensor("MultiheadAttention", "query", query)
         batched = query.dim() == 3
         same = query is key and key is value
         inputs = [query] if same else [query, key, value]

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_number
+from omniattn.functional._checks import require_int, require_number, require_tensor
 from omniattn.functional._grid_mask import each_axis
 from omniattn.functional.masks import GridNeighbourhood, Mask
 from omniattn.modules import _signatures
@@ -126,6 +126,7 @@ class _Neighborhood(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim), with depth before height in a video -> the same."""
         c, op = self.config, type(self).__name__
+        require_tensor(op, "x", x)
         if x.is_nested or x.dim() != c.axes + 2 or x.shape[-1] != c.dim:
             got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
             grid = ", ".join(("depth", "height", "width")[-c.axes :])

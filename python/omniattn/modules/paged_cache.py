@@ -13,7 +13,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional.masks import KeyPadding, Mask
 from omniattn.modules.cache import Cache, check_new, new_storage
-from omniattn.modules.state import take
+from omniattn.modules.state import require_index, take
 
 
 class PagePool:
@@ -227,6 +227,7 @@ class PagedCache(Cache):
             del row[kept:]
 
     def reorder(self, index: Tensor) -> None:
+        require_index("PagedCache", index, len(self._pages))
         chosen: list[int] = index.tolist()
         pages = [list(self._pages[i]) for i in chosen]
         for row in pages:

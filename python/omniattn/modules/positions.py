@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import is_one_of, require_int, require_integers, require_rows
+from omniattn.functional._checks import (
+    is_one_of,
+    require_int,
+    require_integers,
+    require_rows,
+    require_tensor,
+)
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
@@ -17,6 +23,7 @@ from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
     """The positions of x (B, T, dim), given as ids or as the first one."""
     op, dim = type(layer).__name__, layer.config.dim
+    require_tensor(op, "x", x)
     if x.dim() < 2 or x.shape[-1] != dim:
         raise ValueError(f"{op}: x must have shape (B, T, {dim}), got x.shape={tuple(x.shape)}")
     if not isinstance(positions, Tensor):
@@ -122,6 +129,7 @@ class SinCosPositional2d(Layer):
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """x (B, prefix + height * width, dim), grid (height, width)."""
         c = self.config
+        require_tensor("SinCosPositional2d", "x", x)
         if not isinstance(grid, (tuple, list)) or len(grid) != 2:
             raise TypeError(f"SinCosPositional2d: grid must be (height, width), got grid={grid!r}")
         table = functional.sincos_2d(

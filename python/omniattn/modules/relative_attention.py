@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omniattn.functional._checks import require_tensor
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import T5Bias
 from omniattn.modules import _signatures
@@ -233,6 +234,8 @@ class DisentangledAttention(Layer):
             split: Tensor = projection(t).unflatten(-1, (c.num_heads, -1))
             return split
 
+        require_tensor("DisentangledAttention", "x", x)
+        require_tensor("DisentangledAttention", "positions", positions)
         if positions.shape != (2 * c.span, c.dim):
             raise ValueError(
                 f"DisentangledAttention: positions must have shape {(2 * c.span, c.dim)}, "

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import autocast_dtype, new_seed, require_int, require_number
+from omniattn.functional._checks import (
+    autocast_dtype,
+    new_seed,
+    require_int,
+    require_number,
+    require_tensor,
+)
 from omniattn.functional.routing import ROUTER_GRADS, Routing
 from omniattn.functional.routing.routers import check_groups
 from omniattn.modules import _signatures
@@ -180,6 +186,7 @@ class Router(Float32Buffers, Layer):
         """x (..., T, dim) -> logits (..., T, E), the routing, the load of the noisy router;
         token_mask (..., T) hides tokens from that load and from experts that choose theirs."""
         c = self.config
+        require_tensor("Router", "x", x)
         if self.training and c.jitter:
             x = functional.router_jitter(x, c.jitter, new_seed())
         logits = self._product(x, self.weight)

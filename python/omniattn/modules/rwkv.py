@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import autocast_dtype, require_float, require_like
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules._rwkv_init import ramp, zigzag
@@ -86,9 +87,12 @@ class Shifted(nn.Module):
         self, x: Tensor, sequences: Sequences, before: Tensor | None
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """x_{t-1} - x_t, the inputs of the parts, and the last steps of x or else `before`."""
+        op, mus = type(self).__name__, [getattr(self, f"x_{part}") for part in self.parts]
+        require_float(op, "x", x)
+        if autocast_dtype(x) is None:
+            require_like(op, "x", x, mus[0], f"x_{self.parts[0]}")
         earlier, last = sequences.before(x, before)
         difference = earlier - x
-        mus = (self.get_parameter(f"x_{part}") for part in self.parts)
         return difference, [torch.addcmul(x, difference, mu) for mu in mus], last
 
 

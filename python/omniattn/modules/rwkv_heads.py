@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.modules import _signatures
 from omniattn.modules._rwkv_init import ramp, rank_of, zigzag
 from omniattn.modules.layer import config_or_fields
@@ -382,6 +383,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
         if shared is None or "v_first" not in shared:
             raise ValueError(
                 f"RWKV7TimeMix: shared must hold the values v_first of the first layer, as a model "
-                f"passes them on, in layer_idx={self.config.layer_idx}, got shared={shared}"
+                f"passes them on, in layer_idx={self.config.layer_idx}, "
+                f"got shared={shown(shared and sorted(shared))}"
             )
         return v + (shared["v_first"] - v) * torch.sigmoid(self.v0 + xv @ self.v1 @ self.v2)

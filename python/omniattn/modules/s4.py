@@ -121,7 +121,7 @@ class _SSM(StateMixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wide = fp32(x.dtype)
         A = torch.complex(-self.log_A_real.to(wide).exp(), self.A_imag.to(wide))
-        vectors = [_complex(self.get_parameter(name), wide) for name in self.vectors]
+        vectors = [_complex(getattr(self, name), wide) for name in self.vectors]
         options: dict[str, Any] = {}
         if state is not None and sequences.nested is not None:
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_tensor
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -82,6 +83,7 @@ class SpatialReductionAttention(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim) -> the same."""
         c = self.config
+        require_tensor("SpatialReductionAttention", "x", x)
         source = x
         if c.sr_ratio > 1:
             source = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
@@ -9,6 +10,14 @@ from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
+
+from omniattn.functional._checks import (
+    FLOATS,
+    require_int,
+    require_integers,
+    require_rows,
+    shown,
+)
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -61,6 +70,11 @@ class Stateful:
         """
         raise NotImplementedError(f"{type(self).__name__}: new_state is not defined")
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "new_state" in vars(cls):
+            cls.new_state = _checked(cls.new_state)  # type: ignore[method-assign]
+
     def new_cache(
         self, batch: int, max_length: int, dtype: torch.dtype | None = None, **options: Any
     ) -> Any:
@@ -88,6 +102,9 @@ class RecurrentState:
         (3, 64)
     """
 
+    #: The kind of layer that made it, for which alone these tensors mean what they do.
+    kind: str | None = None
+
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
         self._derived: dict[str, tuple[Any, Tensor]] = {}
@@ -106,14 +123,18 @@ class RecurrentState:
         """Of the tensors of one sequence."""
         return {name: tuple(t.shape[1:]) for name, t in self._tensors.items()}
 
-    def require_like(self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor) -> None:
-        """The state must be that of a layer whose states have these `shapes`, for the sequences of
-        x (B, T, dim)."""
+    def require_like(
+        self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor, kind: str | None = None
+    ) -> None:
+        """The state must be that of a layer of this kind whose states have these `shapes`, for the
+        sequences of x (B, T, dim)."""
         if self._tensors.keys() != shapes.keys():
             raise ValueError(
                 f"{op}: state must have {', '.join(shapes)}, the state of another layer was given, "
                 f"got {', '.join(self._tensors)}"
             )
+        if kind is not None and self.kind not in (None, kind):
+            raise ValueError(f"{op}: state must be that of a {kind}, got that of a {self.kind}")
         for name, t in self._tensors.items():
             if tuple(t.shape[1:]) != shapes[name]:
                 raise ValueError(
@@ -180,6 +201,7 @@ class RecurrentState:
             )
 
     def reorder(self, index: Tensor) -> None:
+        require_index("RecurrentState", index, next(iter(self._tensors.values())).shape[0])
         self._tensors = {name: t.index_select(0, index) for name, t in self._tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +255,60 @@ def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
     return [state[key] for key in keys]
 
 
+def require_index(op: str, index: Tensor, batch: int) -> None:
+    """`index` (B',) must be rows of a state of `batch` sequences."""
+    require_integers(op, "index", index)
+    if index.dim() != 1:
+        raise ValueError(f"{op}: index must have shape (B',), got index.shape={tuple(index.shape)}")
+    require_rows(op, "index", index, batch)
+
+
+def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_state` after checks of its arguments; a recurrent state gets its kind."""
+    _, *others = inspect.signature(new_state).parameters.values()
+    by_place = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = [p.name for p in others if p.kind is p.KEYWORD_ONLY]
+    more = [p for p in others if p.kind is p.VAR_KEYWORD]
+    open_ended = any("Storage" not in str(p.annotation) for p in more)
+    options += Storage.__annotations__ if more else ()
+
+    @wraps(new_state)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        op, given = type(self).__name__, dict(zip(by_place, args, strict=False)) | kwargs
+        for name, value in given.items():
+            if name in ("batch", "max_length"):
+                require_int(op, name, value, 0)
+            elif name == "dtype" and value is not None and value not in FLOATS:
+                raise TypeError(
+                    f"{op}: dtype must be float64, float32, bfloat16 or float16, "
+                    f"got dtype={shown(value)}"
+                )
+            elif not open_ended and name not in by_place and name not in options:
+                raise TypeError(
+                    f"{op}: options of new_state must be of {', '.join(options)}, "
+                    f"got {name}={shown(value)}"
+                )
+        state = new_state(self, *args, **kwargs)
+        if isinstance(state, RecurrentState) and state.kind is None:  # a block returns its mixer's
+            state.kind = kind_of(self)
+        return state
+
+    return checked
+
+
+def kind_of(layer: Any) -> str:
+    """The class of a layer, by its config: torch puts another class in the place of that of a
+    module with parametrisations or shards."""
+    return type(getattr(layer, "config", layer)).__qualname__.removesuffix(".Config")
+
+
 def takes_cache(forward: Forward) -> Forward:
     """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
-    the names from when all states were caches of keys and values."""
+    the names from when all states were caches of keys and values. A `rope` must be a pair."""
 
     def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("rope") is not None:
+            _require_tables(type(self).__name__, kwargs["rope"])
         for former, name in (("cache", "state"), ("memory_cache", "memory_state")):
             if former in kwargs:
                 given = kwargs.pop(former)
@@ -251,3 +322,9 @@ def takes_cache(forward: Forward) -> Forward:
     code = by_either_name.__code__
     by_either_name.__code__ = code.replace(co_name=forward.__qualname__)
     return wraps(forward)(by_either_name)  # type: ignore[return-value]
+
+
+def _require_tables(op: str, rope: Any) -> None:
+    pair = isinstance(rope, (tuple, list)) and len(rope) == 2
+    if not pair or not all(isinstance(t, Tensor) for t in rope):
+        raise TypeError(f"{op}: rope must be the tensors (cos, sin), got rope={shown(rope)}")

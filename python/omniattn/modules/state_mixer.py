@@ -12,7 +12,7 @@ from omniattn.functional._checks import is_one_of, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.jagged import Sequences, sequences_of, without_padding
 from omniattn.modules.mixer import Mixer, require_tokens
-from omniattn.modules.state import RecurrentState, State, takes_cache
+from omniattn.modules.state import RecurrentState, State, kind_of, takes_cache
 
 
 class StateMixer(Mixer):
@@ -114,5 +114,5 @@ def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:
     shapes = getattr(layer, "_state_shapes", None)
     if shapes is None:
         shapes = layer._state_shapes = layer.new_state(1, 1, device="meta").shapes
-    state.require_like(op, shapes, x)
+    state.require_like(op, shapes, x, kind_of(layer))
     return state

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_tensor
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
 from omniattn.modules import _signatures
@@ -92,6 +93,7 @@ class WindowAttention(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim) -> the same."""
         c = self.config
+        require_tensor("WindowAttention", "x", x)
         height, width = x.shape[1:3]
         size, shift, table = c.window, c.shift, self.relative_position_bias_table
         if min(height, width) <= size:
@@ -243,6 +245,7 @@ class PatchMerging(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, height, width, dim) -> (B, ceil(height / 2), ceil(width / 2), 2 dim)."""
+        require_tensor("PatchMerging", "x", x)
         x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
         # Down the first column, then down the second.
         parts = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]

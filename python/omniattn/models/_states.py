@@ -1,0 +1,62 @@
+"""What a model requires of the states of its layers before any of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omniattn.modules import DSAState, KVCache, NSAState
+from omniattn.modules.state import State, StatePair
+
+
+def require_states(op: str, state: Any, layers: int, steps: int) -> int:
+    """The number of tokens before the `steps` new ones, of which all states must have room.
+
+    A layer changes its own state, so that a call which fails in a later layer would leave the
+    states of the earlier ones ahead, and the next call would be wrong without an error.
+    """
+    if not isinstance(state, (list, tuple)):
+        raise TypeError(
+            f"{op}: state must be the list of the states of all layers, as new_state gives it, "
+            f"got type(state)={type(state).__name__}"
+        )
+    if len(state) != layers:
+        raise ValueError(
+            f"{op}: state must have one entry for each of {layers} layers, "
+            f"got len(state)={len(state)}"
+        )
+    past: int | None = None
+    for layer, entry in enumerate(state):
+        for part in _parts(entry):
+            length = getattr(part, "length", None)
+            if length is None:
+                raise TypeError(
+                    f"{op}: state must hold what new_state gives for each layer, "
+                    f"got type(state[{layer}])={type(entry).__name__}"
+                )
+            past = length if past is None else past
+            if length != past:
+                raise ValueError(
+                    f"{op}: state must be of the same tokens in all layers, "
+                    f"got state[0].length={past}, state[{layer}].length={length}"
+                )
+            if isinstance(part, KVCache) and length + steps > part.max_length:
+                raise ValueError(
+                    f"{op}: state must have room for the new tokens, "
+                    f"got state[{layer}].max_length={part.max_length}, "
+                    f"state[{layer}].length={length}, T={steps}"
+                )
+    return 0 if past is None else past
+
+
+def _parts(state: Any) -> Sequence[State]:
+    """The states that grow with each token; with cross-attention the first of two."""
+    if isinstance(state, tuple) and state:
+        return _parts(state[0])
+    if isinstance(state, StatePair):
+        return [*_parts(state.mixer), *_parts(state.mlp)]
+    if isinstance(state, NSAState):
+        return state.branches
+    if isinstance(state, DSAState):
+        return [state.latents, state.index]
+    return [state]
