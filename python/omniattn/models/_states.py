@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from omniattn.modules import DSAState, KVCache, NSAState
-from omniattn.modules.state import State, StatePair
+from omniattn.modules import KVCache
+from omniattn.modules.state import State
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:
@@ -50,13 +50,9 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
 
 
 def _parts(state: Any) -> Sequence[State]:
-    """The states that grow with each token; with cross-attention the first of two."""
+    """The states of the same tokens that it is made of; with cross-attention the first of two."""
     if isinstance(state, tuple) and state:
         return _parts(state[0])
-    if isinstance(state, StatePair):
-        return [*_parts(state.mixer), *_parts(state.mlp)]
-    if isinstance(state, NSAState):
-        return state.branches
-    if isinstance(state, DSAState):
-        return [state.latents, state.index]
-    return [state]
+    if not hasattr(state, "parts"):
+        return [state]
+    return [part for each in state.parts for part in _parts(each)]

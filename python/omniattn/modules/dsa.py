@@ -37,6 +37,11 @@ class DSAState:
     def __init__(self, latents: KVCache, index: KVCache) -> None:
         self.latents, self.index = latents, index
 
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """States of the same tokens."""
+        return self.latents, self.index
+
     def append(self, k: Tensor, v: Tensor, k_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stores n tokens; k, v and k_idx (B, T, .) of all of them."""
         k, v = self.latents.append(k, v)

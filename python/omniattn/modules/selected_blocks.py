@@ -207,6 +207,11 @@ class NSAState:
         self.branches, self.compressed = branches, compressed
         self._size, self._stride = size, stride
 
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """States of the same tokens."""
+        return tuple(self.branches)
+
     def windows(self, length: int) -> int:
         """The number of windows that fit into `length` tokens."""
         return max(0, (length - self._size) // self._stride + 1)

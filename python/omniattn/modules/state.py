@@ -219,6 +219,11 @@ class StatePair:
         self.mixer, self.mlp = mixer, mlp
 
     @property
+    def parts(self) -> tuple[State, ...]:
+        """States of the same tokens."""
+        return self.mixer, self.mlp
+
+    @property
     def length(self) -> int:
         return self.mixer.length
 
