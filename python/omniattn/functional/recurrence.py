@@ -303,7 +303,8 @@ def _sums_of_powers(
     entries = torch.searchsorted(offsets[1:-1].contiguous(), tokens, right=True)
     entries = entries.clamp(max=max(0, before.shape[0] - 1))
     counts = (tokens - offsets[entries] + 1).clamp(min=1)
-    each = after(counts[:, None], before[entries][:, None])[:, 0]
+    first = before if before.shape[0] > 0 else before.new_zeros(1, *before.shape[1:])
+    each = after(counts[:, None], first[entries][:, None])[:, 0]
     last = after(offsets.diff()[:, None], before[:, None])[:, 0]
     return each[None], last
 
