@@ -231,7 +231,7 @@ class _Groups(OfPositions):
         j = torch.arange(self.columns(size), device=before.device)
         if self.aligned:
             return size * (j + 1) <= before
-        seen = torch.zeros(len(before), len(j), dtype=torch.bool, device=before.device)
+        seen = torch.zeros(before.shape[0], j.shape[0], dtype=torch.bool, device=before.device)
         start = 0
         for width, count in self.sizes:
             back = before - j - start

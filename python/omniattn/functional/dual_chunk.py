@@ -13,6 +13,7 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes, require_parameter
 from omniattn.functional._checks import (
     autocast_dtype,
+    is_traced,
     require_bool,
     require_choice,
     require_device,
@@ -265,7 +266,7 @@ def _strided(q: Tensor, k: Tensor, v: Tensor, stride: int, options: dict[str, An
     """O of the multiples of `stride`."""
     tq, tk = q.shape[1], k.shape[1]
     if options["dropout_p"] == 0:
-        mask = _multiples(stride, tk)
+        mask = (_Multiples if is_traced() else _multiples)(stride, tk)  # sizes may be symbols
         out: Tensor = attention(q, k[:, ::stride], v[:, ::stride], mask=mask, **options)
         return out
     keys = torch.arange(0, tk, stride, device=q.device).expand(1, 1, min(tq, 1), -1)
