@@ -36,8 +36,8 @@ def test_distributed():
     run(__file__, "distributed", 2)
 
 
-@pytest.mark.parametrize("page", ["caches", "hybrids"])
-def test_pages_of_decoding(page, one_thread):
+@pytest.mark.parametrize("page", ["caches", "export", "hybrids"])
+def test_pages_of_layers(page, one_thread):
     run_page(f"docs/{page}.md")
 
 

@@ -328,13 +328,20 @@ def test_arguments_of_another_type():
         lambda q, k, v: F.bigbird_attention(q, k, v, block=4, n_random=1),
         lambda q, k, v: F.bigbird_attention(q, k, v, block=4, n_random=1, num_global_tokens=2),
         lambda q, k, v: F.bigbird_attention(
-            q, k, v, block=8, rand_blocks=BLOCKS.to("meta"), count_duplicates=True
+            q, k, v, block=16, rand_blocks=BLOCKS.to("meta"), count_duplicates=True
         ),
+        lambda q, k, v: F.hub_spoke_attention(q, k, v, window=2, global_every=9),
     ],
 )
 def test_shapes_on_meta(call):
-    q, k, v = (t.to("meta") for t in (Q, K, V))
-    assert call(q, k, v).shape == (*Q.shape[:3], V.shape[3])
+    q, k, v = (torch.empty(2, 80, t.shape[2], t.shape[3], device="meta") for t in (Q, K, V))
+    assert call(q, k, v).shape == (2, 80, q.shape[2], v.shape[3])
+
+
+def test_blocks_of_a_mask_need_values():
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="Blocks: partial blocks must have values, got device="):
+        masks.Blocks.from_block_mask(seen, block_size=8, size=(40, 40))
 
 
 def test_longformer_without_tokens():

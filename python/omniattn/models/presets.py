@@ -1,4 +1,4 @@
-"""The models by name: small ones that `python -m omniattn train` offers, and the sizes of releases."""
+"""The models by name: small ones for `python -m omniattn train`, and the sizes of releases."""
 
 from __future__ import annotations
 
