@@ -207,12 +207,14 @@ def require_int(
     """`value` must be a 64-bit int in [least, most], no bool; numpy integers and 0-d tensors are
     allowed."""
     error: type[Exception] = ValueError
-    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+    if isinstance(value, bool):
         error = TypeError
     elif not isinstance(value, _INTS):
         try:
             operator.index(value)
         except TypeError:
+            error = TypeError
+        if getattr(value, "dtype", None) == torch.bool:
             error = TypeError
     if (
         error is TypeError
