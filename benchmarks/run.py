@@ -146,7 +146,7 @@ def system_task(system: System) -> Task:
 
 
 def training_task() -> Task:
-    """A training step of `omniattn train`'s default model, against Hugging Face's Llama."""
+    """A step of the default model of `python -m omniattn train`, against Hugging Face's Llama."""
     from omniattn.models import PRESETS, Llama
     from omniattn.training import TrainConfig
 

@@ -36,8 +36,8 @@ def test_distributed():
     run(__file__, "distributed", 2)
 
 
-@pytest.mark.parametrize("page", ["caches", "hybrids"])
-def test_pages_of_decoding(page, one_thread):
+@pytest.mark.parametrize("page", ["caches", "export", "hybrids"])
+def test_pages_of_layers(page, one_thread):
     run_page(f"docs/{page}.md")
 
 
@@ -65,25 +65,21 @@ ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_migration(one_thread):
     """Both sides of every row of the tables give the same."""
-    names = run_page("docs/migration.md", dict(libraries.NAMES))
+    names = run_page("docs/migration.md", {})
     rows = ROW.findall((ROOT / "docs/migration.md").read_text(encoding="utf-8"))
     assert len(rows) > 80
     for row in rows:
-        there, here = (eval(side, names) for side in row)
+        there, here = (eval(side, {**libraries.NAMES, **names}) for side in row)
         torch.testing.assert_close(
             here, there, rtol=1e-4, atol=1e-5, msg=lambda text, row=row: f"{row}: {text}"
         )
 
 
 def test_readme(one_thread):
-    from transformers import LlamaConfig, LlamaForCausalLM  # a second for each of the processes
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=97))
-    names = run_page("README.md", {"model": model})
+    names = run_page("README.md")
     assert names["out"].shape == names["q"].shape == names["q"].grad.shape
     assert names["y"].shape == names["h"].shape
-    assert model.config._attn_implementation == "omniattn"
+    assert names["model"].config._attn_implementation == "omniattn"
 
 
 if __name__ == "__main__":

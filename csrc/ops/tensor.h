@@ -85,12 +85,13 @@ inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 
 // dispatcher does not look for those in optional lists.
 inline bool has_memory(const Tensor& t) { return t.const_data_ptr() != nullptr || t.numel() == 0; }
 
+// is_here: also of the undefined tensor that torch makes of None where a schema says Tensor.
 #if defined(OMNIATTN_CUDA)
 inline constexpr const char* kDeviceName =
     "the CUDA device of the first argument, with memory of its own";
 inline int32_t device_index() { return torch::stable::accelerator::getCurrentDeviceIndex(); }
 inline bool is_here(const Tensor& t) {
-  return t.is_cuda() && t.get_device_index() == device_index() && has_memory(t);
+  return t.defined() && t.is_cuda() && t.get_device_index() == device_index() && has_memory(t);
 }
 inline int32_t device_type() { return aoti_torch_device_type_cuda(); }
 // Makes the device of an op's first argument the current one.
@@ -104,7 +105,7 @@ class DeviceScope {
 #else
 inline constexpr const char* kDeviceName = "the CPU, with memory of its own";
 inline int32_t device_index() { return 0; }
-inline bool is_here(const Tensor& t) { return t.is_cpu() && has_memory(t); }
+inline bool is_here(const Tensor& t) { return t.defined() && t.is_cpu() && has_memory(t); }
 inline int32_t device_type() { return aoti_torch_device_type_cpu(); }
 struct DeviceScope {
   explicit DeviceScope(const Tensor&) {}

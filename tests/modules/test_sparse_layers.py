@@ -201,9 +201,17 @@ def test_texts_shorter_than_a_neighbourhood():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind,options",
+    [
+        (MoBA, {"block_size": 4, "topk": 2}),
+        (LocalStridedAttention, {"window": 2, "stride": 3}),
+        (DeterministicSparseAttention, {"window": 2, "stride": 3}),
+    ],
+)
 @torch.no_grad()
-def test_one_exported_graph_for_all_lengths():
-    layer, x = MoBA(dim=8, num_heads=2, block_size=4, topk=2, init_std=0.5), torch.randn(1, 64, 8)
+def test_one_exported_graph_for_all_lengths(kind, options):
+    layer, x = kind(dim=8, num_heads=2, init_std=0.5, **options), torch.randn(1, 64, 8)
     length = torch.export.Dim("T", min=8)
     program = torch.export.export(layer, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
     for n in (9, 64):

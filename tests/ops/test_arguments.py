@@ -26,6 +26,13 @@ ARRAY = np.ones(2)
 SDPA = "scaled_dot_product_attention"
 
 
+STATE = (-torch.ones(1, 1).cfloat(), torch.ones(1, 1).cfloat(), torch.ones(1))
+
+
+def delta(backend=None, q=Q, v=Q, g=-Q, **options):
+    return F.kimi_delta_attention(q, Q, v, g, Q[..., 0], backend=backend, **options)
+
+
 def varlen(**options):
     return F.attention_varlen(Q[0], Q[0], Q[0], CU, CU, **options)
 
@@ -211,6 +218,41 @@ CASES = [
     (lambda: F.drop_over_capacity(X, 1), "drop_over_capacity: routing must be a Routing"),
     (lambda: F.drop_over_capacity(ROUTING, 1.5), "drop_over_capacity: capacity must be an int"),
     (lambda: F.expert_capacity(7, 4, 2, ARRAY), "expert_capacity: factor must be a finite number"),
+    (
+        lambda: F.dsa_indexer_loss(Q, Q[:, :, 0], None, Q.double(), Q),
+        "dsa_indexer_loss: k must have the dtype of q, got k.dtype=torch.float32, q.dtype=",
+    ),
+    (lambda: delta("x", l2norm=True), "kimi_delta_attention: backend must be one of"),
+    (lambda: delta(q=Q.to_sparse(), l2norm=True), "kimi_delta_attention: q must be strided, got"),
+    (lambda: delta(v=Q.to_sparse()), "kimi_delta_attention: v must be strided, got v.layout="),
+    (lambda: delta(g=-Q.to_sparse()), "kimi_delta_attention: g must be strided, got g.layout="),
+    (
+        lambda: F.retention(Q, Q, Q, cu_seqlens=CU.to_sparse()),
+        "retention: cu_seqlens must be strided, got cu_seqlens.layout=torch.sparse_coo",
+    ),
+    (
+        lambda: F.attention_varlen(Q[0], Q[0], Q[0], CU.to_sparse(), CU),
+        "attention_varlen: cu_seqlens_q must be strided, got cu_seqlens_q.layout=",
+    ),
+    (lambda: F.na1d(Q.long(), Q, Q, 3), "na1d: query must be float64, .* got query.dtype=torch.i"),
+    (lambda: F.na1d(Q, Q[..., 1:], Q, 3), "na1d: query and key must have the same B and D, got"),
+    (lambda: F.na1d(Q, Q, Q, True), "na1d: kernel_size must be an int >= 1 and <= 3, got"),
+    (lambda: F.na1d(Q, Q, Q, 3, scale="1"), "na1d: scale must be a finite number, got scale='1'"),
+    (lambda: F.na1d(Q, Q, Q, 3, backend="x"), "na1d: backend must be one of"),
+    (lambda: F.s4d_kernel(*STATE, length=True), "s4d_kernel: length must be an int >= 0, got"),
+    (lambda: F.s4d_kernel(*STATE, torch.tensor(True)), "s4d_kernel: length must be an int >= 0"),
+    (
+        lambda: F.s4d_kernel(*STATE[:2], -STATE[2], 3),
+        r"s4d_kernel: dt must be >= 0, got dt.min\(\)=-1",
+    ),
+    *(
+        (partial(call, 10**20), f"{op}: {name} must fit into 64 bits or be a float, got {name}=1")
+        for op, name, call in (
+            ("mlstm", "scale", lambda n: F.mlstm(Q, Q, Q, Q[..., 0], Q[..., 0], scale=n)),
+            ("linear_attention", "eps", lambda n: F.linear_attention(Q, Q, Q, eps=n)),
+            ("selective_attention", "softcap", lambda n: F.selective_attention(Q, Q, Q, softcap=n)),
+        )
+    ),
 ]
 
 

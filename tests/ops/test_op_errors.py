@@ -162,6 +162,17 @@ def test_names_the_public_function(name, change):
                 assert free or (name, schema[at].name, change) in TAKES, schema[at].name
 
 
+@pytest.mark.parametrize(
+    "name,argument", [("rwkv4", "w"), ("causal_conv1d", "weight"), ("selective_scan", "delta")]
+)
+def test_none_for_a_tensor(name, argument):
+    schema = getattr(torch.ops.omniattn, name).default._schema.arguments
+    at = [a.name for a in schema].index(argument)
+    given = replaced(taken()[name][0], at, None)
+    for op in with_raw(name):
+        assert refusal(op, given).startswith(f"{name}: {argument} must be on the CPU")
+
+
 def test_names_follow_from_the_arguments():
     centred = (X, ROW, ROW, True, 1e-5, 0.0, False)
     for name in ("norm", "norm_only"):

@@ -128,6 +128,20 @@ def test_a_state_continues(backend, splits):
         torch.testing.assert_close(state, final)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_sequences(causal):
+    """Tokens of no sequence give 0, and there are no states."""
+    q, k, v = (t[:1] for t in qkv(v_heads=2))
+    bounds = torch.tensor([q.shape[1]])
+    weight = torch.ones(6, 8, dtype=q.dtype)
+    for o, states in (
+        F.retention(q, k, v, normalize=True, cu_seqlens=bounds),
+        F.random_feature_attention(q, k, v, weight, causal=causal, cu_seqlens=bounds),
+    ):
+        assert torch.equal(o, torch.zeros_like(v))
+        assert all(len(s) == 0 for s in ([states] if torch.is_tensor(states) else states))
+
+
 def test_packed_sequences_are_apart():
     q, k, v = (t[:1] for t in qkv())
     g, beta = decays(1, 70, 2), draw(1, 70, 2, seed=4).sigmoid()

@@ -231,7 +231,7 @@ WRONG = [
     ),
     (
         lambda: F.hub_spoke_attention(Q, K, V, window=2),
-        "index or every must be given",
+        "hub_spoke_attention: global_index or global_every must be given",
     ),
     (
         lambda: F.hub_spoke_attention(Q, K, V, Q, K, V, window=2, global_every=3),
@@ -279,6 +279,20 @@ WRONG = [
         lambda: F.local_strided_attention(Q, K, V, Q, window=2, stride=3),
         r"gate must have shape \(2, 40, 2, 4\) or \(2, 40, 2, 1\)",
     ),
+    (
+        lambda: F.detsa_attention(Q, K, V, window=2, stride=3, anchor="old"),
+        'detsa_attention: anchor must be one of "relative", "absolute"',
+    ),
+    (
+        lambda: F.dual_chunk_attention(
+            Q, K, V, TABLES[0], TABLES[1][1:], chunk_size=8, local_window=2
+        ),
+        "dual_chunk_attention: cos and sin must have the same shape",
+    ),
+    (
+        lambda: F.bigbird_attention(Q, K, V, block=8, rand_blocks=BLOCKS.to("meta")),
+        "bigbird_attention: rand_blocks must be on the device of q, got rand_blocks.device=meta",
+    ),
     (lambda: F.na2d(Q, K, V, 3), "na2d: query must have 5 dimensions"),
     (lambda: F.na1d(Q, K, V, 41), "kernel_size must be an int >= 1 and <= 40, got kernel_size=41"),
 ]
@@ -295,6 +309,39 @@ def test_arguments_of_another_type():
         F.longformer_attention(Q, K, V, window=2, global_index=INDEX.double())
     with pytest.raises(TypeError, match="key_padding must be bool"):
         F.bigbird_attention(Q, K, V, key_padding=torch.ones(2, 40))
+    with pytest.raises(TypeError, match=r"bigbird_attention: seed must be an int, got seed=\[1\]"):
+        F.bigbird_attention(Q, K, V, seed=[1])
+    message = "_attention: global_index must be a tuple of ints, got global_index=-1"
+    with pytest.raises(TypeError, match=message):
+        F.hub_spoke_attention(Q, K, V, window=2, global_index=-1)
+    with pytest.raises(TypeError, match=message):
+        F.detsa_attention(Q, K, V, window=2, stride=3, global_index=-1)
+    with pytest.raises(TypeError, match="dual_chunk_attention: sin must have the dtype of cos"):
+        cos, sin = TABLES
+        F.dual_chunk_attention(Q, K, V, cos, sin.float(), chunk_size=8, local_window=2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: F.longformer_attention(q, k, v, q, k, v, window=2),
+        lambda q, k, v: F.bigbird_attention(q, k, v, block=4, n_random=1),
+        lambda q, k, v: F.bigbird_attention(q, k, v, block=4, n_random=1, num_global_tokens=2),
+        lambda q, k, v: F.bigbird_attention(
+            q, k, v, block=16, rand_blocks=BLOCKS.to("meta"), count_duplicates=True
+        ),
+        lambda q, k, v: F.hub_spoke_attention(q, k, v, window=2, global_every=9),
+    ],
+)
+def test_shapes_on_meta(call):
+    q, k, v = (torch.empty(2, 80, t.shape[2], t.shape[3], device="meta") for t in (Q, K, V))
+    assert call(q, k, v).shape == (2, 80, q.shape[2], v.shape[3])
+
+
+def test_blocks_of_a_mask_need_values():
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="Blocks: partial blocks must have values, got device="):
+        masks.Blocks.from_block_mask(seen, block_size=8, size=(40, 40))
 
 
 def test_longformer_without_tokens():

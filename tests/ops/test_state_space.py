@@ -368,6 +368,7 @@ def _wrong():
     yield {**good, "C": C[:, :2]}, ValueError, r"C must have shape \(3, 4\)"
     yield {**good, "C": C.real}, TypeError, r"C must be torch.complex64.*C.dtype=torch.float32"
     yield {**good, "dt": dt[:2]}, ValueError, r"dt must have shape \(3,\)"
+    yield {**good, "dt": -dt}, ValueError, r"dt must be >= 0, got dt.min\(\)=-"
     yield {**good, "dt": 0.1}, TypeError, r"dt must be a torch.Tensor"
     yield {**good, "D": D[:2]}, ValueError, r"D must have shape \(3,\)"
     yield {**good, "D": D.double()}, TypeError, r"D must be torch.float32"

@@ -1,4 +1,4 @@
-"""Every model of `omniattn train`: it learns, its reference agrees, its checkpoints are exact."""
+"""Each model of `python -m omniattn train` learns, as its reference does; checkpoints are exact."""
 
 import copy
 from dataclasses import replace

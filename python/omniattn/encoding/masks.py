@@ -166,7 +166,7 @@ def visible(
     rows = slice(*queries) if queries is not None else slice(0, tq)
     q = torch.arange(tq, device=device)[rows, None]
     k = torch.arange(tk, device=device)[None, :]
-    allowed = torch.ones(len(q), tk, dtype=torch.bool, device=device)
+    allowed = torch.ones(q.shape[0], tk, dtype=torch.bool, device=device)
     for kind, a, b, side in rules:
         allowed = allowed & _visible(kind, a, b, side, q, k, tk - tq, rows, heads)
     return allowed

@@ -32,6 +32,7 @@ from omniattn.functional._checks import (
     require_pair,
     require_seed,
     require_shape,
+    require_strided,
     shown,
 )
 from omniattn.functional._score_mod import encode_score_mod
@@ -65,11 +66,20 @@ def autocast(
     return q, k, v
 
 
-def check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, *, paged: bool = False) -> None:
+def check_shapes(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    paged: bool = False,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+) -> None:
+    q_name, k_name, v_name = names
     for name, t, layout in (
-        ("q", q, "(B, Tq, Hq, D)"),
-        ("k", k, "(B, Tk, Hkv, D)"),
-        ("v", v, "(B, Tk, Hkv, Dv)"),
+        (q_name, q, "(B, Tq, Hq, D)"),
+        (k_name, k, "(B, Tk, Hkv, D)"),
+        (v_name, v, "(B, Tk, Hkv, Dv)"),
     ):
         if t.dim() != 4:
             raise ValueError(
@@ -77,13 +87,13 @@ def check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, *, paged: bool = Fals
             )
     if (k.shape[0] != q.shape[0] and not paged) or k.shape[3] != q.shape[3]:
         raise ValueError(
-            f"{op}: q and k must have the same B and D, got q.shape={tuple(q.shape)}, "
-            f"k.shape={tuple(k.shape)}"
+            f"{op}: {q_name} and {k_name} must have the same B and D, got "
+            f"{q_name}.shape={tuple(q.shape)}, {k_name}.shape={tuple(k.shape)}"
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"{op}: k and v must have the same B, Tk and Hkv, got k.shape={tuple(k.shape)}, "
-            f"v.shape={tuple(v.shape)}"
+            f"{op}: {k_name} and {v_name} must have the same B, Tk and Hkv, got "
+            f"{k_name}.shape={tuple(k.shape)}, {v_name}.shape={tuple(v.shape)}"
         )
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
@@ -358,4 +368,5 @@ def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {name}={shown(t)}")
     if t.is_nested:
         refuse_nested(op, name, t)
+    require_strided(op, name, t)
     require_device(op, name, t, q, "q")

@@ -238,6 +238,8 @@ def blocks_of_rows(
     seen: Callable[[int, int], Tensor], tq: int, tk: int, device: torch.device | str
 ) -> Blocks:
     """The blocks of a mask; seen(first, last): these rows, broadcastable to (B, Hq, rows, Tk)."""
+    if torch.device(device).type == "meta":
+        raise ValueError("Blocks: partial blocks must have values, got device='meta'")
     codes, bits, partials = torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), None, 0
     for first in range(0, tq, BLOCK):
         rows = seen(first, min(first + BLOCK, tq))

@@ -99,12 +99,19 @@ def refuse_nested(op: str, name: str, x: Tensor) -> None:
     )
 
 
+def require_strided(op: str, name: str, x: Tensor) -> None:
+    """Where native ops, which refuse other layouts themselves, are not called with `x` as it is."""
+    if x.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be strided, got {name}.layout={x.layout}")
+
+
 def require_integers(op: str, name: str, x: Tensor) -> None:
     require_tensor(op, name, x)
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
         raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
     if x.is_nested:
         refuse_nested(op, name, x)
+    require_strided(op, name, x)
 
 
 def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
@@ -143,6 +150,7 @@ def require_range(
     device or leaving a trace. NaN passes: results show it, and a GradScaler counts on that."""
     if type(x) not in _PLAIN or not x.is_cpu or x.numel() == 0 or is_traced():
         return
+    require_strided(op, name, x)
     if least > -math.inf and (low := x.amin().item()) < least:
         raise ValueError(f"{op}: {name} must be >= {least:g}, got {name}.min()={low:g}")
     if most < math.inf and (high := x.amax().item()) > most:
@@ -196,12 +204,17 @@ def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") 
 def require_int(
     op: str, name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> None:
-    """`value` must be a 64-bit int in [least, most]; numpy integers and 0-d tensors are allowed."""
+    """`value` must be a 64-bit int in [least, most], no bool; numpy integers and 0-d tensors are
+    allowed."""
     error: type[Exception] = ValueError
-    if not isinstance(value, _INTS):
+    if isinstance(value, bool):
+        error = TypeError
+    elif not isinstance(value, _INTS):
         try:
             operator.index(value)
         except TypeError:
+            error = TypeError
+        if getattr(value, "dtype", None) == torch.bool:
             error = TypeError
     if (
         error is TypeError
@@ -238,7 +251,8 @@ def require_number(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
-    """`value` must be finite, in [least, most] and in (above, below); 0-d tensors are allowed."""
+    """`value` must be finite, in [least, most] and in (above, below), and an int must fit into 64
+    bits, as torch takes no other; 0-d tensors are allowed."""
     known, number = isinstance(value, _NUMBERS), value
     if not known and getattr(value, "ndim", None) == 0:
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
@@ -252,6 +266,10 @@ def require_number(
         error = ValueError if known else TypeError
         limits = _limits(least, most, above, below)
         raise error(f"{op}: {name} must be a finite number{limits}, got {name}={shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(
+            f"{op}: {name} must fit into 64 bits or be a float, got {name}={shown(value)}"
+        )
 
 
 def _limits(

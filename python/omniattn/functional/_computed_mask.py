@@ -40,9 +40,9 @@ class Computed(Mask):
         _needs_one_length()
 
     def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
-        # The number of partial blocks is a value; and a step of decoding, a size of its own each
-        # time, would be kept in vain.
-        if torch.compiler.is_compiling() or tq < BLOCK:
+        # The number of partial blocks is a value, which a trace and meta tensors do not have; and a
+        # step of decoding, a size of its own each time, would be kept in vain.
+        if torch.compiler.is_compiling() or device.type == "meta" or tq < BLOCK:
             return [(MaskKind.TENSOR, 0, 0, (self.pairs(tq, tk, device, heads),))]
         size = (tq, tk, device, heads)
         blocks = self.known.pop(size, None)

@@ -50,30 +50,8 @@ class GridNeighbourhood(Mask):
 
     def axes(self) -> list[GridAxis]:
         """The rule of each axis, checked."""
-        op = "GridNeighbourhood"
-        if not isinstance(self.shape, (tuple, list)) or not 1 <= len(self.shape) <= 8:
-            raise TypeError(f"{op}: shape must be 1 to 8 ints, got shape={shown(self.shape)}")
-        for n in self.shape:
-            require_int(op, "shape", n, 1, (1 << SIZE_BITS) - 1)
-        windows = {
-            name: each_axis(op, name, getattr(self, name), len(self.shape))
-            for name in ("kernel_size", "stride", "dilation")
-        }
-        causal = each_axis(op, "is_causal", self.is_causal, len(self.shape))
-        axes = []
-        for n, length in enumerate(self.shape):
-            inner = math.prod(self.shape[n + 1 :])
-            require_int(op, "tokens of a step along an axis", inner, 1, (1 << SIZE_BITS) - 1)
-            kernel, stride, dilation = (
-                windows[name][n] for name in ("kernel_size", "stride", "dilation")
-            )
-            most = (1 << WINDOW_BITS) - 1
-            require_int(op, "dilation", dilation, 1, most)
-            require_int(op, "kernel_size", kernel, 1, min(length // dilation, most))
-            require_int(op, "stride", stride, 1, kernel)
-            require_bool(op, "is_causal", causal[n])
-            axes.append(GridAxis(inner, length, kernel, dilation, stride, causal[n]))
-        return axes
+        options = self.kernel_size, self.stride, self.dilation, self.is_causal
+        return grid_axes("GridNeighbourhood", self.shape, *options)
 
     def rules(self) -> list[Rule]:
         return [axis.rule() for axis in self.axes()]
@@ -86,6 +64,35 @@ class GridNeighbourhood(Mask):
                 f"got Tq={tq}, Tk={tk}"
             )
         return self.rules()
+
+
+def grid_axes(
+    op: str,
+    shape: tuple[int, ...],
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...],
+    dilation: int | tuple[int, ...],
+    is_causal: bool | tuple[bool, ...],
+) -> list[GridAxis]:
+    """The rule of each axis of a `GridNeighbourhood`, checked."""
+    if not isinstance(shape, (tuple, list)) or not 1 <= len(shape) <= 8:
+        raise TypeError(f"{op}: shape must be 1 to 8 ints, got shape={shown(shape)}")
+    for n in shape:
+        require_int(op, "shape", n, 1, (1 << SIZE_BITS) - 1)
+    kernels = each_axis(op, "kernel_size", kernel_size, len(shape))
+    strides = each_axis(op, "stride", stride, len(shape))
+    dilations = each_axis(op, "dilation", dilation, len(shape))
+    causal = each_axis(op, "is_causal", is_causal, len(shape))
+    axes, most = [], (1 << WINDOW_BITS) - 1
+    for n, length in enumerate(shape):
+        inner = math.prod(shape[n + 1 :])
+        require_int(op, "tokens of a step along an axis", inner, 1, (1 << SIZE_BITS) - 1)
+        require_int(op, "dilation", dilations[n], 1, most)
+        require_int(op, "kernel_size", kernels[n], 1, min(length // dilations[n], most))
+        require_int(op, "stride", strides[n], 1, kernels[n])
+        require_bool(op, "is_causal", causal[n])
+        axes.append(GridAxis(inner, length, kernels[n], dilations[n], strides[n], causal[n]))
+    return axes
 
 
 def each_axis(op: str, name: str, value: T | tuple[T, ...], axes: int) -> tuple[T, ...]:

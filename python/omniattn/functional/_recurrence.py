@@ -18,8 +18,10 @@ from omniattn.functional._checks import (
     require_number,
     require_range,
     require_shape,
+    require_strided,
     require_tensor,
     shown,
+    use_reference,
 )
 from omniattn.functional.norm import rms_norm
 from omniattn.ops import recurrence as ops
@@ -41,6 +43,8 @@ def require_heads(
             f"{op}: {q_name} must have shape (B, T, H, K), got {q_name}.shape={tuple(q.shape)}"
         )
     k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
+    for name, t in ((q_name, q), ("k", k), ("v", v)):
+        require_strided(op, name, t)
     require_shape(op, "k", k, tuple(q.shape))
     heads = q.shape[2]
     if (
@@ -70,6 +74,7 @@ def widened(
         raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
     if t.is_nested:
         refuse_nested(op, name, t)
+    require_strided(op, name, t)
     if tuple(t.shape) not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(
@@ -110,6 +115,7 @@ def delta(
     """A delta rule; g is checked."""
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     require_bool(op, "l2norm", l2norm)
+    use_reference(op, backend, q)  # checks backend, before the norm does
     if l2norm and q.shape[-1] > 0:
         sequence_count(op, q, cu_seqlens)
         q, k = (unit_rows(t, backend) for t in cleared(cu_seqlens, q, k))

@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
     require_decaying,
     require_device,
     require_float,
+    require_range,
     require_shape,
     require_tensor,
 )
@@ -161,6 +162,7 @@ def require_terms(
         require_shape(op, key, t, shape)
         require_device(op, key, t, A, name)
     require_decaying(op, name, A)
+    require_range(op, "dt", dt, 0.0)
 
 
 def require_call(

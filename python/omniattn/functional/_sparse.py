@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
+    autocast_dtype,
     is_traced,
     require_device,
     require_integers,
@@ -70,7 +71,7 @@ def second_set(
     found = []
     for name, t, like in zip(names, second, first, strict=True):
         assert t is not None
-        if torch.is_autocast_enabled(like.device.type) and t.is_floating_point():
+        if autocast_dtype(like) is not None and t.is_floating_point():
             t = t.to(like.dtype)
         require_like(op, name, t, like, "q")
         require_shape(op, name, t, tuple(like.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,52 @@ class OfPositions(Computed):
         return torch.device("cpu")
 
 
+def index_tuple(op: str, name: str, index: Any) -> tuple[Any, ...]:
+    """Positions, in any sequence, as masks take them."""
+    try:
+        return tuple(index)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} must be a tuple of ints, got {name}={shown(index)}"
+        ) from None
+
+
+def require_global_tokens(op: str, index: Any, every: Any, names: tuple[str, str]) -> None:
+    """The arguments of `GlobalTokens`, by the caller's names for them."""
+    name, every_name = names
+    if not isinstance(index, tuple):
+        raise TypeError(f"{op}: {name} must be a tuple of ints, got {name}={shown(index)}")
+    for position in index:
+        require_int(op, name, position, 0)
+    if len(set(index)) < len(index):
+        raise ValueError(f"{op}: {name} must name no token twice, got {name}={shown(index)}")
+    if every is not None:
+        require_int(op, every_name, every, 1)
+    if not index and every is None:
+        raise ValueError(
+            f"{op}: {name} or {every_name} must be given, got {name}=(), {every_name}=None"
+        )
+
+
+def require_representatives(op: str, window: Any, stride: Any, anchor: Any, levels: Any) -> None:
+    """The arguments of `Representatives`."""
+    require_int(op, "window", window, 0)
+    require_int(op, "stride", stride, 1)
+    require_choice(op, "anchor", anchor, ("relative", "absolute"))
+    if levels is None:
+        return
+    if anchor != "relative":
+        raise ValueError(f"{op}: levels need the relative anchor, got anchor={anchor!r}")
+    pairs = isinstance(levels, tuple) and all(
+        isinstance(level, tuple) and len(level) == 2 for level in levels
+    )
+    if not pairs:
+        raise TypeError(f"{op}: levels must be a tuple of pairs, got levels={shown(levels)}")
+    for count, each in levels:
+        require_int(op, "the count of levels", count, 1)
+        require_int(op, "the stride of levels", each, 1)
+
+
 @dataclass(frozen=True)
 class GlobalTokens(OfPositions):
     """All pairs whose key is a global token or, with `queries`, whose query is one.
@@ -47,18 +94,8 @@ class GlobalTokens(OfPositions):
     queries: bool = True
 
     def __post_init__(self) -> None:
-        op = "GlobalTokens"
-        if not isinstance(self.index, tuple):
-            raise TypeError(f"{op}: index must be a tuple of ints, got index={shown(self.index)}")
-        for position in self.index:
-            require_int(op, "index", position, 0)
-        if len(set(self.index)) < len(self.index):
-            raise ValueError(f"{op}: index must name no token twice, got index={shown(self.index)}")
-        if self.every is not None:
-            require_int(op, "every", self.every, 1)
-        if not self.index and self.every is None:
-            raise ValueError(f"{op}: index or every must be given, got index=(), every=None")
-        require_bool(op, "queries", self.queries)
+        require_global_tokens("GlobalTokens", self.index, self.every, ("index", "every"))
+        require_bool("GlobalTokens", "queries", self.queries)
 
     def among(self, positions: Tensor) -> Tensor:
         """Whether these are global tokens."""
@@ -87,22 +124,9 @@ class Representatives(OfPositions):
     levels: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        op = "Representatives"
-        require_int(op, "window", self.window, 0)
-        require_int(op, "stride", self.stride, 1)
-        require_choice(op, "anchor", self.anchor, ("relative", "absolute"))
-        if self.levels is None:
-            return
-        if self.anchor != "relative":
-            raise ValueError(f"{op}: levels need the relative anchor, got anchor={self.anchor!r}")
-        pairs = isinstance(self.levels, tuple) and all(
-            isinstance(level, tuple) and len(level) == 2 for level in self.levels
+        require_representatives(
+            "Representatives", self.window, self.stride, self.anchor, self.levels
         )
-        if not pairs:
-            raise TypeError(f"{op}: levels must be a tuple of pairs, got levels={self.levels!r}")
-        for count, stride in self.levels:
-            require_int(op, "the count of levels", count, 1)
-            require_int(op, "the stride of levels", stride, 1)
 
     def distances(self) -> list[int]:
         """From the window to the representatives of `levels`."""

@@ -14,6 +14,7 @@ from omniattn.functional._block_mask import blocks_of_rows
 from omniattn.functional._checks import (
     is_traced,
     require_bool,
+    require_device,
     require_int,
     require_integers,
     require_shape,
@@ -169,9 +170,11 @@ def bigbird_attention(
     _require_sizes(op, q.shape[1], k.shape[1], block, n_random, num_global_tokens)
     for name, flag in (("count_duplicates", count_duplicates), ("causal", causal)):
         require_bool(op, name, flag)
+    require_int(op, "seed", seed)
+    require_int(op, "draw", draw, 0, (1 << 20) - 1)
     blocks = -(-(total - num_global_tokens) // block)
     if rand_blocks is not None:
-        _require_random(op, rand_blocks, q.shape[2], blocks, count_duplicates)
+        _require_random(op, rand_blocks, q, blocks, count_duplicates)
     if key_padding is not None:
         require_real(op, key_padding, k)
     how = score_options(op, q, scale, softcap, dropout_p, dropout_seed, "dropout_seed")
@@ -245,7 +248,7 @@ def _with_counts(
         counts = torch.nn.functional.pad(counts, (1, 0, 1, 0), value=1)
     at = _blocks_of(k.shape[1] - tokens, block, front, q.device)
     bias = None
-    if several and is_traced():  # how many counts there are is a value
+    if several and (is_traced() or q.is_meta):  # how many counts there are is a value
         bias = counts[:, at[k.shape[1] - q.shape[1] :, None], at].clamp(min=1)
         bias, several = bias.to(widen(q).dtype).log(), False
     times = sorted(set(counts[counts > 0].tolist())) if several else [1]
@@ -282,7 +285,7 @@ def _mask(listed: Tensor, at: Tensor, block: int, tq: int, front: int, causal: b
     """Of the blocks (H, blocks, blocks) that are listed, for the last tq of the tokens in them."""
     mask: Mask
     tk = at.shape[0]
-    if is_traced() or tq < tk:  # the number of partial blocks is a value
+    if is_traced() or listed.is_meta or tq < tk:  # the number of partial blocks is a value
         mask = BoolMask(listed[:, at[tk - tq :, None], at])
     elif front:
         mask = blocks_of_rows(
@@ -334,7 +337,7 @@ def _counts(blocks: int, rand_blocks: Tensor) -> Tensor:
 
 
 def _require_random(
-    op: str, rand_blocks: Tensor, heads: int, blocks: int, count_duplicates: bool
+    op: str, rand_blocks: Tensor, q: Tensor, blocks: int, count_duplicates: bool
 ) -> None:
     require_integers(op, "rand_blocks", rand_blocks)
     if rand_blocks.dim() != 3:
@@ -342,8 +345,10 @@ def _require_random(
             f"{op}: rand_blocks must have shape (Hq, blocks - 2, r), "
             f"got rand_blocks.shape={tuple(rand_blocks.shape)}"
         )
+    require_device(op, "rand_blocks", rand_blocks, q, "q")
+    heads = q.shape[2]
     require_shape(op, "rand_blocks", rand_blocks, (heads, max(blocks - 2, 0), rand_blocks.shape[2]))
-    if is_traced() or rand_blocks.numel() == 0:
+    if is_traced() or rand_blocks.is_meta or rand_blocks.numel() == 0:
         return
     low, high = (int(n) for n in rand_blocks.aminmax())
     if low < -1 or high >= blocks:

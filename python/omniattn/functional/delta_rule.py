@@ -31,8 +31,8 @@ def delta_rule(
         q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
         beta: (B, T, Hv), in (0, 1), or (0, 2) for states that can change their sign.
         scale: default K^-0.5.
-        l2norm: whether q and k are first divided by ``sqrt(sum x^2 + 1e-6)``. Keys longer than
-            sqrt(2 / beta) make the state grow without bound.
+        l2norm: whether q and k are first divided by ``sqrt(sum x^2 + 1e-6)``, and rounded to their
+            dtype, as in fla. Keys longer than sqrt(2 / beta) make the state grow without bound.
 
     Returns:
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.

@@ -12,14 +12,18 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import require_bool, require_choice, use_reference
 from omniattn.functional._sparse import score_options
-from omniattn.functional._token_masks import OfPositions
+from omniattn.functional._token_masks import (
+    OfPositions,
+    index_tuple,
+    require_global_tokens,
+    require_representatives,
+)
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import (
     Causal,
     GlobalTokens,
     Mask,
-    Representatives,
     SlidingWindow,
     deterministic_sparse,
 )
@@ -103,10 +107,10 @@ def detsa_attention(
         raise ValueError(
             f'{op}: count_bias needs representative="mean", got representative="token"'
         )
-    Representatives(window, stride, anchor, levels)  # checks them
-    global_index = tuple(global_index)
+    require_representatives(op, window, stride, anchor, levels)
+    global_index = index_tuple(op, "global_index", global_index)
     if global_index:
-        GlobalTokens(global_index)
+        require_global_tokens(op, global_index, None, ("global_index", "global_every"))
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.detsa_attention(
@@ -227,7 +231,7 @@ class _Groups(OfPositions):
         j = torch.arange(self.columns(size), device=before.device)
         if self.aligned:
             return size * (j + 1) <= before
-        seen = torch.zeros(len(before), len(j), dtype=torch.bool, device=before.device)
+        seen = torch.zeros(before.shape[0], j.shape[0], dtype=torch.bool, device=before.device)
         start = 0
         for width, count in self.sizes:
             back = before - j - start

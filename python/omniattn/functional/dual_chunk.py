@@ -13,8 +13,10 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes, require_parameter
 from omniattn.functional._checks import (
     autocast_dtype,
+    is_traced,
     require_bool,
     require_choice,
+    require_device,
     require_float,
     require_int,
     use_reference,
@@ -24,7 +26,7 @@ from omniattn.functional._token_masks import OfPositions
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import Chunked, SlidingWindow
-from omniattn.functional.rope import apply_rotary
+from omniattn.functional.rope import apply_rotary, require_constant_tables, table_shape
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.reference.attention import default_scale
 from omniattn.reference.dual_chunk import dual_chunk_mscale
@@ -109,7 +111,8 @@ def dual_chunk_attention(
     require_bool(op, "k_rotated", k_rotated)
     if tq > tk:
         raise ValueError(f"{op}: Tq must be at most Tk, got Tq={tq}, Tk={tk}")
-    _require_tables(op, cos, sin, chunk_size)
+    require_bool(op, "interleaved", interleaved)
+    _require_tables(op, q, cos, sin, chunk_size)
     _require_scaling(op, mscale, train_length)
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
@@ -123,6 +126,7 @@ def dual_chunk_attention(
             k_rotated=k_rotated,
             **options,
         )
+    require_constant_tables(op, cos, sin)
     scale = default_scale(q.shape[3]) if scale is None else scale
     if mscale is not None and train_length is not None:
         scale = scale * dual_chunk_mscale(tk, train_length, mscale)
@@ -151,9 +155,9 @@ def dual_chunk_attention(
     return parts[0][0] if len(parts) == 1 else merge_attention(*zip(*parts, strict=True))[0]
 
 
-def _require_tables(op: str, cos: Tensor, sin: Tensor, chunk_size: int) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        require_float(op, name, table)
+def _require_tables(op: str, q: Tensor, cos: Tensor, sin: Tensor, chunk_size: int) -> None:
+    table_shape(op, cos, sin, q.shape[0], q.shape[3])
+    require_device(op, "cos", cos, q, "q")
     if cos.dim() != 2 or cos.shape[0] <= chunk_size:
         raise ValueError(
             f"{op}: cos must have shape (P, Dr / 2) with P > chunk_size={chunk_size}, "
@@ -262,7 +266,7 @@ def _strided(q: Tensor, k: Tensor, v: Tensor, stride: int, options: dict[str, An
     """O of the multiples of `stride`."""
     tq, tk = q.shape[1], k.shape[1]
     if options["dropout_p"] == 0:
-        mask = _multiples(stride, tk)
+        mask = (_Multiples if is_traced() else _multiples)(stride, tk)  # sizes may be symbols
         out: Tensor = attention(q, k[:, ::stride], v[:, ::stride], mask=mask, **options)
         return out
     keys = torch.arange(0, tk, stride, device=q.device).expand(1, 1, min(tq, 1), -1)

@@ -9,6 +9,7 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import require_bool, require_choice, require_int, use_reference
 from omniattn.functional._sparse import score_options, second_set
+from omniattn.functional._token_masks import index_tuple, require_global_tokens
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import merge_attention
 from omniattn.functional.masks import Causal, GlobalTokens, Mask, Not, SlidingWindow, hub_spoke
@@ -89,14 +90,16 @@ def hub_spoke_attention(
             f"{op}: {', '.join(names)} must be given if and only if dual is, got dual={dual!r}"
         )
     second = second_set(op, (q, k, v), (q_global, k_global, v_global), names)
-    hubs = GlobalTokens(tuple(global_index), global_every)
+    global_index = index_tuple(op, "global_index", global_index)
+    require_global_tokens(op, global_index, global_every, ("global_index", "global_every"))
+    hubs = GlobalTokens(global_index, global_every)
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.hub_spoke_attention(
             *(q, k, v),
             *(second if given else ()),
             window=window,
-            global_index=tuple(global_index),
+            global_index=global_index,
             global_every=global_every,
             causal=causal,
             dual=dual,

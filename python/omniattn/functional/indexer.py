@@ -278,7 +278,7 @@ def _check_attention(
 ) -> None:
     """q, k and lse of the attention that the indexer learns from."""
     require_float(op, "q", q)
-    require_like(op, "k", k, q)
+    require_like(op, "k", k, q, "q")
     batch, tq, tk = q_idx.shape[0], q_idx.shape[1], k_idx.shape[1]
     if (
         q.dim() != 4

@@ -6,7 +6,14 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from omniattn.functional._checks import refuse_nested, require_bool, require_tensor
+from omniattn.functional._attention import autocast, check_shapes
+from omniattn.functional._checks import (
+    require_bool,
+    require_number,
+    require_strided,
+    use_reference,
+)
+from omniattn.functional._grid_mask import grid_axes
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import GridNeighbourhood
 
@@ -218,10 +225,10 @@ def _neighbourhood(
     return_lse: bool,
     backend: str | None,
 ) -> Found:
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        require_tensor(op, name, t)
-        if t.is_nested:
-            refuse_nested(op, name, t)
+    names = ("query", "key", "value")
+    query, key, value = autocast(op, query, key, value, names)
+    for name, t in zip(names, (query, key, value), strict=True):
+        require_strided(op, name, t)
         if t.dim() != axes + 3 or t.shape[: axes + 1] != query.shape[: axes + 1]:
             raise ValueError(
                 f"{op}: {name} must have {axes + 3} dimensions, the batch, those of the grid as in "
@@ -232,6 +239,11 @@ def _neighbourhood(
     if q.shape[1] == 0:
         raise ValueError(f"{op}: query must have tokens, got query.shape={tuple(query.shape)}")
     shape = tuple(query.shape[1 : axes + 1])
+    check_shapes(op, q, k, v, names=names)
+    grid_axes(op, shape, *options)
+    if scale is not None:
+        require_number(op, "scale", scale)
+    use_reference(op, backend, q)
     mask = GridNeighbourhood(shape, *options)
     out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
     out = out.unflatten(1, shape)

@@ -327,7 +327,11 @@ class _Packed:
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """(N, ...) for each token: (B, 1, ...) or (1, T, ...)."""
-        return x[:, None] if self.bounds is None else x[self.index][None]
+        if self.bounds is None:
+            return x[:, None]
+        if self.count == 0:  # no token is of a sequence
+            return x.new_zeros(1, *self.index.shape, *x.shape[1:])
+        return x[self.index][None]
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
         """(N, ...): of (B, T, ...) the last token of each sequence, and `before` of empty ones."""

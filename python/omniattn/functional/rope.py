@@ -189,14 +189,18 @@ def _tables(
         positions = positions.to(torch.int64)
     if not native:
         return cos, sin, positions
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise NotImplementedError(
-            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
-        )
+    require_constant_tables(op, cos, sin)
     dtype = compute_dtype(q)
     if cos.dtype != dtype:
         cos, sin = cos.to(dtype), sin.to(dtype)
     return cos, sin, positions
+
+
+def require_constant_tables(op: str, cos: Tensor, sin: Tensor) -> None:
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise NotImplementedError(
+            f'{op}: cos and sin get no gradient; detach them or use backend="reference"'
+        )
 
 
 def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor | None:
@@ -230,7 +234,7 @@ def _check(
                 f"{op}: k must have shape ({batch}, {tokens}, Hkv, {dim}) as q has, "
                 f"got k.shape={tuple(k.shape)}"
             )
-    table = _table_shape(op, cos, sin, batch, dim)
+    table = table_shape(op, cos, sin, batch, dim)
     require_device(op, "cos", cos, q, "q")
     free = dim - 2 * table[-1]
     require_int(op, "rotary_start", rotary_start)
@@ -244,7 +248,7 @@ def _check(
     _check_positions(op, positions, batch, tokens, table)
 
 
-def _table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> torch.Size:
+def table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> torch.Size:
     """The shape of the tables. Reading a shape takes 0.2 us, so it is read once and passed on."""
     require_float(op, "cos", cos)
     require_like(op, "sin", sin, cos, "cos")

@@ -132,7 +132,7 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
         A: (H, N) complex64 or complex128: of each pair of conjugates one, its real part at most 0,
             which is not checked on CUDA or in a trace.
         C: (H, N) of A's dtype.
-        dt: (H,) float32 (float64 for complex128), the step sizes, above 0.
+        dt: (H,) float32 (float64 for complex128), the step sizes, at least 0, checked like A.
         length: L.
         rule: of :func:`discretize`.
 
@@ -254,7 +254,7 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
             most 0, which is not checked on CUDA or in a trace.
         P, B, C: (H, N) of Lambda's dtype. C is conjugated, as in the paper; state-spaces/s4 has the
             conjugate of it.
-        dt: (H,) float32 (float64 for complex128), the step sizes, above 0.
+        dt: (H,) float32 (float64 for complex128), the step sizes, at least 0, checked like Lambda.
         length: L.
 
     Returns:

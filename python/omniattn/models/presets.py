@@ -1,4 +1,4 @@
-"""The models by name: small ones that `omniattn train` offers, and the sizes of releases."""
+"""The models by name: small ones for `python -m omniattn train`, and the sizes of releases."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _xlstm() -> BlocksConfig:
     return BlocksConfig(dim=base.dim, num_layers=base.num_layers, blocks=tuple(blocks))
 
 
-#: What `omniattn train` offers.
+#: What `python -m omniattn train` offers.
 TRAINED: dict[str, ModelConfig] = {
     "llama-tiny": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=176),
     "llama": LlamaConfig(),

@@ -27,6 +27,9 @@ class BlockSparseAttention(SparseAttention):
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
 
+    Note:
+        torch.export: with a `block_mask`, of a multiple of 64 tokens, T has as many blocks as that.
+
     Reference:
         Child et al., Generating Long Sequences with Sparse Transformers, 2019, arXiv 1904.10509.
 

@@ -249,7 +249,11 @@ class SnapKV(Eviction):
 
 @dataclass(frozen=True)
 class Window(Eviction):
-    """Keeps the last `size` tokens, that of the query included: a `RollingCache`."""
+    """Keeps the last `size` tokens, that of the query included: a `RollingCache`.
+
+    The tokens of a call see the size - 1 last ones before it and all earlier ones of the call; give
+    the layer a `window_size` for the exact window.
+    """
 
     size: int
 

@@ -35,6 +35,10 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj, and router_q_proj
         and router_k_proj (router_dim, head_dim), W_a and W_b.
 
+    Note:
+        torch.export: a dynamic T is a multiple of block_size, at least 2 of them, or where that of
+        the example is none, no multiple; B is that of the example.
+
     Reference:
         Gao et al., SeerAttention, 2024, arXiv 2410.13276; Lu et al., MoBA, 2025, arXiv 2502.13189.
 

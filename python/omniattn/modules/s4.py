@@ -224,6 +224,9 @@ class S4(_SSM):
         x (B, T, dim) -> the same. Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C
         (dim, N / 2, 2), D (dim), out_proj.
 
+    Note:
+        torch.export fixes T, which the powers of the matrices depend on; S4D takes any.
+
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
         arXiv:2111.00396.

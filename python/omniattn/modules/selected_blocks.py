@@ -37,6 +37,9 @@ class MoBA(Mixer):
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
 
+    Note:
+        torch.export: a dynamic T is at least 2 block_size, B that of the example.
+
     Reference:
         Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
 
@@ -266,6 +269,10 @@ class NSA(Mixer):
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj (three times as many outputs
         with separate_kv, in the order above), g_proj, o_proj; k_compression and v_compression with
         position (compress_size, head_dim), up and down.
+
+    Note:
+        torch.export: a dynamic T is at least compress_size + compress_stride; B is that of the
+        example.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv 2502.11089.

@@ -1,4 +1,4 @@
-"""What each architecture is trained on by `omniattn train`, and with which options."""
+"""What each architecture is trained on by `python -m omniattn train`, and with which options."""
 
 from __future__ import annotations
 
