@@ -36,8 +36,8 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         and router_k_proj (router_dim, head_dim), W_a and W_b.
 
     Note:
-        torch.export: a dynamic T is a multiple of block_size, at least 2 of them, or where that of
-        the example is none, no multiple; B is that of the example.
+        torch.export: a dynamic T is a multiple of block_size, at least 2 block_size; after an
+        example that is no multiple, it never is one. B is that of the example.
 
     Reference:
         Gao et al., SeerAttention, 2024, arXiv 2410.13276; Lu et al., MoBA, 2025, arXiv 2502.13189.
