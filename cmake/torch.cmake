@@ -25,8 +25,12 @@ if(NOT EXISTS "${OMNIATTN_TORCH_DIR}/include/torch/csrc/stable/library.h")
 endif()
 message(STATUS "torch: ${OMNIATTN_TORCH_DIR}")
 
+# The headers by a path that stays: pip builds with a torch in a folder of a random name, so that the
+# compiler's cache would know none of its objects again.
+file(CREATE_LINK "${OMNIATTN_TORCH_DIR}/include" "${PROJECT_BINARY_DIR}/torch_include" SYMBOLIC)
+
 add_library(torch_stable SHARED IMPORTED)
 set_target_properties(torch_stable PROPERTIES
   IMPORTED_LOCATION "${OMNIATTN_TORCH_DIR}/lib/libtorch_cpu.so"
-  INTERFACE_INCLUDE_DIRECTORIES "${OMNIATTN_TORCH_DIR}/include"
+  INTERFACE_INCLUDE_DIRECTORIES "${PROJECT_BINARY_DIR}/torch_include"
   INTERFACE_COMPILE_DEFINITIONS TORCH_TARGET_VERSION=0x020b000000000000)  # 2.11: (2 << 56) | (11 << 48)

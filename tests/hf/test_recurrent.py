@@ -1,4 +1,4 @@
-"""Patched models of transformers: short convolutions, delta rules, RWKV and xLSTM."""
+"""Patched models of transformers: short convolutions, delta rules, RWKV, xLSTM, MiniMax."""
 
 import copy
 import pickle
@@ -33,6 +33,7 @@ SWAPPED = {
     "falcon_h1": 2,
     "nemotron_h": 1,
     "granitemoehybrid": 1,
+    "minimax": 1,
 }
 
 

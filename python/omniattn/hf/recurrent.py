@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._steps import causal_conv1d_inplace, in_place
+from omniattn.hf.lightning import lightning_forward
 from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, takes
 from omniattn.hf.rescope import rescoped
 from omniattn.hf.scans import SCANS, same_scan
@@ -24,9 +25,12 @@ __all__ = ["recurrent_forward"]
 def recurrent_forward(kind: Any) -> Finding:
     """The forward of a layer with our functions in place of its module's: short convolutions, the
     gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, the weighted mean of RWKV, the
-    scans of state-space models; and of the module that is the cell of xLSTM."""
+    scans of state-space models; and of the modules that are the cell of xLSTM and the lightning
+    attention of MiniMax."""
     if kind.__name__ == "xLSTMBackend":
         return _xlstm_cell(kind)
+    if kind.__name__ == "MiniMaxLightningAttention":
+        return lightning_forward(kind)
     scope = getattr(inspect.unwrap(kind.forward), "__globals__", {})
     used = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
     ours: dict[str, Forward] = {}

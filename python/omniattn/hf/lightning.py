@@ -1,0 +1,95 @@
+"""The lightning attention of MiniMax on this package's recurrence."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.hf.probe import Finding, Left, probing, takes
+
+__all__ = ["lightning_forward"]
+
+_TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "cache")
+
+
+@functools.cache
+def lightning_forward(kind: Any) -> Finding:
+    """Its forward with `functional.gated_linear_attention` in place of products of blocks and a
+    loop over the tokens after them."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor | None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states (B, T, E), attention_mask (B, T) -> the same, and the state (B, H, D, D),
+        in fp32 for half dtypes."""
+        if not takes(hidden_states, further=kwargs):
+            given = hidden_states, position_embeddings, attention_mask, cache
+            theirs: tuple[Tensor, Tensor] = kind.forward(self, *given, **kwargs)
+            return theirs
+        rows = self.act_fn(self.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            rows = (rows * attention_mask[:, :, None]).to(rows.dtype)
+        heads = rows.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
+        q, k, v = heads.split(self.head_dim, 3)
+        out, state = functional.gated_linear_attention(
+            q,
+            k,
+            v,
+            -self.slope_rate.flatten().expand(q.shape[:3]),
+            scale=1.0,
+            initial_state=None if cache is None else cache.get_linear_cache(self.layer_idx),
+        )
+        out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out.flatten(2))
+        if cache is not None:
+            cache.set_linear_cache(self.layer_idx, state)
+        return self.out_proj(out), state
+
+    taken = tuple(inspect.signature(kind.forward).parameters)[1:-1]
+    if taken != _TAKEN:
+        return Left(f"its forward takes {', '.join(taken)}")
+    return forward if _same(kind, forward) else Left("it computes something else")
+
+
+class _States:
+    """A cache of linear attention alone."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.state
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.state = state
+
+
+def _same(kind: Any, ours: Any) -> bool:
+    """Whether the two give the same on a probe, for a prompt with padding and for a token."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "block_size": 4}
+    options = {"hidden_act": "silu", "layer_types": ["linear_attention"] * 3}
+    with probing():
+        layer = kind(SimpleNamespace(**sizes, **options), 1).float()
+        mask = torch.ones(2, 11)
+        mask[0, :3] = 0
+        prompt, token = torch.randn(2, 11, 8), torch.randn(2, 1, 8)
+        found = []
+        for forward in (kind.forward, ours):
+            states = _States()
+            first, _ = forward(layer, prompt, None, mask, cache=states)
+            last, state = forward(layer, token, None, None, cache=states)
+            found.append((first, last, state))
+    return all(
+        torch.allclose(own, theirs, rtol=1e-4, atol=1e-5)
+        for theirs, own in zip(*found, strict=True)
+    )
