@@ -47,10 +47,8 @@ FEW_SELECTED = tuple(
 )
 #: A rule of masks along each axis, and chunks before the query's, in one op each.
 PATTERNS = ("-na2d-", "-na3d-video-", "-dual_chunk_attention-scaled-")
-#: Whose blocks of threads are few: the race checker takes minutes for the others.
-RACED_SELECTED = tuple(case for case in FEW_SELECTED if "tiny" in case or "tokens" in case)
-#: Lists of each head take as long as all others.
-SANITIZED_SELECTED = tuple(case for case in FEW_SELECTED if "eachhead" not in case)
+#: Whose blocks of threads are few: checkers take minutes for the others.
+CHECKED_SELECTED = tuple(case for case in FEW_SELECTED if "tiny" in case or "tokens" in case)
 FEW = (
     *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
@@ -122,8 +120,8 @@ RUNS = [
     ("value", "shuffled", INDEXER, ("forward", *PLACES), ("f32", "bf16")),
     ("race", "ascending", FEW_INDEXED, ("forward",), ("bf16",)),
     ("sanitized", "shuffled", FEW_INDEXED, ("forward", "strided"), ("bf16",)),
-    ("race", "ascending", RACED_SELECTED, VALUES, ("bf16",)),
-    ("sanitized", "shuffled", SANITIZED_SELECTED, (*VALUES, "strided"), ("bf16",)),
+    ("race", "ascending", CHECKED_SELECTED, VALUES, ("bf16",)),
+    ("sanitized", "shuffled", CHECKED_SELECTED, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", ("-selective_attention-",), VALUES, ("f32", "bf16")),
     ("race", "ascending", FEW, ("backward",), ("bf16",)),
     ("race", "ascending", LOOKS, ("forward",), ("bf16",)),
@@ -133,8 +131,8 @@ RUNS = [
     ("value", "shuffled", FEW_EXPERTS, (*VALUES, "strided"), ("f64", "f16")),
     ("race", "ascending", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
     ("sanitized", "shuffled", FEW_EXPERTS, ("backward",), ("f32", "bf16")),
-    ("value", "ascending", STATES, VALUES, ("f64", "bf16")),
-    ("value", "shuffled", FEW_STATES, VALUES + PLACES, ("f32", "f16")),
+    ("value", "ascending", STATES, VALUES, ("bf16",)),
+    ("value", "shuffled", FEW_STATES, VALUES + PLACES, ("f64", "f32", "f16")),
     ("race", "ascending", FEW_STATES, VALUES, ("bf16",)),
     ("sanitized", "shuffled", FEW_STATES, (*VALUES, "strided"), ("bf16",)),
     ("value", "ascending", SCANS, VALUES, ("f64", "bf16")),
@@ -157,6 +155,7 @@ SWEEPS = [
     ("value", "descending", FEW_INDEXED, ("forward",), ("f64", "bf16")),
     ("value", "ascending", EXPERTS, VALUES, ("f64", "f16")),
     ("value", "descending", FEW_EXPERTS, (*VALUES, "strided"), ("f32", "bf16")),
+    ("value", "ascending", STATES, VALUES, ("f64",)),
     ("value", "descending", FEW_STATES + FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
 ]
 

@@ -234,7 +234,7 @@ def retention(
 
     Args:
         q, k, v, cu_seqlens, backend: as in `gated_linear_attention`.
-        gamma: (Hv,) in (0, 1], default ``1 - 2^(-5 - h)``.
+        gamma: (Hv,) in [0, 1], default ``1 - 2^(-5 - h)``; its gradient is NaN at 0.
         scale: default K^-0.5.
         normalize: the weights ``R_ts = scale (q_t . k_s) gamma^(t - s)`` are divided by the root of
             ``sum_s gamma^(t - s)``, and then o_t by ``max(|sum_s R_ts|, 1)``, a constant for
