@@ -88,16 +88,32 @@ def test_generation(kind):
 def test_gradients_through_a_cache(kind, pieces):
     """The states that a backward needs outlive the cache's writing over them."""
     model, ids = made(kind).train(), tokens(sum(pieces))
-    losses = []
-    for each in (model, patched(model)) if pieces[1] > 1 or kind != "bamba" else (patched(model),):
-        cache, loss = None, 0.0
+
+    def logits(each: nn.Module) -> torch.Tensor:
+        cache, found = None, []
         for piece in ids.split(pieces, 1):
             out = each(piece, past_key_values=cache, use_cache=True)
-            cache, loss = out.past_key_values, loss + out.logits.float().square().mean()
-        loss.backward()
-        losses.append(loss)
-        assert any(p.grad is not None and p.grad.any() for p in each.parameters())
-    torch.testing.assert_close(losses[0], losses[-1], rtol=1e-4, atol=1e-4)
+            cache = out.past_key_values
+            found.append(out.logits)
+        return torch.cat(found, 1)
+
+    ours = patched(model)
+    with torch.no_grad():
+        expected = logits(model)
+    found = logits(ours)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.square().mean().backward()
+    if (kind, pieces) == ("bamba", (6, 1)):  # for which their own backward raises
+        assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+        return
+    logits(model).square().mean().backward()
+    other = dict(ours.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            scale = parameter.grad.abs().max().item()
+            torch.testing.assert_close(
+                other[name].grad, parameter.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7
+            )
 
 
 @torch.no_grad()
