@@ -240,14 +240,14 @@ def blocks_of_rows(
     """The blocks of a mask; seen(first, last): these rows, broadcastable to (B, Hq, rows, Tk)."""
     if torch.device(device).type == "meta":
         raise ValueError("Blocks: partial blocks must have values, got device='meta'")
-    codes, bits, partials = torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), None, 0
+    codes: Tensor | None = None
+    bits, partials = _no_bits(device), 0
     for first in range(0, tq, BLOCK):
         rows = seen(first, min(first + BLOCK, tq))
         rows = rows[(None,) * (4 - rows.dim())]
         row, partial = _encoded(rows.expand(*rows.shape[:2], -1, tk), partials)
-        if bits is None:
+        if codes is None:
             codes = row.new_empty(*row.shape[:2], -(-tq // BLOCK), row.shape[2])
-            bits = _no_bits(device)
         codes[:, :, first // BLOCK] = row
         # Few large blocks of memory: small ones between what each row computes with would leave
         # holes in the heap, which then grows like Tq Tk.
@@ -257,8 +257,8 @@ def blocks_of_rows(
             bits = grown
         bits[partials : partials + len(partial)] = partial
         partials += len(partial)
-    if bits is None:
-        return Blocks(codes, _no_bits(device))
+    if codes is None:
+        return Blocks(torch.zeros(1, 1, 0, -(-tk // BLOCK), dtype=torch.int32), bits)
     return Blocks(codes, bits[:partials].clone(), (tq, tk))
 
 
