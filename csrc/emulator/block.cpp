@@ -224,11 +224,6 @@ void run_block() {
 
 }  // namespace
 
-Block& block() {
-  static Block instance;
-  return instance;
-}
-
 void fail(const std::string& message) {
   Thread& t = *block().current;
   scheduler.error = text(message, ", by ", name_of(t));
@@ -332,12 +327,15 @@ void collective(uint32_t mask, const char* operation, void* slot, void (*compute
     t.fiber.suspend();
     return;
   }
-  Slots slots{};
+  Slots slots;
   for (int lane = 0; lane < kWarpSize; ++lane) {
+    slots[static_cast<size_t>(lane)] = nullptr;
     if ((mask >> lane & 1) == 0) continue;
     const Thread& other = *warp.lanes[static_cast<size_t>(lane)];
-    const bool same = other.mask == mask && std::strcmp(other.operation, operation) == 0 &&
-                      other.where.line() == where.line() && other.where.column() == where.column();
+    const bool same_operation =
+        other.operation == operation || std::strcmp(other.operation, operation) == 0;
+    const bool same = other.mask == mask && same_operation && other.where.line() == where.line() &&
+                      other.where.column() == where.column();
     if (!same) {
       fail(text("warp divergence: ", operation, " at ", position(where), " meets ", other.operation,
                 " at ", position(other.where), " of lane ", lane));

@@ -86,7 +86,6 @@ class Observer {
 };
 inline Observer* observer = nullptr;
 
-// The block that is running.
 struct Block {
   dim3 grid, size;
   uint3 index;
@@ -94,7 +93,8 @@ struct Block {
   SharedMemory shared;
   const SharedArray* dynamic = nullptr;
 };
-Block& block();
+inline Block running_block;
+inline Block& block() { return running_block; }  // of threadIdx: kernels call it all the time
 
 // Runs body() once per thread of the grid; throws Error if a rule is broken.
 void launch(dim3 grid, dim3 size, size_t dynamic_bytes, const std::function<void()>& body);

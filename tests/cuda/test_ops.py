@@ -22,15 +22,16 @@ ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
 #: What has runs of its own.
 FAMILIES = ("attention", "moe", "recurrence", "scan")
-# Ids read property-op-case-dtype, and an op's name can be part of another one's or of a case.
+# Regular expressions: labels read property-op-case-dtype, and an op's name can be part of another
+# one's or of a case.
 OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in FAMILIES)
 ATTENTION = ("-attention-",)
 #: Long cases, and those that only repeat others in the backward.
-SEQUENCES = "prefix or strided or short or decode or self or chunk or oddpages"
+SEQUENCES = "prefix|strided|short|decode|self|chunk|oddpages"
 VARIED = (
-    "-attention- and not attention-decode",
-    f"-attention_varlen- and not ({SEQUENCES})",
-    f"-attention_cached- and not ({SEQUENCES})",
+    "-attention-(?!decode)",
+    f"-attention_varlen-(?!.*({SEQUENCES}))",
+    f"-attention_cached-(?!.*({SEQUENCES}))",
 )
 LAYOUTS = ("-attention_varlen-", "-attention_cached-")
 LOOKS = ("-attention_weights-", "-select_attention-")
@@ -54,7 +55,7 @@ FEW = (
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
 )
 #: Sizes of 1, of a tile and of one more.
-TILES = tuple(f"-attention-{case}-" for case in ("one", "oneof8", "plain", "tile+1"))
+TILES = tuple(f"-attention-{case}-" for case in ("one", "oneof8", "plain", r"tile\+1"))
 EDGES = ("tiny", "tile", "notokens", "noslots", "nofeatures", "nodim")
 EXPERTS = tuple(
     f"-moe_experts-{case}-"
@@ -160,6 +161,12 @@ SWEEPS = [
 ]
 
 
+def labels(properties, ops, dtypes):
+    """The regular expression of their tests in test_specs.py."""
+    left_out = f"(?!deterministic-({'|'.join(TORCHS)}))"
+    return f"^{left_out}({'|'.join(properties)})({'|'.join(ops)}).*({'|'.join(dtypes)})$"
+
+
 def preloaded():
     """Sanitizer runtimes must come before all other libraries; libstdc++ so that C++ can throw."""
     names = ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -193,10 +200,9 @@ def run_emulated(run_with_library):
 def test_kernels_pass_the_specs_under_emulation(
     run_emulated, variant, schedules, ops, properties, dtypes
 ):
-    pairs = [property + op for property in properties for op in ops]
-    left_out = " or ".join(f"deterministic-{op}" for op in TORCHS)
-    selection = f"({' or '.join(pairs)}) and ({' or '.join(dtypes)}) and not ({left_out})"
-    run_emulated(variant, schedules, selection, "test_specs")
+    run_emulated(
+        variant, schedules, "", "test_specs", OMNIATTN_TEST_SPECS=labels(properties, ops, dtypes)
+    )
 
 
 def test_kernels_pass_the_tests_of_their_families(run_emulated):
@@ -215,10 +221,12 @@ def test_kernels_pass_the_tests_of_their_families(run_emulated):
 
 def test_attention_fits_into_99_kib_of_shared_memory(run_emulated):
     """Of a block on sm_86 and sm_89: what needs more takes another path."""
-    cases = "-attention-wide or -attention-decode or -attention_cached-decode"
-    selection = f"(forward or backward) and ({cases}) and (f64 or bf16)"
-    limit = str(99 << 10)
-    run_emulated("value", "ascending", selection, "test_specs", OMNIATTN_TEST_SHARED_MEMORY=limit)
+    cases = ("-attention-wide", "-attention-decode", "-attention_cached-decode")
+    env = {
+        "OMNIATTN_TEST_SPECS": labels(VALUES, cases, ("f64", "bf16")),
+        "OMNIATTN_TEST_SHARED_MEMORY": str(99 << 10),
+    }
+    run_emulated("value", "ascending", "", "test_specs", **env)
 
 
 def test_attention_of_logits_that_are_not_numbers(run_emulated):

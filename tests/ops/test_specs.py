@@ -5,6 +5,8 @@ on the cases named here. Ids read `property-op-case-dtype`.
 """
 
 import inspect
+import os
+import re
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from omniattn.testing.spec import SHORT_DTYPE
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SPECS = testing.registry()
+#: Only these labels are made into tests: collecting all takes longer than many a run of a few.
+SELECTED = re.compile(os.environ.get("OMNIATTN_TEST_SPECS", ""))
 
 
 def cases(spec, selection):
@@ -59,8 +63,8 @@ def matrix():
                 continue
             for case in cases(spec, selection):
                 for dtype in dtypes or spec.dtypes[:1]:
-                    if dtype in spec.dtypes:
-                        label = f"{name}-{spec.name}-{case.name}-{SHORT_DTYPE[dtype]}"
+                    label = f"{name}-{spec.name}-{case.name}-{SHORT_DTYPE[dtype]}"
+                    if dtype in spec.dtypes and SELECTED.search(label):
                         marks = [pytest.mark.slow] if name in SLOW else []
                         yield pytest.param(
                             PROPERTIES[name], spec, case, dtype, id=label, marks=marks
