@@ -21,14 +21,16 @@ def is_jagged(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_nested
 
 
-def require_ragged(op: str, name: str, t: Any) -> None:
-    """`t` must be a nested tensor whose values are the rows of its sequences and no others."""
+def require_ragged(op: str, name: str, t: Any, *, dim: bool = True) -> None:
+    """`t` must be a nested tensor whose values are the rows of its sequences and no others; without
+    `dim` a row is a number."""
     ragged = t.is_nested and t.layout == torch.jagged
-    if not ragged or t.lengths() is not None or t._ragged_idx != 1 or t.dim() < 3:
+    sizes = t.dim() >= 3 if dim else t.dim() == 2
+    if not ragged or t.lengths() is not None or t._ragged_idx != 1 or not sizes:
         got = f"shape={t.shape}" if ragged else f"layout={t.layout}"
         raise ValueError(
-            f"{op}: {name} must be a jagged nested tensor (B, j, ..., dim) without holes in a call "
-            f"on nested tensors, got {name}.{got}"
+            f"{op}: {name} must be a jagged nested tensor {'(B, j, ..., dim)' if dim else '(B, j)'} "
+            f"without holes in a call on nested tensors, got {name}.{got}"
         )
 
 

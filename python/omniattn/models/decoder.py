@@ -28,6 +28,7 @@ from omniattn.modules import (
     State,
 )
 from omniattn.modules.auxiliary import AuxiliaryLoss
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.state import Stateful, Storage, takes_cache
 
@@ -40,7 +41,8 @@ class Decoder(Model, Stateful):
         device, dtype: of the parameters.
 
     Shape:
-        tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with `targets` (B, T).
+        tokens (B, T) int, or jagged (B, j) -> logits (B, T, vocab_size), or the mean loss with
+        `targets` (B, T).
 
     Notes:
         The loss goes through `linear_cross_entropy`, which never holds (B * T, vocab_size).
@@ -214,17 +216,18 @@ class Decoder(Model, Stateful):
         state: list[State] | None = None,
     ) -> torch.Tensor:
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
+        op = type(self).__name__
+        tokens, sequences = sequences_of(op, "tokens", tokens, state=state, dim=False)
         past = 0
         if state is not None:
-            op = type(self).__name__
             past = require_states(op, state, len(self.layers), tokens.shape[1])
         if positions is None:
-            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+            positions = past + sequences.positions(tokens)
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions)
-        x = self.dropout(x)
+        x = sequences.restored(self.dropout(x))
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
         shared = {"embeddings": x}
         for i, layer in enumerate(self.layers):
@@ -255,9 +258,10 @@ class Decoder(Model, Stateful):
         """Logits (B, T, vocab_size), or with targets the mean loss.
 
         Args:
-            tokens: (B, T) int.
-            targets: (B, T) int, already shifted by one; -100 is left out of the mean.
-            positions: (T,) or (B, T) int, default: counted on from the state.
+            tokens: (B, T) int, or jagged (B, j): sequences of any lengths without padding.
+            targets: as tokens, already shifted by one; -100 is left out of the mean.
+            positions: (T,) or (B, T) int, or of all tokens of a jagged tensor (total,); default:
+                counted from the start of each sequence, or on from the state.
             mask: boolean, True = attend, broadcastable to (B, heads, T, past + T).
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
@@ -266,9 +270,20 @@ class Decoder(Model, Stateful):
             return self.head(x)
         if self.predictor is not None and self.training:
             self._predictor_loss = self._predict_further(x, tokens, targets, positions, mask)
+        if x.is_nested:
+            x, targets = x.values(), self._values_of(targets, tokens)
         return functional.linear_cross_entropy(
             x, self.head_weight, targets, backend=self.config.backend
         )
+
+    def _values_of(self, targets: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Of targets with the boundaries of nested tokens."""
+        if not targets.is_nested or targets.shape != tokens.shape:
+            raise ValueError(
+                f"{type(self).__name__}: targets must be jagged with the boundaries of tokens, "
+                f"got targets.shape={tuple(targets.shape)}"
+            )
+        return targets.values()
 
     def _predict_further(
         self,
@@ -280,6 +295,11 @@ class Decoder(Model, Stateful):
     ) -> torch.Tensor:
         """The mean over depths d of the loss of token i + d + 1 at position i."""
         assert self.predictor is not None
+        if tokens.is_nested:
+            raise NotImplementedError(
+                f"{type(self).__name__}: tokens must be (B, T) where further tokens are predicted, "
+                "got a nested tensor"
+            )
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
 

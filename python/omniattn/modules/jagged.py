@@ -152,15 +152,21 @@ class Sequences:
 
 
 def sequences_of(
-    op: str, name: str, x: Tensor, *, state: object = None, queries: Sequences | None = None
+    op: str,
+    name: str,
+    x: Tensor,
+    *,
+    state: object = None,
+    queries: Sequences | None = None,
+    dim: bool = True,
 ) -> tuple[Tensor, Sequences]:
     """x as (B, T, ...) and its sequences. It must be nested if and only if `queries`, where given,
-    are; a nested x has no state."""
+    are; a nested x has no state. Without `dim` x is (B, T)."""
     require_tensor(op, name, x)
     nested = x.is_nested if queries is None else queries.nested is not None
     if not nested:
         return x, Sequences()
-    require_ragged(op, name, x)
+    require_ragged(op, name, x, dim=dim)
     if state is not None:
         raise ValueError(f"{op}: state must be None where {name} is nested, got state={state!r}")
     return x.values()[None], Sequences(x)

@@ -14,6 +14,7 @@ from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.modules import _signatures
 from omniattn.modules.experts import Experts
+from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import ChannelMixer
@@ -274,8 +275,10 @@ class MoE(ChannelMixer):
         return self.__dict__ | {"state": None}
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """x (..., T, dim) -> (..., T, dim); token_mask (..., T) bool, False for padding, whose
-        output is that of the shared experts alone."""
+        """x (..., T, dim), or jagged (B, j, dim) -> as x; token_mask (..., T) bool, False for
+        padding, whose output is that of the shared experts alone."""
+        if isinstance(x, Tensor) and x.is_nested:
+            return self._of_sequences(x, token_mask)
         routing, state = self.route(x, token_mask)
         if not in_backward():
             self.state = state
@@ -286,6 +289,18 @@ class MoE(ChannelMixer):
                 shared = self.shared_expert_gate(x).sigmoid() * shared
             y = y + shared
         return y
+
+    def _of_sequences(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Of a nested x: a batch with padding, as capacities and losses are those of sequences."""
+        if token_mask is not None:
+            raise ValueError(
+                "MoE: token_mask must be None where x is nested, "
+                f"got token_mask.shape={tuple(token_mask.shape)}"
+            )
+        rows, sequences = sequences_of("MoE", "x", x)
+        places = torch.arange(sequences.longest, device=x.device)
+        inside = places < sequences.sizes(rows)[:, None]
+        return sequences.restored(sequences.in_batches(lambda t: self(t, inside), rows))
 
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """The routing that forward executes, and its state."""
