@@ -90,7 +90,8 @@ bool has_heads_enough(const Load& load) { return load.heads >= 4 * load.threads;
 // The level that is the fastest for the multiply-adds of a kv head, masks aside. Rows of distances
 // are multiplied in the compute type.
 Isa isa_of(const AttentionProblem& p) {
-  return isa_for(MeasuredOp::attention, has_distance_rows(p) ? accumulator(p.dtype) : p.dtype, group_size(p) * p.tq * p.tk * (p.d + p.dv));
+  return isa_for(MeasuredOp::attention, has_distance_rows(p) ? accumulator(p.dtype) : p.dtype,
+                 group_size(p) * p.tq * p.tk * (p.d + p.dv));
 }
 
 // Runs problems of one level, each by the first path that takes it.
@@ -157,9 +158,9 @@ Tensor expand_table(AttentionProblem& p) {
 
 // The gradients of rows of distances and their parts.
 struct DistanceGradient {
-  DistanceRows AttentionProblem::*rows;
-  void* AttentionBackwardParams::*grad;
-  void* AttentionBackwardParams::*parts;
+  DistanceRows AttentionProblem::* rows;
+  void* AttentionBackwardParams::* grad;
+  void* AttentionBackwardParams::* parts;
 };
 constexpr DistanceGradient kDistanceGradients[] = {
     {&AttentionProblem::relative_keys, &AttentionBackwardParams::grad_relative_keys,
@@ -183,12 +184,11 @@ void gather_gradients(const AttentionBackwardParams& x,
   }
   for (const DistanceGradient& d : kDistanceGradients) {
     if (x.*d.grad == nullptr) continue;
-    const AttentionDistanceGradient g{&x,     problems.data(), static_cast<int64_t>(problems.size()),
-                                      d.rows, d.parts,         d.grad};
+    const AttentionDistanceGradient g{
+        &x, problems.data(), static_cast<int64_t>(problems.size()), d.rows, d.parts, d.grad};
     const int64_t work = x.problem.hq * x.problem.d * g.count;
-    parallel_ranges(
-        (x.problem.*d.rows).rows, grain_of(work),
-        [&](int64_t begin, int64_t end) { kernels.gather_distances(g, begin, end); });
+    parallel_ranges((x.problem.*d.rows).rows, grain_of(work),
+                    [&](int64_t begin, int64_t end) { kernels.gather_distances(g, begin, end); });
   }
   for (const AttentionBackwardParams& b : problems) {
     const auto gather = [&](const void* parts, void* grad) {

@@ -164,10 +164,10 @@ void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, cons
   require(std::abs(ab[0]) < kLimit && std::abs(ab[1]) < kLimit, op,
           "parameters of a table must be finite and below 1e12");
   const int64_t sizes[] = {t.size(0), t.size(1), p.hq};
-  const int64_t a = kind == ScoreKind::distances ? from_start(ab[0], sizes[1])
-                                                 : static_cast<int64_t>(ab[0]);
-  p.table = {kind,    a,        static_cast<int64_t>(ab[1]), sizes[1],
-             nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
+  const int64_t a =
+      kind == ScoreKind::distances ? from_start(ab[0], sizes[1]) : static_cast<int64_t>(ab[0]);
+  p.table = {kind,     a,       static_cast<int64_t>(ab[1]),
+             sizes[1], nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
   require(table_fits(p.table, call.whole_q, call.whole_k), op, "a table of ", sizes[1],
           " rows with parameters ", p.table.a, " and ", p.table.b,
           " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
@@ -308,8 +308,7 @@ void decode_score(const Arguments& given, Call& call) {
         p.head_scale = keep_parameters(op, name, call, tensor(call.head_scale), {&p.hq, 1});
         break;
       case ScoreRole::relative_keys:
-        p.relative_keys =
-            distance_rows(op, name, call, tensor(call.relative_keys), parameters[0]);
+        p.relative_keys = distance_rows(op, name, call, tensor(call.relative_keys), parameters[0]);
         break;
       case ScoreRole::relative_queries:
         p.relative_queries =

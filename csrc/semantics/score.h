@@ -1,5 +1,6 @@
 // From q.k to the logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. Terms
-// by distance, q.r and k.w, are part of q.k here. s_h is the factor of a head; f(s) is the transform c g(s / c), or s without a transform.
+// by distance, q.r and k.w, are part of q.k here. s_h is the factor of a head; f(s) is the
+// transform c g(s / c), or s without a transform.
 //
 // The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or
 // post * g(x), plus the terms. Without terms kernels keep logits in units of ln 2, as s log2(e), so
@@ -123,8 +124,8 @@ OMNIATTN_FN uint32_t product_terms() {
 // joins the row later, and a normaliser weighs logits; any other rule, also a new one, changes
 // them.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
-  return (terms & ~(product_terms() | terms_of(ScoreRole::sinks) |
-                    terms_of(ScoreRole::normaliser))) == 0;
+  return (terms &
+          ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normaliser))) == 0;
 }
 
 // Whether logits must be in natural units: a term is added to them, a sink joins them in the

@@ -158,8 +158,8 @@ OMNIATTN_FN int64_t program_elements(const AttentionProblem& p) {
 OMNIATTN_FN int64_t backward_program_elements(const AttentionProblem& p) {
   return p.program == nullptr ? 0 : p.program->backward_registers * kProgramRow;
 }
-// A tile's rows of distances, also transposed, and their gradient, some rows of its scores, q or k as
-// rows and the tile transposed.
+// A tile's rows of distances, also transposed, and their gradient, some rows of its scores, q or k
+// as rows and the tile transposed.
 constexpr int64_t kBand = kQueryBlock + kKeyBlock;
 constexpr int64_t kMostBandRows = 16;
 OMNIATTN_FN int64_t distance_elements(const AttentionProblem& p) {

@@ -2,8 +2,8 @@
 // of k - i (see DistanceRows), and their gradients.
 //
 // Pair (r, c) of a tile reads the row at place c - r + last of its band of distances. A few queries
-// are multiplied by all rows that they reach, and each of their products is added from its own first
-// place on. The term k.w is made in the same way with keys as rows, in a tile that is turned.
+// are multiplied by all rows that they reach, and each of their products is added from its own
+// first place on. The term k.w is made in the same way with keys as rows, in a tile that is turned.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -19,6 +19,18 @@ struct BandRows {
   const DistanceRows* rows;
   int64_t first, step;  // distance of place 0 and from place to place
   int64_t last;         // place of pair (0, 0)
+
+  OMNIATTN_INLINE int64_t row(int64_t place) const {
+    return row_of_distance(*rows, first + place * step);
+  }
+  // All places of a tile that is far from the diagonal have the first or the last row. They count
+  // as one.
+  OMNIATTN_INLINE bool is_uniform() const { return row(0) == row(kBand - 2); }
+  // Those of some rows and columns of the tile.
+  OMNIATTN_INLINE Range places(Range of, Range columns) const {
+    if (is_uniform()) return {0, 1};
+    return {columns.begin - (of.end - 1) + last, columns.end - of.begin + last};
+  }
 };
 
 // Of one head, in operands that are not narrowed: `q` in what follows is a tile's pre * q.
@@ -46,19 +58,18 @@ class DistanceTerms {
     if (p_.relative_keys.data != nullptr) {
       const BandRows band = of_queries(plan);
       load_rows(band, A(1));
-      turn_rows();
-      for_queries(plan, [&](Range rows, Range columns) {
-        add_band(q, rows, columns, band.last, x, kKeyBlock);
-      });
+      turn_rows(band);
+      for_queries(
+          plan, [&](Range rows, Range columns) { add_band(band, q, rows, columns, x, kKeyBlock); });
     }
     if (p_.relative_queries.data != nullptr) {
       const BandRows band = of_keys(plan);
       load_keys<T>(plan);
       load_rows(band, A(1));
-      turn_rows();
+      turn_rows(band);
       fill_zero(turned_, kKeyBlock * kQueryBlock);
       for_keys(plan, [&](Range rows, Range columns) {
-        add_band(keys_, rows, columns, band.last, turned_, kQueryBlock);
+        add_band(band, keys_, rows, columns, turned_, kQueryBlock);
       });
       add_turned(plan, x);
     }
@@ -74,7 +85,7 @@ class DistanceTerms {
       load_rows(band, A(1));
       fill_zero(grad_rows_, kBand * ld_);
       for_queries(plan, [&](Range rows, Range columns) {
-        add_band_gradients(q, rows, columns, band.last, dx, kKeyBlock, grad_q);
+        add_band_gradients(band, q, rows, columns, dx, kKeyBlock, grad_q);
       });
       add_rows(band, grad_keys);
     }
@@ -85,7 +96,7 @@ class DistanceTerms {
       fill_zero(grad_rows_, kBand * ld_);
       turn(plan, dx);
       for_keys(plan, [&](Range rows, Range columns) {
-        add_band_gradients(keys_, rows, columns, band.last, turned_, kQueryBlock, grad_k);
+        add_band_gradients(band, keys_, rows, columns, turned_, kQueryBlock, grad_k);
       });
       add_rows(band, grad_queries);
     }
@@ -135,15 +146,22 @@ class DistanceTerms {
                  seen.end - seen.begin, p_.d, factor_, keys_ + seen.begin * ld_);
   }
 
+  // Vectors read kWidth rows.
+  static int64_t loaded(const BandRows& band) { return band.is_uniform() ? V::kWidth : kBand; }
   void load_rows(const BandRows& band, A factor) const {
-    const auto* const rows = static_cast<const A*>(band.rows->data);
-    for (int64_t n = 0; n < kBand; ++n) {
-      const int64_t row = row_of_distance(*band.rows, band.first + n * band.step);
-      pack_rows<A>(rows + (row * p_.hq + h_) * p_.d, 0, 1, p_.d, factor, rows_ + n * ld_);
+    for (int64_t n = 0; n < loaded(band); ++n) {
+      const A* const from =
+          static_cast<const A*>(band.rows->data) + (band.row(n) * p_.hq + h_) * p_.d;
+      A* const to = rows_ + n * ld_;
+      int64_t c = 0;
+      for (; c + V::kWidth <= p_.d; c += V::kWidth) store(to + c, load(from + c) * V(factor));
+      for (; c < round_up(p_.d, 16); c += V::kWidth) {
+        store(to + c, load_n(from + c, p_.d - c) * V(factor));
+      }
     }
   }
-  void turn_rows() const {
-    for (int64_t n = 0; n < kBand; n += V::kWidth) {
+  void turn_rows(const BandRows& band) const {
+    for (int64_t n = 0; n < loaded(band); n += V::kWidth) {
       for (int64_t c = 0; c < p_.d; c += V::kWidth) {
         pack_transposed_block<A>(rows_ + n * ld_ + c, ld_, V::kWidth, ld_ - c, p_.d - c,
                                  columns_ + c * kBand + n, kBand);
@@ -152,48 +170,60 @@ class DistanceTerms {
   }
 
   // x[r][c] += own[r] . row of the pair
-  void add_band(const A* own, Range rows, Range columns, int64_t last, A* x, int64_t ldx) const {
-    const int64_t count = rows.end - rows.begin, places = columns.end - columns.begin + count - 1;
-    const int64_t first = columns.begin - (rows.end - 1) + last;
-    gemm_tile<A>(own + rows.begin * ld_, ld_, row_panels<A>(columns_ + first, kBand), part_, kBand,
-                 count, places, p_.d, false);
+  void add_band(const BandRows& band, const A* own, Range rows, Range columns, A* x,
+                int64_t ldx) const {
+    const Range places = band.places(rows, columns);
+    const int64_t count = rows.end - rows.begin;
+    gemm_tile<A>(own + rows.begin * ld_, ld_, row_panels<A>(columns_ + places.begin, kBand), part_,
+                 kBand, count, places.end - places.begin, p_.d, false);
     for (int64_t r = 0; r < count; ++r) {
-      const A* const from = part_ + r * kBand + count - 1 - r - columns.begin;
       A* const to = x + (rows.begin + r) * ldx;
-      for_columns<A>(columns, [&](int64_t n) { store(to + n, load(to + n) + load(from + n)); });
+      const A* const from = part_ + r * kBand;
+      const A* const row = from + count - 1 - r - columns.begin;
+      const bool uniform = band.is_uniform();
+      for_columns<A>(columns, [&](int64_t n) {
+        store(to + n, load(to + n) + (uniform ? V(*from) : load(row + n)));
+      });
     }
   }
 
-  // grad[r] += sum over c of dx[r][c] times the row of the pair, whose gradient gets dx[r][c] own[r]
-  void add_band_gradients(const A* own, Range rows, Range columns, int64_t last, const A* dx,
-                          int64_t ldx, A* grad) const {
-    const int64_t count = rows.end - rows.begin, places = columns.end - columns.begin + count - 1;
-    const int64_t first = columns.begin - (rows.end - 1) + last, width = round_up(p_.d, 16);
+  // grad[r] += sum over c of dx[r][c] times the row of the pair, whose gradient gets dx[r][c]
+  // own[r]
+  void add_band_gradients(const BandRows& band, const A* own, Range rows, Range columns,
+                          const A* dx, int64_t ldx, A* grad) const {
+    const Range places = band.places(rows, columns);
+    const int64_t count = rows.end - rows.begin, n = places.end - places.begin;
+    const int64_t width = round_up(p_.d, 16);
     for (int64_t r = 0; r < count; ++r) {
       A* const to = part_ + r * kBand;
-      fill_zero(to, places);
       const A* const from = dx + (rows.begin + r) * ldx;
-      A* const row = to + count - 1 - r - columns.begin;
-      for_columns<A>(columns, [&](int64_t n) { store(row + n, load(from + n)); });
+      if (band.is_uniform()) {
+        V sum = zero<A>();
+        for_columns<A>(columns, [&](int64_t c) { sum += load(from + c); });
+        *to = reduce_add(sum);
+      } else {
+        fill_zero(to, n);
+        A* const row = to + count - 1 - r - columns.begin;
+        for_columns<A>(columns, [&](int64_t c) { store(row + c, load(from + c)); });
+      }
     }
-    gemm_tile<A>(part_, kBand, row_panels<A>(rows_ + first * ld_, ld_), grad + rows.begin * ld_,
-                 ld_, count, width, places, true);
+    gemm_tile<A>(part_, kBand, row_panels<A>(rows_ + places.begin * ld_, ld_),
+                 grad + rows.begin * ld_, ld_, count, width, n, true);
     gemm_tile<A, ALayout::kTransposed>(part_, kBand, row_panels<A>(own + rows.begin * ld_, ld_),
-                                       grad_rows_ + first * ld_, ld_, places, width, count, true);
+                                       grad_rows_ + places.begin * ld_, ld_, n, width, count, true);
   }
 
   // Adds the gradients of the band to those of the problem's rows.
   void add_rows(const BandRows& band, A* grad) const {
     if (grad == nullptr) return;
     const Range range = distance_range(p_, *band.rows);
-    for (int64_t n = 0; n < kBand; ++n) {
-      const int64_t row = row_of_distance(*band.rows, band.first + n * band.step);
-      if (row < range.begin || row >= range.end) continue;  // of no pair
-      A* const to = grad + (row - range.begin) * p_.d;
+    for (int64_t n = 0; n < (band.is_uniform() ? 1 : kBand); ++n) {
+      if (!contains(range, {band.row(n), band.row(n) + 1})) continue;  // of no pair
+      A* const to = grad + (band.row(n) - range.begin) * p_.d;
       const A* const from = grad_rows_ + n * ld_;
-      for (int64_t c = 0; c < p_.d; c += V::kWidth) {
-        store_n(to + c, load_n(to + c, p_.d - c) + load(from + c), p_.d - c);
-      }
+      int64_t c = 0;
+      for (; c + V::kWidth <= p_.d; c += V::kWidth) store(to + c, load(to + c) + load(from + c));
+      if (c < p_.d) store_n(to + c, load_n(to + c, p_.d - c) + load(from + c), p_.d - c);
     }
   }
 
@@ -202,7 +232,8 @@ class DistanceTerms {
     V block[V::kWidth];
     for (int64_t r = 0; r < plan.rows(); r += V::kWidth) {
       for (int64_t n = 0; n < kKeyBlock; n += V::kWidth) {
-        for (int64_t i = 0; i < V::kWidth; ++i) block[i] = load(turned_ + (n + i) * kQueryBlock + r);
+        for (int64_t i = 0; i < V::kWidth; ++i)
+          block[i] = load(turned_ + (n + i) * kQueryBlock + r);
         transpose(block);
         for (int64_t i = 0; i < V::kWidth && r + i < plan.rows(); ++i) {
           A* const to = x + (r + i) * kKeyBlock + n;
@@ -219,7 +250,8 @@ class DistanceTerms {
           block[i] = r + i < plan.rows() ? load(x + (r + i) * kKeyBlock + n) : zero<A>();
         }
         transpose(block);
-        for (int64_t i = 0; i < V::kWidth; ++i) store(turned_ + (n + i) * kQueryBlock + r, block[i]);
+        for (int64_t i = 0; i < V::kWidth; ++i)
+          store(turned_ + (n + i) * kQueryBlock + r, block[i]);
       }
     }
   }

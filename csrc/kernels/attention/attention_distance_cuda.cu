@@ -50,9 +50,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
             return inside ? shared.tile[place<Sum::queries>(r, c)] : A(0);
           };
           const auto own = [&](int n, int64_t c) {
-            const auto rows = kOfQuery
-                                  ? queries_of<T>(p.q, s, h, query)
-                                  : keys_of<T>(p.k, s, kv_head(h, p.hq, p.hkv), k);
+            const auto rows = kOfQuery ? queries_of<T>(p.q, s, h, query)
+                                       : keys_of<T>(p.k, s, kv_head(h, p.hq, p.hkv), k);
             return rows.has(n) && c < p.d ? gpu::widen(rows.at(n, c)) : A(0);
           };
           multiply_values(kTile, value, own, first, shared, sum);
@@ -60,8 +59,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       }
     }
     const A scale = gradient_scale<A>(p) * head_factor<A>(p, h);
-    A* const to = static_cast<A*>(kOfQuery ? params.part_relative_keys
-                                           : params.part_relative_queries);
+    A* const to =
+        static_cast<A*>(kOfQuery ? params.part_relative_keys : params.part_relative_queries);
     store_rows<A>(sum, {scale, scale, scale, scale}, to + (h * distance_count(p) + element) * p.d,
                   p.d, distance_count(p) - element, first, p.d);
   }

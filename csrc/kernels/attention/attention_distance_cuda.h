@@ -115,8 +115,7 @@ __device__ __forceinline__ void multiply_values(int count, const Value& value, c
 // then by the own one, of the queries or the keys.
 template <bool kOfQuery, class A>
 __device__ __forceinline__ void add_band_rows(const BandRows<A>& band, const A* tile, int64_t first,
-                                              FmaShared<A>& shared,
-                                              A (&acc)[4][kChunkColumns<A>]) {
+                                              FmaShared<A>& shared, A (&acc)[4][kChunkColumns<A>]) {
   const auto value = [&](int n, int own) {
     const int other = kOfQuery ? own + n - (kTile - 1) : own - n + (kTile - 1);
     return other >= 0 && other < kTile ? tile[other * kLeading + own] : A(0);

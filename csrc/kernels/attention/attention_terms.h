@@ -38,9 +38,9 @@ struct AttentionDistanceGradient {
   const AttentionBackwardParams* whole;
   const AttentionBackwardParams* problems;
   int64_t count;
-  DistanceRows AttentionProblem::*rows;
-  void* AttentionBackwardParams::*parts;
-  void* AttentionBackwardParams::*grad;
+  DistanceRows AttentionProblem::* rows;
+  void* AttentionBackwardParams::* parts;
+  void* AttentionBackwardParams::* grad;
 };
 
 // The table's term and the gradients of parameters, computed before and after the kernels of a

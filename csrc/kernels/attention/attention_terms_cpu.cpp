@@ -146,6 +146,7 @@ void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width
 
 }  // namespace
 
-extern const AttentionTermsKernels attention_terms_kernels_table = {expand_table, gather_table, gather_distances, gather_heads, gather_pages};
+extern const AttentionTermsKernels attention_terms_kernels_table = {
+    expand_table, gather_table, gather_distances, gather_heads, gather_pages};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -42,7 +42,8 @@ OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t
 OMNIATTN_INLINE Range rows_seeing(const TilePlan& plan, Range keys) {
   Range rows = {0, 0};
   for (int64_t g = 0; g < plan.groups(); ++g) {
-    if (!is_empty(intersect(plan.columns[g], keys))) rows = mask_rules::hull(rows, plan.group_rows(g));
+    if (!is_empty(intersect(plan.columns[g], keys)))
+      rows = mask_rules::hull(rows, plan.group_rows(g));
   }
   return rows;
 }
