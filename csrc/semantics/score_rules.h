@@ -1,8 +1,8 @@
 // The rules that make up a score, one struct each. A call has at most one rule of each role:
 //
 //   head_scale  (Hq,)                        a factor of s = scale q.k for each head
-//   relative_keys     (rows, Hq, D), zero   r of s = scale (q_i.k_j + q_i.r + k_j.w), its row
-//   relative_queries  (rows, Hq, D), zero   k - i + zero, clamped; the same for w
+//   relative_keys     (rows, Hq, D), zero    a term scale q.r of s; r is row k - i + zero, clamped
+//   relative_queries  (rows, Hq, D), zero    the same with the key, scale k.r
 //   transform   a parameter c > 0            f(s) = c g(s / c)
 //   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
 //   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)

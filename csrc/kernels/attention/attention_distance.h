@@ -187,8 +187,7 @@ class DistanceTerms {
     }
   }
 
-  // grad[r] += sum over c of dx[r][c] times the row of the pair, whose gradient gets dx[r][c]
-  // own[r]
+  // grad[r] += dx[r][c] row of the pair, whose own gradient += dx[r][c] own[r]
   void add_band_gradients(const BandRows& band, const A* own, Range rows, Range columns,
                           const A* dx, int64_t ldx, A* grad) const {
     const Range places = band.places(rows, columns);
@@ -227,13 +226,14 @@ class DistanceTerms {
     }
   }
 
-  // The tile turned, in blocks of vectors.
+  // From the turned tile and to it, in blocks of vectors.
   void add_turned(const TilePlan& plan, A* x) const {
     V block[V::kWidth];
     for (int64_t r = 0; r < plan.rows(); r += V::kWidth) {
       for (int64_t n = 0; n < kKeyBlock; n += V::kWidth) {
-        for (int64_t i = 0; i < V::kWidth; ++i)
+        for (int64_t i = 0; i < V::kWidth; ++i) {
           block[i] = load(turned_ + (n + i) * kQueryBlock + r);
+        }
         transpose(block);
         for (int64_t i = 0; i < V::kWidth && r + i < plan.rows(); ++i) {
           A* const to = x + (r + i) * kKeyBlock + n;
@@ -250,8 +250,9 @@ class DistanceTerms {
           block[i] = r + i < plan.rows() ? load(x + (r + i) * kKeyBlock + n) : zero<A>();
         }
         transpose(block);
-        for (int64_t i = 0; i < V::kWidth; ++i)
+        for (int64_t i = 0; i < V::kWidth; ++i) {
           store(turned_ + (n + i) * kQueryBlock + r, block[i]);
+        }
       }
     }
   }

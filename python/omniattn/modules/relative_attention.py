@@ -174,7 +174,7 @@ class DisentangledAttention(Layer):
     def _reach(self) -> int:
         """The distance from which on all share a row."""
         c = self.config
-        if not c.buckets:
+        if c.clamp_distance or not c.buckets:
             return c.max_distance
         middle = c.buckets // 2
         steps = (c.buckets - middle - 1) / (middle - 1)
