@@ -195,6 +195,10 @@ Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tenso
     b.grad_sinks = data;
   } else if (index == call.head_scale) {
     b.grad_head_scale = data;
+  } else if (index == call.relative_keys) {
+    b.grad_relative_keys = data;
+  } else if (index == call.relative_queries) {
+    b.grad_relative_queries = data;
   } else if (has_program_table(call, index)) {
     set_program_gradient(call, index, grad, gradients);
   } else {

@@ -46,9 +46,10 @@ struct Call {
   int64_t whole_q = 0, whole_k = 0;  // Tq and Tk of the call that this is a part of, see PartKind
   bool has_layout = false, is_packed = false;
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;  // places in aux, -1: none
-  int64_t program = -1;                                        // of the first table
-  std::shared_ptr<const DecodedProgram> decoded;               // what problem.program views
-  Tensors kept;  // what keeps the problem's memory alive
+  int64_t relative_keys = -1, relative_queries = -1;
+  int64_t program = -1;                           // of the first table
+  std::shared_ptr<const DecodedProgram> decoded;  // what problem.program views
+  Tensors kept;                                   // what keeps the problem's memory alive
 };
 Call check(const Arguments& given);
 

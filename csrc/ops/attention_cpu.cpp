@@ -87,9 +87,11 @@ Load load_of(const Problems& problems, const F& heads) {
 // Whether whole heads, each with its own workspace, keep the threads busy.
 bool has_heads_enough(const Load& load) { return load.heads >= 4 * load.threads; }
 
-// The level that is the fastest for the multiply-adds of a kv head, masks aside.
+// The level that is the fastest for the multiply-adds of a kv head, masks aside. Rows of distances
+// are multiplied in the compute type.
 Isa isa_of(const AttentionProblem& p) {
-  return isa_for(MeasuredOp::attention, p.dtype, group_size(p) * p.tq * p.tk * (p.d + p.dv));
+  return isa_for(MeasuredOp::attention, has_distance_rows(p) ? accumulator(p.dtype) : p.dtype,
+                 group_size(p) * p.tq * p.tk * (p.d + p.dv));
 }
 
 // Runs problems of one level, each by the first path that takes it.
@@ -154,6 +156,18 @@ Tensor expand_table(AttentionProblem& p) {
   return memory;
 }
 
+// The gradients of rows of distances and their parts.
+struct DistanceGradient {
+  DistanceRows AttentionProblem::* rows;
+  void* AttentionBackwardParams::* grad;
+  void* AttentionBackwardParams::* parts;
+};
+constexpr DistanceGradient kDistanceGradients[] = {
+    {&AttentionProblem::relative_keys, &AttentionBackwardParams::grad_relative_keys,
+     &AttentionBackwardParams::part_relative_keys},
+    {&AttentionProblem::relative_queries, &AttentionBackwardParams::grad_relative_queries,
+     &AttentionBackwardParams::part_relative_queries}};
+
 // Sums of what the problems of a call x left for the gradients of parameters.
 void gather_gradients(const AttentionBackwardParams& x,
                       const std::vector<AttentionBackwardParams>& problems) {
@@ -167,6 +181,14 @@ void gather_gradients(const AttentionBackwardParams& x,
     run_stage(
         std::span(&g, 1), [&](const AttentionTableGradient&) { return items; }, memory,
         kernels.gather_table);
+  }
+  for (const DistanceGradient& d : kDistanceGradients) {
+    if (x.*d.grad == nullptr) continue;
+    const AttentionDistanceGradient g{
+        &x, problems.data(), static_cast<int64_t>(problems.size()), d.rows, d.parts, d.grad};
+    const int64_t work = x.problem.hq * x.problem.d * g.count;
+    parallel_ranges((x.problem.*d.rows).rows, grain_of(work),
+                    [&](int64_t begin, int64_t end) { kernels.gather_distances(g, begin, end); });
   }
   for (const AttentionBackwardParams& b : problems) {
     const auto gather = [&](const void* parts, void* grad) {
@@ -307,6 +329,12 @@ Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
     if (b.grad_table != nullptr) {
       b.part_relative_plane = plane_elements(whole);
       b.part_relative = part(b.splits * table_parts(b) * whole.hq * b.part_relative_plane);
+      torch::stable::fill_(memory.back(), 0);
+    }
+    for (const DistanceGradient& d : kDistanceGradients) {
+      if (b.*d.grad == nullptr) continue;
+      const int64_t size = distance_part_elements(b.problem, b.problem.*d.rows);
+      b.*d.parts = part(b.splits * distance_parts(b) * size);
       torch::stable::fill_(memory.back(), 0);
     }
     if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(b.problem));

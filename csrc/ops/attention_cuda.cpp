@@ -186,6 +186,9 @@ void run_backward(AttentionBackwardParams b, const Sequences&) {
   if (p.tk == 0) return;
   if (b.grad_program != nullptr) run_program_gradients(op, b, *steps);
   if (b.grad_bias != nullptr) run(launch_attention_bias_gradient(b, stream()));
+  b.part_relative_keys = part(b.grad_relative_keys, attention_distance_parts(p));
+  b.part_relative_queries = part(b.grad_relative_queries, attention_distance_parts(p));
+  run(launch_attention_distance_gradients(b, stream()));
   if (b.grad_table != nullptr) {
     b.part_relative = part(b.grad_table, attention_table_parts(p));
     run(launch_attention_table_gradient(b, stream()));

@@ -151,6 +151,11 @@ const void* keep_parameters(const char* op, const char* name, Call& call, const 
   return call.kept.back().const_data_ptr();
 }
 
+// The row of distance 0, which counts from the end where it is negative.
+int64_t from_start(double zero, int64_t rows) {
+  return static_cast<int64_t>(zero) + (zero < 0 ? rows : 0);
+}
+
 void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, const double* ab) {
   AttentionProblem& p = call.problem;
   require(t.dim() == 3 && (t.size(0) == 1 || t.size(0) == p.batch), op,
@@ -159,16 +164,26 @@ void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, cons
   require(std::abs(ab[0]) < kLimit && std::abs(ab[1]) < kLimit, op,
           "parameters of a table must be finite and below 1e12");
   const int64_t sizes[] = {t.size(0), t.size(1), p.hq};
-  p.table = {kind,    static_cast<int64_t>(ab[0]),        static_cast<int64_t>(ab[1]), sizes[1],
-             nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
+  const int64_t a =
+      kind == ScoreKind::distances ? from_start(ab[0], sizes[1]) : static_cast<int64_t>(ab[0]);
+  p.table = {kind,     a,       static_cast<int64_t>(ab[1]),
+             sizes[1], nullptr, sizes[0] == 1 ? 0 : sizes[1] * p.hq};
   require(table_fits(p.table, call.whole_q, call.whole_k), op, "a table of ", sizes[1],
           " rows with parameters ", p.table.a, " and ", p.table.b,
           " must fit its kind and Tq=", p.tq, ", Tk=", p.tk);
   const Part& part = p.mask.part;
   require(is_relative(kind) || (part.rest_q == 0 && part.rest_k == 0), op,
           "a call with windows cannot be part of a longer one");
-  p.relative_shift = part.first_k - part.first_q - part.rest_k + part.rest_q;
   p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
+}
+
+DistanceRows distance_rows(const char* op, const char* name, Call& call, const Tensor& t,
+                           double zero) {
+  require(t.dim() == 3 && t.size(0) > 0, op, name, " must have shape (rows > 0, Hq, D), got ",
+          t.dim(), " dimensions");
+  require(std::abs(zero) < 1e12, op, "zero of ", name, " must be finite and below 1e12");
+  const int64_t sizes[] = {t.size(0), call.problem.hq, call.problem.d};
+  return {keep_parameters(op, name, call, t, {sizes, 3}), sizes[0], from_start(zero, sizes[0])};
 }
 
 // The rows [first, first + count) that a call has of `whole`; sets what else the whole has.
@@ -240,6 +255,8 @@ void decode_mask(const Arguments& given, Call& call) {
     require(!call.has_layout, op, "packed and cached batches cannot be part of a longer call");
     decode_part(given, call, mask[at], mask[at + 1], mask[at + 2]);
   }
+  const Part& part = p.mask.part;
+  p.relative_shift = part.first_k - part.first_q - part.rest_k + part.rest_q;
   call.whole_q = p.tq + p.mask.part.rest_q;
   call.whole_k = p.tk + p.mask.part.rest_k;
   const size_t rules = mask.size() / kMaskRuleInts - (call.has_layout ? 0 : at / kMaskRuleInts);
@@ -290,6 +307,13 @@ void decode_score(const Arguments& given, Call& call) {
       case ScoreRole::head_scale:
         p.head_scale = keep_parameters(op, name, call, tensor(call.head_scale), {&p.hq, 1});
         break;
+      case ScoreRole::relative_keys:
+        p.relative_keys = distance_rows(op, name, call, tensor(call.relative_keys), parameters[0]);
+        break;
+      case ScoreRole::relative_queries:
+        p.relative_queries =
+            distance_rows(op, name, call, tensor(call.relative_queries), parameters[0]);
+        break;
       case ScoreRole::transform:
         c = parameters[0];
         require(std::isfinite(c) && c > 0, op, name, " must be finite and positive, got ", name,
@@ -316,6 +340,8 @@ void decode_score(const Arguments& given, Call& call) {
   p.score = make_score(params[0], p.terms, c);
   require(is_softmax(p.score) || p.sinks == nullptr, op,
           "sinks need weights that are normalised by softmax");
+  require(p.relative_queries.data == nullptr || p.head_scale == nullptr, op,
+          "relative_queries and head_scale cannot be combined");
 }
 
 }  // namespace omniattn::ops::attention

@@ -1,5 +1,6 @@
-// From q.k to the logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. s_h
-// is the factor of a head; f(s) is the transform c g(s / c), or s without a transform.
+// From q.k to the logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. Terms
+// by distance, q.r and k.w, are part of q.k here. s_h is the factor of a head; f(s) is the
+// transform c g(s / c), or s without a transform.
 //
 // The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or
 // post * g(x), plus the terms. Without terms kernels keep logits in units of ln 2, as s log2(e), so
@@ -113,19 +114,25 @@ OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
 // other rule, also a new one, is not plain.
 OMNIATTN_FN bool is_plain(uint32_t terms) { return (terms & ~term(ScoreKind::sinks)) == 0; }
 
+// The rules that change what the transform is applied to.
+OMNIATTN_FN uint32_t product_terms() {
+  return terms_of(ScoreRole::head_scale) | terms_of(ScoreRole::relative_keys) |
+         terms_of(ScoreRole::relative_queries);
+}
+
 // Whether the logit of a visible pair is pre q.k. The factor of a head is folded into q, a sink
 // joins the row later, and a normaliser weighs logits; any other rule, also a new one, changes
 // them.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
-  return (terms & ~(terms_of(ScoreRole::head_scale) | terms_of(ScoreRole::sinks) |
-                    terms_of(ScoreRole::normaliser))) == 0;
+  return (terms &
+          ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normaliser))) == 0;
 }
 
 // Whether logits must be in natural units: a term is added to them, a sink joins them in the
 // softmax, or a normaliser that is no exponential weighs them. A rule that is not named here needs
 // natural units.
 OMNIATTN_FN bool is_natural(uint32_t terms) {
-  return (terms & ~(terms_of(ScoreRole::transform) | terms_of(ScoreRole::head_scale))) != 0;
+  return (terms & ~(terms_of(ScoreRole::transform) | product_terms())) != 0;
 }
 
 // The score of a call.

@@ -1,6 +1,8 @@
 // The rules that make up a score, one struct each. A call has at most one rule of each role:
 //
 //   head_scale  (Hq,)                        a factor of s = scale q.k for each head
+//   relative_keys     (rows, Hq, D), zero    a term scale q.r of s; r is row k - i + zero, clamped
+//   relative_queries  (rows, Hq, D), zero    the same with the key, scale k.r
 //   transform   a parameter c > 0            f(s) = c g(s / c)
 //   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
 //   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)
@@ -32,7 +34,9 @@ namespace omniattn {
   rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                      \
       rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu) \
           rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances)    \
-              rule(window, 9, Window) rule(program, 10, Program)
+              rule(window, 9, Window) rule(program, 10, Program)                           \
+                  rule(relative_keys, 11, RelativeKeys)                                    \
+                      rule(relative_queries, 12, RelativeQueries)
 
 enum class ScoreKind : int32_t {
   none = -1,
@@ -41,7 +45,17 @@ enum class ScoreKind : int32_t {
 #undef OMNIATTN_RULE
 };
 
-enum class ScoreRole : int32_t { head_scale, transform, bias, table, program, sinks, normaliser };
+enum class ScoreRole : int32_t {
+  head_scale,
+  relative_keys,
+  relative_queries,
+  transform,
+  bias,
+  table,
+  program,
+  sinks,
+  normaliser
+};
 
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
@@ -76,6 +90,14 @@ OMNIATTN_FN double reciprocal(double x) { return 1.0 / x; }
 struct HeadScale {
   static constexpr ScoreRole kRole = ScoreRole::head_scale;
   static constexpr int32_t kParameters = 0;
+};
+struct RelativeKeys {
+  static constexpr ScoreRole kRole = ScoreRole::relative_keys;
+  static constexpr int32_t kParameters = 1;
+};
+struct RelativeQueries {
+  static constexpr ScoreRole kRole = ScoreRole::relative_queries;
+  static constexpr int32_t kParameters = 1;
 };
 struct Transform {
   static constexpr ScoreRole kRole = ScoreRole::transform;

@@ -51,7 +51,10 @@ PATTERNS = ("-na2d-", "-na3d-video-", "-dual_chunk_attention-scaled-")
 #: Whose blocks of threads are few: checkers take minutes for the others.
 CHECKED_SELECTED = tuple(case for case in FEW_SELECTED if "tiny" in case or "tokens" in case)
 FEW = (
-    *(f"-attention-{case}-" for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms")),
+    *(
+        f"-attention-{case}-"
+        for case in ("tiny", "offtile", "wide", "biaskey", "dropout", "terms", "distancesfew")
+    ),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
 )
 #: Sizes of 1, of a tile and of one more.

@@ -83,6 +83,11 @@ def valid_calls():
             *(heads, dt, four, groups, groups, four, heads, four, torch.ones(2, 4, 5, 3)),
             *(True, 0.0, math.inf),
         ),
+        "attention_backward": (
+            *(heads, None, heads, heads, heads, [torch.ones(7, 4, 5, dtype=DTYPE)] * 2, None),
+            *(heads, torch.ones(2, 4, 1), torch.zeros(2, 4, 1), []),
+            *([11, 0, 2, 12, 1, 3], [0.5, 0.0, 3.0, -2.0], [0, 1]),
+        ),
         "glu_backward_": (*ones[:3], silu, [], ones[3]),
         "activate": (ones[0], silu),
         "activate_backward_": (*ones[:2], silu),

@@ -12,7 +12,7 @@ import torch
 
 from omniattn import functional, reference
 from omniattn.encoding.options import AttentionOptions, Options, WeightOptions
-from omniattn.functional.scores import DistanceBias
+from omniattn.functional.scores import DistanceBias, DistanceRows
 from omniattn.reference import philox
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 3, 5, 4, 2, 4
@@ -27,6 +27,7 @@ Q, K, V = normal(B, TQ, HEADS, D), normal(B, TK, KV_HEADS, D), normal(B, TK, KV_
 MASK = torch.rand(B, HEADS, TQ, TK, generator=random) < 0.6
 MASK[..., 0] = True
 BIAS, SLOPES, TABLE = normal(B, HEADS, TQ, TK), normal(B, HEADS).abs(), normal(4, HEADS)
+ROWS = normal(4, HEADS, D)
 SINKS, FACTORS, SEED = normal(HEADS), normal(HEADS), torch.tensor([7, 11])
 KEEP = philox.attention_keep(B, HEADS, TQ, TK, 0.4, SEED)
 
@@ -46,6 +47,11 @@ def distance(i, j):
     return j - (i + 2)
 
 
+def row(i, j):
+    """Of 4, the third that of distance 0."""
+    return min(max(distance(i, j) + 2, 0), 3)
+
+
 #: By option: its value, and what it changes, of: `seen(b, h, i, j)`, `logit(dot, b, h, i, j)`,
 #: `weigh(row, h)`, `keep(b, h, i, j)`.
 MEANING = {
@@ -61,7 +67,15 @@ MEANING = {
     ),
     "relative": (
         DistanceBias(TABLE, 2),
-        {"logit": lambda dot, b, h, i, j: dot / 2 + TABLE[min(max(distance(i, j) + 2, 0), 3), h]},
+        {"logit": lambda dot, b, h, i, j: dot / 2 + TABLE[row(i, j), h]},
+    ),
+    "relative_keys": (
+        DistanceRows(ROWS, 2),
+        {"logit": lambda dot, b, h, i, j: (dot + float(Q[b, i, h] @ ROWS[row(i, j), h])) / 2},
+    ),
+    "relative_queries": (
+        DistanceRows(ROWS, -2),
+        {"logit": lambda dot, b, h, i, j: (dot + float(K[b, j, h // 2] @ ROWS[row(i, j), h])) / 2},
     ),
     "sinks": (SINKS, {"weigh": softmax_with_sink}),
     "head_scale": (FACTORS, {"logit": lambda dot, b, h, i, j: FACTORS[h] * dot / 2}),

@@ -38,6 +38,11 @@ OPTIONS = {
     "tensor": {"mask": torch.arange(TQ)[:, None] % 5 != torch.arange(TK) % 5},
     "alibi": {"alibi_slopes": torch.rand(HEADS, dtype=F64), "causal": True},
     "distances": {"relative": scores.DistanceBias(torch.randn(101, HEADS, dtype=F64), 60)},
+    "rows": {
+        "relative_keys": scores.DistanceRows(torch.randn(101, HEADS, 16, dtype=F64), 60),
+        "relative_queries": scores.DistanceRows(torch.randn(300, HEADS, 16, dtype=F64), -120),
+        "causal": True,
+    },
     "buckets": {"relative": scores.T5Bias(torch.randn(16, HEADS, dtype=F64))},
     "bias": {"bias": torch.randn(1, HEADS, TQ, TK, dtype=F64), "softcap": 5.0},
     "biaskeys": {"bias": torch.randn(BATCH, 1, 1, TK, dtype=F64)},
@@ -78,16 +83,18 @@ def _in_parts(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, T
 
 def _trained(options: dict, dtype: torch.dtype) -> tuple[dict, list[Tensor]]:
     """The options with parameters of their own that need a gradient, and these."""
-    found = {}
+    found: dict = {}
+    parameters = []
     for name in ("bias", "alibi_slopes"):
         if name in options:
             found[name] = options[name].to(dtype).requires_grad_()
-    if "relative" in options:
-        old = options["relative"]
-        table = old.table.to(dtype).requires_grad_()
-        found["relative"] = type(old)(table, *list(vars(old).values())[1:])
-        return options | found, [table]
-    return options | found, list(found.values())
+            parameters.append(found[name])
+    for name in ("relative", "relative_keys", "relative_queries"):
+        if name in options:
+            tensor, *rest = vars(options[name]).values()
+            parameters.append(tensor.to(dtype).requires_grad_())
+            found[name] = type(options[name])(parameters[-1], *rest)
+    return options | found, parameters
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=["f64", "bf16"])

@@ -16,29 +16,45 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 TOLERANCE = {F64: 1e-10, F32: 2e-5, BF16: 3e-2}
 HEADS = 4
 
-#: rows of the table, the term with that table, Tq and Tk (None: any)
+D = 16
+
+
+def distance_rows(keys, queries):
+    """Options of rows (rows, HEADS, D) with these rows of distance 0, None for no such term."""
+    zeros = {"relative_keys": keys, "relative_queries": queries}
+    return lambda t: {n: scores.DistanceRows(t, z) for n, z in zeros.items() if z is not None}
+
+
+#: shape of the table, the options with that table, Tq and Tk (None: any)
 TABLES = {
-    "t5": (32, scores.T5Bias, None),
-    "t5 causal": (12, lambda t: scores.T5Bias(t, bidirectional=False, max_distance=50), None),
-    "toeplitz": (2 * 300 - 1, lambda t: scores.DistanceBias(t, 299), None),
-    "clipped": (9, lambda t: scores.DistanceBias(t, 6), None),
-    "swin": (13 * 13, lambda t: scores.WindowBias(t, (7, 7)), 49),
-    "flat window": (5 * 39, lambda t: scores.WindowBias(t, (3, 20)), 60),
+    "t5": ((32, HEADS), lambda t: {"relative": scores.T5Bias(t)}, None),
+    "t5 causal": (
+        (12, HEADS),
+        lambda t: {"relative": scores.T5Bias(t, bidirectional=False, max_distance=50)},
+        None,
+    ),
+    "toeplitz": ((599, HEADS), lambda t: {"relative": scores.DistanceBias(t, 299)}, None),
+    "clipped": ((9, HEADS), lambda t: {"relative": scores.DistanceBias(t, -3)}, None),
+    "swin": ((13 * 13, HEADS), lambda t: {"relative": scores.WindowBias(t, (7, 7))}, 49),
+    "flat window": ((5 * 39, HEADS), lambda t: {"relative": scores.WindowBias(t, (3, 20))}, 60),
+    "keys": ((599, HEADS, D), distance_rows(299, None), None),
+    "queries": ((77, HEADS, D), distance_rows(None, -1), None),
+    "keys and queries": ((9, HEADS, D), distance_rows(3, 6), None),
 }
 
 
 def inputs_for(name, dtype, tq, tk, batch=3):
-    rows, make, length = TABLES[name]
+    shape, make, length = TABLES[name]
     tq, tk = (length, length) if length else (tq, tk)
     random = torch.Generator().manual_seed(0)
-    shapes = ((batch, tq, HEADS, 16), (batch, tk, 2, 16), (batch, tk, 2, 8), (rows, HEADS))
+    shapes = ((batch, tq, HEADS, D), (batch, tk, 2, D), (batch, tk, 2, 8), shape)
     return [torch.randn(s, generator=random, dtype=F64).to(dtype) for s in shapes], make
 
 
 def gradients(function, inputs, make, **options):
     leaves = [t.detach().requires_grad_() for t in inputs]
     *qkv, table = leaves
-    out = function(*qkv, relative=make(table), **options)
+    out = function(*qkv, **make(table), **options)
     weight = torch.linspace(-1, 1, out.numel(), dtype=F64).view(out.shape).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
 
@@ -75,7 +91,7 @@ def test_tables_at_the_ends_of_the_range(name, end):
 @pytest.mark.parametrize("name", isas())
 def test_every_isa(name):
     with isa(name):
-        for term in ("t5", "swin"):
+        for term in ("t5", "swin", "keys and queries"):
             inputs, make = inputs_for(term, F32, 100, 130)
             want = gradients(reference.attention, [t.double() for t in inputs], make)
             assert_close(gradients(attention, inputs, make), want, F32)
@@ -115,20 +131,24 @@ def test_planes_of_the_table_gradient():
     assert_close(slopes_and_bias(attention), slopes_and_bias(reference.attention), F64)
 
 
-def test_derivatives():
-    inputs, _ = inputs_for("t5", F64, 3, 4, batch=1)
-    inputs = [t[..., :2].contiguous() if i < 3 else t[:8] for i, t in enumerate(inputs)]
+@pytest.mark.parametrize("name", ["t5", "keys and queries"])
+def test_derivatives(name):
+    inputs, _ = inputs_for(name, F64, 3, 4, batch=1)
+    inputs = [t[..., :2].contiguous() if t.dim() > 2 else t[:8] for t in inputs]
     inputs = [t.requires_grad_() for t in inputs]
-    extra = [torch.randn(HEADS, dtype=F64, requires_grad=True) for _ in range(2)]
+    sinks, head_scale = (torch.randn(HEADS, dtype=F64, requires_grad=True) for _ in range(2))
+    rest = {"sinks": sinks, "head_scale": head_scale} if name == "t5" else {"sinks": sinks}
 
-    def call(q, k, v, table, sinks, head_scale):
-        term = scores.T5Bias(table, max_distance=3)
-        return attention(
-            q, k, v, relative=term, sinks=sinks, head_scale=head_scale, return_lse=True
-        )
+    def call(q, k, v, table, *rest_of_call):
+        if name == "t5":
+            term = {"relative": scores.T5Bias(table, max_distance=3)}
+        else:
+            term = distance_rows(3, 6)(table)
+        options = dict(zip(rest, rest_of_call, strict=True))
+        return attention(q, k, v, **term, **options, return_lse=True)
 
-    assert torch.autograd.gradcheck(call, (*inputs, *extra), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, (*inputs, *extra))
+    assert torch.autograd.gradcheck(call, (*inputs, *rest.values()), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (*inputs, *rest.values()))
 
 
 def test_distances_and_positions_of_t5_agree_with_transformers():
@@ -192,6 +212,20 @@ WRONG = [
     ({"normaliser": "relu2", "sinks": torch.zeros(4)}, ValueError, "sinks need softmax"),
     ({"normaliser": "sigmoid", "return_lse": True}, ValueError, "return_lse needs softmax"),
     ({"relative": torch.zeros(3)}, TypeError, "relative must be a RelativeBias"),
+    ({"relative_keys": torch.zeros(3)}, TypeError, "relative_keys must be DistanceRows"),
+    (
+        {"relative_queries": scores.DistanceRows(torch.zeros(9, 4, 7), 3)},
+        ValueError,
+        r"the rows of relative_queries must have shape \(9, 4, 8\)",
+    ),
+    (
+        {
+            "relative_queries": scores.DistanceRows(torch.zeros(9, 4, 8), 3),
+            "head_scale": torch.ones(4),
+        },
+        ValueError,
+        "head_scale must be None",
+    ),
     ({"relative": scores.T5Bias(torch.zeros(32, 3))}, ValueError, r"shape \(1, 32, 4\)"),
     ({"relative": scores.WindowBias(torch.zeros(9, 4), (2, 2))}, ValueError, "tokens of a window"),
     (
@@ -215,8 +249,9 @@ def test_tables_without_a_meaning():
         lambda: scores.T5Bias(torch.zeros(32, 4), max_distance=8),
         lambda: scores.DistanceBias(torch.zeros(0, 4), 0),
         lambda: scores.WindowBias(torch.zeros(10, 4), (2, 2)),
+        lambda: scores.DistanceRows(torch.zeros(10, 4), 2),
     ):
-        with pytest.raises(ValueError, match=r"(table|num_buckets) must"):
+        with pytest.raises(ValueError, match=r"(table|num_buckets|rows) must"):
             make()
-    with pytest.raises(ValueError, match=r"zero must be an int >= 0 and <= 6, got zero=7"):
+    with pytest.raises(ValueError, match=r"zero must be an int >= -7 and <= 6, got zero=7"):
         scores.DistanceBias(torch.zeros(7, 4), 7)

@@ -94,12 +94,18 @@ def test_tables_are_shared_by_sequences_of_any_length():
     qkv, cu_q, cu_k = packed()
     table = torch.randn(32, H, dtype=F64, requires_grad=True)
     term = scores.T5Bias(table, bidirectional=False)
-    want, _ = alone(qkv, cu_q, cu_k, {"relative": term})
-    got = attention_varlen(*qkv, cu_q, cu_k, relative=term)
-    torch.testing.assert_close(got, want)
-    weight = torch.linspace(-1, 1, got.numel(), dtype=F64).view(got.shape)
-    grads = [torch.autograd.grad((x * weight).sum(), table)[0] for x in (got, want)]
-    torch.testing.assert_close(*grads)
+    rows = torch.randn(2, 100, H, D, dtype=F64, requires_grad=True)
+    distances = {
+        "relative_keys": scores.DistanceRows(rows[0], 70),
+        "relative_queries": scores.DistanceRows(rows[1], -1),
+    }
+    for options, parameter in (({"relative": term}, table), (distances, rows)):
+        want, _ = alone(qkv, cu_q, cu_k, options)
+        got = attention_varlen(*qkv, cu_q, cu_k, **options)
+        torch.testing.assert_close(got, want)
+        weight = torch.linspace(-1, 1, got.numel(), dtype=F64).view(got.shape)
+        grads = [torch.autograd.grad((x * weight).sum(), parameter)[0] for x in (got, want)]
+        torch.testing.assert_close(*grads)
 
 
 def test_rows_of_no_sequence_see_nothing():

@@ -33,6 +33,13 @@ SIDES = {
         lambda t: {"relative": scores.T5Bias(t, max_distance=4)},
         torch.randn(3, 8, 2, dtype=torch.float64),
     ),
+    "rows": (
+        lambda t: {
+            "relative_keys": scores.DistanceRows(t, 2),
+            "relative_queries": scores.DistanceRows(t, 5),
+        },
+        torch.randn(3, 8, 2, 4, dtype=torch.float64),
+    ),
     "seed": (lambda t: {"dropout_p": 0.5, "seed": t}, torch.randint(99, (3, 2))),
 }
 

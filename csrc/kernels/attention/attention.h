@@ -92,6 +92,8 @@ struct AttentionBackwardParams {
   BiasWrite bias_write;
   // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
   void *grad_table, *grad_sinks, *grad_head_scale;
+  // Of (rows, Hq, D) in the compute type. Null: not wanted.
+  void *grad_relative_keys, *grad_relative_queries;
   // Of the tables of a program. Null: none is wanted.
   const ProgramGradients* grad_program;
   // Partial gradients, which the op sums. part_relative: planes of the relative view, (splits,
@@ -100,6 +102,9 @@ struct AttentionBackwardParams {
   void* part_relative;
   int64_t part_relative_plane;
   void *part_sinks, *part_head_scale;
+  // (splits, distance_parts, Hq, rows of distance_range, D), zero on entry; on CUDA (Hq, distances,
+  // D).
+  void *part_relative_keys, *part_relative_queries;
   int64_t splits;   // key splits, each with a dQ buffer
   void* workspace;  // backward_workspace_elements
 };
@@ -153,19 +158,28 @@ OMNIATTN_FN int64_t program_elements(const AttentionProblem& p) {
 OMNIATTN_FN int64_t backward_program_elements(const AttentionProblem& p) {
   return p.program == nullptr ? 0 : p.program->backward_registers * kProgramRow;
 }
+// A tile's rows of distances, also transposed, and their gradient, some rows of its scores, q or k
+// as rows and the tile transposed.
+constexpr int64_t kBand = kQueryBlock + kKeyBlock;
+constexpr int64_t kMostBandRows = 16;
+OMNIATTN_FN int64_t distance_elements(const AttentionProblem& p) {
+  if (!has_distance_rows(p)) return 0;
+  return kBand * (2 * padded_row(p.d) + p.d + kMostBandRows) +
+         kKeyBlock * (padded_row(p.d) + kQueryBlock);
+}
 // q, S and O tiles, m and the lanes of l.
 OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
   return kQueryBlock * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 1 + 16) +
-         program_elements(p);
+         program_elements(p) + distance_elements(p);
 }
 
 OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
-  return p.tq * group_size(p) <= kDecodeRows && p.tk > 0;
+  return p.tq * group_size(p) <= kDecodeRows && p.tk > 0 && !has_distance_rows(p);
 }
 // With few queries the register tiles of a head would be nearly empty, even if its group is large
 // (MLA: 128 heads on one latent).
 OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
-  return takes_decode_path(p) || (p.tq <= kDecodeQueries && p.tk > 0);
+  return takes_decode_path(p) || (p.tq <= kDecodeQueries && p.tk > 0 && !has_distance_rows(p));
 }
 OMNIATTN_FN bool decodes_by_tiles(const AttentionProblem& p) {
   return group_size(p) * p.tq >= kDecodeTileRows;
@@ -214,14 +228,27 @@ OMNIATTN_FN int64_t table_parts(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_plane(p));
 }
 // An item of the backward owns everything it adds to. It walks in order over the batch entries and
-// kv heads that share a bias gradient or a plane of the table.
+// kv heads that share a bias gradient, a plane of the table or rows of distances.
 OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
   if (p.grad_bias != nullptr && p.grad_bias_stride_b == 0) return p.problem.batch;
   if (p.grad_program != nullptr) {
     return p.grad_program->shares_batches ? p.problem.batch
                                           : ceil_div(p.problem.batch, kTablePlanes);
   }
-  return p.grad_table != nullptr ? batches_per_plane(p) : 1;
+  const bool shares_rows = p.grad_relative_keys != nullptr || p.grad_relative_queries != nullptr;
+  return p.grad_table != nullptr || shares_rows ? batches_per_plane(p) : 1;
+}
+// The sums of gradients of rows of distances, and the rows that a problem reads.
+OMNIATTN_FN int64_t distance_parts(const AttentionBackwardParams& p) {
+  return ceil_div(p.problem.batch, batches_per_item(p));
+}
+OMNIATTN_FN Range distance_range(const AttentionProblem& p, const DistanceRows& x) {
+  return {row_of_distance(x, distance_of(p, p.tq - 1, 0)),
+          row_of_distance(x, distance_of(p, 0, p.tk - 1)) + 1};
+}
+OMNIATTN_FN int64_t distance_part_elements(const AttentionProblem& p, const DistanceRows& x) {
+  const Range rows = distance_range(p, x);
+  return p.hq * (rows.end - rows.begin) * p.d;
 }
 // An item of many windows takes all heads of each window, which are adjacent in memory.
 OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
@@ -258,7 +285,7 @@ OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p
 OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {
   const AttentionProblem& x = p.problem;
   return kKeyBlock * (x.d + x.dv + 2 * padded_row(x.d) + padded_row(x.dv)) +
-         2 * kQueryBlock * kKeyBlock + backward_program_elements(x);
+         2 * kQueryBlock * kKeyBlock + backward_program_elements(x) + distance_elements(x);
 }
 
 OMNIATTN_FN int64_t weights_items(const AttentionProblem& p) {
@@ -267,7 +294,7 @@ OMNIATTN_FN int64_t weights_items(const AttentionProblem& p) {
 // Packed K^T, q and S tiles, the sums.
 OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + kKeyBlock +
-         program_elements(p);
+         program_elements(p) + distance_elements(p);
 }
 // The same for few query rows, which share the keys of a kv head. The queries and the logits of 64
 // keys, the sums of a head.
@@ -280,7 +307,8 @@ OMNIATTN_FN int64_t few_rows_scratch_elements(const AttentionProblem& p) {
 
 // Packed K^T, q and S tiles; the items are forward_items.
 OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
-  return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + program_elements(p);
+  return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + program_elements(p) +
+         distance_elements(p);
 }
 
 // Entries: one table per file and ISA.

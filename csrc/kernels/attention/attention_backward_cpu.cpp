@@ -9,6 +9,7 @@
 // is scaled.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
+#include "kernels/attention/attention_distance.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -86,7 +87,7 @@ struct KeySide {
   using A = compute_t<T>;
   using M = operand_t<T>;
   M *kt, *vt, *k;
-  A *grad_k, *grad_v, *weights, *ds, *registers;
+  A *grad_k, *grad_v, *weights, *ds, *registers, *distances;
 
   KeySide(const AttentionBackwardParams& params, void* scratch) {
     const AttentionProblem& x = params.problem;
@@ -99,6 +100,7 @@ struct KeySide {
     weights = arena.take(kQueryBlock * kKeyBlock);
     ds = arena.take(kQueryBlock * kKeyBlock);
     registers = arena.take(backward_program_elements(x));
+    distances = arena.take(distance_elements(x));
   }
 };
 
@@ -114,6 +116,17 @@ void give_program_parts(const AttentionBackwardParams& params, int64_t split, in
     const int64_t part = program_part(params, table.has_heads, b, kv, split);
     to[n].data = static_cast<A*>(to[n].data) + part * table.elements;
   }
+}
+
+// Where an item adds up the gradients of rows of distances of a head; `parts` null: not wanted.
+template <class A>
+A* distance_part(const AttentionBackwardParams& params, const DistanceRows& rows, void* parts,
+                 int64_t split, int64_t b, int64_t h) {
+  if (parts == nullptr) return nullptr;
+  const AttentionProblem& p = params.problem;
+  const int64_t part = split * distance_parts(params) + b / batches_per_item(params);
+  const int64_t size = distance_part_elements(p, rows);
+  return static_cast<A*>(parts) + part * size + h * (size / p.hq);
 }
 
 // The products of one tile.
@@ -150,8 +163,16 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
                          plan.queries.begin * p.relative.stride_q + plan.keys.begin;
   }
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, tile.weights, bias_rows(p, b, h, plan));
+  const DistanceTerms<A> distances(p, b, h, side.distances);
+  if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, side.weights);
   multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, tile.ds, old_bias_gradient);
   gradient_rows(tile);
+  if constexpr (!kKeepsQueries<T>) {
+    distances.template add_gradients<T>(
+        plan, q, side.ds, rows.grad_q(split, row), side.grad_k,
+        distance_part<A>(params, p.relative_keys, params.part_relative_keys, split, b, h),
+        distance_part<A>(params, p.relative_queries, params.part_relative_queries, split, b, h));
+  }
   const auto x =
       tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, query_factor<A>(p, h));
   const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);

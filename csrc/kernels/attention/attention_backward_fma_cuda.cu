@@ -5,9 +5,10 @@
 //   dq      a block per 64 queries of a head and chunk of columns, over the keys
 //   dkdv    a block per 64 keys of a kv head and chunk of columns, over the heads and queries
 //
-// The gradients of bias, table, sinks and head scales are in attention_terms_cuda.cu.
+// The gradients of bias, table, sinks and head scales are in attention_terms_cuda.cu, those of rows
+// of distances in attention_distance_cuda.cu.
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
 
@@ -73,6 +74,9 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
       multiply_tile(shared.tile, s.tq - tile.q, keys_of<T>(p.k, s, kv, tile.k), first, p.d, shared,
                     dq);
+      if (p.relative_keys.data != nullptr) {
+        add_band_rows<true>(band_of<A>(p, p.relative_keys, tile), shared.tile, first, shared, dq);
+      }
     }
     const auto q = queries_of<T>(p.q, s, tile.h, tile.q);
     const A scale = gradient_scale<A>(p) * head_factor<A>(p, tile.h);
@@ -131,6 +135,10 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
                       p.dv, shared, dv);
         multiply_tile(shared.other, s.tk - key, queries_of<T>(p.q, s, h, tile.q), first, p.d,
                       shared, dk);
+        if (p.relative_queries.data != nullptr) {
+          add_band_rows<false>(band_of<A>(p, p.relative_queries, tile), shared.other, first, shared,
+                               dk);
+        }
       }
     }
     const auto scale = gradient_scale<A>(p);

@@ -213,12 +213,7 @@ void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld
   const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
     for (int64_t key = 0; key < kKeyBlock; key += step) {
       const Range keys = intersect({key, key + step}, {0, kKeyBlock});
-      Range rows = {kQueryBlock, 0};
-      for (int64_t g = 0; g < plan.groups(); ++g) {
-        if (is_empty(intersect(plan.columns[g], keys))) continue;
-        const Range group = plan.group_rows(g);
-        rows = {group.begin < rows.begin ? group.begin : rows.begin, group.end};
-      }
+      const Range rows = rows_seeing(plan, keys);
       if (is_empty(rows)) continue;
       gemm_tile<M, ALayout::kTransposed>(
           x + rows.begin * kKeyBlock + key * kPair, kKeyBlock, b.at(rows.begin, 0),

@@ -15,7 +15,7 @@ OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
 Status launch_attention(const AttentionForwardParams& p, Stream stream);
 
 // Whether tensor cores can be used: 16-bit elements, head sizes of at most 256 in multiples of 16
-// bytes.
+// bytes, no rows of distances.
 bool takes_mma_path(const AttentionProblem& p);
 Status launch_attention_mma(const AttentionForwardParams& p, Stream stream);
 
@@ -51,6 +51,10 @@ Status launch_attention_bias_gradient(const AttentionBackwardParams& p, Stream s
 // ... the gradient of the table, with attention_table_parts elements in part_relative, ...
 int64_t attention_table_parts(const AttentionProblem& p);
 Status launch_attention_table_gradient(const AttentionBackwardParams& p, Stream stream);
+// ... the gradients of rows of distances, with attention_distance_parts elements in each of
+// part_relative_keys and part_relative_queries that is wanted, ...
+int64_t attention_distance_parts(const AttentionProblem& p);
+Status launch_attention_distance_gradients(const AttentionBackwardParams& p, Stream stream);
 // ... and the sums (Hq,) of parts (count, B, Hq, Tq).
 Status launch_attention_sum_rows(const AttentionProblem& p, const void* parts, int64_t count,
                                  void* out, Stream stream);

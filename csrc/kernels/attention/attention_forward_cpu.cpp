@@ -2,6 +2,7 @@
 // S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is one such
 // block, or all blocks of a kv head where there are enough heads: the packed K and V then stay in
 // the caches of one core.
+#include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/dispatch.h"
@@ -86,6 +87,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const m = arena.take(kQueryBlock);
   A* const l = arena.take(kQueryBlock * V::kWidth);
   A* const registers = arena.take(program_elements(p));
+  const DistanceTerms<A> distances(p, b, h, arena.take(distance_elements(p)));
   const A factor = query_factor<A>(p, h);
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
                kKeepsQueries<T> ? A(1) : factor, q);
@@ -102,6 +104,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
     const Range keys = plan.keys;
     multiply_by_keys(plan, q, ldq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
                      bias_rows(p, b, h, plan));
+    if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, s);
     softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
     accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
                     packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);

@@ -1,7 +1,7 @@
 // Forward for any dtype and head size, see attention.h. A block computes 64 queries of one head for
 // a chunk of the columns of V; wider values take more blocks, each of which repeats the softmax.
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
       A x[4][4];  // logits, then weights
       shared.bits.load(p, tile);
-      multiply_rows(q, keys_of<T>(p.k, s, kv, tile.k), p.d, shared, x);
+      products_of<T>(p, tile, shared, x);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

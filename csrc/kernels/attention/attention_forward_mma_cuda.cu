@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(Workers::kThreads, 1)
 bool takes_mma_path(const AttentionProblem& p) {
   const auto size_fits = [](int64_t d) { return d > 0 && d <= 256 && d % 8 == 0; };
   if (size_of(p.dtype) != 2 || !size_fits(p.d) || !size_fits(p.dv)) return false;
+  if (has_distance_rows(p)) return false;
   int64_t shared_bytes = 0;
   dispatch_mma(p,
                [&]<class T, int kD>(T, Head<kD>) { shared_bytes = sizeof(ForwardShared<T, kD>); });

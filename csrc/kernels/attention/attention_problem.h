@@ -39,6 +39,13 @@ struct RelativeView {
   int64_t origin, stride_b, stride_h, stride_q;
 };
 
+// Rows of distances (rows, Hq, D) in the compute type, contiguous. A pair has row k - i + zero, or
+// the first or last one where that is outside. data == nullptr: none.
+struct DistanceRows {
+  const void* data;
+  int64_t rows, zero;
+};
+
 struct AttentionProblem {
   DType dtype;
   int64_t batch, tq, tk, hq, hkv, d, dv;
@@ -49,6 +56,7 @@ struct AttentionProblem {
   AttentionMask mask;
   uint32_t terms;  // the rules of the score, see ScoreKind
   Score score;
+  DistanceRows relative_keys, relative_queries;
   ScoreView bias;
   TableTerm table;
   RelativeView relative;        // the expanded table; kernels read only this
@@ -64,6 +72,18 @@ struct AttentionProblem {
   int64_t lse_stride;      // elements of lse between heads; Tq, or the rows of all packed sequences
   SequenceRows sequences;  // if any, tq and tk are the longest; batch is their number
 };
+
+OMNIATTN_FN bool has_distance_rows(const AttentionProblem& p) {
+  return p.relative_keys.data != nullptr || p.relative_queries.data != nullptr;
+}
+// k - i of a query and a key in the whole problem.
+OMNIATTN_FN int64_t distance_of(const AttentionProblem& p, int64_t q, int64_t k) {
+  return k - q - (p.tk - p.tq) + p.relative_shift;
+}
+OMNIATTN_FN int64_t row_of_distance(const DistanceRows& x, int64_t distance) {
+  const int64_t row = distance + x.zero;
+  return row < 0 ? 0 : row < x.rows ? row : x.rows - 1;
+}
 
 template <class A>
 OMNIATTN_FN A head_factor(const AttentionProblem& p, int64_t h) {

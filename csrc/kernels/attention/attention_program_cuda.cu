@@ -6,7 +6,7 @@
 //   pairs of a grid   every pair has its element: a block per 64 queries and what they share
 //   other tables      program_parts blocks with a part each, which are added up
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn {

@@ -1,7 +1,7 @@
 // For each query the key with the largest logit, the first among equal ones (see attention.h). A
 // work item is a query block of one head, which walks the key blocks in order.
 #include "kernels/attention/attention.h"
-#include "kernels/attention/attention_tile.h"
+#include "kernels/attention/attention_distance.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -42,6 +42,7 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
   A* const q = arena.take(kQueryBlock * ldq);
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const registers = arena.take(program_elements(p));
+  const DistanceTerms<A> distances(p, b, h, arena.take(distance_elements(p)));
   pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
                q);
   Best<A> best[kQueryBlock];
@@ -53,6 +54,7 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
     multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));
+    distances.template add<T>(plan, q, s);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t g = r / kRowGroup;
       if (is_empty(plan.columns[g])) continue;

@@ -2,7 +2,7 @@
 // FMA for any dtype and head size. A block computes 64 queries of one head over all keys; each
 // thread keeps the best of its columns, and the threads of a row then compare theirs.
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn {
@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);
-      multiply_rows(queries_of<T>(p.q, s, h, tile.q),
-                    keys_of<T>(p.k, s, kv_head(h, p.hq, p.hkv), tile.k), p.d, shared, x);
+      products_of<T>(p, tile, shared, x);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

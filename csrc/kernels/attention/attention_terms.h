@@ -33,6 +33,16 @@ struct AttentionTableGradient {
   int64_t count;
 };
 
+// The gradient of rows of distances of a call, from the parts of its problems.
+struct AttentionDistanceGradient {
+  const AttentionBackwardParams* whole;
+  const AttentionBackwardParams* problems;
+  int64_t count;
+  DistanceRows AttentionProblem::* rows;
+  void* AttentionBackwardParams::* parts;
+  void* AttentionBackwardParams::* grad;
+};
+
 // The table's term and the gradients of parameters, computed before and after the kernels of a
 // call.
 struct AttentionTermsKernels {
@@ -41,6 +51,8 @@ struct AttentionTermsKernels {
   // Items: table_heads, the heads of a table. Sums the planes of all problems in order; scratch:
   // gather_scratch_bytes.
   AttentionKernel<AttentionTableGradient> gather_table;
+  // Items: rows. Sums parts of all problems in order.
+  void (*gather_distances)(const AttentionDistanceGradient&, int64_t begin, int64_t end);
   // Items: heads. Sums parts (B, Hq, query blocks), in order, to a gradient (Hq,).
   void (*gather_heads)(const AttentionProblem&, const void* parts, void* grad, int64_t begin,
                        int64_t end);

@@ -80,6 +80,41 @@ void gather_table(const AttentionTableGradient& g, void* scratch, int64_t begin,
   });
 }
 
+// Row `row` of head h.
+template <class A>
+void gather_distance(const AttentionDistanceGradient& g, int64_t row, int64_t h) {
+  const AttentionProblem& whole = g.whole->problem;
+  const int64_t d = whole.d;
+  A* const grad = static_cast<A*>(g.whole->*g.grad) + (row * whole.hq + h) * d;
+  constexpr int64_t kSums = 64;
+  for (int64_t first = 0; first < d; first += kSums) {
+    const int64_t count = d - first < kSums ? d - first : kSums;
+    double sums[kSums] = {};
+    for (const AttentionBackwardParams* b = g.problems; b != g.problems + g.count; ++b) {
+      const Range range = distance_range(b->problem, b->problem.*g.rows);
+      if (row < range.begin || row >= range.end) continue;
+      const int64_t size = distance_part_elements(b->problem, b->problem.*g.rows);
+      const A* part = static_cast<const A*>(b->*g.parts) + h * (size / whole.hq) +
+                      (row - range.begin) * d + first;
+      for (int64_t n = 0; n < b->splits * distance_parts(*b); ++n, part += size) {
+        for (int64_t c = 0; c < count; ++c) sums[c] += part[c];
+      }
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      grad[first + c] = static_cast<A>(whole.score.chain * sums[c]);
+    }
+  }
+}
+
+void gather_distances(const AttentionDistanceGradient& g, int64_t begin, int64_t end) {
+  const AttentionProblem& p = g.whole->problem;
+  dispatch_compute(p.dtype, [&]<class A>(A) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t h = 0; h < p.hq; ++h) gather_distance<A>(g, row, h);
+    }
+  });
+}
+
 void gather_heads(const AttentionProblem& p, const void* parts, void* grad, int64_t begin,
                   int64_t end) {
   const int64_t blocks = query_block_count(p);
@@ -111,7 +146,7 @@ void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width
 
 }  // namespace
 
-extern const AttentionTermsKernels attention_terms_kernels_table = {expand_table, gather_table,
-                                                                    gather_heads, gather_pages};
+extern const AttentionTermsKernels attention_terms_kernels_table = {
+    expand_table, gather_table, gather_distances, gather_heads, gather_pages};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -9,7 +9,7 @@
 //
 // dbias and dtable compute P and dS again, by FMA for every dtype.
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
 

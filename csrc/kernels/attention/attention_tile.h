@@ -38,6 +38,16 @@ OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t
                       s.stride_q, size);
 }
 
+// The queries of a tile that see some of these keys, relative to the tile.
+OMNIATTN_INLINE Range rows_seeing(const TilePlan& plan, Range keys) {
+  Range rows = {0, 0};
+  for (int64_t g = 0; g < plan.groups(); ++g) {
+    if (!is_empty(intersect(plan.columns[g], keys)))
+      rows = mask_rules::hull(rows, plan.group_rows(g));
+  }
+  return rows;
+}
+
 // gemm_tile, with fetch() before each register tile.
 template <class M, class F>
 void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, int64_t ldc,

@@ -4,6 +4,7 @@
 // sums them in query order.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_decode_tile.h"
+#include "kernels/attention/attention_distance.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -39,6 +40,7 @@ void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t i
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const sums = arena.take(kKeyBlock);
   A* const registers = arena.take(program_elements(p));
+  const DistanceTerms<A> distances(p, b, h, arena.take(distance_elements(p)));
   pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                        count, kKeyBlock, kt);
   fill_zero(sums, kKeyBlock);
@@ -49,6 +51,7 @@ void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t i
     pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, plan.rows(), p.d,
                  query_factor<A>(p, h), q);
     multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));
+    distances.template add<T>(plan, q, s);
     const A* const lse = static_cast<const A*>(params.lse) + head * p.tq + queries.begin;
     for (int64_t r = 0; r < plan.rows(); ++r) {
       const int64_t g = r / kRowGroup;

@@ -2,7 +2,7 @@
 // attention_weights_cpu.cpp: by FMA for any dtype and head size. A block computes 64 keys of one
 // head over the blocks of queries that see them, and sums them in that order.
 #include "kernels/attention/attention_cuda.h"
-#include "kernels/attention/attention_fma_cuda.h"
+#include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   const int64_t blocks = ceil_div(p.tk, kTile);
   for (int64_t item = blockIdx.x; item < weights_blocks(p); item += gridDim.x) {
     const int64_t key = item % blocks * kTile, head = item / blocks;
-    const int64_t b = head / p.hq, h = head % p.hq, kv = kv_head(h, p.hq, p.hkv);
+    const int64_t b = head / p.hq, h = head % p.hq;
     const Sequence s = sequence_of(p, b);
     A sum[4] = {};
     Tile tile{s, b, h, 0, key, false};
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
       A x[4][4];
       __syncthreads();
       shared.bits.load(p, tile);
-      multiply_rows(queries_of<T>(p.q, s, h, tile.q), keys_of<T>(p.k, s, kv, key), p.d, shared, x);
+      products_of<T>(p, tile, shared, x);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -17,7 +17,15 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
-from omniattn.encoding.options import NORMALISERS, TABLES, TRANSFORMS, ScoreKind, ScoreRule, Table
+from omniattn.encoding.options import (
+    NORMALISERS,
+    TABLES,
+    TRANSFORMS,
+    EncodedRows,
+    ScoreKind,
+    ScoreRule,
+    Table,
+)
 from omniattn.encoding.score_program import Domain, Program, domain_of
 
 #: aux, mask, score, params
@@ -130,4 +138,7 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
         return {"normaliser": name}
     if kind in TABLES:
         return {"relative": Table(kind, tensor, tuple(parameters))}
+    if kind in (ScoreKind.RELATIVE_KEYS, ScoreKind.RELATIVE_QUERIES):
+        assert tensor is not None
+        return {name: EncodedRows(tensor, int(parameters[0]))}
     return {name: tensor}

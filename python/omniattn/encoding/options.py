@@ -34,9 +34,11 @@ class ScoreKind(IntEnum):
     RELU2 = 5  # weights relu(logit)^2 instead of softmax
     ALIBI = 6  # - table[0] * |k - i|, i = q + Tk - Tq
     BUCKETS = 7  # table[T5 bucket of k - i]; a: both directions, b: max distance
-    DISTANCES = 8  # table[k - i + a], the index clamped to the table
+    DISTANCES = 8  # table[k - i + a], the index clamped to the table; a < 0 from its end
     WINDOW = 9  # table[place of q - place of k] in a window of a rows and b columns
     PROGRAM = 10  # of a score_mod, the last rule, see score_program.py
+    RELATIVE_KEYS = 11  # scale q_i . rows[k - i + zero], rows (rows, Hq, D), as above
+    RELATIVE_QUERIES = 12  # scale k_j . rows[k - i + zero]
 
 
 Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
@@ -102,6 +104,10 @@ def t5_bucket(distance: Tensor, bidirectional: bool, buckets: int, max_distance:
     return side + torch.where(far < exact, far, large)
 
 
+def _from_start(zero: int, rows: int) -> int:
+    return zero + rows if zero < 0 else zero
+
+
 def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Tensor:
     """The term (B | 1, Hq, Tq, Tk) that a table rule adds to the logits."""
     k = torch.arange(tk, device=table.device)
@@ -111,11 +117,37 @@ def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Te
     if kind == ScoreKind.BUCKETS:
         row = t5_bucket(k - i, bool(a), table.shape[1], b)
     elif kind == ScoreKind.DISTANCES:
-        row = (k - i + a).clamp(0, table.shape[1] - 1)
+        row = (k - i + _from_start(a, table.shape[1])).clamp(0, table.shape[1] - 1)
     else:
         assert kind == ScoreKind.WINDOW, kind
         row = (i // b - k // b + a - 1) * (2 * b - 1) + i % b - k % b + b - 1
     return table[:, row].permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Vectors rows[k - i + zero] (rows, Hq, D) of distances, the index clamped to the rows."""
+
+    rows: Tensor
+    zero: int
+
+    def times_queries(self, q: Tensor, tk: int) -> Tensor:
+        """q (B, Hq, Tq, D) times the row of each pair, (B, Hq, Tq, Tk)."""
+        return self._products(q, self._row(q.shape[2], tk, q.device))
+
+    def times_keys(self, k: Tensor, tq: int) -> Tensor:
+        """The same of k (B, Hq, Tk, D)."""
+        return self._products(k, self._row(tq, k.shape[2], k.device).T).transpose(-1, -2)
+
+    def _row(self, tq: int, tk: int, device: torch.device) -> Tensor:
+        i = torch.arange(tq, device=device)[:, None] + tk - tq
+        distance = torch.arange(tk, device=device) - i
+        count = self.rows.shape[0]
+        return (distance + _from_start(self.zero, count)).clamp(0, count - 1)
+
+    def _products(self, x: Tensor, row: Tensor) -> Tensor:
+        products = torch.einsum("bhtd,rhd->bhtr", x, self.rows.to(x.dtype))
+        return products.gather(-1, row.expand(*x.shape[:2], -1, -1))
 
 
 #: f(b, h, q, k) of 0-d tensors, True = attend
@@ -143,6 +175,8 @@ class WeightOptions(TypedDict, total=False):
     softcap: float
     alibi_slopes: Tensor | None
     relative: EncodedTerm | None
+    relative_keys: EncodedRows | None
+    relative_queries: EncodedRows | None
     sinks: Tensor | None
     head_scale: Tensor | None
     normaliser: Normaliser
@@ -167,6 +201,8 @@ class Options(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     relative: EncodedTerm | None = None
+    relative_keys: EncodedRows | None = None
+    relative_queries: EncodedRows | None = None
     sinks: Tensor | None = None
     head_scale: Tensor | None = None
     normaliser: Normaliser = "softmax"

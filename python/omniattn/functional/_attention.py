@@ -37,7 +37,7 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._score_mod import encode_score_mod
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
-from omniattn.functional.scores import RelativeBias
+from omniattn.functional.scores import DistanceRows, RelativeBias
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
 from omniattn.reference.precision import compute_dtype
@@ -327,6 +327,19 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
                 f"window={parameters}"
             )
         rules.append(rule)
+    for kind, name, given in (
+        (ScoreKind.RELATIVE_KEYS, "relative_keys", options.relative_keys),
+        (ScoreKind.RELATIVE_QUERIES, "relative_queries", options.relative_queries),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, DistanceRows):
+            raise TypeError(f"{op}: {name} must be DistanceRows, got {name}={shown(given)}")
+        shape = (given.rows.shape[0], heads, q.shape[3])
+        require_parameter(op, f"the rows of {name}", given.rows, q, [shape])
+        rules.append((kind, given.rows, (float(given.zero),)))
+    if options.relative_queries is not None and options.head_scale is not None:
+        raise ValueError(f"{op}: head_scale must be None with relative_queries")
     require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
     if normaliser != "softmax":
         if sinks is not None:

@@ -24,34 +24,10 @@ _ELEMENTS = 512 * 512
 #: The fewest queries of a part: the products are slower with less.
 _LEAST = 256
 
-#: bias_of(first, last, keys) is the bias (B, Hq, last - first, keys) of queries first .. last - 1
-#: and the first `keys` keys.
-BiasOf = Callable[[int, int, int], Tensor]
-#: The same of a bias that depends on earlier queries: takes what they have left, and gives what the
-#: queries after `last` need.
+#: bias_of(first, last, keys, carry) is the bias (B, Hq, last - first, keys) of queries first ..
+#: last - 1 and the first `keys` keys, and what the queries after `last` need: `carry` is what the
+#: earlier ones have left.
 CarriedBiasOf = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
-
-
-def attention_by_queries(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias_of: BiasOf,
-    *,
-    backend: str | None = None,
-    **options: Unpack[AttentionOptions],
-) -> Tensor:
-    """``attention(q, k, v, bias=bias_of(0, Tq, Tk), **options)`` in O(T) memory.
-
-    Parts of the queries are computed one after another, and once more in the backward. Masks, terms
-    and dropout see the whole call. With `causal` a part has the keys up to its last query.
-    """
-
-    def bias_alone(first: int, last: int, keys: int, carry: Tensor) -> tuple[Tensor, Tensor]:
-        return bias_of(first, last, keys), carry
-
-    carry = q.new_empty(0)
-    return attention_with_carry(q, k, v, bias_alone, carry, backend=backend, **options)[0]
 
 
 def attention_with_carry(
@@ -64,7 +40,12 @@ def attention_with_carry(
     backend: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The same with a bias that depends on earlier queries, and what the last of them leave."""
+    """``attention(q, k, v, bias=bias_of(0, Tq, Tk, carry)[0], **options)`` in O(T) memory, and what
+    the last queries leave.
+
+    Parts of the queries are computed one after another, and once more in the backward. Masks, terms
+    and dropout see the whole call. With `causal` a part has the keys up to its last query.
+    """
     tq, tk = q.shape[1], k.shape[1]
     size = tq if tq * tk <= _ELEMENTS else max(_LEAST, _ELEMENTS // tk // 64 * 64)
     if size >= tq:

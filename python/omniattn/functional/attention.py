@@ -101,6 +101,9 @@ def attention(
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
         relative: a value of `functional.scores` that reads a table (T5, Swin, any function of the
             distance) without making a (Tq, Tk) tensor; not together with alibi_slopes.
+        relative_keys, relative_queries: `functional.scores.DistanceRows`, vectors r and w of D
+            numbers for each distance k - i and query head: q . k becomes q . k + q . r + k . w
+            without a (Tq, Tk) tensor. relative_queries excludes head_scale.
         sinks: (Hq,), a logit per head that takes part in the softmax with a value of 0: it is not
             scaled, capped, masked or dropped.
         head_scale: (Hq,), a factor of scale per head.
@@ -143,18 +146,20 @@ def attention(
     Note:
         Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
         backward do not depend on the number of threads. Gradients flow to q, k, v, bias,
-        alibi_slopes, the table of `relative`, sinks, head_scale and what score_mod captures, each
-        of its own shape and dtype, through O and lse; second and forward-mode derivatives recompute
-        through the eager definition. softmax(s / T) with a temperature T is scale = 1 / T.
+        alibi_slopes, the table of `relative`, rows of distances, sinks, head_scale and what
+        score_mod captures, each of its own shape and dtype, through O and lse; second and
+        forward-mode derivatives recompute through the eager definition. softmax(s / T) with a
+        temperature T is scale = 1 / T.
 
     Reference:
         Vaswani et al., Attention Is All You Need, 2017, arXiv:1706.03762; Dao et al.,
         FlashAttention, 2022, arXiv:2205.14135; Dao, FlashAttention-2, 2023, arXiv:2307.08691;
-        ALiBi: Press et al., Train Short, Test Long, 2021, arXiv:2108.12409; sinks: OpenAI, gpt-oss,
-        2025, arXiv:2508.10925; sigmoid: Ramapuram et al., Theory, Analysis, and Best Practices for
-        Sigmoid Self-Attention, 2024, arXiv:2409.04431; relu2: Hua et al., Transformer Quality in
-        Linear Time, 2022, arXiv:2202.10447; score_mod: Dong et al., Flex Attention, 2024,
-        arXiv:2412.05496.
+        ALiBi: Press et al., Train Short, Test Long, 2021, arXiv:2108.12409; relative_keys: Shaw et
+        al., Self-Attention with Relative Position Representations, 2018, arXiv:1803.02155; both:
+        He et al., DeBERTa, 2020, arXiv:2006.03654; sinks: OpenAI, gpt-oss, 2025, arXiv:2508.10925;
+        sigmoid: Ramapuram et al., Theory, Analysis, and Best Practices for Sigmoid Self-Attention,
+        2024, arXiv:2409.04431; relu2: Hua et al., Transformer Quality in Linear Time, 2022,
+        arXiv:2202.10447; score_mod: Dong et al., Flex Attention, 2024, arXiv:2412.05496.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)
@@ -241,9 +246,9 @@ def attention_varlen(
         max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
             waits for a GPU).
         max_seqlen_k: the same for keys.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
-            :func:`attention`. Tensors per batch entry or position have the shape of a batch
-            (N, Hq, max_seqlen_q, max_seqlen_k).
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, relative_keys,
+            relative_queries: see :func:`attention`. Tensors per batch entry or position have the
+            shape of a batch (N, Hq, max_seqlen_q, max_seqlen_k).
         sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
@@ -350,8 +355,9 @@ def attention_cached(
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
             share pages; entries after a sequence's last page are not read.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
-            :func:`attention`, with Tk the capacity in the shapes of mask and bias.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, relative_keys,
+            relative_queries: see :func:`attention`, with Tk the capacity in the shapes of mask and
+            bias.
         sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 

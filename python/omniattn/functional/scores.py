@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from omniattn.encoding.options import EncodedTerm, ScoreKind, ScoreRule
+from omniattn.encoding.options import EncodedRows, EncodedTerm, ScoreKind, ScoreRule
 from omniattn.functional._checks import require_float, require_int, require_pair
 
-__all__ = ["DistanceBias", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
+__all__ = ["DistanceBias", "DistanceRows", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
 
 
 class RelativeBias(EncodedTerm):
@@ -54,9 +54,16 @@ class T5Bias(RelativeBias):
         return (ScoreKind.BUCKETS, self.table[None], parameters)
 
 
+def _require_zero(name: str, zero: int, rows: int) -> None:
+    require_int(name, "zero", zero, -rows, rows - 1)
+
+
 @dataclass(frozen=True)
 class DistanceBias(RelativeBias):
-    """table[k - i + zero] (rows, Hq), the index clamped to the table; row `zero` is k = i."""
+    """table[k - i + zero] (rows, Hq), the index clamped to the table; row `zero` is k = i.
+
+    A negative zero counts from the end, as in Python.
+    """
 
     table: Tensor
     zero: int
@@ -68,10 +75,28 @@ class DistanceBias(RelativeBias):
                 f"DistanceBias: table must have shape (rows >= 1, Hq), "
                 f"got table.shape={tuple(self.table.shape)}"
             )
-        require_int("DistanceBias", "zero", self.zero, 0, self.table.shape[0] - 1)
+        _require_zero("DistanceBias", self.zero, self.table.shape[0])
 
     def rule(self) -> ScoreRule:
         return (ScoreKind.DISTANCES, self.table[None], (float(self.zero), 0.0))
+
+
+@dataclass(frozen=True)
+class DistanceRows(EncodedRows):
+    """Vectors rows[k - i + zero] (rows, Hq, D), the index clamped; row `zero` is k = i, and a
+    negative zero counts from the end, as in Python.
+
+    For `relative_keys` and `relative_queries` of :func:`attention`.
+    """
+
+    def __post_init__(self) -> None:
+        require_float("DistanceRows", "rows", self.rows)
+        if self.rows.dim() != 3 or self.rows.shape[0] < 1:
+            raise ValueError(
+                f"DistanceRows: rows must have shape (rows >= 1, Hq, D), "
+                f"got rows.shape={tuple(self.rows.shape)}"
+            )
+        _require_zero("DistanceRows", self.zero, self.rows.shape[0])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._by_queries import BiasOf, attention_by_queries
 from omniattn.functional._checks import require_tensor
 from omniattn.functional._jagged import length_bound, longest, require_ragged, with_boundaries
 
@@ -52,17 +51,6 @@ class Sequences:
             max_seqlen_k=length_bound(keys.nested),
         )
 
-    def attention_by_queries(
-        self, q: Tensor, k: Tensor, v: Tensor, bias_of: BiasOf, **options: Any
-    ) -> Tensor:
-        """Attention with bias_of(first, last, keys), for some of the queries at a time; at once for
-        those of a nested tensor, whose padded batch it is the bias of."""
-        if self.nested is None:
-            return attention_by_queries(q, k, v, bias_of, **options)
-        bias = bias_of(0, self.longest, self.longest)
-        out: Tensor = self.attention()(q, k, v, bias=bias, **options)
-        return out
-
     def entries(self, t: Tensor) -> Tensor:
         """For each token of t (1, total, ...) the number of its sequence (total,)."""
         offsets = self.nested.offsets()
@@ -101,13 +89,6 @@ class Sequences:
             sizes: Tensor = self.nested.offsets().diff()
             return sizes
         return torch.full((1,), t.shape[1], device=t.device)
-
-    def padded(self, t: Tensor) -> Tensor:
-        """t (1, total, ...) as a batch (N, longest, ...); values past the end are arbitrary."""
-        if self.nested is None:
-            return t
-        rows = self.nested.offsets()[:-1, None] + torch.arange(self.longest, device=t.device)
-        return t[0, rows.clamp(max=t.shape[1] - 1)]
 
     def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         """The function of t (B, T, ...), which it is given as (N, longest, ...) with zeros behind

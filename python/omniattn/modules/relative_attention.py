@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from omniattn.functional._checks import require_tensor
 from omniattn.functional.masks import Mask
-from omniattn.functional.scores import T5Bias
+from omniattn.functional.scores import DistanceRows, T5Bias
 from omniattn.modules import _signatures
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
@@ -93,8 +91,7 @@ class DisentangledAttention(Layer):
         pos_query_proj.
 
     Notes:
-        The position terms are made for some of the queries at a time, and again in the backward;
-        where x is nested, at once for the longest T. The output projection belongs to the block.
+        Memory grows with T, not with T^2. The output projection belongs to the block.
 
     Reference:
         He et al., DeBERTa, 2020, arXiv 2006.03654; DeBERTaV3, 2021, arXiv 2111.09543.
@@ -174,10 +171,18 @@ class DisentangledAttention(Layer):
         if not c.share_projections:
             self.pos_key_proj, self.pos_query_proj = linear(), linear()
 
-    def _rows(self, tokens: int, device: torch.device) -> Tensor:
-        """The embedding's row d (2 T - 1,) of the distances i - j = 1 - T .. T - 1."""
+    def _reach(self) -> int:
+        """The distance from which on all share a row."""
         c = self.config
-        distance = torch.arange(1 - tokens, tokens, device=device)
+        if c.clamp_distance or not c.buckets:
+            return c.max_distance
+        middle = c.buckets // 2
+        steps = (c.buckets - middle - 1) / (middle - 1)
+        return int(middle * ((c.max_distance - 1) / middle) ** steps) + 2
+
+    def _rows(self, distance: Tensor) -> Tensor:
+        """The embedding's row d of distances i - j."""
+        c = self.config
         if c.clamp_distance:
             distance = distance.clamp(1 - c.max_distance, c.max_distance - 1)
         if c.buckets:
@@ -188,37 +193,26 @@ class DisentangledAttention(Layer):
             distance = torch.where(distance.abs() <= middle, distance, far.long())
         return (distance + c.span).clamp(0, 2 * c.span - 1)
 
-    def _by_position(
-        self, q: Tensor, k: Tensor, positions: Tensor, scale: float
-    ) -> Callable[[int, int, int], Tensor] | None:
-        """The terms of positions (B, H, last - first, Tk) of queries first .. last - 1, if any."""
+    def _terms(self, positions: Tensor) -> dict[str, DistanceRows]:
+        """The terms of positions as options of attention."""
         c = self.config
-        tokens = k.shape[1]
-        row_of = self._rows(tokens, k.device)
-        to_position = to_content = None
+        reach = self._reach()
+        distance = torch.arange(reach, -reach - 1, -1, device=positions.device)  # i - j
+        own = not c.share_projections
+
+        def rows(projection: nn.Module, distance: Tensor) -> DistanceRows:
+            heads = projection(positions).unflatten(-1, (c.num_heads, -1))
+            return DistanceRows(heads.index_select(0, self._rows(distance)), reach)
+
+        found = {}
         if c.content_to_position:
-            projection = self.key_proj if c.share_projections else self.pos_key_proj
-            r = projection(positions).unflatten(-1, (c.num_heads, -1))
-            to_position = torch.einsum("bihd,rhd->bhir", q * scale, r)
+            projection = self.pos_key_proj if own else self.key_proj
+            found["relative_keys"] = rows(projection, distance)
         if c.position_to_content:
-            projection = self.query_proj if c.share_projections else self.pos_query_proj
-            r = projection(positions).unflatten(-1, (c.num_heads, -1))
-            to_content = torch.einsum("bjhd,rhd->bhrj", k * scale, r)
-
-        def terms(first: int, last: int, keys: int) -> Tensor:
-            i = torch.arange(first, last, device=k.device)[:, None]
-            distance = i - torch.arange(tokens, device=k.device)
-            found = []
-            if to_position is not None:
-                row = row_of[distance + tokens - 1].expand(*to_position.shape[:2], -1, -1)
-                found.append(to_position[:, :, first:last].gather(-1, row))
-            if to_content is not None:
-                sign = -1 if c.p2c_index == "paper" else 1
-                row = row_of[sign * distance + tokens - 1].expand(*to_content.shape[:2], -1, -1)
-                found.append(to_content.gather(-2, row))
-            return sum(found[1:], found[0])
-
-        return terms if c.content_to_position or c.position_to_content else None
+            projection = self.pos_query_proj if own else self.query_proj
+            sign = -1 if c.p2c_index == "paper" else 1
+            found["relative_queries"] = rows(projection, sign * distance)
+        return found
 
     def forward(self, x: Tensor, positions: Tensor, *, mask: Tensor | Mask | None = None) -> Tensor:
         """x (B, T, dim) -> (B, T, dim) of the heads, before the output projection.
@@ -242,18 +236,15 @@ class DisentangledAttention(Layer):
                 f"got positions={tuple(positions.shape)}"
             )
         x, sequences = sequences_of("DisentangledAttention", "x", x)
-        q, k = heads(self.query_proj, x), heads(self.key_proj, x)
-        scale = (q.shape[-1] * (1 + c.content_to_position + c.position_to_content)) ** -0.5
-        terms = self._by_position(sequences.padded(q), sequences.padded(k), positions, scale)
-        options: dict[str, Any] = {
-            "mask": mask,
-            "scale": scale,
-            "dropout_p": c.dropout_p if self.training else 0.0,
-            "backend": c.backend,
-        }
-        v = heads(self.value_proj, x)
-        if terms is None:
-            out = sequences.attention()(q, k, v, **options)
-        else:
-            out = sequences.attention_by_queries(q, k, v, terms, **options)
+        terms = 1 + c.content_to_position + c.position_to_content
+        out = sequences.attention()(
+            heads(self.query_proj, x),
+            heads(self.key_proj, x),
+            heads(self.value_proj, x),
+            mask=mask,
+            scale=(c.dim // c.num_heads * terms) ** -0.5,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            backend=c.backend,
+            **self._terms(positions),
+        )
         return sequences.restored(out.flatten(-2))

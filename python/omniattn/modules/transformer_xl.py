@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from omniattn.functional._checks import require_shape
 from omniattn.functional.masks import Mask
+from omniattn.functional.scores import DistanceBias, DistanceRows
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.jagged import sequences_of
@@ -38,8 +39,7 @@ class TransformerXLAttention(Mixer):
         r_r_bias (v), (num_heads, head_dim).
 
     Notes:
-        The distance term is made for some of the queries at a time, and again in the backward;
-        where x is nested, at once for the longest T.
+        Memory grows with T, not with T^2.
 
     Reference:
         Dai et al., Transformer-XL, 2019, arXiv 1901.02860.
@@ -168,20 +168,17 @@ class TransformerXLAttention(Mixer):
         q, k, v = self.qkv_net(source).unflatten(-1, (3, c.num_heads, -1)).unbind(2)
         q = q[:, before:]
         scale = c.head_size**-0.5
-        by_place = sequences.padded(q + self.r_r_bias) * scale
-        # One distance more than there are, for _shift.
-        sinusoid = self._sinusoid(before + by_place.shape[1] + 1, x)
-        r = self.r_net(sinusoid).unflatten(-1, (c.num_heads, -1))
-
-        def by_distance(first: int, last: int, keys: int) -> Tensor:
-            return _shift(torch.einsum("bihd,chd->bhic", by_place[:, first:last], r[-keys - 1 :]))
-
+        longest = x.shape[1] if sequences.nested is None else sequences.longest
+        r = self.r_net(self._sinusoid(before + longest, x)).unflatten(-1, (c.num_heads, -1))
+        # (q + v) . r = (q + u) . r + (v - u) . r
+        rest = ((self.r_r_bias - self.r_w_bias) * r).sum(-1) * scale
         window = (c.memory_length - 1, 0) if c.same_length else (-1, 0)
-        out = sequences.attention_by_queries(
+        out = sequences.attention()(
             q + self.r_w_bias,
             k,
             v,
-            by_distance,
+            relative_keys=DistanceRows(r, -1),
+            relative=DistanceBias(rest, -1),
             causal=True,
             window_size=window,
             mask=mask,
@@ -190,13 +187,3 @@ class TransformerXLAttention(Mixer):
             backend=c.backend,
         )
         return sequences.restored(self.o_net(out.flatten(-2)))
-
-
-def _shift(x: Tensor) -> Tensor:
-    """x[i, c] of distance K - c, K + 1 of them -> y[i, j] of distance i + K - T - j, right for
-    j <= i + K - T.
-
-    Row i starts one place later for each row before it.
-    """
-    tokens, keys = x.shape[-2], x.shape[-1] - 1
-    return x.flatten(-2)[..., tokens:].unflatten(-1, (tokens, keys))

@@ -175,7 +175,12 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
         kw = kw.repeat_interleave(heads // kv_heads, 1)
 
     scale = default_scale(dim) if options.scale is None else options.scale
-    s = scale * (qw @ kw.transpose(-1, -2))
+    s = qw @ kw.transpose(-1, -2)
+    if options.relative_keys is not None:
+        s = s + options.relative_keys.times_queries(qw, tk)
+    if options.relative_queries is not None:
+        s = s + options.relative_queries.times_keys(kw, tq)
+    s = scale * s
     if options.head_scale is not None:
         s = s * widen(options.head_scale).to(s.dtype)[:, None, None]
     transform = transform_of(options)

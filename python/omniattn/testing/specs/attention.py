@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.functional import masks
+from omniattn.functional import masks, scores
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
 from omniattn.testing.specs._patterns import LOCAL_AND_FIRST, LONG_OPTIONS, PATTERNS
@@ -25,6 +25,13 @@ GRADIENT_FACTORS = {
     # On tensor cores O also has the error of P, which is rounded to the dtype before the product
     # with V.
     "sinks": 8.0,
+}
+
+#: Rows of distances for 4 heads of 16, the first and last ones also for all beyond.
+_ROWS = torch.randn(2, 90, 4, 16, generator=torch.Generator().manual_seed(0))
+DISTANCES: dict[str, Any] = {
+    "relative_keys": scores.DistanceRows(_ROWS[0], 80),
+    "relative_queries": scores.DistanceRows(_ROWS[1], -40),
 }
 
 
@@ -179,6 +186,8 @@ ATTENTION = OpSpec(
         qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
         qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
         qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+        qkv("distances", 2, 100, 130, 4, 2, 16, causal=True, return_lse=True, **DISTANCES),
+        qkv("distancesfew", 1, 3, 9, 4, 2, 16, None, ("mask",), softcap=3.0, **DISTANCES),
         qkv("modgate", 2, 100, 130, 4, 2, 16, score_mod=gate, return_lse=True),
         qkv("modtiles", 2, 70, 130, 4, 2, 16, None, ("bias", "mask"), score_mod=tiles),
         qkv("moddecode", 2, 2, 300, 4, 2, 16, score_mod=t5),
@@ -316,6 +325,7 @@ ATTENTION_WEIGHTS = OpSpec(
         qkv("fewsums", 1, 4, 70, 4, 1, 16, causal=True, column_sums=True),
         qkv("fixed", 1, 160, 160, 4, 2, 16, mask=masks.Fixed(50, 3)),
         qkv("ends", 1, 33, 70, 4, 2, 16, None, ("ends",)),
+        qkv("distances", 2, 3, 70, 4, 2, 16, **DISTANCES),
         qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
     benchmarks=(
@@ -401,6 +411,11 @@ VARIANTS = (
         "sigmoid and squared ReLU attention",
         ("attention", "Attention"),
         "Ramapuram et al. 2024, arXiv 2409.04431",
+    ),
+    Variant(
+        "relative keys and queries: rows of distances",
+        ("DistanceRows", "attention"),
+        "Shaw et al. 2018, arXiv 1803.02155",
     ),
     Variant("selection of one key", ("select_attention",), "this package"),
     Variant(
