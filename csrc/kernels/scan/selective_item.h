@@ -227,6 +227,7 @@ struct Item : ItemStates<compute_t<T>> {
     prefetch(row(p.u, t) + i);
     prefetch(row(p.delta, t) + i);
     if (p.z.data != nullptr) prefetch(row(p.z, t) + i);
+    asm volatile("");  // else GCC drops calls of what seems to have no effect
   }
   // Steps [t, t + steps) of B or C.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
