@@ -78,6 +78,7 @@ struct Problem : SequenceProblem {
   std::array<int64_t, 4> state_sizes() const {
     return {sequences, value_heads, key_width, value_width};
   }
+  int64_t state_bytes() const { return key_width * value_width * size_of(acc); }
   OptTensor state(const char* name, const OptTensor& t) const {
     return dense(name, t, {sequences, value_heads, key_width, value_width});
   }
@@ -113,6 +114,22 @@ std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor
                              : "gated_linear_attention";
 }
 
+// Items of a kernel, each with some of `count` parts of a sequence that need `bytes` each, which
+// are read at once: as many as leave the threads as even a share as single parts. No part depends
+// on another, nor do results on threads.
+int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
+  constexpr int64_t kMost = 8, kMostBytes = int64_t{1} << 19;
+  const int64_t threads = torch::stable::get_num_threads();
+  const auto rounds = [&](int64_t n) {
+    return n * ceil_div(p.sequences * ceil_div(count, n), threads);
+  };
+  int64_t parts = 1;
+  for (int64_t n = 2; n <= std::min(count, kMost) && n * bytes <= kMostBytes; ++n) {
+    if (rounds(n) <= rounds(1)) parts = n;
+  }
+  return parts;
+}
+
 // kSave: whether the backward will need states; without them `recurrence_only`.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -129,7 +146,9 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, 
   const Recurrence shared = p.params();
   const Output states(kSave, {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width},
                       p.acc);
+  const int64_t heads = parts_of_item(p, p.value_heads, p.state_bytes());
   const RecurrenceParams params{.recurrence = shared,
+                                .heads = heads,
                                 .o = o.data(),
                                 .final_state = final_state.data(),
                                 .states = states.data()};
@@ -137,7 +156,8 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, 
     require_launched(p.op, launch_recurrence(params, stream()));
   } else {
     const RecurrenceKernels& kernels = recurrence_kernels();
-    p.run(params, p.sequences * p.value_heads, kernels.bytes(shared), kernels.forward);
+    p.run(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
+          kernels.forward);
   }
   return {o.tensor(), final_state.tensor(), states.tensor()};
 }
@@ -210,6 +230,9 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     return p.result(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
   };
   const int64_t shards = shards_of(p);
+  const int64_t all_parts = p.key_heads * shards;
+  const int64_t group = all_parts > 0 ? p.value_heads / all_parts : 0;
+  const int64_t parts = parts_of_item(p, all_parts, group * p.state_bytes());
   const Sharded dq(p, true, p.q, shards), dk(p, true, p.k, shards);
   const Sharded da(p, true, p.a, shards), db(p, true, p.b, shards);
   const Output dv = like(true, p.v, p.dtype);
@@ -219,6 +242,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
   const RecurrenceBackwardParams params{.recurrence = shared,
                                         .shards = shards,
+                                        .parts = parts,
                                         .grad_o = view_or_null(go),
                                         .grad_final_state = data_or_null(grad_final),
                                         .states = states.const_data_ptr(),
@@ -237,7 +261,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
-    p.run(params, p.sequences * p.key_heads * shards, kernels.bytes(shared, shards),
+    p.run(params, p.sequences * ceil_div(all_parts, parts), kernels.bytes(shared, shards, parts),
           kernels.backward);
   }
   return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),      dbeta.tensor(),

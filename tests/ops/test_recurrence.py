@@ -9,6 +9,7 @@ from recurrence_cases import decays, draw, pairwise, qkv
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
+from omniattn import testing
 
 BACKENDS = [None, "reference"]
 
@@ -155,6 +156,30 @@ def test_packed_sequences_are_apart():
         )
         torch.testing.assert_close(o[:, a:b], part)
         torch.testing.assert_close(final[n : n + 1], state)
+
+
+@pytest.mark.parametrize("width", [None, 8])
+def test_heads_do_not_depend_on_those_beside_them(width):
+    """A thread takes several heads at once, as many as their number and that of threads suggest."""
+    q, k, v = (t.float() for t in qkv(70, heads=5, v_heads=10))
+    g = decays(*v.shape[:3], *([width] if width else [])).float()
+    with testing.threads(1):
+        inputs = [t.requires_grad_() for t in (q, k, v, g)]
+        o, state = F.gated_linear_attention(*inputs)
+        grads = torch.autograd.grad(o.square().sum(), inputs)
+        for n in range(5):
+            of_values = slice(2 * n, 2 * n + 2)
+            heads = [slice(n, n + 1)] * 2 + [of_values] * 2
+            some = [
+                t[:, :, h].detach().requires_grad_() for t, h in zip(inputs, heads, strict=True)
+            ]
+            alone, last = F.gated_linear_attention(*some)
+            assert torch.equal(o[:, :, of_values], alone)
+            assert torch.equal(state[:, of_values], last)
+            for whole, h, part in zip(
+                grads, heads, torch.autograd.grad(alone.square().sum(), some), strict=True
+            ):
+                assert torch.equal(whole[:, :, h], part)
 
 
 @pytest.mark.parametrize("least", [-0.0, -50.0, -1e4])

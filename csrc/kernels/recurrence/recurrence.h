@@ -54,6 +54,7 @@ struct Recurrence {
 
 struct RecurrenceParams {
   Recurrence recurrence;
+  int64_t heads;      // value heads of an item of the CPU
   void* o;            // (B, T, Hv, V) contiguous
   void* final_state;  // (N, Hv, K, V) of A contiguous
   void* states;       // (recurrence_slots, Hv, K, V) of A, or null
@@ -65,6 +66,7 @@ struct RecurrenceParams {
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
+  int64_t parts;                 // such parts of an item of the CPU
   StepView grad_o;               // (B, T, Hv, V), or absent for zeros
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
@@ -99,16 +101,18 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
 }
 
 struct RecurrenceKernels {
-  // Item n Hv + h is value head h of sequence n. `memory` has bytes(params.recurrence) bytes.
-  int64_t (*bytes)(const Recurrence&);
+  // Item n ceil(Hv / heads) + i is part i of the value heads of sequence n. `memory` has
+  // bytes(params.recurrence, params.heads) bytes.
+  int64_t (*bytes)(const Recurrence&, int64_t heads);
   void (*forward)(const RecurrenceParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
 
 struct RecurrenceBackwardKernels {
-  // Item (n Hk + h) shards + s is key head h of sequence n with part s of its value heads, whose
-  // gradients of q, k, a and b are added in order.
-  int64_t (*bytes)(const Recurrence&, int64_t shards);
+  // Part h shards + s of a sequence is key head h with shard s of its value heads, whose gradients
+  // of q, k, a and b are added in order. Item n ceil(Hk shards / parts) + i has some parts of
+  // sequence n. `memory` has bytes(params.recurrence, params.shards, params.parts) bytes.
+  int64_t (*bytes)(const Recurrence&, int64_t shards, int64_t parts);
   void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_backward_kernels)

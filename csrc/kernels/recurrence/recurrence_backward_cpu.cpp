@@ -20,13 +20,13 @@ struct Backward {
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
   const int64_t size = recurrence_chunk(p.channel_decay);
-  // Value heads of an item.
+  // Value heads of a part.
   const int64_t group = p.key_heads > 0 ? p.value_heads / (p.key_heads * params.shards) : 0;
   Room<C> room;
   Chunk<C> c;
   Decay decay;
   Matrix<C> x, out;          // see above; [de; do]
-  Matrix<C> state, dstates;  // S, and dS' of each value head of the group
+  Matrix<C> state, dstates;  // S, and dS' of each value head of the item
   Matrix<C> drows;           // [dk; dq; da; db], sums over the group
   ChunkGradient<C> d;
 
@@ -37,7 +37,7 @@ struct Backward {
     x = room.rows(kKeys * size, V);
     out = room.rows(2 * size, V);
     state = room.rows(K, V);
-    dstates = room.rows(K * group, V);
+    dstates = room.rows(K * group * params.parts, V);
     drows = room.rows(kRows * size, K);
     d.scores = room.rows(2 * size, size);
     if (kKeys == 2) d.scores_b = room.rows(2 * size, size);
@@ -46,31 +46,38 @@ struct Backward {
     d.carried = room.take(K);
   }
 
-  // All of sequence n, for part `part` of the value heads.
-  void run(const RecurrenceSequence& s, int64_t n, int64_t part) {
+  // All of a sequence, for the parts [first, end) of the value heads, which take turns as in the
+  // forward.
+  void run(const RecurrenceSequence& s, int64_t first, int64_t end) {
     const int64_t K = p.key_width, V = p.value_width;
-    for (int64_t h = 0; h < group; ++h) {
-      const Matrix<C> dstate = dstates.at(h * K);
+    heads = {first * group, end * group};
+    for (int64_t h = heads.first; h < heads.end; ++h) {
       if (params.grad_final_state != nullptr) {
-        copy_rows(state_of<C>(p, params.grad_final_state, n, part * group + h), V, K, V, dstate);
+        copy_rows(state_of<C>(p, params.grad_final_state, s.index, h), V, K, V, dstate_of(h));
       } else {
-        zero_rows(dstate, K, V);
+        zero_rows(dstate_of(h), K, V);
       }
-      if (C* const dbonus = bonus_of<C>(p, params.dbonus, n, part * group + h)) {
+      if (C* const dbonus = bonus_of<C>(p, params.dbonus, s.index, h)) {
         zero_rows(Matrix<C>{dbonus, K}, 1, K);
       }
     }
     for (int64_t t = (s.count - 1) / size * size; s.count > 0 && t >= 0; t -= size) {
-      chunk(s, t, smaller(size, s.count - t), part);
+      for (int64_t part = first; part < end; ++part) {
+        chunk(s, t, smaller(size, s.count - t), part);
+      }
     }
-    for (int64_t h = 0; params.dinitial_state != nullptr && h < group; ++h) {
-      const Matrix<C> dstate = dstates.at(h * K);
-      copy_rows(dstate.data, dstate.stride, K, V,
-                Matrix<C>{state_of<C>(p, params.dinitial_state, n, part * group + h), V});
+    for (int64_t h = heads.first; params.dinitial_state != nullptr && h < heads.end; ++h) {
+      copy_rows(dstate_of(h).data, dstates.stride, K, V,
+                Matrix<C>{state_of<C>(p, params.dinitial_state, s.index, h), V});
     }
   }
 
  private:
+  struct {
+    int64_t first, end;
+  } heads;  // of the item
+
+  Matrix<C> dstate_of(int64_t h) const { return dstates.at((h - heads.first) * p.key_width); }
   static int64_t packed_size(const Recurrence& p) {
     const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
     const int64_t of_rows = packed_elements<C>(larger(K, V), size);
@@ -84,8 +91,8 @@ struct Backward {
     zero_rows(drows, kRows * n, K);
     d.dk = drows, d.dq = drows.at(n);
     if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
-    for (int64_t h = 0; h < group; ++h) {
-      head(s, t, s.slot + first / size, part * group + h, dstates.at(h * K));
+    for (int64_t h = part * group; h < (part + 1) * group; ++h) {
+      head(s, t, s.slot + first / size, h, dstate_of(h));
     }
     const DType dtype = params.shards == 1 ? p.dtype : sizeof(C) == 8 ? DType::f64 : DType::f32;
     const int64_t batches = p.boundaries == nullptr ? p.sequences : 1;
@@ -112,13 +119,14 @@ struct Backward {
     } else {
       zero_rows(grad_o, n, V);
     }
+    const bool last = h + 1 == heads.end;
+    const int64_t next = last ? heads.first : h + 1, next_t = last ? t - size : t;
     c.meet(c.k_out, dstate, x, kKeys * n, [&](int64_t i) {
       prefetch_row<true>(out_row(p.dtype, p, params.dv, batch, t + i, p.value_heads, h, V), bytes);
-      const int64_t before = t - size + i;
-      if (before < s.begin) return;
-      c.fetch(batch, before, h);
+      if (next_t < s.begin) return;
+      c.fetch(batch, next_t + i, next);
       if (params.grad_o.data != nullptr) {
-        prefetch_row(row_of(p.dtype, params.grad_o, batch, before, h), bytes);
+        prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), bytes);
       }
     });
     multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
@@ -172,11 +180,11 @@ struct Backward {
   }
 };
 
-int64_t bytes(const Recurrence& p, int64_t shards) {
+int64_t bytes(const Recurrence& p, int64_t shards, int64_t parts) {
   int64_t result = 0;
   choose(p, [&]<class C, class Decay, class Update>() {
     RecurrenceBackwardParams params{};
-    params.recurrence = p, params.shards = shards;
+    params.recurrence = p, params.shards = shards, params.parts = parts;
     result = Backward<C, Decay, Update>(params, nullptr).room.bytes();
   });
   return result;
@@ -185,13 +193,14 @@ int64_t bytes(const Recurrence& p, int64_t shards) {
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const Recurrence& p = params.recurrence;
-  const int64_t parts = p.key_heads * params.shards;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * parts);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p, params.shards));
+  const int64_t parts = p.key_heads * params.shards, items = ceil_div(parts, params.parts);
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * items);
+  OMNIATTN_ASSERT_HAS(memory, bytes(p, params.shards, params.parts));
   choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t n = i / parts;
-      Backward<C, Decay, Update>(params, memory).run(recurrence_sequence(p, n), n, i % parts);
+      const int64_t first = i % items * params.parts;
+      Backward<C, Decay, Update>(params, memory)
+          .run(recurrence_sequence(p, i / items), first, smaller(first + params.parts, parts));
     }
   });
 }

@@ -203,6 +203,7 @@ OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t j = 0; j < bytes; j += kLine) {
     __builtin_prefetch(static_cast<const char*>(row) + j, kWrite, 2);
   }
+  asm volatile("");  // else GCC drops calls of what seems to have no effect
 }
 
 template <class C>

@@ -38,14 +38,7 @@ struct HeadDecay {
 
   void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
     load_factors(c, batch, t, head);
-    for (int64_t i = 0; i < c.rows; ++i) {
-      for_row<C>(c.K, [&](int64_t d, auto part) {
-        const Vec<C> k = part.load(c.k.row(i) + d), q = part.load(c.q.row(i) + d);
-        if (c.delta) part.store(c.probe_in.row(i) + d, k * in[i]);
-        part.store(c.q_in.row(i) + d, q * in[i]);
-        part.store(c.k_out.row(i) + d, k * out[i]);
-      });
-    }
+    for (int64_t i = 0; i < c.rows; ++i) decay_rows(c, i);
     pack_bt(c.k.data, c.k.stride, c.K, c.rows, c.packed);
     if (c.delta) multiply_to_lower(c.k, c.packed, c.N, c.rows, c.K);
     multiply_to_lower(c.q, c.packed, c.P, c.rows, c.K);
@@ -53,8 +46,9 @@ struct HeadDecay {
   }
 
   void decay_row(C* state, int64_t, int64_t width) const {
+    const Vec<C> factor(end);
     for_row<C>(width,
-               [&](int64_t j, auto part) { part.store(state + j, part.load(state + j) * end); });
+               [=](int64_t j, auto part) { part.store(state + j, part.load(state + j) * factor); });
   }
 
   // The factor of token t is in all products from before t to t or later: those of a state at the
@@ -69,16 +63,20 @@ struct HeadDecay {
     decay_scores(c, of_n, of_p);
     C leaving = 0;
     for (int64_t i = 0; i < c.K; ++i) leaving += d.carried[i];
+    const bool delta = c.delta;
     for (int64_t i = 0; i < n; ++i) {
-      entering[i] = row_sum<C>(c.K, [&](int64_t j, auto part) {
-        const Vec<C> query = part.load(dq.row(i) + j) * in[i];
-        part.store(dq.row(i) + j, query);
-        part.store(as_key.row(i) + j, part.load(as_key.row(i) + j) * out[i]);
-        Vec<C> sum = part.load(c.q.row(i) + j) * query;
-        if (c.delta) {
-          const Vec<C> probe = part.load(as_query.row(i) + j) * in[i];
-          part.store(as_query.row(i) + j, probe);
-          sum = fma(part.load(c.k.row(i) + j), probe, sum);
+      const C *const k = c.k.row(i), *const q = c.q.row(i);
+      C *const of_q = dq.row(i), *const of_key = as_key.row(i), *const of_probe = as_query.row(i);
+      const Vec<C> before(in[i]), after(out[i]);
+      entering[i] = row_sum<C>(c.K, [=](int64_t j, auto part) {
+        const Vec<C> query = part.load(of_q + j) * before;
+        part.store(of_q + j, query);
+        part.store(of_key + j, part.load(of_key + j) * after);
+        Vec<C> sum = part.load(q + j) * query;
+        if (delta) {
+          const Vec<C> probe = part.load(of_probe + j) * before;
+          part.store(of_probe + j, probe);
+          sum = fma(part.load(k + j), probe, sum);
         }
         return sum;
       });
@@ -95,11 +93,14 @@ struct HeadDecay {
       multiply_lower_transposed(of_n, c.k, as_key, n, c.K, Into::add);
     }
     for (int64_t i = 0; i < n; ++i) {
-      for_row<C>(c.K, [&](int64_t j, auto part) {
-        Vec<C> key = part.load(as_key.row(i) + j);
-        if (c.delta) key += part.load(as_query.row(i) + j);
-        part.store(d.dk.row(i) + j, part.load(d.dk.row(i) + j) + key);
-        part.store(d.dq.row(i) + j, part.load(d.dq.row(i) + j) + part.load(dq.row(i) + j));
+      const C *const of_q = dq.row(i), *const of_key = as_key.row(i);
+      const C* const of_probe = as_query.row(i);
+      C *const sum_k = d.dk.row(i), *const sum_q = d.dq.row(i);
+      for_row<C>(c.K, [=](int64_t j, auto part) {
+        Vec<C> key = part.load(of_key + j);
+        if (delta) key += part.load(of_probe + j);
+        part.store(sum_k + j, part.load(sum_k + j) + key);
+        part.store(sum_q + j, part.load(sum_q + j) + part.load(of_q + j));
       });
     }
   }
@@ -122,6 +123,25 @@ struct HeadDecay {
       }
       dg[t] = reduce_add(sum);
     }
+  }
+
+  // Rows of token i. Their pointers are values: read from memory after each store, as those of a
+  // chunk are, they left room in flight for few of the inputs.
+  OMNIATTN_INLINE void decay_rows(const Chunk<C>& c, int64_t i) const {
+    const C *const k = c.k.row(i), *const q = c.q.row(i);
+    C *const probe_in = c.probe_in.row(i), *const q_in = c.q_in.row(i),
+             *const k_out = c.k_out.row(i);
+    const Vec<C> before(in[i]), after(out[i]);
+    const int64_t width = c.K;
+    if (c.delta) {
+      for_row<C>(width, [=](int64_t d, auto part) {
+        part.store(probe_in + d, part.load(k + d) * before);
+      });
+    }
+    for_row<C>(width, [=](int64_t d, auto part) {
+      part.store(q_in + d, part.load(q + d) * before);
+      part.store(k_out + d, part.load(k + d) * after);
+    });
   }
 
   void load_factors(const Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
@@ -217,8 +237,9 @@ struct ChannelDecay {
   }
 
   void decay_row(C* state, int64_t d, int64_t width) const {
+    const Vec<C> factor(end[d]);
     for_row<C>(width,
-               [&](int64_t j, auto part) { part.store(state + j, part.load(state + j) * end[d]); });
+               [=](int64_t j, auto part) { part.store(state + j, part.load(state + j) * factor); });
   }
 
   // As in HeadDecay, the gradient of a factor is a sum over the products that it is in, without
@@ -307,18 +328,21 @@ struct ChannelDecay {
     Vec<C> scores[kWidth];
 #pragma GCC unroll 16
     for (auto& score : scores) score = zero<C>();
+    const C *const decays = w.row(i), *const query = c.q.row(i);
+    const C* const probes = kProbe ? c.probe.row(i) : nullptr;
+    const Matrix<C> keys = running;
     for_row<C>(c.K, [&](int64_t d, auto part) {
-      const Vec<C> decay = part.load(w.row(i) + d), q = part.load(c.q.row(i) + d);
+      const Vec<C> decay = part.load(decays + d), q = part.load(query + d);
       Vec<C> probe = zero<C>();
-      if constexpr (kProbe) probe = part.load(c.probe.row(i) + d);
+      if constexpr (kProbe) probe = part.load(probes + d);
 #pragma GCC unroll 16
       for (int x = 0; x < kKeys; ++x) {
-        Vec<C> key = part.load(running.row(x) + d);
+        Vec<C> key = part.load(keys.row(x) + d);
         if constexpr (kProbesBefore) scores[x] = fma(probe, key, scores[x]);
         if constexpr (kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);
         if (!kDiagonal || j + x < i) {
           key *= decay;
-          part.store(running.row(x) + d, key);
+          part.store(keys.row(x) + d, key);
         }
         if constexpr (kProbe && !kProbesBefore) scores[x] = fma(probe, key, scores[x]);
         if constexpr (!kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);

@@ -1,11 +1,27 @@
-// Forward of matrix-state recurrences, see recurrence.h: chunk by chunk, with the state in memory
-// of the thread.
+// Forward of matrix-state recurrences, see recurrence.h: chunk by chunk, with the states of the
+// heads of an item in memory of the thread. The heads take turns: the rows of one of them are pages
+// apart, and all heads of a chunk together are read at three times the rate.
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_steps.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
+
+// The state before the first token: the initial one, or zeros in the place of the final one. Saved
+// as the first of `states`.
+template <class C>
+const C* state_before(const RecurrenceParams& params, const RecurrenceSequence& s, int64_t head) {
+  const Recurrence& p = params.recurrence;
+  const int64_t K = p.key_width, V = p.value_width;
+  const bool given = p.initial_state != nullptr;
+  C* const from = state_of<C>(p, given ? p.initial_state : params.final_state, s.index, head);
+  if (!given) zero_rows(Matrix<C>{from, V}, K, V);
+  if (params.states != nullptr && s.count > 0) {
+    copy_rows(from, V, K, V, Matrix<C>{state_of<C>(p, params.states, s.slot, head), V});
+  }
+  return from;
+}
 
 // S' = e^(G_C) S + k_out^T u,  o = scale (q_in S + P u), with u by the update and P [P, P_b] of two
 // keys.
@@ -16,8 +32,8 @@ struct Forward {
   Room<C> room;
   Chunk<C> c;
   Decay decay;
-  Matrix<C> met;  // [probe_in; q_in] S
-  Matrix<C> state;
+  Matrix<C> met;     // [probe_in; q_in] S
+  Matrix<C> states;  // of the heads of the item
 
   Forward(const RecurrenceParams& x, void* memory)
       : params(x),
@@ -25,25 +41,40 @@ struct Forward {
         c(p, room, packed_elements<C>(p.key_width, recurrence_chunk(p.channel_decay))),
         decay(p, room) {
     met = room.rows(2 * recurrence_chunk(p.channel_decay), p.value_width);
-    state = room.rows(p.key_width, p.value_width);
+    states = room.rows(p.key_width * params.heads, p.value_width);
   }
 
-  void run(const RecurrenceSequence& s, const C* from, C* to, int64_t head) {
+  // The heads [first, end).
+  void run(const RecurrenceSequence& s, int64_t first, int64_t end) {
     const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
-    copy_rows(from, V, K, V, state);
-    for (int64_t t = 0; t < s.count; t += size) {
-      if (params.states != nullptr && t > 0) {
-        copy_rows(state.data, state.stride, K, V,
-                  Matrix<C>{state_of<C>(p, params.states, s.slot + t / size, head), V});
-      }
-      chunk(s, s.begin + t, smaller(size, s.count - t), head);
+    const auto state = [&](int64_t head) { return states.at((head - first) * K); };
+    for (int64_t head = first; head < end; ++head) {
+      copy_rows(state_before<C>(params, s, head), V, K, V, state(head));
     }
-    copy_rows(state.data, state.stride, K, V, Matrix<C>{to, V});
+    for (int64_t t = 0; t < s.count; t += size) {
+      for (int64_t head = first; head < end; ++head) {
+        if (params.states != nullptr && t > 0) {
+          copy_rows(state(head).data, states.stride, K, V,
+                    Matrix<C>{state_of<C>(p, params.states, s.slot + t / size, head), V});
+        }
+        const Turn now{s.begin + t, head};
+        const Turn next = head + 1 < end ? Turn{now.t, head + 1} : Turn{now.t + size, first};
+        chunk(s, now, smaller(size, s.count - t), state(head), next);
+      }
+    }
+    for (int64_t head = first; head < end; ++head) {
+      copy_rows(state(head).data, states.stride, K, V,
+                Matrix<C>{state_of<C>(p, params.final_state, s.index, head), V});
+    }
   }
 
  private:
-  void chunk(const RecurrenceSequence& s, int64_t t, int64_t n, int64_t head) {
-    const int64_t batch = s.batch, size = recurrence_chunk(p.channel_decay);
+  struct Turn {
+    int64_t t, head;  // first token of a chunk
+  };
+
+  void chunk(const RecurrenceSequence& s, Turn now, int64_t n, Matrix<C> state, Turn next) {
+    const int64_t batch = s.batch, t = now.t, head = now.head;
     c.load(batch, t, n, head / (p.value_heads / p.key_heads));
     c.load_update(s, t, head);
     decay.apply(c, batch, t, head);
@@ -53,7 +84,7 @@ struct Forward {
     char* const result = out_row(p.dtype, p, params.o, batch, t, p.value_heads, head, c.V);
     const auto fetch = [&](int64_t i) {
       prefetch_row<true>(result + i * o_stride * element, c.V * element);
-      if (t + size + i < s.begin + s.count) c.fetch(batch, t + size + i, head);
+      if (next.t + i < s.begin + s.count) c.fetch(batch, next.t + i, next.head);
     };
     if constexpr (Update::kProbe) {
       c.meet(c.probe_in, state, met, 2 * n, fetch);
@@ -70,39 +101,31 @@ struct Forward {
   }
 };
 
-// Item n Hv + head.
 template <class C, class Decay, class Update>
 void item(const RecurrenceParams& params, void* memory, int64_t index) {
   const Recurrence& p = params.recurrence;
-  const int64_t n = index / p.value_heads, head = index % p.value_heads;
-  const int64_t K = p.key_width, V = p.value_width;
-  const RecurrenceSequence s = recurrence_sequence(p, n);
-  C* const to = state_of<C>(p, params.final_state, n, head);
-  const C* from = to;
-  if (p.initial_state != nullptr) {
-    from = state_of<C>(p, p.initial_state, n, head);
-  } else {
-    zero_rows(Matrix<C>{to, V}, K, V);
-  }
-  if (params.states != nullptr && s.count > 0) {
-    copy_rows(from, V, K, V, Matrix<C>{state_of<C>(p, params.states, s.slot, head), V});
-  }
-  if (s.count > kFewSteps) {
-    Forward<C, Decay, Update>(params, memory).run(s, from, to, head);
-  } else if (s.count > 0) {
-    Room<C> room(memory);
-    Step<C, Update> step(p, room);
-    steps(params, s, step, from, to, head);
-  } else if (from != to) {
-    copy_rows(from, V, K, V, Matrix<C>{to, V});
+  const int64_t parts = ceil_div(p.value_heads, params.heads), first = index % parts * params.heads;
+  const int64_t end = smaller(first + params.heads, p.value_heads);
+  const RecurrenceSequence s = recurrence_sequence(p, index / parts);
+  if (s.count > kFewSteps) return Forward<C, Decay, Update>(params, memory).run(s, first, end);
+  for (int64_t head = first; head < end; ++head) {
+    C* const to = state_of<C>(p, params.final_state, s.index, head);
+    const C* const from = state_before<C>(params, s, head);
+    if (s.count > 0) {
+      Room<C> room(memory);
+      Step<C, Update> step(p, room);
+      steps(params, s, step, from, to, head);
+    } else if (from != to) {
+      copy_rows(from, p.value_width, p.key_width, p.value_width, Matrix<C>{to, p.value_width});
+    }
   }
 }
 
-int64_t bytes(const Recurrence& p) {
+int64_t bytes(const Recurrence& p, int64_t heads) {
   int64_t result = 0;
   choose(p, [&]<class C, class Decay, class Update>() {
     RecurrenceParams params{};
-    params.recurrence = p;
+    params.recurrence = p, params.heads = heads;
     result = Forward<C, Decay, Update>(params, nullptr).room.bytes();
   });
   return result;
@@ -110,9 +133,10 @@ int64_t bytes(const Recurrence& p) {
 
 void forward(const RecurrenceParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
-  OMNIATTN_ASSERT_ITEMS(begin, end, params.recurrence.sequences * params.recurrence.value_heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(params.recurrence));
-  choose(params.recurrence, [&]<class C, class Decay, class Update>() {
+  const Recurrence& p = params.recurrence;
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * ceil_div(p.value_heads, params.heads));
+  OMNIATTN_ASSERT_HAS(memory, bytes(p, params.heads));
+  choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) item<C, Decay, Update>(params, memory, i);
   });
 }

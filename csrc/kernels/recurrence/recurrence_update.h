@@ -108,9 +108,10 @@ struct DeltaUpdate {
   template <class C>
   static void values(Chunk<C>& c) {
     for (int64_t i = 0; i < c.rows; ++i) {
-      for_row<C>(c.V, [&](int64_t j, auto part) {
-        C* const x = c.error.row(i) + j;
-        part.store(x, part.load(x) - part.load(c.v.row(i) + j));
+      C* const x = c.error.row(i);
+      const C* const v = c.v.row(i);
+      for_row<C>(c.V, [=](int64_t j, auto part) {
+        part.store(x + j, part.load(x + j) - part.load(v + j));
       });
     }
     Substitution::solve(c.N, c.beta, c.error, c.updates, c.rows, c.V);

@@ -8,6 +8,25 @@
 #endif
 #include "semantics/macros.h"
 
+#if defined(OMNIATTN_ISA)
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// ln(1 + x) of x in [0, 1] within 2 ULP: 2 atanh(x / (2 + x)), half of the work of a logarithm.
+OMNIATTN_INLINE VecF log1p_of_unit(VecF x) {
+  const VecF s = x * reciprocal(x + 2.0f), twice = s + s, square = s * s;
+  const VecF p =
+      horner(square, 3.333320808e-01f, 2.001076400e-01f, 1.400090200e-01f, 1.400599700e-01f);
+  return fma(twice * square, p, twice);
+}
+OMNIATTN_INLINE VecD log1p_of_unit(VecD x) {
+  return map_lanes(x, [](double lane) { return __builtin_log1p(lane); });
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
+#endif
+
 namespace omniattn::scan_rules {
 
 #if !defined(OMNIATTN_ISA)
@@ -18,6 +37,11 @@ OMNIATTN_FN C select(bool condition, C a, C b) {
 template <class C>
 OMNIATTN_FN C reciprocal(C x) {
   return C(1) / x;
+}
+template <class C>
+OMNIATTN_FN C log1p_of_unit(C x) {
+  const C sum = C(1) + x;
+  return fma(x - (sum - C(1)), C(1) / sum, log(sum));  // with the digits that sum lost
 }
 #endif
 
@@ -137,10 +161,9 @@ struct Softplus {
 };
 template <class V>
 OMNIATTN_FN Softplus<V> softplus(V x) {
-  const V e = exp(-abs(x)), sum = V(1) + e, part = reciprocal(sum);
+  const V e = exp(-abs(x)), part = reciprocal(V(1) + e);
   const auto is_positive = x > V(0), is_linear = x > V(20);
-  const V tail = fma(e - (sum - V(1)), part, log(sum));  // log(1 + e), with the digits sum lost
-  return {select(is_linear, x, select(is_positive, x, V(0)) + tail),
+  return {select(is_linear, x, select(is_positive, x, V(0)) + log1p_of_unit(e)),
           select(is_linear, V(1), select(is_positive, V(1), e) * part)};
 }
 

@@ -63,6 +63,19 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
   for (int64_t n = 0; n < kStates; ++n) store(state + n * kWidth, h[n]);
 }
 
+// Asks for a part of y of these steps and of the inputs of the next ones, another one for each
+// vector of channels. The rows of steps are pages apart, so that the processor does not foresee
+// them.
+template <class T>
+OMNIATTN_INLINE void fetch_ahead(const SelectiveParams& params, const Item<T>& x, int64_t t,
+                                 int64_t steps, int64_t i) {
+  for (int64_t at = i * kTile; at < (i + x.kWidth) * kTile; at += kLineElements<T>) {
+    const int64_t row = t + at / x.width, channel = at % x.width;
+    if (row < t + steps) __builtin_prefetch(x.row(params.y, row) + channel, 1);
+    if (row + steps < x.s.count) x.fetch(row + steps, channel);
+  }
+}
+
 template <class T, class C = compute_t<T>>
 void forward_rows(const SelectiveParams& params, const Item<T>& x, const ForwardMemory<C>& m,
                   int64_t t, int64_t steps) {
@@ -78,6 +91,7 @@ void forward_rows(const SelectiveParams& params, const Item<T>& x, const Forward
     });
   }
   x.for_vectors([&](int64_t i, int64_t) {
+    fetch_ahead(params, x, t, steps, i);
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
       for_blocks<kMostStates>(p, [&](int64_t n, auto paired, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
