@@ -121,27 +121,22 @@ void score_gradients(const IndexerLossBackwardParams& params, const LossOperands
   }
 }
 
+// dq += dx K, dk += dx^T q of a tile.
 template <class T>
-void backward_tile(const IndexerLossBackwardParams& params, const LossOperands<T>& x,
-                   const LossGradients<T>& to, const LossTiles& tile, int64_t column,
-                   compute_t<T>* sums) {
+void add_products(const LossOperands<T>& x, const LossGradients<T>& to, const LossTiles& tile,
+                  compute_t<T>* sums) {
   using A = compute_t<T>;
-  const IndexerLossParams& p = params.problem;
-  const int64_t size = x.item.size(), width = round_up(p.d, 16);
-  const bool listed = p.indices != nullptr;
-  if (!listed) x.attention_weights(tile, to.u, kLossKeys);
-  x.multiply_index(tile);
-  alignas(64) A g[kLossKeys];
-  for (int64_t i = 0; i < size; ++i) {
-    const int64_t row = x.item.b * p.tq + x.item.queries.begin + i;
-    const int64_t seen = tile.seen(x.item.queries.begin + i);
-    const A* const kept = static_cast<const A*>(params.kept) + row * loss_kept(p) + kLossKept;
-    score_gradients<T>(params, x, i, listed ? kept + column : to.u + i * kLossKeys, seen, g);
-    A *const products = x.index_products(i), *const w_grad = to.w + i * p.heads;
-    p.relu ? product_gradients<A, true>(p, g, seen, x.weights(i), products, w_grad)
-           : product_gradients<A, false>(p, g, seen, x.weights(i), products, w_grad);
+  const IndexerLossParams& p = x.p;
+  const int64_t rows = x.item.size() * p.heads, width = round_up(p.d, 16);
+  if (x.reads_in_place(rows)) {
+    int64_t at[kLossKeys];
+    tile.offsets(p.k.stride_t, at);
+    weigh_rows_at(x.products, kLossKeys, rows, row_of<T>(p.k, x.item.b, 0, 0), at, tile.count, p.d,
+                  to.q, x.ldq);
+    tile.offsets(x.ldq, at);
+    add_rows_at(x.products, kLossKeys, rows, x.q, x.ldq, width, at, tile.count, sums);
+    return;
   }
-  const int64_t rows = size * p.heads;
   gemm_tile<A>(x.products, kLossKeys, row_panels(static_cast<const A*>(x.rows), x.ldq), to.q, x.ldq,
                rows, width, tile.count, true);
   gemm_tile<A, ALayout::kTransposed>(x.products, kLossKeys,
@@ -153,6 +148,28 @@ void backward_tile(const IndexerLossBackwardParams& params, const LossOperands<T
       store(sum + c, load(sum + c) + load(own + c));
     }
   }
+}
+
+template <class T>
+void backward_tile(const IndexerLossBackwardParams& params, const LossOperands<T>& x,
+                   const LossGradients<T>& to, const LossTiles& tile, int64_t column,
+                   compute_t<T>* sums) {
+  using A = compute_t<T>;
+  const IndexerLossParams& p = params.problem;
+  const bool listed = p.indices != nullptr;
+  if (!listed) x.attention_weights(tile, to.u, kLossKeys);
+  x.multiply_index(tile);
+  alignas(64) A g[kLossKeys];
+  for (int64_t i = 0; i < x.item.size(); ++i) {
+    const int64_t row = x.item.b * p.tq + x.item.queries.begin + i;
+    const int64_t seen = tile.seen(x.item.queries.begin + i);
+    const A* const kept = static_cast<const A*>(params.kept) + row * loss_kept(p) + kLossKept;
+    score_gradients<T>(params, x, i, listed ? kept + column : to.u + i * kLossKeys, seen, g);
+    A *const products = x.index_products(i), *const w_grad = to.w + i * p.heads;
+    p.relu ? product_gradients<A, true>(p, g, seen, x.weights(i), products, w_grad)
+           : product_gradients<A, false>(p, g, seen, x.weights(i), products, w_grad);
+  }
+  add_products(x, to, tile, sums);
 }
 
 template <class T>

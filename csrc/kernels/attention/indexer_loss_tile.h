@@ -2,6 +2,7 @@
 // queries: scores I and weights u.
 #pragma once
 
+#include "kernels/attention/few_rows.h"
 #include "kernels/attention/indexer_loss.h"
 #include "kernels/attention/indexer_tile.h"
 #include "semantics/score_rules.h"
@@ -44,6 +45,10 @@ struct LossTiles {
     }
     return count > 0;
   }
+  // Of the keys in rows with this stride.
+  void offsets(int64_t stride, int64_t* at) const {
+    for (int64_t n = 0; n < count; ++n) at[n] = key[n] * stride;
+  }
   // How many of the tile a query sees: keys rise unless they are a list, which is of one query.
   int64_t seen(int64_t query) const {
     const int64_t limit = loss_end(p, query);
@@ -53,6 +58,16 @@ struct LossTiles {
     return n;
   }
 };
+
+constexpr int64_t kLossRowsInPlace = 16;  // more are multiplied with copies, of register tiles
+constexpr int64_t kLossAhead = 8;         // keys that are fetched before they are read
+
+template <class T>
+OMNIATTN_INLINE void fetch_row(const T* row, int64_t cols) {
+  for (int64_t c = 0; c < cols; c += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(row + c);
+  }
+}
 
 // What an item keeps of its queries, and the operands of a tile.
 template <class T>
@@ -103,14 +118,10 @@ struct LossOperands {
   }
   // The keys of a tile as rows, zeros up to a whole tile, and as columns.
   void load_keys(const HeadView& k, int64_t head, int64_t d, const LossTiles& tile) const {
-    constexpr int64_t kAhead = 8;  // rows whose lines are fetched before they are copied
     const int64_t ld = padded_row(d);
     for (int64_t n = 0; n < tile.count; ++n) {
-      if (n + kAhead < tile.count) {
-        const T* const later = row_of<T>(k, item.b, tile.key[n + kAhead], head);
-        for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T))) {
-          __builtin_prefetch(later + c);
-        }
+      if (n + kLossAhead < tile.count) {
+        fetch_row(row_of<T>(k, item.b, tile.key[n + kLossAhead], head), d);
       }
       pack_rows<T>(row_of<T>(k, item.b, tile.key[n], head), 0, 1, d, A(1), rows + n * ld);
     }
@@ -118,14 +129,32 @@ struct LossOperands {
     pack_bt(rows, ld, d, kLossKeys, columns);
   }
   // products = rows of x times the columns of a tile.
-  void multiply(const A* x, int64_t ld, int64_t count, int64_t d) const {
+  void multiply_columns(const A* x, int64_t ld, int64_t count, int64_t d) const {
     gemm_tile<A>(x, ld, packed_panels(static_cast<const A*>(columns), d), products, kLossKeys,
                  count, kLossKeys, d, false);
   }
+  // products = rows of x times keys, which few rows of one query read where they lie.
+  bool reads_in_place(int64_t count) const {
+    return p.indices != nullptr && count <= kLossRowsInPlace;
+  }
+  void multiply(const A* x, int64_t ld, int64_t count, const HeadView& k, int64_t head, int64_t d,
+                const LossTiles& tile) const {
+    if (!reads_in_place(count)) {
+      load_keys(k, head, d, tile);
+      return multiply_columns(x, ld, count, d);
+    }
+    int64_t at[kLossKeys];
+    tile.offsets(k.stride_t, at);
+    const T* const first = row_of<T>(k, item.b, 0, head);
+    dot_rows_at(x, ld, count, first, at, tile.count, d, products, kLossKeys, [&](int64_t n) {
+      for (int64_t i = n + kLossAhead; i < smaller(n + kLossAhead + kKeys, tile.count); ++i) {
+        fetch_row(first + at[i], d);
+      }
+    });
+  }
   // The indexer's products of all queries with a tile.
   void multiply_index(const LossTiles& tile) const {
-    load_keys(p.k, 0, p.d, tile);
-    multiply(q, ldq, item.size() * p.heads, p.d);
+    multiply(q, ldq, item.size() * p.heads, p.k, 0, p.d, tile);
   }
   OMNIATTN_INLINE A* index_products(int64_t n) const { return products + n * p.heads * kLossKeys; }
   OMNIATTN_INLINE const A* weights(int64_t n) const {
@@ -142,10 +171,9 @@ struct LossOperands {
     using V = Vec<A>;
     for (int64_t n = 0; n < item.size(); ++n) fill_zero(u + n * ldu, kLossKeys);
     for (int64_t head = 0; head < p.hkv; ++head) {
-      load_keys(p.attention_k, head, p.attention_d, tile);
       const int64_t first = attention_row(head, 0);
-      multiply(attention_q + first * ld_attention, ld_attention, item.size() * group,
-               p.attention_d);
+      multiply(attention_q + first * ld_attention, ld_attention, item.size() * group, p.attention_k,
+               head, p.attention_d, tile);
       for (int64_t row = 0; row < item.size() * group; ++row) {
         A *const to = u + row / group * ldu, *const x = products + row * kLossKeys;
         const V shift(lse[first + row]);
