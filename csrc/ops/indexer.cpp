@@ -111,6 +111,17 @@ const Registry registry([](Registry& ops) {
   ops.add<dsa_indexer>(
       "dsa_indexer(Tensor q, Tensor k, Tensor? w, Tensor? key_padding, SymInt topk, bool causal,"
       " bool relu, bool recent, bool return_scores) -> (Tensor index, Tensor scores)");
+  // loss (B, Tq) in the compute dtype, what the backward needs (kernels/attention/indexer_loss.h).
+  const std::string loss =
+      "dsa_indexer_loss(Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q, Tensor k, Tensor lse,"
+      " Tensor? indices, Tensor? key_padding, float scale, bool causal, bool relu)"
+      " -> (Tensor loss, Tensor kept)";
+  ops.define(loss, differentiable);
+  ops.define(without_last_result(eager_schema(loss, "_only")));
+  ops.define(
+      "dsa_indexer_loss_backward(Tensor grad_loss, Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q,"
+      " Tensor k, Tensor lse, Tensor? indices, Tensor? key_padding, Tensor kept, float scale,"
+      " bool causal, bool relu) -> (Tensor dq_idx, Tensor dk_idx, Tensor dw)");
 });
 
 }  // namespace

@@ -26,6 +26,7 @@ struct SelectedOptions {
 template <class I>
 int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
   const auto* const data = static_cast<const I*>(indices.const_data_ptr());
+  const int64_t entries = indices.size(3);  // a call, which a loop does not hoist
   const auto count = [&](int64_t dim) { return indices.stride(dim) == 0 ? 1 : indices.size(dim); };
   for (int64_t b = 0; b < count(0); ++b) {
     for (int64_t h = 0; h < count(1); ++h) {
@@ -33,12 +34,11 @@ int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
         const I* const list =
             data + b * indices.stride(0) + h * indices.stride(1) + q * indices.stride(2);
         bool wrong = false;
-        for (int64_t n = 0; n < indices.size(3); ++n) {
+        for (int64_t n = 0; n < entries; ++n) {
           wrong |= list[n] < -1 || list[n] >= blocks;
         }
         if (!wrong) continue;
-        return *std::find_if(list, list + indices.size(3),
-                             [&](I n) { return n < -1 || n >= blocks; });
+        return *std::find_if(list, list + entries, [&](I n) { return n < -1 || n >= blocks; });
       }
     }
   }

@@ -1,6 +1,5 @@
 """dsa_indexer and its loss beyond what tests/ops/test_specs.py runs for every op."""
 
-import contextlib
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference, testing
-from omniattn.functional import _indexer_loss
 from omniattn.functional.masks import KeyPadding
 
 NAN, INF = math.nan, math.inf
@@ -196,21 +194,10 @@ def loss_inputs(b=2, t=20, hi=3, di=4, hq=4, hkv=2, d=6):
     return made
 
 
-@contextlib.contextmanager
-def parts_of(monkeypatch, queries):
-    """Parts of a few queries, also where one would do."""
-    with monkeypatch.context() as patch:
-        if queries is not None:
-            patch.setattr(_indexer_loss, "_PRODUCTS", 1)
-            patch.setattr(_indexer_loss, "_LEAST", queries)
-        yield
-
-
-@pytest.mark.parametrize("queries", [None, 1, 3])
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_loss_equals_its_formula(monkeypatch, queries, hq, hkv, stage, with_lse):
+def test_loss_equals_its_formula(hq, hkv, stage, with_lse):
     q_idx, k_idx, w, q, k = inputs = loss_inputs(hq=hq, hkv=hkv)
     seen = torch.ones(20, 20, dtype=torch.bool).tril().expand(2, -1, -1)
     lse = indices = None
@@ -227,23 +214,20 @@ def test_loss_equals_its_formula(monkeypatch, queries, hq, hkv, stage, with_lse)
     expected = dense_loss(*inputs, seen)
     weights = torch.randn(2, 20, dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weights).sum(), (q_idx, k_idx, w))
-    with parts_of(monkeypatch, queries):
-        loss = F.dsa_indexer_loss(q_idx, k_idx, w, q, k, lse, indices)
-        found = torch.autograd.grad((loss * weights).sum(), (q_idx, k_idx, w))
+    loss = F.dsa_indexer_loss(q_idx, k_idx, w, q, k, lse, indices)
+    found = torch.autograd.grad((loss * weights).sum(), (q_idx, k_idx, w))
     torch.testing.assert_close(loss, expected)
     for a, e in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("queries", [None, 2])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_of_the_loss_are_those_of_differences(monkeypatch, queries, sparse):
+def test_gradients_of_the_loss_are_those_of_differences(sparse):
     q_idx, k_idx, w, q, k = loss_inputs(1, 5)
     indices = F.dsa_indexer(q_idx, k_idx, w, 3) if sparse else None
-    with parts_of(monkeypatch, queries):
-        assert torch.autograd.gradcheck(
-            lambda a, b, c: F.dsa_indexer_loss(a, b, c, q, k, None, indices), (q_idx, k_idx, w)
-        )
+    assert torch.autograd.gradcheck(
+        lambda a, b, c: F.dsa_indexer_loss(a, b, c, q, k, None, indices), (q_idx, k_idx, w)
+    )
 
 
 def test_the_target_has_no_gradient():

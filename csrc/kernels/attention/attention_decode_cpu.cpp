@@ -134,7 +134,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   }
   if (skip) return;
   const bool tiles = decodes_by_tiles(p);
-  KeyTile<T> x;
+  KeyTile<T> x{};
   x.k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
   x.v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
   x.at_k = at.k + (keys.begin - at.first);

@@ -3,118 +3,10 @@
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
+#include "kernels/attention/few_rows.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
-
-constexpr int kRows = 4;  // query rows in registers, with
-constexpr int kKeys = 4;  // keys (in q.k) or vectors of a V row (in P V)
-
-// Sums of adjacent lanes, first of a, then of b.
-template <class A>
-OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
-  const VecPair<Vec<A>> lanes = deinterleave(a, b);
-  return lanes.first + lanes.second;
-}
-// p[i] = the sum of the lanes of x[i]. Takes half the instructions of four reduce_add, which were a
-// quarter of the time of dot_tile.
-template <class A>
-OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
-  constexpr int kWidth = Vec<A>::kWidth;
-  if constexpr (kWidth < 4) {
-    for (int i = 0; i < 4; ++i) p[i] = reduce_add(x[i]);
-  } else {
-    Vec<A> sums = fold(fold(x[0], x[1]), fold(x[2], x[3]));
-#pragma GCC unroll 4
-    for (int lanes = kWidth / 4; lanes > 1; lanes /= 2) sums = fold(sums, sums);
-    store_n(p, sums, 4);
-  }
-}
-
-// s[r][n] = q_r . k_n for up to kKeys keys, at offsets `at` from k; q rows are padded with zeros.
-template <class T, int kCount>
-OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
-                              int64_t keys, int64_t d, compute_t<T>* s) {
-  using V = Vec<compute_t<T>>;
-  V acc[kCount][kKeys];
-#pragma GCC unroll 4
-  for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-    for (int n = 0; n < kKeys; ++n) acc[r][n] = zero<compute_t<T>>();
-  }
-  const T* key[kKeys];  // a missing key repeats the last one
-  for (int n = 0; n < kKeys; ++n) key[n] = k + at[n < keys ? n : keys - 1];
-  for (int64_t c = 0; c < d; c += V::kWidth) {
-    V x[kKeys];
-#pragma GCC unroll 4
-    for (int n = 0; n < kKeys; ++n) {
-      x[n] = c + V::kWidth <= d ? load(key[n] + c) : load_n(key[n] + c, d - c);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kCount; ++r) {
-      const V row = load(q + r * ldq + c);
-#pragma GCC unroll 4
-      for (int n = 0; n < kKeys; ++n) acc[r][n] = fma(row, x[n], acc[r][n]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < kCount; ++r) store_sums(s + r * kKeyPanel, acc[r]);
-}
-
-// o[r][0 .. cols) += sum_n s[r][n] v_n, with v_n at offset at[n] from v; kCount rows, kVecs
-// vectors, the last of which may be partial.
-template <class T, int kCount, int kVecs>
-OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, const T* v, const int64_t* at, int64_t keys,
-                                int64_t cols, compute_t<T>* o, int64_t ldo) {
-  using V = Vec<compute_t<T>>;
-  V acc[kCount][kVecs];
-#pragma GCC unroll 4
-  for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kVecs; ++c) acc[r][c] = load(o + r * ldo + c * V::kWidth);
-  }
-  const bool whole = cols >= kVecs * V::kWidth;
-  for (int64_t n = 0; n < keys; ++n) {
-    const T* const row = v + at[n];
-    V x[kVecs];
-#pragma GCC unroll 4
-    for (int c = 0; c < kVecs; ++c) {
-      x[c] = whole ? load(row + c * V::kWidth) : load_n(row + c * V::kWidth, cols - c * V::kWidth);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kCount; ++r) {
-      const V p(s[r * kKeyPanel + n]);
-#pragma GCC unroll 4
-      for (int c = 0; c < kVecs; ++c) acc[r][c] = fma(p, x[c], acc[r][c]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kVecs; ++c) store(o + r * ldo + c * V::kWidth, acc[r][c]);
-  }
-}
-
-// Calls f(first row, Count<rows>) for tiles of kRows rows and a remainder.
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
-template <class F>
-OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
-  int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) f(r, Count<kRows>{});
-  switch (rows - r) {
-    case 3:
-      return f(r, Count<3>{});
-    case 2:
-      return f(r, Count<2>{});
-    case 1:
-      return f(r, Count<1>{});
-    default:
-      return;
-  }
-}
 
 // Some keys of one kv head, at most a panel, and the buffers of their products with the rows.
 template <class T>
@@ -130,33 +22,15 @@ struct KeyTile {
   int64_t ldo;
 };
 
-// s = Q K^T. All rows are multiplied with a few keys while these are in L1. First fetch(n)
-// prefetches later keys.
+// s = Q K^T; o += P V.
 template <class T, class F>
 void dot_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x, const F& fetch) {
-  const int64_t ldq = padded_row(p.d);
-  for (int64_t n = 0; n < x.count; n += kKeys) {
-    fetch(n);
-    for_row_tiles(rows, [&](int64_t r, auto tile) {
-      dot_tile<T, decltype(tile)::value>(x.q + r * ldq, ldq, x.k, x.at_k + n, x.count - n, p.d,
-                                         x.s + r * kKeyPanel + n);
-    });
-  }
+  dot_rows_at(x.q, padded_row(p.d), rows, x.k, x.at_k, x.count, p.d, x.s, kKeyPanel, fetch);
 }
 
-// o += P V, a few columns of V at a time, so that these stay in L1.
 template <class T>
 void weigh_rows(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
-  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
-  const auto weigh = [&](int64_t c, auto vectors) {
-    for_row_tiles(rows, [&](int64_t r, auto tile) {
-      weigh_tile<T, decltype(tile)::value, decltype(vectors)::value>(
-          x.s + r * kKeyPanel, x.v + c, x.at_v, x.count, p.dv - c, x.o + r * x.ldo + c, x.ldo);
-    });
-  };
-  int64_t c = 0;
-  for (; c + 4 * kWidth <= p.dv; c += 4 * kWidth) weigh(c, Count<4>{});
-  for (; c < p.dv; c += kWidth) weigh(c, Count<1>{});
+  weigh_rows_at(x.s, kKeyPanel, rows, x.v, x.at_v, x.count, p.dv, x.o, x.ldo);
 }
 
 template <class A>

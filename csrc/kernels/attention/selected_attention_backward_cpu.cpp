@@ -214,6 +214,31 @@ void add_to_keys(const KeyTile& tile, const operand_t<T>* x, int64_t rows, const
 }
 
 template <class T>
+void gradient_rows(const AttentionProblem& p, const SelectedItem& item, const KeyTile& tile,
+                   const Visibility& visible, const BackwardRows<T>& rows) {
+  for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
+    const RowScore<compute_t<T>> score{p,      item.b, h, q, 0, visible.of(q - item.queries.begin),
+                                       nullptr};
+    gradient_row<T>(p, tile, score, rows, r);
+  });
+}
+
+// The products of the weights and dS of few rows with keys where they lie.
+template <class T>
+void add_in_place(const AttentionProblem& p, const KeysInPlace<T>& keys, const KeyTile& tile,
+                  const KeySums<compute_t<T>>& sums, const BackwardRows<T>& rows) {
+  int64_t at[kKeyBlock];
+  for (int64_t n = 0; n < keys.count; ++n) at[n] = tile.position[n] * sums.ldv;
+  add_rows_at(rows.weights, kKeyBlock, rows.count, rows.grad_out, rows.row_o, round_up(p.dv, 16),
+              at, keys.count, sums.v);
+  for (int64_t n = 0; n < keys.count; ++n) at[n] = tile.position[n] * sums.ldk;
+  add_rows_at(rows.ds, kKeyBlock, rows.count, rows.q, rows.row_q, round_up(p.d, 16), at, keys.count,
+              sums.k);
+  weigh_rows_at(rows.ds, kKeyBlock, rows.count, keys.k, keys.at_k, keys.count, p.d, rows.grad_q,
+                rows.ldq);
+}
+
+template <class T>
 void gradient_item(const SelectedBackwardParams& params, const SelectedItem& item,
                    const BackwardKeys<T>& keys, const KeySums<compute_t<T>>& sums,
                    BackwardRows<T>& rows) {
@@ -221,17 +246,27 @@ void gradient_item(const SelectedBackwardParams& params, const SelectedItem& ite
   const AttentionProblem& p = params.attention.problem;
   const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   start_rows(params.attention, item, rows);
+  const bool in_place = reads_in_place<T>(params.lists, rows.count);
+  KeysInPlace<T> placed(p, item);
   KeyTile tile;
   Visibility visible;
   for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
     visible.set(params.lists, p, item, tile);
+    if constexpr (!kKeepsQueries<T>) {
+      if (in_place) {
+        placed.set(p, tile);
+        placed.dot(p, rows.q, rows.row_q, rows.count, rows.weights);
+        dot_rows_at(rows.grad_out, rows.row_o, rows.count, placed.v, placed.at_v, placed.count,
+                    p.dv, rows.ds, kKeyBlock, [](int64_t) {});
+        gradient_rows(p, item, tile, visible, rows);
+        add_in_place(p, placed, tile, sums, rows);
+        continue;
+      }
+    }
     if (params.lists.gathered) keys.gather(p, item, tile);
     multiply_by_tile(tile, rows.q, rows.row_q, rows.count, p.d, keys.kt, rows.weights);
     multiply_by_tile(tile, rows.grad_out, rows.row_o, rows.count, p.dv, keys.vt, rows.ds);
-    for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
-      const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
-      gradient_row<T>(p, tile, score, rows, r);
-    });
+    gradient_rows(p, item, tile, visible, rows);
     const auto x = tile_operands<T>(rows.weights, rows.ds, rows.count, rows.capacity,
                                     static_cast<A>(p.score.pre));
     add_to_keys<T>(tile, x.weights, rows.count, rows.grad_pairs, rows.ldo, width_v, keys.sums,

@@ -100,9 +100,44 @@ struct ForwardKeys {
 };
 
 template <class T>
-void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n) {
+void walk_in_place(const SelectedForwardParams& params, const SelectedItem& item,
+                   const ForwardRows<T>& rows) {
+  const AttentionProblem& p = params.attention.problem;
+  KeysInPlace<T> keys(p, item);
+  KeyTile tile;
+  Visibility visible;
+  for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
+    visible.set(params.lists, p, item, tile);
+    keys.set(p, tile);
+    keys.dot(p, rows.q, rows.dq, rows.count, rows.s);
+    softmax_rows(p, item, tile, visible, rows);
+    weigh_rows_at(rows.s, kKeyBlock, rows.count, keys.v, keys.at_v, keys.count, p.dv, rows.o,
+                  rows.width);
+  }
+}
+
+template <class T>
+void walk_packed(const SelectedForwardParams& params, const SelectedItem& item,
+                 const ForwardRows<T>& rows, const ForwardKeys<T>& keys) {
   using A = compute_t<T>;
   using M = operand_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  KeyTile tile;
+  Visibility visible;
+  for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
+    visible.set(params.lists, p, item, tile);
+    if (params.lists.gathered) keys.gather(p, item, tile);
+    multiply_by_tile(tile, rows.q, rows.dq, rows.count, p.d, keys.k, rows.s);
+    softmax_rows(p, item, tile, visible, rows);
+    accumulate_tile(tile, reinterpret_cast<const M*>(rows.s),
+                    kKeyBlock * static_cast<int64_t>(sizeof(A) / sizeof(M)), rows.count, keys.v,
+                    rows.width, round_up(p.dv, 16), rows.o);
+  }
+}
+
+template <class T>
+void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n) {
+  using A = compute_t<T>;
   const AttentionProblem& p = params.attention.problem;
   const SelectedLists& lists = params.lists;
   const int64_t heads = list_heads(lists, p), groups = p.hq / heads;
@@ -115,17 +150,12 @@ void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n)
   const ForwardRows<T> rows(params, item, arena);
   const ForwardKeys<T> keys(params, item, arena);
   start_rows(p, item, rows);
-  KeyTile tile;
-  Visibility visible;
-  for (KeyTiles tiles(lists, p, item); tiles.next(tile);) {
-    visible.set(lists, p, item, tile);
-    if (lists.gathered) keys.gather(p, item, tile);
-    multiply_by_tile(tile, rows.q, rows.dq, rows.count, p.d, keys.k, rows.s);
-    softmax_rows(p, item, tile, visible, rows);
-    accumulate_tile(tile, reinterpret_cast<const M*>(rows.s),
-                    kKeyBlock * static_cast<int64_t>(sizeof(A) / sizeof(M)), rows.count, keys.v,
-                    rows.width, round_up(p.dv, 16), rows.o);
+  bool in_place = false;
+  if constexpr (!kKeepsQueries<T>) {
+    in_place = reads_in_place<T>(lists, rows.count);
+    if (in_place) walk_in_place(params, item, rows);
   }
+  if (!in_place) walk_packed(params, item, rows, keys);
   for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
     const A sum = reduce_add(load(rows.row(r).l));
     store_row(rows.row(r).o, row_factor(p.score, sum), p.dv,

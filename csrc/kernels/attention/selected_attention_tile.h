@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
+#include "kernels/attention/few_rows.h"
 #include "kernels/attention/selected_attention.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -34,6 +35,7 @@ struct KeyTiles {
 
   bool next(KeyTile& tile) {
     tile.columns = tile.spans = 0;
+    if (s.block_size == 1) return next_keys(tile);
     while (tile.columns < kKeyBlock) {
       if (is_empty(left)) {
         if (next_ == s.count) break;
@@ -52,6 +54,22 @@ struct KeyTiles {
     }
     return tile.columns > 0;
   }
+
+  // The same for lists of single keys, which are no spans.
+  bool next_keys(KeyTile& tile) {
+    const auto add = [&](const auto* list) {
+      int64_t columns = 0;
+      for (; next_ < s.count && columns < kKeyBlock; ++next_) {
+        const int64_t key = list[next_];
+        tile.position[columns] = key;
+        columns += 0 <= key && key < end ? 1 : 0;
+      }
+      tile.columns = columns;
+    };
+    s.wide ? add(static_cast<const int64_t*>(s.indices) + item.list)
+           : add(static_cast<const int32_t*>(s.indices) + item.list);
+    return tile.columns > 0;
+  }
 };
 
 // Which keys of a tile each query of an item sees.
@@ -63,9 +81,7 @@ struct Visibility {
            const KeyTile& tile) {
     const Range columns = tile.padded_columns();
     int64_t last = 0;
-    for (int64_t n = 0; n < tile.spans; ++n) {
-      last = larger(last, tile.span[n].key + tile.span[n].count);
-    }
+    for (int64_t n = 0; n < tile.columns; ++n) last = larger(last, tile.position[n] + 1);
     masked = columns.end != tile.columns || last > selected_end(s, p, item.queries.begin);
     if (!masked) return;
     for (int64_t q = item.queries.begin; q < item.queries.end; ++q) {
@@ -116,6 +132,47 @@ void gather_rows(const HeadView& x, const SelectedItem& item, const KeyTile& til
                      static_cast<size_t>(cols) * sizeof(T));
   }
 }
+
+// Few rows multiply keys where they lie: copies, of which products are faster, would cost more.
+constexpr int64_t kRowsInPlace = 16;
+template <class T>
+OMNIATTN_INLINE bool reads_in_place(const SelectedLists& s, int64_t rows) {
+  return !kKeepsQueries<T> && s.gathered && rows <= kRowsInPlace;
+}
+
+// The keys of a tile where they lie: offsets from the first key and value of a head.
+template <class T>
+struct KeysInPlace {
+  const T *k, *v;
+  int64_t count = 0, at_k[kKeyBlock], at_v[kKeyBlock];
+
+  KeysInPlace(const AttentionProblem& p, const SelectedItem& item)
+      : k(row_of<T>(p.k, item.b, 0, item.kv_head)), v(row_of<T>(p.v, item.b, 0, item.kv_head)) {}
+  void set(const AttentionProblem& p, const KeyTile& tile) {
+    count = tile.columns;
+    for (int64_t n = 0; n < count; ++n) {
+      at_k[n] = tile.position[n] * p.k.stride_t;
+      at_v[n] = tile.position[n] * p.v.stride_t;
+    }
+  }
+  // s = q K^T. Fetches later keys, and their values.
+  void dot(const AttentionProblem& p, const compute_t<T>* q, int64_t ldq, int64_t rows,
+           compute_t<T>* s) const {
+    constexpr int64_t kAhead = 8;
+    const auto fetch = [](const T* row, int64_t cols) {
+      for (int64_t c = 0; c < cols; c += 64 / static_cast<int64_t>(sizeof(T))) {
+        __builtin_prefetch(row + c);
+      }
+    };
+    dot_rows_at(q, ldq, rows, k, at_k, count, p.d, s, kKeyBlock, [&](int64_t first) {
+      const int64_t end = smaller(first + kAhead + kKeys, count);
+      for (int64_t n = first + kAhead; n < end; ++n) {
+        fetch(k + at_k[n], p.d);
+        if (k + at_k[n] != v + at_v[n]) fetch(v + at_v[n], p.dv);
+      }
+    });
+  }
+};
 
 // The tile whose operands were gathered: its keys are rows 0, 1, ...
 inline void number_rows(KeyTile& tile) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -106,6 +107,12 @@ def require_token_sets(op: str, name: str, index: Tensor, q: Tensor) -> None:
     ordered = index.sort(-1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
         raise ValueError(f"{op}: {name} must name no token of a row twice, got {shown(index)}")
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Scores have full precision, also where autocast would round their products."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if device != "meta" else nullcontext()
 
 
 def tokens_at(x: Tensor, index: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -28,9 +27,13 @@ from omniattn.functional._checks import (
     use_reference,
     widen,
 )
-from omniattn.functional._indexer_loss import loss_by_queries
-from omniattn.functional._sparse import require_real
+from omniattn.functional._sparse import full_precision, require_real
+from omniattn.functional.attention import attention
+from omniattn.functional.masks import KeyPadding
+from omniattn.functional.selected_attention import selected_attention
 from omniattn.ops import indexer as ops
+from omniattn.reference.attention import default_scale
+from omniattn.reference.precision import compute_dtype
 from omniattn.reference.selected_attention import require_lists
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
@@ -199,7 +202,10 @@ def dsa_indexer_loss(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Gradients flow to q_idx, k_idx and w; q, k and lse are constants.
+        Gradients flow to q_idx, k_idx and w; q, k and lse are constants. They and the loss do not
+        depend on the number of threads. Products are in fp32 (fp64 for fp64). The sparse stage
+        keeps p, (B, Tq, n), for the backward; the dense one computes it again. On CUDA torch's ops
+        compute both, for some queries at a time.
 
     Reference:
         DeepSeek-AI, DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models, 2025,
@@ -221,18 +227,54 @@ def dsa_indexer_loss(
         _check_lists(op, indices, q_idx, k_idx.shape[1])
         if debug:
             require_lists(op, indices, k_idx.shape[1], "key")
-    options: dict[str, Any] = {
-        "scale": scale,
-        "causal": causal,
-        "activation": activation,
-        "key_padding": key_padding,
-    }
-    tensors = (q_idx, k_idx, w, q, k, lse, indices)
     if use_reference(op, backend, q_idx):
-        return reference.dsa_indexer_loss(*tensors, **options)
-    is_cast = autocast_dtype(q_idx) is not None  # products have full precision
-    with torch.autocast(q_idx.device.type, enabled=False) if is_cast else nullcontext():
-        return loss_by_queries(*tensors, **options, backend=backend)
+        return reference.dsa_indexer_loss(
+            *(q_idx, k_idx, w, q, k, lse, indices),
+            scale=scale,
+            causal=causal,
+            activation=activation,
+            key_padding=key_padding,
+        )
+    q, k, own = q.detach(), k.detach(), compute_dtype(q_idx)
+    if scale is None:
+        scale = default_scale(q.shape[3])
+    if lse is None:
+        lse = _lse(q, k, indices, scale, causal, key_padding, backend)
+    dtype = torch.promote_types(q_idx.dtype, q.dtype)
+    q_idx, k_idx, q, k = (t.to(dtype) for t in (q_idx, k_idx, q, k))
+    run = implementation(op, backend, q_idx, ops.dsa_indexer_loss)
+    loss: Tensor = run(
+        *(q_idx, k_idx, None if w is None else w.to(compute_dtype(q)), q, k),
+        *(lse.detach().to(compute_dtype(q)), None if indices is None else indices.int()),
+        *(key_padding, float(scale), causal, activation == "relu"),
+    )
+    return loss.to(own)
+
+
+def _lse(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None,
+    scale: float,
+    causal: bool,
+    key_padding: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """The lse of attention, in full precision also under autocast."""
+    q, k = widen(q), widen(k)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "backend": backend}
+    with full_precision(q):
+        if indices is None:
+            mask = None if key_padding is None else KeyPadding(key_padding)
+            return attention(q, k, k[..., :1], mask=mask, return_lse=True, **options)[1]
+        if key_padding is not None and k.shape[1] > 0:
+            places = indices.long().clamp(0, k.shape[1] - 1)
+            real = key_padding.gather(1, places.flatten(1)).view(places.shape)
+            indices = indices.masked_fill(~real, -1)
+        lists = indices[:, None]
+        return selected_attention(
+            q, k, k[..., :1], lists, block_size=1, return_lse=True, **options
+        )[1]
 
 
 def _index_inputs(

@@ -18,10 +18,11 @@ from omniattn.functional._checks import (
     require_seed,
     use_reference,
 )
+from omniattn.functional._sparse import full_precision
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.selected_attention import selected_attention
-from omniattn.functional.selected_blocks import SCORES, chosen, full_precision, parts_of
+from omniattn.functional.selected_blocks import SCORES, chosen, parts_of
 from omniattn.reference.precision import widen
 from omniattn.reference.routed_blocks import (
     block_shares,

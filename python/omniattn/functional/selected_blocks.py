@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
-from omniattn.functional._sparse import score_options
+from omniattn.functional._sparse import full_precision, score_options
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights
 from omniattn.functional.selected_attention import selected_attention
@@ -269,12 +268,6 @@ def chosen(
             count = min(topk, values.shape[-1])
             found.append(top_k(values, count, mask=past, backend=backend)[1].int())
     return torch.cat(found, 2)
-
-
-def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Scores have full precision, also where autocast would round their products."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if device != "meta" else nullcontext()
 
 
 def parts_of(count: int, step: int) -> Iterator[slice]:

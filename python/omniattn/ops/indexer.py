@@ -1,4 +1,5 @@
-"""dsa_indexer: the keys with the largest scores of the lightning indexer, for each query."""
+"""dsa_indexer: the keys with the largest scores of the lightning indexer, for each query; its
+loss."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import Op
+from omniattn.ops._autograd import DifferentiableOp, Op
+from omniattn.ops._backward import BackwardOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["dsa_indexer"]
+__all__ = ["dsa_indexer", "dsa_indexer_loss"]
+
+#: Numbers of a query that the backward needs beside its weights (kernels/attention/indexer_loss.h).
+_KEPT = 2
 
 
 def _index(q: Tensor, topk: int) -> Tensor:
@@ -53,4 +58,47 @@ dsa_indexer = Op(
     fakes={"index": _index, "scores": _scores},
     formula=_formula,
     fold=Fold(("q", "k", "w", "key_padding"), when=lambda return_scores: bool(return_scores)),
+)
+
+
+def _kept(q_idx: Tensor, indices: Tensor | None) -> Tensor:
+    count = 0 if indices is None else indices.shape[2]
+    return q_idx.new_empty((*q_idx.shape[:2], _KEPT + count), dtype=compute_dtype(q_idx))
+
+
+def _loss_formula(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    indices: Tensor | None,
+    key_padding: Tensor | None,
+    scale: float,
+    causal: bool,
+    relu: bool,
+) -> Tensor:
+    return reference.dsa_indexer_loss(
+        *(q_idx, k_idx, w, q, k, lse, indices),
+        scale=scale,
+        causal=causal,
+        activation="relu" if relu else None,
+        key_padding=key_padding,
+    )
+
+
+_BATCH = ("q_idx", "k_idx", "w", "q", "k", "lse", "indices", "key_padding")
+
+#: (q_idx, k_idx, w, q, k, lse, indices, key_padding, scale, causal, relu) -> loss
+dsa_indexer_loss = DifferentiableOp(
+    "dsa_indexer_loss",
+    fakes={
+        "loss": lambda q_idx: q_idx.new_empty(q_idx.shape[:2], dtype=compute_dtype(q_idx)),
+        "kept": _kept,
+    },
+    private=("kept",),
+    backward_op=BackwardOp("dsa_indexer_loss_backward", fold=Fold((*_BATCH, "kept"))),
+    formula=_loss_formula,
+    fold=Fold(_BATCH),
 )

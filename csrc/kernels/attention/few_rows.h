@@ -1,0 +1,194 @@
+// Products of a few rows with keys at any addresses, in registers: each key is read where it lies,
+// once for four rows, without packing.
+#pragma once
+
+#include "runtime/vec.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// Rows in registers, with kKeys keys (in q.k) or vectors of a key's row (in P V); with 16 registers
+// more than two would not stay there.
+#if defined(OMNIATTN_PAIRS) || defined(__aarch64__)
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+constexpr int kKeys = 4;
+
+// Sums of adjacent lanes, first of a, then of b.
+template <class A>
+OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
+  const VecPair<Vec<A>> lanes = deinterleave(a, b);
+  return lanes.first + lanes.second;
+}
+// p[i] = the sum of the lanes of x[i]. Takes half the instructions of four reduce_add, which were a
+// quarter of the time of dot_tile.
+template <class A>
+OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
+  constexpr int kWidth = Vec<A>::kWidth;
+  if constexpr (kWidth < 4) {
+    for (int i = 0; i < 4; ++i) p[i] = reduce_add(x[i]);
+  } else {
+    Vec<A> sums = fold(fold(x[0], x[1]), fold(x[2], x[3]));
+#pragma GCC unroll 4
+    for (int lanes = kWidth / 4; lanes > 1; lanes /= 2) sums = fold(sums, sums);
+    store_n(p, sums, 4);
+  }
+}
+
+// s[r][n] = q_r . k_n for up to kKeys keys, at offsets `at` from k; q rows are padded with zeros.
+template <class T, int kCount>
+OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
+                              int64_t keys, int64_t d, compute_t<T>* s, int64_t lds) {
+  using V = Vec<compute_t<T>>;
+  V acc[kCount][kKeys];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kKeys; ++n) acc[r][n] = zero<compute_t<T>>();
+  }
+  const T* key[kKeys];  // a missing key repeats the last one
+  for (int n = 0; n < kKeys; ++n) key[n] = k + at[n < keys ? n : keys - 1];
+  for (int64_t c = 0; c < d; c += V::kWidth) {
+    V x[kKeys];
+#pragma GCC unroll 4
+    for (int n = 0; n < kKeys; ++n) {
+      x[n] = c + V::kWidth <= d ? load(key[n] + c) : load_n(key[n] + c, d - c);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      const V row = load(q + r * ldq + c);
+#pragma GCC unroll 4
+      for (int n = 0; n < kKeys; ++n) acc[r][n] = fma(row, x[n], acc[r][n]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) store_sums(s + r * lds, acc[r]);
+}
+
+// o[r][0 .. cols) += sum_n s[r][n] v_n, with v_n at offset at[n] from v; kCount rows, kVecs
+// vectors, the last of which may be partial.
+template <class T, int kCount, int kVecs>
+OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, int64_t lds, const T* v, const int64_t* at,
+                                int64_t keys, int64_t cols, compute_t<T>* o, int64_t ldo) {
+  using V = Vec<compute_t<T>>;
+  V acc[kCount][kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) acc[r][c] = load(o + r * ldo + c * V::kWidth);
+  }
+  const bool whole = cols >= kVecs * V::kWidth;
+  for (int64_t n = 0; n < keys; ++n) {
+    const T* const row = v + at[n];
+    V x[kVecs];
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) {
+      x[c] = whole ? load(row + c * V::kWidth) : load_n(row + c * V::kWidth, cols - c * V::kWidth);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      const V p(s[r * lds + n]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVecs; ++c) acc[r][c] = fma(p, x[c], acc[r][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVecs; ++c) store(o + r * ldo + c * V::kWidth, acc[r][c]);
+  }
+}
+
+// Calls f(first row, Count<rows>) for tiles of kMost rows and a remainder.
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+template <int kMost, class F>
+OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + kMost <= rows; r += kMost) f(r, Count<kMost>{});
+  if constexpr (kMost > 1) {
+    if (r < rows) for_row_tiles<kMost / 2>(rows - r, [&](int64_t n, auto tile) { f(r + n, tile); });
+  }
+}
+
+// s = q K^T for `rows` rows of q, padded with zeros, and `keys` keys at offsets `at` from k. All
+// rows are multiplied with a few keys while these are in L1. First fetch(n) prefetches later keys.
+template <class T, class F>
+void dot_rows_at(const compute_t<T>* q, int64_t ldq, int64_t rows, const T* k, const int64_t* at,
+                 int64_t keys, int64_t d, compute_t<T>* s, int64_t lds, const F& fetch) {
+  for (int64_t n = 0; n < keys; n += kKeys) {
+    fetch(n);
+    for_row_tiles<kRows>(rows, [&](int64_t r, auto tile) {
+      dot_tile<T, decltype(tile)::value>(q + r * ldq, ldq, k, at + n, keys - n, d, s + r * lds + n,
+                                         lds);
+    });
+  }
+}
+
+// o += s V, a few columns of V at a time, so that these stay in L1.
+template <class T>
+void weigh_rows_at(const compute_t<T>* s, int64_t lds, int64_t rows, const T* v, const int64_t* at,
+                   int64_t keys, int64_t cols, compute_t<T>* o, int64_t ldo) {
+  constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
+  const auto weigh = [&](int64_t c, auto vectors) {
+    for_row_tiles<kRows>(rows, [&](int64_t r, auto tile) {
+      weigh_tile<T, decltype(tile)::value, decltype(vectors)::value>(
+          s + r * lds, lds, v + c, at, keys, cols - c, o + r * ldo + c, ldo);
+    });
+  };
+  int64_t c = 0;
+  for (; c + 4 * kWidth <= cols; c += 4 * kWidth) weigh(c, Count<4>{});
+  for (; c < cols; c += kWidth) weigh(c, Count<1>{});
+}
+
+// to[k] += sum over kCount rows r of s[r][k] y_r, rows of `width` in whole vectors.
+template <int kCount, int kTo, class A>
+OMNIATTN_INLINE void add_tile(const A* s, int64_t lds, const A* y, int64_t ldy, int64_t width,
+                              A* const (&to)[kTo]) {
+  using V = Vec<A>;
+  V factor[kCount][kTo];
+#pragma GCC unroll 4
+  for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kTo; ++k) factor[r][k] = V(s[r * lds + k]);
+  }
+  for (int64_t c = 0; c < width; c += V::kWidth) {
+    V sum[kTo];
+#pragma GCC unroll 2
+    for (int k = 0; k < kTo; ++k) sum[k] = load(to[k] + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < kCount; ++r) {
+      const V row = load(y + r * ldy + c);
+#pragma GCC unroll 2
+      for (int k = 0; k < kTo; ++k) sum[k] = fma(factor[r][k], row, sum[k]);
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < kTo; ++k) store(to[k] + c, sum[k]);
+  }
+}
+
+// Adds s^T Y, where y has `rows` rows of Y, to the rows of `sum` at offsets `at`.
+template <class A>
+void add_rows_at(const A* s, int64_t lds, int64_t rows, const A* y, int64_t ldy, int64_t width,
+                 const int64_t* at, int64_t keys, A* sum) {
+  for (int64_t n = 0; n < keys;) {
+    const bool two = n + 1 < keys && at[n] != at[n + 1];  // of two keys, a row of y is read once
+    for_row_tiles<4>(rows, [&](int64_t r, auto tile) {
+      constexpr int kCount = decltype(tile)::value;
+      const A *const x = s + r * lds + n, *const row = y + r * ldy;
+      if (two) {
+        add_tile<kCount, 2>(x, lds, row, ldy, width, {sum + at[n], sum + at[n + 1]});
+      } else {
+        add_tile<kCount, 1>(x, lds, row, ldy, width, {sum + at[n]});
+      }
+    });
+    n += two ? 2 : 1;
+  }
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
