@@ -1,9 +1,15 @@
 """Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
 
 Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
-with the last key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key)
-indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h and a case in
-encoding/masks.py; no schema, fake kernel or gradient changes.
+with the last key (bottom-right alignment), unless a mask says otherwise; in packed and cached
+batches those of each sequence.
+
+Masks that `|` and `~` make become blocks of 64 x 64 for the sizes of a call, and keep those of the
+last ones. Where the sequences of a batch differ, their lengths are among these sizes, for which a
+GPU is waited for.
+
+A new rule on (query, key) indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h
+and a case in encoding/masks.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations
