@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import masking_utils as mu
 
-from omniattn.encoding.masks import visible
+from omniattn.encoding.masks import Sizes, visible
 from omniattn.functional import masks
 from omniattn.hf.attention import UNSUPPORTED, attention_forward
 from omniattn.hf.masks import RuleMask, attention_mask
@@ -43,7 +43,7 @@ def paddings() -> dict[str, torch.Tensor | None]:
 
 def as_dense(mask: RuleMask) -> torch.Tensor:
     """The rules as the kernels apply them, to the first `keys` keys."""
-    seen = visible(mask.rules.rules(), mask.shape[2], mask.keys, mask.device)
+    seen = visible(mask.rules.rules(), Sizes(mask.shape[2], mask.keys, mask.device))
     full = torch.zeros(mask.shape, dtype=torch.bool)
     full[..., : mask.keys] = True if seen is None else seen
     return full

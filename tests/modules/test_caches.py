@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from layer_checks import functions_of_positions
 
 from omniattn.modules import (
+    H2O,
     Attention,
     CrossCache,
+    DifferentialAttention,
+    GatedAttentionUnit,
     KVCache,
     LatentCache,
+    MultiHeadLatentAttention,
     PagedCache,
     PagePool,
     RollingCache,
@@ -54,6 +59,73 @@ def test_prefill_and_steps_equal_the_full_forward(kind, cuts):
             cache.reorder(torch.tensor([1, 0]))
     assert cache.length == cuts[-1]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=2e-5)
+
+
+FUNCTIONS = {
+    "attention": Attention.Config(24, 4, 2, qk_norm="rms", init_std=0.5),
+    "sigmoid": Attention.Config(24, 4, 2, normaliser="sigmoid", norm_n=9, init_std=0.5),
+    "differential": DifferentialAttention.Config(24, 4, 0, init_std=0.5),
+    "latent": MultiHeadLatentAttention.Config(24, 4, 8, 8, 6, 0, 5, init_std=0.5),
+    "gated-unit": GatedAttentionUnit.Config(24, key_dim=8, norm_n=9, init_std=0.5),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@torch.no_grad()
+def test_functions_of_positions_in_steps(name):
+    """A score_mod and a mask that is a function see the positions of tokens."""
+    layer = FUNCTIONS[name].build(dtype=torch.float64)
+    functions, _ = functions_of_positions(1 if name == "gated-unit" else 4)
+    x = torch.randn(2, 12, 24, dtype=torch.float64)
+    full, state = layer(x, **functions), layer.new_state(2, 20)
+    steps = [layer(part, state=state, **functions) for part in x.split([6, 1, 1, 3, 1], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), full)
+    rows = torch.arange(12)
+    b, h, q, k = torch.meshgrid(*map(torch.arange, (2, 4)), rows, rows, indexing="ij")
+    seen = functions["mask"](b, h, q, k)[:, :1]
+    torch.testing.assert_close(layer(x, mask=functions["mask"]), layer(x, mask=seen))
+    if name in ("attention", "differential"):
+        bias = functions["score_mod"](torch.zeros(1, dtype=x.dtype), b, h, q, k)
+        mod = functions["score_mod"]
+        added = layer(x, score_mod=lambda s, *at: s + mod(torch.zeros_like(s), *at))
+        torch.testing.assert_close(added, layer(x, bias=bias))
+
+
+@pytest.mark.parametrize("kind", ["rolling-sorted", "paged", "gathered"])
+@torch.no_grad()
+def test_functions_of_positions_in_other_caches(kind):
+    layer, (functions, _) = Attention(LAYER, dtype=torch.float64), functions_of_positions(4)
+    x = torch.randn(2, 12, 24, dtype=torch.float64)
+    options = {"bias": torch.randn(1, 4, 1, 1, dtype=x.dtype)} if kind == "gathered" else {}
+    full = layer(x, **functions, **options)
+    pool = PagePool(12, 3, 2, 6, dtype=x.dtype)
+    if kind == "rolling-sorted":
+        cache = RollingCache(2, WINDOW, 2, 6, sort=True, dtype=x.dtype)
+        layer(x[:, :4], state=cache)
+    else:  # sequences of 4 and 2 tokens
+        both = PagedCache(pool, 1), PagedCache(pool, 1)
+        for n, own in enumerate(both):
+            layer(x[n : n + 1, : 4 - 2 * n], state=own)
+        cache = PagedCache.join(both)
+    at = 4 - 2 * torch.arange(2) * (kind != "rolling-sorted")
+    for new in (1, 3, 1):
+        rows = (at[:, None] + torch.arange(new))[..., None].expand(-1, -1, 24)
+        out = layer(x.gather(1, rows), state=cache, **functions, **options)
+        torch.testing.assert_close(out, full.gather(1, rows))
+        at = at + new
+
+
+@torch.no_grad()
+def test_functions_of_positions_need_them():
+    layer, (functions, _) = Attention(LAYER), functions_of_positions(4)
+    x, caches = torch.randn(1, 1, 24), []
+    caches.append((layer, layer.new_state(1, 20, rolling=True), "in the order of positions"))
+    whole = Attention(Attention.Config(24, 4, 2))
+    caches.append((whole, whole.new_state(1, 20, eviction=H2O(2, 2)), "must be None, since"))
+    for module, cache, message in caches:
+        for name, function in functions.items():
+            with pytest.raises(ValueError, match=message):
+                module(x, state=cache, **{name: function})
 
 
 def test_bytes_are_those_of_the_tokens():

@@ -241,7 +241,7 @@ def test_a_subclass_may_have_arguments_of_its_own():
         ),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
-            "Attention: x must have shape (B, T, dim), got x.shape=(5, 8)",
+            "Attention: x must have shape (B, T, 8), got x.shape=(5, 8)",
         ),
     ],
 )

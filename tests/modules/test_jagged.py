@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_checks import functions_of_positions
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -211,6 +212,13 @@ def rotated(config: Any) -> Case:
     return layer, lambda x, at: layer(x, rope=rotary(at))
 
 
+def with_functions(config: Any, heads: int) -> Case:
+    """With a mask and a score_mod that are functions."""
+    functions, table = functions_of_positions(heads)
+    layer = nn.ModuleList([config.build(dtype=DTYPE), nn.ParameterList([table])])
+    return layer, lambda x, _: layer[0](x, **functions)
+
+
 def longformer() -> Case:
     """With global tokens of each sequence."""
     config = LongformerAttention.Config(16, 4, window=2, **STD)
@@ -275,6 +283,16 @@ CASES: dict[str, Callable[[], Case]] = {
         HubSpokeAttention.Config(16, 4, 2, window=2, global_every=3, dual="disjoint", **STD)
     ),
     "longformer": longformer,
+    "functions": lambda: with_functions(Attention.Config(16, 4, 2, **STD), 4),
+    "functions-latent": lambda: with_functions(
+        MultiHeadLatentAttention.Config(16, 2, 8, 8, 6, 0, 5, **STD), 2
+    ),
+    "functions-differential": lambda: with_functions(
+        DifferentialAttention.Config(16, 2, 0, **STD), 2
+    ),
+    "functions-gated-unit": lambda: with_functions(
+        GatedAttentionUnit.Config(16, key_dim=8, norm_n=9, **STD), 1
+    ),
     "torch-layer": torch_layer,
 }
 

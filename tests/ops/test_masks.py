@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from omniattn import functional, reference
-from omniattn.encoding.masks import MaskKind
+from omniattn.encoding.masks import MaskKind, Sizes
 from omniattn.functional import masks
 from omniattn.functional._computed_mask import KEPT
 
@@ -561,6 +561,6 @@ def test_a_code_without_its_bits_hides():
 def test_a_computed_mask_keeps_the_blocks_of_its_last_sizes():
     mask, device = masks.SlidingWindow(3, 0) | masks.GlobalTokens((0,)), torch.device("cpu")
     for tk in (200, *range(201, 201 + KEPT - 1), 200, 300):
-        mask.rules_of_call(100, tk, device, 1)
+        mask.rules_of_call(Sizes(100, tk, device))
     kept = [size[1] for size in mask.known]
     assert kept == [*range(202, 201 + KEPT - 1), 200, 300]

@@ -254,8 +254,8 @@ def test_masks_have_or_and_not() -> None:
         assert_same([room.attention(q, k, v, mask=mask)], [F.attention(q, k, v, mask=dense)])
     compiled = torch.compile(lambda *x: F.attention(*x, mask=mask), fullgraph=True, backend="eager")
     assert_same([compiled(q, k, v)], [F.attention(q, k, v, mask=dense)])
-    with pytest.raises(ValueError, match="one length"):
-        F.attention_cached(q, k, v, torch.full((B,), TK), mask=mask)
+    cached = F.attention_cached(q, k, v, torch.full((B,), TK), mask=mask)
+    assert_same([cached], [F.attention(q, k, v, mask=dense)])
     with pytest.raises(TypeError, match="AnyOf"):
         a | dense  # type: ignore[operator]
 

@@ -23,6 +23,19 @@ def assert_same_gradients(
         torch.testing.assert_close(a, e, **tolerance)
 
 
+def functions_of_positions(heads: int) -> tuple[dict[str, Callable[..., Tensor]], nn.Parameter]:
+    """A mask and a score_mod that are functions, as options of a layer, and what they capture."""
+    table = nn.Parameter(torch.randn(7, heads, dtype=torch.float64))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score * torch.cos(0.3 * (q - k)) + table[k % 7, h] * (q % 5)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ((q - k) % 3 != 1) | (k == 2)
+
+    return {"mask": mask, "score_mod": score_mod}, table
+
+
 @torch.no_grad()
 def in_steps(
     layer: nn.Module, x: Tensor, rope: Callable[[Tensor], object]

@@ -101,6 +101,37 @@ def chunk_range(b: int) -> tuple[int, int]:
     return b & ANY_FAR, b >> CHUNK_BITS
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of a call that asks for a mask, and where its tensors are.
+
+    In packed and cached batches tq and tk are those of the longest sequence. There `lengths` has
+    Tk - Tq and Tk of the sequences, each a number or integers (N, 1, 1, 1).
+    """
+
+    tq: int
+    tk: int
+    device: torch.device
+    heads: int = 1
+    lengths: tuple[int | Tensor, int | Tensor] | None = None
+
+    @property
+    def offset(self) -> int | Tensor:
+        """Tk - Tq, the position of the first query."""
+        return self.tk - self.tq if self.lengths is None else self.lengths[0]
+
+    @property
+    def keys(self) -> int | Tensor:
+        """Tk."""
+        return self.tk if self.lengths is None else self.lengths[1]
+
+    def positions(self, queries: tuple[int, int] | None) -> Tensor:
+        """Of these queries [first, last), or of all, among the keys: (rows, 1), or (N, 1, rows, 1)
+        where sequences differ."""
+        rows = slice(0, self.tq) if queries is None else slice(*queries)
+        return torch.arange(self.tq, device=self.device)[rows, None] + self.offset
+
+
 class EncodedMask:
     """A mask that is the AND of rules."""
 
@@ -109,7 +140,7 @@ class EncodedMask:
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
         """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk)."""
-        return visible(self.rules(), tq, tk, device, heads=heads)
+        return visible(self.rules(), Sizes(tq, tk, device, heads))
 
     def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
         """The mask of sequence n of a packed or cached batch, which has its own lengths."""
@@ -150,25 +181,17 @@ def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
     return found
 
 
-def visible(
-    rules: Sequence[Rule],
-    tq: int,
-    tk: int,
-    device: torch.device,
-    *,
-    heads: int = 1,
-    queries: tuple[int, int] | None = None,
-) -> Tensor:
+def visible(rules: Sequence[Rule], sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
     """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk): the AND of all rules.
 
     With `queries` only the rows [first, last) of all Tq.
     """
-    rows = slice(*queries) if queries is not None else slice(0, tq)
-    q = torch.arange(tq, device=device)[rows, None]
-    k = torch.arange(tk, device=device)[None, :]
-    allowed = torch.ones(q.shape[0], tk, dtype=torch.bool, device=device)
+    rows = slice(*queries) if queries is not None else slice(0, sizes.tq)
+    q = torch.arange(sizes.tq, device=sizes.device)[rows, None]
+    k = torch.arange(sizes.tk, device=sizes.device)[None, :]
+    allowed = torch.ones(q.shape[0], sizes.tk, dtype=torch.bool, device=sizes.device)
     for kind, a, b, side in rules:
-        allowed = allowed & _visible(kind, a, b, side, q, k, tk - tq, rows, heads)
+        allowed = allowed & _visible(kind, a, b, side, q, k, sizes, rows)
     return allowed
 
 
@@ -179,11 +202,10 @@ def _visible(
     side: tuple[Tensor, ...],
     q: Tensor,
     k: Tensor,
-    offset: int,
+    sizes: Sizes,
     rows: slice,
-    heads: int,
 ) -> Tensor:
-    i = q + offset
+    i = q + sizes.offset
     if kind in (MaskKind.WINDOW, MaskKind.WINDOW_TOP_LEFT):
         distance = k - (i if kind == MaskKind.WINDOW else q)
         allowed = torch.ones_like(distance, dtype=torch.bool)
@@ -209,25 +231,26 @@ def _visible(
     if kind == MaskKind.GRID:
         return GridAxis.of(a, b).visible(i, k)
     if kind == MaskKind.NEIGHBOURS:
-        return _neighbours(a, b, i, k)
+        return _neighbours(a, b, i, k, sizes.keys)
     dilated, local = (i - k) % a == 0, i - b < k
     if kind == MaskKind.DILATED:
         return dilated
     if kind == MaskKind.STRIDED:
         return local | dilated
     if kind == MaskKind.STRIDED_HEADS:
-        return torch.stack((local, dilated))[torch.arange(heads, device=k.device) % 2]
+        odd = torch.arange(sizes.heads, device=k.device)[:, None, None] % 2 == 1
+        return torch.where(odd, dilated, local)
     if kind == MaskKind.FIXED:
         n, columns = divmod(b, 1 << COLUMN_BITS)
-        shift = torch.arange(heads if n else 1, device=k.device)[:, None, None] % max(n, 1)
+        shift = torch.arange(sizes.heads if n else 1, device=k.device)[:, None, None] % max(n, 1)
         return (i // a == k // a) | ((k + shift * columns) % a >= a - columns)
     assert kind == MaskKind.EVERY
     return (k % a == 0) | (k == i)
 
 
-def _neighbours(size: int, dilation: int, i: Tensor, k: Tensor) -> Tensor:
+def _neighbours(size: int, dilation: int, i: Tensor, k: Tensor, keys: int | Tensor) -> Tensor:
     rest = i % dilation
-    count = (k.shape[-1] - rest + dilation - 1) // dilation  # of the keys with this remainder
+    count = (keys - rest + dilation - 1) // dilation  # of the keys with this remainder
     first = (i // dilation - size // 2).clamp(min=0).minimum((count - size).clamp(min=0))
     place = k // dilation
     return (k % dilation == rest) & (place >= first) & (place < first + size)

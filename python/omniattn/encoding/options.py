@@ -252,14 +252,19 @@ def _with_mask_mod(options: Options) -> Options:
     mask, score_mod = options.mask, options.score_mod
     if mask is None or isinstance(mask, (Tensor, EncodedMask)) or not callable(mask):
         return options
+    assert not isinstance(score_mod, PairMod)
+    return options._replace(mask=None, score_mod=masked_by(mask, score_mod))
+
+
+def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
+    """score_mod, or the scores as they are, where the mask is True, and -inf elsewhere."""
 
     def masked(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if score_mod is not None:
-            assert not isinstance(score_mod, PairMod)
             score = score_mod(score, b, h, q, k)
         return torch.where(mask(b, h, q, k), score, -math.inf)
 
-    return options._replace(mask=None, score_mod=masked)
+    return masked
 
 
 def spelled_out(names: type) -> Callable[[F], F]:

@@ -3,12 +3,9 @@
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
 from omniattn.functional.activation import bilinear, clamped_swiglu, geglu, glu, reglu, swiglu
-from omniattn.functional.attention import (
-    attention,
-    attention_cached,
-    attention_varlen,
-)
+from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights, merge_attention
+from omniattn.functional.attention_varlen import attention_cached, attention_varlen
 from omniattn.functional.bigbird import bigbird_attention, bigbird_random_blocks
 from omniattn.functional.conv import causal_conv1d
 from omniattn.functional.delta_rule import (

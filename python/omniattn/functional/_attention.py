@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from omniattn.encoding.attention import Codes, encode
-from omniattn.encoding.masks import BLOCK, MaskKind, Rule
+from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
     NORMALISERS,
     TRANSFORMS,
@@ -180,11 +180,8 @@ def _mask(
         raise TypeError(
             f"{op}: mask must be a Tensor or a Mask{_hint(mask)}, got mask={shown(mask)}"
         )
-    combined = All(tuple(found))
-    if layout is None:
-        rules = combined.rules_of_call(full[2], full[3], q.device, full[1])
-    else:
-        rules = combined.rules()
+    sizes = Sizes(full[2], full[3], q.device, full[1])
+    rules = All(tuple(found)).rules_of_call(sizes, layout)
     return [
         (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full)) for kind, a, b, side in rules
     ]

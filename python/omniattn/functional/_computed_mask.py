@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import BLOCK, EncodedMask, MaskKind, Rule
+from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
 from omniattn.functional._block_mask import Blocks, blocks_of_rows
 from omniattn.functional._mask import Mask, common_device, require_masks
-
-
-def _needs_one_length() -> NoReturn:
-    raise ValueError(
-        "masks made by | and ~, GlobalTokens and Representatives are for batches of one length, "
-        "not for packed or cached sequences, whose positions differ; write what they allow as a "
-        "function of b, h, q and k there"
-    )
-
+from omniattn.reference.vmap import is_mapped
 
 #: Sizes of calls whose blocks a mask keeps.
 KEPT = 16
+
+
+def _has_values(t: Tensor) -> bool:
+    return not (torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t))
+
+
+def _lengths(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
+    """`Sizes.lengths` of a packed or cached call; `by_keys`: Tk is asked for."""
+    kind, _, _, side = layout
+    if kind != MaskKind.PACKED:
+        keys = side[-1][:, None, None, None]
+        return keys - sizes.tq, keys
+    ends_q, ends_k = side
+    keys = ends_k.diff()[:, None, None, None]
+    same = ends_q is ends_k or (
+        _has_values(ends_q) and _has_values(ends_k) and torch.equal(ends_q, ends_k)
+    )
+    if not same:
+        return keys - ends_q.diff()[:, None, None, None], keys
+    # Of self-attention all queries are at their own numbers: one mask serves all sequences.
+    return 0, keys if by_keys else sizes.tk
 
 
 @dataclass(frozen=True)
@@ -33,22 +45,31 @@ class Computed(Mask):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def rules(self) -> list[Rule]:
-        _needs_one_length()
-
-    def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
-        _needs_one_length()
-
-    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        if layout is not None:
+            sizes = replace(sizes, lengths=_lengths(layout, sizes, self.by_keys()))
+        lengths = [t for t in sizes.lengths or () if isinstance(t, Tensor)]
         # The number of partial blocks is a value, which a trace and meta tensors do not have; and a
         # step of decoding, a size of its own each time, would be kept in vain.
-        if torch.compiler.is_compiling() or device.type == "meta" or tq < BLOCK:
-            return [(MaskKind.TENSOR, 0, 0, (self.pairs(tq, tk, device, heads),))]
-        size = (tq, tk, device, heads)
+        if (
+            torch.compiler.is_compiling()
+            or sizes.device.type == "meta"
+            or sizes.tq < BLOCK
+            or not all(_has_values(t) for t in lengths)
+        ):
+            return [(MaskKind.TENSOR, 0, 0, (self.pairs(sizes),))]
+        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads)
+        size += tuple(
+            tuple(n.flatten().tolist()) if isinstance(n, Tensor) else n
+            for n in (sizes.offset, sizes.keys)
+        )
         blocks = self.known.pop(size, None)
         if blocks is None:
             blocks = blocks_of_rows(
-                lambda first, last: self.pairs(tq, tk, device, heads, (first, last)), tq, tk, device
+                lambda first, last: self.pairs(sizes, (first, last)),
+                sizes.tq,
+                sizes.tk,
+                sizes.device,
             )
             while len(self.known) >= KEPT:
                 self.known.pop(next(iter(self.known)), None)
@@ -56,7 +77,7 @@ class Computed(Mask):
         return blocks.rules()
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
-        return self.pairs(tq, tk, device, heads)
+        return self.pairs(Sizes(tq, tk, device, heads))
 
 
 @dataclass(frozen=True)
@@ -70,18 +91,17 @@ class AnyOf(Computed):
         if not self.masks:
             raise ValueError("AnyOf: masks must have at least one mask, got masks=()")
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        first, *rest = (mask.pairs(tq, tk, device, heads, queries) for mask in self.masks)
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        first, *rest = (mask.pairs(sizes, queries) for mask in self.masks)
         for seen in rest:
             first = first | seen
         return first
+
+    def by_keys(self) -> bool:
+        return any(mask.by_keys() for mask in self.masks)
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return AnyOf(tuple(mask.of_sequence(n, tq, tk) for mask in self.masks))
 
     def _device(self) -> torch.device:
         return common_device(self.masks)
@@ -96,15 +116,14 @@ class Not(Computed):
     def __post_init__(self) -> None:
         require_masks("Not", (self.mask,))
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        return ~self.mask.pairs(tq, tk, device, heads, queries)
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        return ~self.mask.pairs(sizes, queries)
+
+    def by_keys(self) -> bool:
+        return self.mask.by_keys()
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return Not(self.mask.of_sequence(n, tq, tk))
 
     def _device(self) -> torch.device:
         return self.mask._device()

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
-from omniattn.encoding.masks import SIZE_BITS, WINDOW_BITS, GridAxis, Rule
+from omniattn.encoding.masks import SIZE_BITS, WINDOW_BITS, GridAxis, Rule, Sizes
 from omniattn.functional._checks import require_bool, require_int, shown
 from omniattn.functional._mask import Mask
 
@@ -56,9 +54,9 @@ class GridNeighbourhood(Mask):
     def rules(self) -> list[Rule]:
         return [axis.rule() for axis in self.axes()]
 
-    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
-        tokens = math.prod(self.shape)
-        if tk > tokens or tq > tk:
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        tokens, tq, tk = math.prod(self.shape), sizes.tq, sizes.tk
+        if layout is None and (tk > tokens or tq > tk):
             raise ValueError(
                 f"GridNeighbourhood: Tq <= Tk <= {tokens} must hold for shape={self.shape}, "
                 f"got Tq={tq}, Tk={tk}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import EncodedMask, Rule, visible
+from omniattn.encoding.masks import EncodedMask, MaskKind, Rule, Sizes, of_sequence, visible
 from omniattn.functional._checks import (
     refuse_nested,
     shown,
@@ -35,20 +35,21 @@ class Mask(EncodedMask):
 
         return Not(self)
 
-    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
-        """Rules for one size; masks that are not made of rules have some for each."""
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        """Rules for one call; masks that are not made of rules have some for each."""
         return self.rules()
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
         """As `visible`; with `queries` only the rows [first, last) of all Tq."""
-        return visible(self.rules(), tq, tk, device, heads=heads, queries=queries)
+        return visible(self.rules(), sizes, queries)
+
+    def by_keys(self) -> bool:
+        """Whether what a query sees depends on Tk, and not only on where it is among the keys."""
+        return any(kind == MaskKind.NEIGHBOURS for kind, *_ in self.rules())
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        """The mask of sequence n of a packed or cached batch, which has its own lengths."""
+        return OfSequence(of_sequence(self.rules(), n, tq, tk))
 
     def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
         """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
@@ -110,7 +111,17 @@ class Mask(EncodedMask):
     def _stripes(self, tq: int, tk: int, heads: int, size: int) -> Iterator[Tensor]:
         device = self._device()
         for first in range(0, tq, size):
-            yield self.pairs(tq, tk, device, heads, (first, min(first + size, tq)))
+            yield self.pairs(Sizes(tq, tk, device, heads), (first, min(first + size, tq)))
+
+
+@dataclass(frozen=True)
+class OfSequence(Mask):
+    """The rules that another mask has for one sequence."""
+
+    found: list[Rule]
+
+    def rules(self) -> list[Rule]:
+        return self.found
 
 
 @dataclass(frozen=True)
@@ -125,25 +136,24 @@ class All(Mask):
     def rules(self) -> list[Rule]:
         return [rule for mask in self.masks for rule in mask.rules()]
 
-    def rules_of_call(self, tq: int, tk: int, device: torch.device, heads: int) -> list[Rule]:
-        return [r for mask in self.masks for r in mask.rules_of_call(tq, tk, device, heads)]
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        return [r for mask in self.masks for r in mask.rules_of_call(sizes, layout)]
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        first, last = (0, tq) if queries is None else queries
-        seen = torch.ones(last - first, tk, dtype=torch.bool, device=device)
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        first, last = (0, sizes.tq) if queries is None else queries
+        seen = torch.ones(last - first, sizes.tk, dtype=torch.bool, device=sizes.device)
         for mask in self.masks:
-            seen = seen & mask.pairs(tq, tk, device, heads, queries)
+            seen = seen & mask.pairs(sizes, queries)
         return seen
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
-        return self.pairs(tq, tk, device, heads)
+        return self.pairs(Sizes(tq, tk, device, heads))
+
+    def by_keys(self) -> bool:
+        return any(mask.by_keys() for mask in self.masks)
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return All(tuple(mask.of_sequence(n, tq, tk) for mask in self.masks))
 
     def _device(self) -> torch.device:
         return common_device(self.masks)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import Rule
+from omniattn.encoding.options import MaskMod as MaskMod
+from omniattn.encoding.options import ScoreMod as ScoreMod
+from omniattn.encoding.options import masked_by as masked_by
 from omniattn.encoding.score_compiler import Compiled, compile_program
 from omniattn.encoding.score_program import Node, Program, domain_of
 from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate

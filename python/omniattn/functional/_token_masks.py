@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.encoding.masks import Sizes
 from omniattn.functional._checks import require_bool, require_choice, require_int, shown
 from omniattn.functional._computed_mask import Computed
+from omniattn.functional._mask import Mask
 
 
 class OfPositions(Computed):
     """A mask that follows from the positions of a query and a key."""
 
     def sees(self, i: Tensor, k: Tensor) -> Tensor:
-        """Bool (rows, Tk) of positions i (rows, 1) and k (Tk,)."""
+        """Bool (..., rows, Tk) of positions i (..., rows, 1) and k (Tk,)."""
         raise NotImplementedError
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        rows = slice(0, tq) if queries is None else slice(*queries)
-        i = torch.arange(tq, device=device)[rows, None] + tk - tq
-        return self.sees(i, torch.arange(tk, device=device))
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        return self.sees(sizes.positions(queries), torch.arange(sizes.tk, device=sizes.device))
+
+    def by_keys(self) -> bool:
+        return False
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return self
 
     def _device(self) -> torch.device:
         return torch.device("cpu")
@@ -105,7 +104,7 @@ class GlobalTokens(OfPositions):
         return found | ((positions % self.every == 0) & (positions >= 0))
 
     def sees(self, i: Tensor, k: Tensor) -> Tensor:
-        key = self.among(k).expand(i.shape[0], -1)
+        key = self.among(k).expand(*i.shape[:-1], -1)
         return key | self.among(i) if self.queries else key
 
 

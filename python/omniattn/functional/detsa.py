@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.masks import Sizes
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import require_bool, require_choice, use_reference
 from omniattn.functional._sparse import score_options
@@ -211,16 +212,8 @@ class _Groups(OfPositions):
             parts.append(wide[:, : self.cut()].cumsum(1) / number[:, None, None])
         return torch.cat(parts, 1).to(x.dtype)
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        rows = slice(0, tq) if queries is None else slice(*queries)
-        before = torch.arange(tq, device=device)[rows, None] + self.keys - tq - self.window
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        before = replace(sizes, tk=self.keys).positions(queries) - self.window
         parts = [self._whole(before, size) for size in self.widths()]
         if self.cut():
             parts.append(self._cut(before))

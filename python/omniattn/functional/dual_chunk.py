@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.masks import Sizes
 from omniattn.functional._attention import autocast, check_shapes, require_parameter
 from omniattn.functional._checks import (
     autocast_dtype,
@@ -288,14 +289,6 @@ class _Multiples(OfPositions):
     stride: int
     keys: int
 
-    def pairs(
-        self,
-        tq: int,
-        tk: int,
-        device: torch.device,
-        heads: int,
-        queries: tuple[int, int] | None = None,
-    ) -> Tensor:
-        rows = slice(0, tq) if queries is None else slice(*queries)
-        i = torch.arange(tq, device=device)[rows, None] + self.keys - tq
-        return self.stride * torch.arange(tk, device=device) <= i
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        i = replace(sizes, tk=self.keys).positions(queries)
+        return self.stride * torch.arange(sizes.tk, device=sizes.device) <= i

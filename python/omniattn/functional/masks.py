@@ -1,9 +1,15 @@
 """Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
 
 Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
-with the last key (bottom-right alignment), unless a mask says otherwise. A new rule on (query, key)
-indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h and a case in
-encoding/masks.py; no schema, fake kernel or gradient changes.
+with the last key (bottom-right alignment), unless a mask says otherwise; in packed and cached
+batches those of each sequence.
+
+Masks that `|` and `~` make become blocks of 64 x 64 for the sizes of a call, and keep those of the
+last ones. Where the sequences of a batch differ, their lengths are among these sizes, for which a
+GPU is waited for.
+
+A new rule on (query, key) indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h
+and a case in encoding/masks.py; no schema, fake kernel or gradient changes.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omniattn.encoding.masks import ANY_FAR, CHUNK_BITS, COLUMN_BITS, MaskKind, Rule
+from omniattn.encoding.masks import ANY_FAR, CHUNK_BITS, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, from_block_mask, from_predicate
 from omniattn.functional._checks import (
     require_choice,
@@ -26,6 +32,7 @@ from omniattn.functional._checks import (
 from omniattn.functional._computed_mask import AnyOf, Not
 from omniattn.functional._grid_mask import GridNeighbourhood
 from omniattn.functional._mask import All, Mask, require_bool_mask
+from omniattn.functional._sparse_masks import Dilated, EveryKth, Fixed, Strided
 from omniattn.functional._token_masks import GlobalTokens, Representatives
 
 __all__ = [
@@ -215,27 +222,6 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True)
-class Dilated(Mask):
-    """Every `dilation`-th key: i - r * dilation for r = 0 .. `steps`; also after i if not causal.
-
-    Child et al., Sparse Transformers, 2019, arXiv:1904.10509 call it strided with one head.
-    """
-
-    dilation: int
-    steps: int
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        require_int("Dilated", "dilation", self.dilation, 1)
-        require_int("Dilated", "steps", self.steps, 0)
-
-    def rules(self) -> list[Rule]:
-        reach = self.dilation * self.steps
-        window = SlidingWindow(reach, 0 if self.causal else reach).rules()
-        return [*window, (MaskKind.DILATED, self.dilation, 0, ())]
-
-
-@dataclass(frozen=True)
 class Neighbourhood(Mask):
     """The `size` keys nearest to the query, or those a multiple of `dilation` away.
 
@@ -254,65 +240,6 @@ class Neighbourhood(Mask):
 
     def rules(self) -> list[Rule]:
         return [(MaskKind.NEIGHBOURS, self.size, self.dilation, ())]
-
-
-@dataclass(frozen=True)
-class Strided(Mask):
-    """The `local` most recent keys, the query's own included, and every `stride`-th before.
-
-    With `split_heads` even heads see the first, odd heads the second. Child et al., Sparse
-    Transformers, 2019, arXiv:1904.10509 (there local = stride, and one more local key).
-    """
-
-    stride: int
-    local: int
-    split_heads: bool = False
-
-    def __post_init__(self) -> None:
-        require_int("Strided", "stride", self.stride, 1)
-        require_int("Strided", "local", self.local, 0)
-
-    def rules(self) -> list[Rule]:
-        kind = MaskKind.STRIDED_HEADS if self.split_heads else MaskKind.STRIDED
-        return [*_causal(True), (kind, self.stride, self.local, ())]
-
-
-@dataclass(frozen=True)
-class Fixed(Mask):
-    """The query's block of `stride` keys and the last `columns` of every block, up to the query.
-
-    With `patterns` heads differ: head h sees the columns that lie (h % patterns) * columns keys
-    before the last ones. Child et al., Sparse Transformers, 2019, arXiv:1904.10509; DeepSpeed calls
-    `patterns` num_different_global_patterns.
-    """
-
-    stride: int
-    columns: int
-    patterns: int = 1
-
-    def __post_init__(self) -> None:
-        require_int("Fixed", "stride", self.stride, 1)
-        require_int("Fixed", "patterns", self.patterns, 1, (1 << 11) - 1)
-        most = min(self.stride // self.patterns, (1 << COLUMN_BITS) - 1)
-        require_int("Fixed", "columns", self.columns, 0, most)
-
-    def rules(self) -> list[Rule]:
-        heads = self.patterns << COLUMN_BITS if self.patterns > 1 else 0
-        return [*_causal(True), (MaskKind.FIXED, self.stride, self.columns + heads, ())]
-
-
-@dataclass(frozen=True)
-class EveryKth(Mask):
-    """Keys at multiples of `k`, and the query's own."""
-
-    k: int
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        require_int("EveryKth", "k", self.k, 1)
-
-    def rules(self) -> list[Rule]:
-        return [*_causal(self.causal), (MaskKind.EVERY, self.k, 0, ())]
 
 
 def sliding_window(

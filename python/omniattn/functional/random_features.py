@@ -19,6 +19,7 @@ from omniattn.functional._checks import (
     use_reference,
 )
 from omniattn.functional._jagged import over_sequences, token_wise
+from omniattn.functional._packed import Packed
 from omniattn.functional._recurrence import require_heads, sequence_count, widened
 from omniattn.functional.gemm import linear
 from omniattn.functional.recurrence import gated_linear_attention, totals
@@ -247,7 +248,7 @@ def random_feature_attention(
     require_number(op, "eps", eps, 0)
     require_number(op, "feature_eps", feature_eps, 0)
     use_reference(op, backend, q)
-    packed = _Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
+    packed = Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
     q, k = packed.cleared(q), packed.cleared(k)
     a_q, f_q = log_features(op, q, weight, kind, scale)
     a_k, f_k = log_features(op, k, weight, kind, scale)
@@ -292,58 +293,6 @@ def _product(y: Tensor, weight: Tensor) -> Tensor:
         return linear(y, weight, backend="cpu") if y.is_cpu else y @ weight.T
 
 
-class _Packed:
-    """Which sequence each token of a packed row is in, where they are packed."""
-
-    def __init__(self, q: Tensor, count: int, cu_seqlens: Tensor | None) -> None:
-        self.count, self.bounds = count, cu_seqlens
-        if cu_seqlens is None:
-            return
-        token = torch.arange(q.shape[1], device=q.device)
-        # -1 and `count` before the first and after the last sequence
-        self.found = (
-            torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False) - 1
-        )
-        self.inside = (self.found >= 0) & (self.found < count)
-        self.index = self.found.clamp(0, max(0, count - 1))
-
-    def cleared(self, x: Tensor) -> Tensor:
-        """(B, T, ...), 0 for tokens of no sequence."""
-        if self.bounds is None:
-            return x
-        return torch.where(self.inside.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
-
-    def running_max(self, x: Tensor) -> Tensor:
-        """Over time, (B, T, ...), within each sequence: in log2(T) sweeps where there are some."""
-        if self.bounds is None:
-            return x.cummax(1).values
-        back = 1
-        while back < x.shape[1]:
-            same = (self.found[back:] == self.found[:-back]).view(1, -1, *[1] * (x.dim() - 2))
-            later = torch.maximum(x[:, back:], x[:, :-back])
-            x = torch.cat((x[:, :back], torch.where(same, later, x[:, back:])), 1)
-            back *= 2
-        return x
-
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """(N, ...) for each token: (B, 1, ...) or (1, T, ...)."""
-        if self.bounds is None:
-            return x[:, None]
-        if self.count == 0:  # no token is of a sequence
-            return x.new_zeros(1, *self.index.shape, *x.shape[1:])
-        return x[self.index][None]
-
-    def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """(N, ...): of (B, T, ...) the last token of each sequence, and `before` of empty ones."""
-        if x.shape[1] == 0:
-            return before
-        if self.bounds is None:
-            return x[:, -1]
-        first, end = self.bounds[:-1].long(), self.bounds[1:].long()
-        found = x[0][(end - 1).clamp(0, x.shape[1] - 1)]
-        return torch.where((end > first).view(-1, *[1] * (x.dim() - 2)), found, before)
-
-
 def _checked_state(
     op: str,
     state: State | None,
@@ -378,7 +327,7 @@ def _checked_state(
 
 
 def _shifts(
-    a: Tensor, causal: bool, one: bool, before: Tensor | None, packed: _Packed
+    a: Tensor, causal: bool, one: bool, before: Tensor | None, packed: Packed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """M of each token, its decay ln(e^M_{t-1} / e^M_t) and the last M, of the exponents of keys."""
     if before is None:

@@ -11,19 +11,21 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_number
+from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.attention_cache import new_cache
-from omniattn.modules.cache import Cache, require_cache, storage_like, with_cache
+from omniattn.modules.cache import Cache, require_cache, storage_like
 from omniattn.modules.evicting_cache import EvictingCache
 from omniattn.modules.eviction import Eviction
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.norm import LayerNorm, RMSNorm
 from omniattn.modules.paged_cache import PagedCache, in_pages
+from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -284,10 +286,11 @@ class Attention(Mixer):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
+        mask: Tensor | Mask | MaskMod | None = None,
         bias: Tensor | None = None,
         relative: RelativeBias | None = None,
         alibi_slopes: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
@@ -301,18 +304,17 @@ class Attention(Mixer):
                 cross-attention the first call stores those of the source, later calls read them.
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;
                 self-attention only.
-            mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), or a value of
-                `functional.masks`.
+            mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), a value of
+                `functional.masks`, or f(b, h, q, k) as flex_attention takes it.
             bias: added to the scores, broadcastable to (B, num_heads, T, S).
             relative, alibi_slopes: terms of the distance, see functional.attention.
+            score_mod: f(score, b, h, q, k), see functional.attention. q and k are the positions of
+                tokens, after those in `state`; in cross-attention, of the rows of x and source.
         """
         c = self.config
         cache = require_cache("Attention", state)
         x, sequences = sequences_of("Attention", "x", x, state=cache)
-        if x.dim() != 3:
-            raise ValueError(
-                f"Attention: x must have shape (B, T, dim), got x.shape={tuple(x.shape)}"
-            )
+        require_tokens("Attention", x, c.dim)
         keys = sequences
         if source is not None:
             source, keys = sequences_of("Attention", "source", source, queries=sequences)
@@ -337,7 +339,8 @@ class Attention(Mixer):
             elif cache is not None:
                 k, v = cache.append(k, v)
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
-                mask = with_cache(cache, mask, positional)
+                given = (mask, score_mod, attend)
+                mask, score_mod, attend = with_positions(cache, k, *given, positional)
         if c.normaliser == "sigmoid":
             by_n = self._sigmoid_bias(q, k, keys, cache)
             bias = by_n if bias is None else bias + by_n
@@ -356,6 +359,7 @@ class Attention(Mixer):
             alibi_slopes=alibi_slopes,
             sinks=self.sinks,
             head_scale=self._head_scale(),
+            score_mod=score_mod,
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )

@@ -67,6 +67,10 @@ class Cache(ABC):
         """Whether the views are sorted by position, as a mask or bias tensor takes for granted."""
         return True
 
+    def first(self, count: int) -> Tensor | None:
+        """Position (B,) of the first of ordered views of `count` tokens, None if it is 0."""
+        return None
+
 
 class StoredCache(Cache):
     """Keys and values in a preallocated storage (B, Hkv, max_length, D).

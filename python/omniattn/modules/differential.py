@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like, with_cache
+from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
+from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -192,10 +194,12 @@ class DifferentialAttention(Mixer):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
+        mask: Tensor | Mask | MaskMod | None = None,
         bias: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); mask and bias act on both maps; the rest as Attention."""
+        """x (B, T, dim) -> (B, T, dim); mask, bias and score_mod act on both maps of a head; the
+        rest as Attention."""
         c = self.config
         size = c.head_size
         cache = require_cache("DifferentialAttention", state)
@@ -209,7 +213,9 @@ class DifferentialAttention(Mixer):
         q, k, v = self._pairs(q), self._pairs(k), self._pairs(v)
         if cache is not None:
             k, v = cache.append(k, v)
-            mask = with_cache(cache, mask, bias is not None)
+            mask, score_mod, attend = with_positions(
+                cache, k, mask, score_mod, attend, bias is not None
+            )
         group = c.num_heads // c.kv_heads
         maps = []
         for i in range(2):
@@ -227,6 +233,7 @@ class DifferentialAttention(Mixer):
                     window_size=c.window_size,
                     mask=mask,
                     bias=bias,
+                    score_mod=score_mod,
                     backend=c.backend,
                 )
             )

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like, with_cache
+from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
+from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -162,9 +164,10 @@ class GatedAttentionUnit(Mixer):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
+        mask: Tensor | Mask | MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); state, rope and mask as in Attention."""
+        """x (B, T, dim) -> (B, T, dim); state, rope, mask and score_mod as in Attention."""
         c = self.config
         cache = require_cache("GatedAttentionUnit", state)
         x, sequences = sequences_of("GatedAttentionUnit", "x", x, state=cache)
@@ -175,9 +178,12 @@ class GatedAttentionUnit(Mixer):
                 q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
             )
         v = v[:, :, None]
+        attend = sequences.attention()
         if cache is not None:
             k, v = cache.append(k, v)
-            mask = with_cache(cache, mask, c.relative is not None)
+            mask, score_mod, attend = with_positions(
+                cache, k, mask, score_mod, attend, c.relative is not None
+            )
         if c.relative == "toeplitz":
             keys = k.shape[1] if sequences.nested is None else sequences.longest
             if keys > c.max_length:
@@ -188,7 +194,7 @@ class GatedAttentionUnit(Mixer):
         n, ratio = self._n(x, k, sequences)
         if ratio is not None and not c.bias_inside_n:
             q = (q * ratio).to(q.dtype)
-        out: Tensor = sequences.attention()(
+        out: Tensor = attend(
             q,
             k,
             v,
@@ -196,6 +202,7 @@ class GatedAttentionUnit(Mixer):
             mask=mask,
             scale=1 / max(n, 1) if c.attention == "relu2" else None,
             relative=self._relative(n),
+            score_mod=score_mod,
             normaliser="relu2" if c.attention == "relu2" else "softmax",
             backend=c.backend,
         )

@@ -11,15 +11,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like, with_cache
+from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer
 from omniattn.modules.norm import RMSNorm
+from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -276,8 +278,9 @@ class MultiHeadLatentAttention(Mixer):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Mask | None = None,
+        mask: Tensor | Mask | MaskMod | None = None,
         absorb: bool | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
@@ -286,7 +289,7 @@ class MultiHeadLatentAttention(Mixer):
             state: a Cache; the new latents are appended to it, all of it is attended to.
             rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
                 or of x.values() where x is nested.
-            mask: as in Attention.
+            mask, score_mod: as in Attention.
             absorb: attend to the latents themselves; default: with a state and T <= absorb_max.
         """
         c = self.config
@@ -298,14 +301,14 @@ class MultiHeadLatentAttention(Mixer):
         q, k, v = self._rotated(q, *self._latents(x), rope)
         if cache is not None:
             k, v = cache.append(k, v)
-            mask = with_cache(cache, mask)
+            mask, score_mod, attend = with_positions(cache, k, mask, score_mod, attend)
         if absorb is None:
             absorb = cache is not None and x.shape[1] <= c.absorb_max
         if absorb:
-            out = self._attend(attend, self._to_latents(q), k, v, mask)
+            out = self._attend(attend, self._to_latents(q), k, v, mask, score_mod)
             out = self._from_latents(out)
         else:
-            out = self._attend(attend, q, *self._expanded(k, v), mask)
+            out = self._attend(attend, q, *self._expanded(k, v), mask, score_mod)
         return sequences.restored(self.o_proj(out.flatten(-2)))
 
     def _attend(
@@ -314,7 +317,8 @@ class MultiHeadLatentAttention(Mixer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | Mask | None,
+        mask: Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
     ) -> Tensor:
         c = self.config
         out: Tensor = attend(
@@ -325,6 +329,7 @@ class MultiHeadLatentAttention(Mixer):
             window_size=c.window_size,
             mask=mask,
             scale=c.scale,
+            score_mod=score_mod,
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
         )

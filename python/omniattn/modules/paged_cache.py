@@ -164,6 +164,10 @@ class PagedCache(Cache):
         position = torch.arange(self.length, device=self.pool.k.device)
         return KeyPadding(position >= self.length - self.lengths[:, None])
 
+    def first(self, count: int) -> Tensor | None:
+        """Below 0 where a sequence is padded."""
+        return None if len(set(self._lengths)) <= 1 else self.lengths - count
+
     def _where(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot of positions (B, n); those before the first token give some page."""
         positions = positions.clamp(min=0)

@@ -75,6 +75,11 @@ class RollingCache(StoredCache):
     def ordered(self) -> bool:
         return self._sort
 
+    def first(self, count: int) -> Tensor | None:
+        if count == self.length:
+            return None
+        return torch.full(self._k.shape[:1], self.length - count, device=self._k.device)
+
     def _slots(self, first: int, last: int) -> Tensor:
         return torch.arange(first, last, device=self._k.device) % self.window
 

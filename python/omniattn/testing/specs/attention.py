@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +9,11 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional import masks, scores
-from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Random, Variant
+from omniattn.testing.specs._attention_cases import attention_flops as attention_flops
+from omniattn.testing.specs._attention_cases import attention_inputs as attention_inputs
+from omniattn.testing.specs._attention_cases import attention_tensors as attention_tensors
+from omniattn.testing.specs._attention_cases import qkv as qkv
 from omniattn.testing.specs._cases import BF16, BOTH, EACH, F16, F32, FORWARD, TRAINING
 from omniattn.testing.specs._patterns import LOCAL_AND_FIRST, LONG_OPTIONS, PATTERNS
 from omniattn.testing.specs._score_mods import alibi, gate, softcap, t5, tiles
@@ -33,100 +35,6 @@ DISTANCES: dict[str, Any] = {
     "relative_keys": scores.DistanceRows(_ROWS[0], 80),
     "relative_queries": scores.DistanceRows(_ROWS[1], -40),
 }
-
-
-def qkv(
-    label: str,
-    B: int,
-    Tq: int,
-    Tk: int,
-    H: int,
-    G: int,
-    D: int,
-    Dv: int | None = None,
-    tensors: tuple[str, ...] = (),
-    **options: Any,
-) -> Case:
-    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "G": G, "D": D}
-    if Dv is not None:
-        sizes["Dv"] = Dv
-    return Case(label, sizes, tensors, options)
-
-
-def attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
-    b, tq, tk, h = (case.sizes[k] for k in ("B", "Tq", "Tk", "H"))
-    makers: dict[str, Callable[[], dict[str, Tensor]]] = {
-        "bias": lambda: {"bias": random.normal(1, h, tq, tk)},
-        "bias per batch": lambda: {"bias": random.normal(b, h, tq, tk)},
-        "ends": lambda: {"bias": _ends_of_the_range(random, b, h, tq, tk)},
-        "bias per key": lambda: {"bias": random.normal(b, 1, 1, tk)},
-        "mask": lambda: {"mask": _mask_with_empty_row(random, b, tq, tk)},
-        "padding": lambda: {"mask": torch.arange(tk) < random.integers(tk + 1, b, 1, 1, 1)},
-        "alibi": lambda: {"alibi_slopes": random.normal(h) / 8},
-        "alibi per batch": lambda: {"alibi_slopes": random.normal(b, h) / 8},
-        "sinks": lambda: {"sinks": random.normal(h)},
-        "sinks at the ends": lambda: {"sinks": _ends(random, h)},
-        "head scale": lambda: {"head_scale": random.normal(h)},
-        "seed": lambda: {"seed": torch.tensor([1234, 5])},
-        "block table": lambda: {
-            "block_table": random.integers(b * case.sizes["N"], b, case.sizes["N"])
-        },
-    }
-    made: dict[str, Tensor] = {}
-    for name in case.tensors:
-        made |= makers[name]()
-    return made
-
-
-def attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    b, tq, tk, h, g, d = (case.sizes[k] for k in ("B", "Tq", "Tk", "H", "G", "D"))
-    pages = b * case.sizes.get("N", 1)
-    made = {
-        "q": random.normal(b, tq, h, d),
-        "k": random.normal(pages, tk, g, d),
-        "v": random.normal(pages, tk, g, case.sizes.get("Dv", d)),
-    }
-    return made | attention_tensors(case, random)
-
-
-def _ends(random: Random, count: int) -> Tensor:
-    """Numbers at both ends of the range of the dtype and not far from them, in turn."""
-    top = torch.finfo(random.dtype).max
-    values = torch.tensor([-top, top, -0.3 * top, 0.3 * top, -math.inf], dtype=random.dtype)
-    return values[torch.arange(count) % len(values)]
-
-
-def _ends_of_the_range(random: Random, *shape: int) -> Tensor:
-    """A bias whose rows, in turn, have such a number on all keys, on some, or on some with -inf on
-    all others."""
-    bias = random.normal(*shape)
-    rows = math.prod(shape[:-1])
-    end = _ends(random, rows).view(*shape[:-1], 1)
-    where = (torch.arange(rows) // 5 % 3).view(*shape[:-1], 1)
-    some = random.uniform(*shape) < 0.5
-    bias = torch.where((where == 0) | some, end, bias)
-    return bias.masked_fill((where == 2) & ~some, -math.inf)
-
-
-def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
-    mask = random.uniform(b, 1, tq, tk) < 0.7
-    mask[:, :, :1] = False
-    return mask
-
-
-def attention_flops(case: Case, pass_: Pass) -> float:
-    """2 FLOP per visible (query, key) and feature, 2 GEMMs forward, 5 backward."""
-    s = case.sizes
-    causal = case.options.get("causal", False) or case.options.get("is_causal", False)
-    left, right = case.options.get("window_size", (-1, -1))
-    mask = masks.SlidingWindow(left, 0 if causal else right) & case.options.get(
-        "mask", masks.All(())
-    )
-    pairs = mask.count(s["Tq"], s["Tk"], batch=s["B"], heads=s["H"])
-    d, dv = s["D"], s.get("Dv", s["D"])
-    forward, backward = 2.0 * (d + dv), 2.0 * (3 * d + 2 * dv)
-    per_pair = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-    return pairs * per_pair[pass_]
 
 
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
