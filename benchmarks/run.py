@@ -31,8 +31,7 @@ from omniattn.testing.spec import SHORT_DTYPE, Function
 
 #: A baseline may round more often than we do: it is wrong beyond this many of our budgets.
 BASELINE_BUDGETS = 64
-#: Longest sequences that are compared with fp64: their scores are held in memory, or they are looped
-#: over.
+#: Longest sequences that are compared with fp64, which holds scores in memory or loops over tokens.
 LONGEST_CHECK = {"T": 320, "Tq": 320, "Tk": 320}
 #: Baselines without a backward on the CPU, which would be compiled in vain.
 FORWARD_ONLY = ("flex",)

@@ -27,10 +27,11 @@ def require_ragged(op: str, name: str, t: Any, *, dim: bool = True) -> None:
     ragged = t.is_nested and t.layout == torch.jagged
     sizes = t.dim() >= 3 if dim else t.dim() == 2
     if not ragged or t.lengths() is not None or t._ragged_idx != 1 or not sizes:
+        shape = "(B, j, ..., dim)" if dim else "(B, j)"
         got = f"shape={t.shape}" if ragged else f"layout={t.layout}"
         raise ValueError(
-            f"{op}: {name} must be a jagged nested tensor {'(B, j, ..., dim)' if dim else '(B, j)'} "
-            f"without holes in a call on nested tensors, got {name}.{got}"
+            f"{op}: {name} must be a jagged nested tensor {shape} without holes in a call on "
+            f"nested tensors, got {name}.{got}"
         )
 
 
