@@ -287,21 +287,6 @@ struct Backward {
     }
   }
 
-  // Asks for the line of channels after that of i, in a part of the steps for each of its vectors.
-  // The rows of steps are pages apart, so that the processor does not foresee them.
-  void fetch_ahead(int64_t t, int64_t steps, int64_t i) const {
-    constexpr int64_t kParts = larger(int64_t{1}, kLineElements<T> / Memory::kWidth);
-    const int64_t part = i / Memory::kWidth % kParts, next = i + kLineElements<T>;
-    if (next >= x.width) return;
-    for (int64_t j = part * steps / kParts; j < (part + 1) * steps / kParts; ++j) {
-      x.fetch(t + j, next);
-      prefetch(x.row(params.grad_y, t + j) + next);
-      for (void* const out : {params.du, params.ddelta, params.dz}) {
-        if (out != nullptr) __builtin_prefetch(x.row(out, t + j) + next, 1);
-      }
-    }
-  }
-
   void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
     const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
     // Of the table of A, which is times its inverse.
@@ -334,7 +319,6 @@ struct Backward {
       clear(m.dc, steps * p.states * x.kWidth);
       for_row<C>(x.width, [&](int64_t i, auto part) {
         prepare(t, steps, i, part);
-        fetch_ahead(t, steps, i);
         states.walk(t, steps, i);
         finish(t, steps, i, part);
       });

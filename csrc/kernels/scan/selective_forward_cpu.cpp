@@ -65,14 +65,18 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
 
 // Asks for a part of y of these steps and of the inputs of the next ones, another one for each
 // vector of channels. The rows of steps are pages apart, so that the processor does not foresee
-// them.
+// them. Inline: GCC drops calls of what only prefetches.
 template <class T>
 OMNIATTN_INLINE void fetch_ahead(const SelectiveParams& params, const Item<T>& x, int64_t t,
                                  int64_t steps, int64_t i) {
-  for (int64_t at = i * kTile; at < (i + x.kWidth) * kTile; at += kLineElements<T>) {
-    const int64_t row = t + at / x.width, channel = at % x.width;
-    if (row < t + steps) __builtin_prefetch(x.row(params.y, row) + channel, 1);
-    if (row + steps < x.s.count) x.fetch(row + steps, channel);
+  const Selective& p = x.p;
+  for (int64_t at = i * kTile; at < (i + x.kWidth) * kTile; at += 64 / int64_t{sizeof(T)}) {
+    const int64_t now = t + at / x.width, next = now + steps, channel = at % x.width;
+    if (now < t + steps) __builtin_prefetch(x.row(params.y, now) + channel, 1);
+    if (next >= x.s.count) continue;
+    prefetch(x.row(p.u, next) + channel);
+    prefetch(x.row(p.delta, next) + channel);
+    if (p.z.data != nullptr) prefetch(x.row(p.z, next) + channel);
   }
 }
 

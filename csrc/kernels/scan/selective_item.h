@@ -204,10 +204,6 @@ struct ItemStates : SelectiveItem {
   }
 };
 
-// Elements of a cache line.
-template <class T>
-constexpr int64_t kLineElements = 64 / sizeof(T);
-
 // And its rows of inputs and outputs.
 template <class T>
 struct Item : ItemStates<compute_t<T>> {
@@ -221,13 +217,6 @@ struct Item : ItemStates<compute_t<T>> {
   }
   T* row(void* x, int64_t t) const {
     return static_cast<T*>(x) + (s.batch * p.rows.steps + s.begin + t) * p.channels + first;
-  }
-  // Asks for the line of the inputs of a step from channel i on.
-  void fetch(int64_t t, int64_t i) const {
-    prefetch(row(p.u, t) + i);
-    prefetch(row(p.delta, t) + i);
-    if (p.z.data != nullptr) prefetch(row(p.z, t) + i);
-    asm volatile("");  // else GCC drops calls of what seems to have no effect
   }
   // Steps [t, t + steps) of B or C.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
