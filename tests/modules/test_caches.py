@@ -7,6 +7,7 @@ from layer_checks import functions_of_positions
 from omniattn.modules import (
     H2O,
     Attention,
+    BlockKeyCache,
     CrossCache,
     DifferentialAttention,
     GatedAttentionUnit,
@@ -164,6 +165,23 @@ def test_crop_and_reorder(kind):
     more = tokens(1, 3)
     seen_k, _ = cache.append(*more)
     assert torch.equal(seen_k, torch.cat([k[[1, 1, 0], :2], more[0]], 1))
+
+
+def test_block_key_cache_has_the_means_of_whole_blocks():
+    k, v = tokens(11)
+    cache = BlockKeyCache(2, 12, 2, 6, block_size=4)
+    for part in (slice(0, 3), slice(3, 5), slice(5, 11)):
+        cache.append(k[:, part], v[:, part])
+    cache.crop(6)
+    k[:, 6:] += 1
+    cache.append(k[:, 6:], v[:, 6:])
+    cache.reorder(torch.tensor([1, 0]))
+    other = BlockKeyCache(2, 12, 2, 6, block_size=4)
+    other.load_state_dict(cache.state_dict())
+    expected = k[[1, 0], :8].unflatten(1, (2, 4)).mean(2)
+    for found in (cache.means(), other.means()):
+        torch.testing.assert_close(found, expected)
+    assert cache.nbytes == KVCache(2, 12, 2, 6).nbytes + 2 * 3 * 2 * 6 * 4
 
 
 def test_rolling_cache_keeps_the_window_and_no_more():

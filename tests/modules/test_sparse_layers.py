@@ -205,14 +205,21 @@ def test_texts_shorter_than_a_neighbourhood():
     "kind,options",
     [
         (MoBA, {"block_size": 4, "topk": 2}),
+        (NSA, {"block_size": 4, "topk": 3, "compress_size": 4, "compress_stride": 2, "window": 3}),
+        (RoutedBlockAttention, {"block_size": 4, "topk": 2}),
         (LocalStridedAttention, {"window": 2, "stride": 3}),
         (DeterministicSparseAttention, {"window": 2, "stride": 3}),
     ],
 )
 @torch.no_grad()
-def test_one_exported_graph_for_all_lengths(kind, options):
-    layer, x = kind(dim=8, num_heads=2, init_std=0.5, **options), torch.randn(1, 64, 8)
-    length = torch.export.Dim("T", min=8)
-    program = torch.export.export(layer, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
-    for n in (9, 64):
-        torch.testing.assert_close(program(x[:, :n]), layer(x[:, :n]))
+def test_one_exported_graph_for_all_batches_and_lengths(kind, options):
+    layer = kind(dim=8, num_heads=2, init_std=0.5, **options)
+    length = torch.export.Dim("T", min=9)
+    if kind is RoutedBlockAttention:  # for multiples of its blocks
+        length = 4 * torch.export.Dim("blocks", min=3)
+    shapes = {"x": {0: torch.export.Dim("B", min=1), 1: length}}
+    example = (torch.randn(2, 24, 8),)
+    program = torch.export.export(layer, example, dynamic_shapes=shapes).module()
+    for batch, n in ((1, 12), (3, 64)):
+        x = torch.randn(batch, n, 8)
+        torch.testing.assert_close(program(x), layer(x))

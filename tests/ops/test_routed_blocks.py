@@ -89,6 +89,7 @@ def test_the_loss_of_distillation_is_the_divergence_from_full_attention() -> Non
 
 def test_distillation_by_parts_is_that_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import omniattn.functional.routed_blocks as module
+    from omniattn.functional import selected_blocks
 
     sizes = {"block_size": SIZE, "query_block": ROWS, "topk": 2, "router_grad": "distill"}
     _, whole = routed_block_attention(*tensors(), **sizes)
@@ -99,7 +100,7 @@ def test_distillation_by_parts_is_that_at_once(monkeypatch: pytest.MonkeyPatch) 
         shapes.append((q.shape[1], k.shape[1]))
         return weigh(q, k, *rest, **options)
 
-    monkeypatch.setattr(module, "SCORES", 3 * ROWS * HEADS * TK)
+    monkeypatch.setattr(selected_blocks, "SCORES", 3 * ROWS * HEADS * TK)
     monkeypatch.setattr(module, "attention_weights", watched)
     _, parts = routed_block_attention(*tensors(), **sizes)
     torch.testing.assert_close(parts, whole)

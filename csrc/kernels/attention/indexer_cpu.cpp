@@ -82,14 +82,15 @@ template <class T>
 void add_tile(const IndexerRows<T>& rows, Range tile, Candidates<compute_t<T>>* lists) {
   using A = compute_t<T>;
   const IndexerParams& p = rows.p;
-  const auto columns = rows.panels(tile);
+  const bool in_place = rows.multiply_in_place(tile);
+  const auto columns = in_place ? Panels<operand_t<T>>{} : rows.panels(tile);
   const uint8_t* const real = p.real != nullptr ? p.real + rows.b * p.real_stride : nullptr;
   const int64_t capacity = indexer_capacity(p), group = indexer_group(p);
   alignas(64) A s[kIndexerKeys];
   for (int64_t first = rows.queries.begin; first < rows.queries.end; first += group) {
     const int64_t count = smaller(group, rows.queries.end - first);
     if (indexer_end(p, first + count - 1) <= tile.begin) continue;
-    rows.multiply(first, count, columns, tile.end - tile.begin);
+    if (!in_place) rows.multiply(first, count, columns, tile.end - tile.begin);
     for (int64_t n = 0; n < count; ++n) {
       const int64_t t = first + n, end = smaller(tile.end, indexer_end(p, t));
       if (end <= tile.begin) continue;

@@ -59,8 +59,7 @@ struct LossTiles {
   }
 };
 
-constexpr int64_t kLossRowsInPlace = 16;  // more are multiplied with copies, of register tiles
-constexpr int64_t kLossAhead = 8;         // keys that are fetched before they are read
+constexpr int64_t kLossAhead = 8;  // keys that are fetched before they are read
 
 template <class T>
 OMNIATTN_INLINE void fetch_row(const T* row, int64_t cols) {
@@ -134,9 +133,7 @@ struct LossOperands {
                  count, kLossKeys, d, false);
   }
   // products = rows of x times keys, which few rows of one query read where they lie.
-  bool reads_in_place(int64_t count) const {
-    return p.indices != nullptr && count <= kLossRowsInPlace;
-  }
+  bool reads_in_place(int64_t count) const { return p.indices != nullptr && count <= kRowsInPlace; }
   void multiply(const A* x, int64_t ld, int64_t count, const HeadView& k, int64_t head, int64_t d,
                 const LossTiles& tile) const {
     if (!reads_in_place(count)) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/attention_pack.h"
+#include "kernels/attention/few_rows.h"
 #include "kernels/attention/indexer.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -66,6 +67,31 @@ struct IndexerRows {
   void multiply(int64_t t, int64_t count, const Panels<M>& columns, int64_t tile_keys) const {
     gemm_tile<M>(q + (t - queries.begin) * p.heads * ldq, ldq, columns, products, kIndexerKeys,
                  count * p.heads, tile_keys, p.d, false);
+  }
+  // The same of all queries, if their rows are few: keys are read once, where they lie. Packing
+  // them took twice as long as all the rest for a query of four heads.
+  bool multiply_in_place(Range tile) const {
+    if constexpr (kKeepsQueries<T>) {
+      return false;
+    } else {
+      const int64_t count = queries.end - queries.begin;
+      if (p.workspace != nullptr || count > indexer_group(p) || count * p.heads > kRowsInPlace) {
+        return false;
+      }
+      int64_t at[kIndexerKeys];
+      for (int64_t n = 0; n < kIndexerKeys; ++n) at[n] = n * p.k.stride_t;
+      const T* const first = row_of<T>(p.k, b, tile.begin, 0);
+      dot_rows_at(q, ldq, count * p.heads, first, at, tile.end - tile.begin, p.d, products,
+                  kIndexerKeys, [&](int64_t n) {
+                    // A quarter of the time was waiting for keys.
+                    constexpr int64_t kAhead = 16, kLine = 64 / static_cast<int64_t>(sizeof(T));
+                    for (int64_t i = 0; i < kKeys; ++i) {
+                      const T* const later = first + (n + kAhead + i) * p.k.stride_t;
+                      for (int64_t c = 0; c < p.d; c += kLine) __builtin_prefetch(later + c);
+                    }
+                  });
+      return true;
+    }
   }
   // I of query t, the n-th of those that were multiplied.
   OMNIATTN_INLINE void scores(int64_t t, int64_t n, A* s) const {

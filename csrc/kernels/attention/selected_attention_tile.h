@@ -133,8 +133,6 @@ void gather_rows(const HeadView& x, const SelectedItem& item, const KeyTile& til
   }
 }
 
-// Few rows multiply keys where they lie: copies, of which products are faster, would cost more.
-constexpr int64_t kRowsInPlace = 16;
 template <class T>
 OMNIATTN_INLINE bool reads_in_place(const SelectedLists& s, int64_t rows) {
   return !kKeepsQueries<T> && s.gathered && rows <= kRowsInPlace;

@@ -22,7 +22,7 @@ from omniattn.functional._sparse import full_precision
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.selected_attention import selected_attention
-from omniattn.functional.selected_blocks import SCORES, chosen, parts_of
+from omniattn.functional.selected_blocks import chosen, parts_of
 from omniattn.reference.precision import widen
 from omniattn.reference.routed_blocks import (
     block_shares,
@@ -284,9 +284,8 @@ def _distillation(
     wide_q, wide_k = widen(q.detach()), widen(k.detach())
     with torch.no_grad():  # one column of values: only the lse is needed
         _, lse = attention(wide_q, wide_k, wide_k[..., :1], return_lse=True, **options)
-    step = max(1, SCORES // max(1, batch * heads * tk * query_block))
     found = []
-    for lists in parts_of(len(ends), step):
+    for lists in parts_of(ends.shape[0], batch * heads * tk * query_block):
         queries = slice(lists.start * query_block, min(lists.stop * query_block, tq))
         last = max(0, queries.stop + tk - tq)  # keys that the part sees
         blocks = -(-last // block_size)

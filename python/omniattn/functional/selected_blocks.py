@@ -11,6 +11,9 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     cast_like,
+    is_traced,
+    require_device,
+    require_float,
     require_int,
     require_shape,
     use_reference,
@@ -42,6 +45,7 @@ def moba_attention(
     *,
     block_size: int,
     topk: int,
+    block_keys: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -60,6 +64,8 @@ def moba_attention(
         v: (B, Tk, Hkv, Dv).
         block_size: keys of a block.
         topk: blocks of a query, its own included.
+        block_keys: (B, Tk // block_size, Hkv, D) float32 (float64 for float64), the mean keys of
+            whole blocks, where a cache has them; None computes them.
         scale: factor on q k^T of the attention; None is 1 / sqrt(D). The scores have none.
         softcap, dropout_p, seed: of the attention, see :func:`attention`.
         backend: see :func:`attention`.
@@ -86,10 +92,18 @@ def moba_attention(
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     _check(op, block_size=block_size, topk=topk)
+    if block_keys is not None:
+        require_float(op, "block_keys", block_keys)
+        require_device(op, "block_keys", block_keys, q, "q")
+        shape = (k.shape[0], k.shape[1] // block_size, *k.shape[2:])
+        require_shape(op, "block_keys", block_keys, shape)
+        block_keys = widen(block_keys.detach())
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
-        return reference.moba_attention(q, k, v, block_size=block_size, topk=topk, **options)
-    means, tk = block_means(k, block_size), k.shape[1]
+        options |= {"block_size": block_size, "topk": topk, "block_keys": block_keys}
+        return reference.moba_attention(q, k, v, **options)
+    tk = k.shape[1]
+    means = block_means(k, block_size) if block_keys is None else block_keys
 
     def scores(q: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         return moba_scores(q, means, ends, tk, block_size)
@@ -213,10 +227,17 @@ def nsa_attention(
             window=window,
             **options,
         )
-    tk, sizes = k.shape[1], (compress_size, compress_stride)
-    ends = positions(q.shape[1], tk, q.device)
-    seen = compressed_mask(ends, count, *sizes)
+    (tq, tk), sizes = (q.shape[1], k.shape[1]), (compress_size, compress_stride)
+    ends = positions(tq, tk, q.device)
     options["backend"] = backend
+    seen: Tensor | None = None
+    if tq == 1 and not is_traced():  # a step sees a range: what is not seen is not read
+        last = min(count, max(0, (tk - compress_size) // compress_stride + 1))
+        k_compressed, v_compressed = k_compressed[:, :last], v_compressed[:, :last]
+        if dropout_p == 0:
+            k_window, v_window = k_window[:, -window:], v_window[:, -window:]
+    else:
+        seen = compressed_mask(ends, count, *sizes)
     compressed, lse = attention(
         q, k_compressed, v_compressed, mask=seen, return_lse=True, **options
     )
@@ -226,7 +247,7 @@ def nsa_attention(
     def scores(part: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         p = attention_weights(
             *(widen(part), kept_k, kept_lse[:, :, queries]),
-            mask=seen[queries],
+            mask=None if seen is None else seen[queries],
             scale=scale,
             softcap=softcap,
             backend=backend,
@@ -260,20 +281,25 @@ def chosen(
     `width` elements are what the scores of a query need for each head.
     """
     batch, tq, heads = q.shape[:3]
-    step = max(1, SCORES // max(1, batch * heads * width))
     found = []
     with full_precision(q):
-        for queries in parts_of(tq, step):
+        for queries in parts_of(tq, batch * heads * width):
             values, past = scores(q.detach()[:, queries], ends[queries], queries)
-            count = min(topk, values.shape[-1])
+            count = values.shape[-1]
+            if isinstance(count, torch.SymInt):  # which a graph may not compare with topk
+                values, past = (torch.nn.functional.pad(t, (0, topk)) for t in (values, past))
+                count = topk
+            count = min(topk, count)
             found.append(top_k(values, count, mask=past, backend=backend)[1].int())
     return torch.cat(found, 2)
 
 
-def parts_of(count: int, step: int) -> Iterator[slice]:
-    """Slices of `step` of `count`, at least one; one of all where `count` is no number yet."""
-    if isinstance(count, torch.SymInt):
+def parts_of(count: int, elements: int) -> Iterator[slice]:
+    """Slices of `count`, at least one, each of so many that SCORES elements are in memory at a time
+    where one needs `elements`; one of all where these are no numbers yet."""
+    if isinstance(count, torch.SymInt) or isinstance(elements, torch.SymInt):
         yield slice(0, count)
         return
+    step = max(1, SCORES // max(1, elements))
     for first in range(0, max(count, 1), step):
         yield slice(first, first + step)

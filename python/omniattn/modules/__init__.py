@@ -16,7 +16,7 @@ from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
-from omniattn.modules.kv_cache import CrossCache, KVCache, LatentCache
+from omniattn.modules.kv_cache import BlockKeyCache, CrossCache, KVCache, LatentCache
 from omniattn.modules.liger_cross_entropy import (
     CrossEntropyOutput,
     LigerCrossEntropyLoss,
@@ -100,6 +100,7 @@ __all__ = [
     "ALiBi",
     "Attention",
     "BigBirdAttention",
+    "BlockKeyCache",
     "BlockSparseAttention",
     "Cache",
     "ChannelMixer",

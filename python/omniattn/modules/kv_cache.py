@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional.selected_blocks import block_means
 from omniattn.modules.cache import Cache, StoredCache, check_new
 from omniattn.modules.state import require_index, take
 
@@ -67,6 +68,64 @@ class KVCache(StoredCache):
         k, v = take(type(self).__name__, state, "k", "v")
         self.length = 0
         self.append(k, v)
+
+
+class BlockKeyCache(KVCache):
+    """Keys and values, and the means of the keys of whole blocks, by which MoBA chooses blocks.
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        block_size: keys of a block.
+        device, dtype: of the storage; means are in float32, or float64.
+
+    Reference:
+        Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
+
+    Example:
+        >>> cache = BlockKeyCache(1, 16, 2, 4, block_size=2)
+        >>> k, v = cache.append(torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 4))
+        >>> cache.means().shape
+        torch.Size([1, 2, 2, 4])
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        block_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        self._size = block_size
+        shape = (batch, max_length // block_size, num_kv_heads, head_dim)
+        self._means = self._k.new_zeros(
+            shape, dtype=torch.promote_types(self._k.dtype, torch.float32)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._means.nbytes
+
+    def means(self) -> Tensor:
+        """(B, whole blocks, Hkv, D)."""
+        return self._means[:, : self.length // self._size]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.length // self._size
+        views = super().append(k, v)
+        last = self.length // self._size
+        if last > first:
+            rows = views[0][:, first * self._size : last * self._size]
+            self._means[:, first:last] = block_means(rows, self._size)
+        return views
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        self._means = self._means.index_select(0, index)
 
 
 class LatentCache(KVCache):

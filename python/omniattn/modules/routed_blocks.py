@@ -37,7 +37,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
 
     Note:
         torch.export: a dynamic T is a multiple of block_size, at least 2 block_size; after an
-        example that is no multiple, it never is one. B is that of the example.
+        example that is no multiple, it never is one.
 
     Reference:
         Gao et al., SeerAttention, 2024, arXiv 2410.13276; Lu et al., MoBA, 2025, arXiv 2502.13189.

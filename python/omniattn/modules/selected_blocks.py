@@ -15,7 +15,7 @@ from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.jagged import sequences_of
-from omniattn.modules.kv_cache import KVCache
+from omniattn.modules.kv_cache import BlockKeyCache, KVCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mixer import Mixer, require_no_mask, require_tokens
@@ -38,7 +38,7 @@ class MoBA(Mixer):
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
 
     Note:
-        torch.export: a dynamic T is at least 2 block_size, B that of the example.
+        torch.export: a dynamic T is at least 2 block_size.
 
     Reference:
         Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
@@ -109,10 +109,13 @@ class MoBA(Mixer):
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
-        """An empty cache of all keys and values."""
+        """An empty cache of all keys and values, and of the means of blocks if steps choose."""
         c = self.config
         like = storage_like(self.k_proj.weight, **storage)
-        return KVCache(batch, max_length, c.kv_heads, c.head_size, **like)
+        sizes = (batch, max_length, c.kv_heads, c.head_size)
+        if c.decode == "moba":
+            return BlockKeyCache(*sizes, block_size=c.block_size, **like)
+        return KVCache(*sizes, **like)
 
     @takes_cache
     def forward(
@@ -154,6 +157,8 @@ class MoBA(Mixer):
             out = functional.attention(q, k, v, **options)
         else:
             options |= {"block_size": c.block_size, "topk": c.topk}
+            if isinstance(cache, BlockKeyCache):
+                options["block_keys"] = cache.means()
             out = sequences.apart(partial(functional.moba_attention, **options), q, k, v)
         return sequences.restored(self.o_proj(out.flatten(-2)))
 
@@ -188,11 +193,15 @@ class Compression(nn.Module):
         c = self.config
         if x.shape[1] < c.compress_size:
             return x[:, :0]
-        windows = x.unfold(1, c.compress_size, c.compress_stride)
         if c.compress == "mean":
-            return windows.mean(-1)
-        windows = (windows.transpose(-1, -2) + self.position).flatten(-2)
-        return self.down(nn.functional.silu(self.up(windows)))
+            return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)
+        # Heads beside the batch, and a copy: with views, or products of four dimensions, torch
+        # exports for one length.
+        windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
+        windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
+        rows = windows.flatten(0, 1) + self.position.flatten()
+        found: Tensor = self.down(nn.functional.silu(self.up(rows)))
+        return found.unflatten(0, windows.shape[:2]).transpose(1, 2)
 
 
 class NSAState:
@@ -271,8 +280,8 @@ class NSA(Mixer):
         position (compress_size, head_dim), up and down.
 
     Note:
-        torch.export: a dynamic T is at least compress_size + compress_stride; B is that of the
-        example.
+        torch.export: a dynamic T is at least compress_size + compress_stride, and more than
+        block_size.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv 2502.11089.

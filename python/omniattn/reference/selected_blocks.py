@@ -25,6 +25,7 @@ def moba_attention(
     *,
     block_size: int,
     topk: int,
+    block_keys: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -33,7 +34,8 @@ def moba_attention(
     """Causal attention of each query and head to its own block and the topk - 1 blocks before it
     whose mean keys have the largest q . k; q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv)."""
     ends = positions(q.shape[1], k.shape[1], q.device)
-    scores, past = moba_scores(q, block_means(k, block_size), ends, k.shape[1], block_size)
+    means = block_means(k, block_size) if block_keys is None else block_keys
+    scores, past = moba_scores(q, means, ends, k.shape[1], block_size)
     _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
     out = selected_attention(
         *(q, k, v, index),
@@ -138,7 +140,7 @@ def nsa_scores(
     blocks = -(-tk // block_size)
     pad = torch.nn.functional.pad
     # Strides are covered by the keys that begin at them or up to per_key - 1 strides before.
-    p = pad(p, (per_key - 1, max(0, max(1, blocks) * per_block - p.shape[-1])))
+    p = pad(p, (per_key - 1, blocks * per_block + 1))
     strides = p.unfold(-1, per_key, 1).sum(-1)[..., : blocks * per_block]
     scores = strides.unflatten(-1, (blocks, per_block)).sum(-1)
     block, own = torch.arange(blocks, device=p.device), ends[:, None] // block_size
