@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def test_states_are_checked_before_one_changes(model):
     with pytest.raises(ValueError, match=r"^T5: state must .* got state\[0\].max_length=5"):
         t5.hidden(tokens, memory, state=state)
     assert not state[0][1].filled
+
+
+@torch.no_grad()
+def test_a_call_that_fails_takes_its_tokens_back(model):
+    """A recurrence cannot, and says so in the next call."""
+    tokens = torch.arange(6)[None]
+    for decoder in (replace(HYBRID, blocks=HYBRID.blocks[1:]).build(dtype=torch.float64), model):
+        state = decoder.new_state(1, 8)
+        decoder(tokens[:, :3], state=state)
+        failing = decoder.layers[2].mixer
+        failure = mock.patch.object(failing, "forward", side_effect=MemoryError)
+        with failure, pytest.raises(MemoryError):
+            decoder(tokens[:, 3:], state=state)
+        assert [part.length for part in state[1:]] == [3, 3]
+        if decoder is model:
+            with pytest.raises(ValueError, match=r"state\[0\].length=6, state\[1\].length=3"):
+                decoder(tokens[:, 3:], state=state)
+        else:
+            last = decoder(tokens[:, 3:], state=state)
+            torch.testing.assert_close(last, decoder(tokens)[:, 3:])
 
 
 def test_checkpointing_does_not_leave_out_a_state(model):
