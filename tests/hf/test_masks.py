@@ -190,6 +190,29 @@ def test_a_mask_of_nothing_fits_any_keys():
     torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
+def test_bridgetower_sees_all_keys_without_a_mask():
+    module = pytest.importorskip("transformers.models.bridgetower.modeling_bridgetower")
+    layer = module.BridgeTowerSelfAttention(
+        transformers.BridgeTowerTextConfig(hidden_size=8, num_attention_heads=2), is_causal=True
+    )
+    q, k, v = inputs(4, 4)
+    out, _ = attention_forward(layer.eval(), q, k, v, None)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_mask_of_one_query_is_that_of_all(queries):
+    q, k, v = inputs(queries, 5)
+    real = torch.tensor([[True, True, True, False, False]])
+    mask = attention_mask(
+        1, 1, 5, mask_function=mu.bidirectional_mask_function, attention_mask=real
+    )
+    out, _ = attention_forward(Layer(), q, k, v, mask)
+    want = nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
+    torch.testing.assert_close(out, want.transpose(1, 2))
+
+
 def test_without_a_mask_the_layer_decides():
     q, k, v = inputs()
     sdpa = nn.functional.scaled_dot_product_attention

@@ -47,6 +47,7 @@ OTHER_WEIGHTS = {
     **dict.fromkeys(WRONG_IN_EAGER, "sdpa gives none"),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), "eager gives them as if there were no sink"),
     **dict.fromkeys(("led", "longformer"), "patched they refuse to give them"),
+    **dict.fromkeys(("bridgetower", "pix2struct"), "their layers do not ask for them"),
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from jagged_rows import DTYPE, LENGTHS, STD, Case, jagged, rotated, sequences, sparse_latent
 from layer_checks import functions_of_positions
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,13 +23,11 @@ from omniattn.modules import (
     BlockSparseAttention,
     CrossCache,
     DecoderBlock,
-    DeepSeekSparseAttention,
     DeltaAttention,
     DeltaNet,
     DifferentialAttention,
     DisentangledAttention,
     Dropout,
-    DropPath,
     DualChunkAttention,
     GatedAttentionUnit,
     GatedDeltaNet,
@@ -43,7 +42,6 @@ from omniattn.modules import (
     Mamba,
     Mamba2,
     MoBA,
-    MoE,
     MultiheadAttention,
     MultiHeadLatentAttention,
     MultiScaleRetention,
@@ -52,7 +50,6 @@ from omniattn.modules import (
     Performer,
     Residual,
     RMSNorm,
-    RMSNormGated,
     RotaryEmbedding,
     RoutedBlockAttention,
     RWKV4TimeMix,
@@ -66,21 +63,10 @@ from omniattn.modules import (
     TransformerXLAttention,
 )
 
-LENGTHS = (5, 1, 9)
-DTYPE = torch.float64
-
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def sequences() -> list[torch.Tensor]:
-    return [torch.randn(n, 16, dtype=DTYPE, requires_grad=True) for n in LENGTHS]
-
-
-def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
 def attention() -> Attention:
@@ -98,10 +84,6 @@ def parallel_block() -> torch.nn.Sequential:
     mlp = MLP(MLP.Config(16, 24, init_std=0.5), dtype=DTYPE)
     block = ParallelResidual([attention(), mlp], LayerNorm.Config(16), dtype=DTYPE)
     return torch.nn.Sequential(block, GroupNorm(GroupNorm.Config(16, 4), dtype=DTYPE))
-
-
-#: A module and a call of it on tokens x at these positions in their sequences.
-Case = tuple[nn.Module, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 def block(module: nn.Module) -> Case:
@@ -207,11 +189,6 @@ def stack() -> Case:
     return layer, lambda x, _: sum(layer(x))
 
 
-def rotated(config: Any) -> Case:
-    layer, rotary = config.build(dtype=DTYPE), RotaryEmbedding(4)
-    return layer, lambda x, at: layer(x, rope=rotary(at))
-
-
 def with_functions(config: Any, heads: int) -> Case:
     """With a mask and a score_mod that are functions."""
     functions, table = functions_of_positions(heads)
@@ -231,13 +208,6 @@ def longformer() -> Case:
     return layer, call
 
 
-def sparse_latent(stage: str) -> Case:
-    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_dim": 6, "qk_rope_dim": 4, "v_dim": 5}
-    sizes |= {"index_heads": 2, "index_dim": 6, "index_topk": 3}
-    return rotated(DeepSeekSparseAttention.Config(16, 2, **sizes, stage=stage, **STD))
-
-
-STD = {"init_std": 0.5}
 CASES: dict[str, Callable[[], Case]] = {
     **{name: lambda name=name: recurrent(name) for name in RECURRENT},
     "decoder-block": stack,
@@ -383,28 +353,6 @@ def test_other_masks_are_not_those_of_padding(mask):
         DeltaNet(16, 2)(jagged([row for row in x]), mask=REAL[:, None, None])
 
 
-@pytest.mark.parametrize("name", ["dsa", "distill"])
-def test_losses_of_layers_are_means_over_all_tokens(name):
-    config = RoutedBlockAttention.Config(16, 4, block_size=2, topk=2, router_grad="distill", **STD)
-    module, call = sparse_latent("sparse") if name == "dsa" else rotated(config)
-    rows = sequences()
-    call(jagged(rows).detach(), torch.cat([torch.arange(n) for n in LENGTHS]))
-    got, losses = module.auxiliary, []
-    for row in rows:
-        call(row[None].detach(), torch.arange(len(row)))
-        losses.append(module.auxiliary * len(row))
-    torch.testing.assert_close(got, sum(losses) / sum(LENGTHS))
-
-
-def test_sequences_without_tokens():
-    layer = MoBA.Config(16, 4, 2, block_size=2, topk=2, **STD).build(dtype=DTYPE)
-    rows = [torch.ones(0, 16, dtype=DTYPE), torch.ones(3, 16, dtype=DTYPE)]
-    got = layer(jagged(rows))
-    torch.testing.assert_close(got.values(), layer(rows[1][None])[0])
-    assert [len(row) for row in got.unbind()] == [0, 3]
-    assert layer(jagged(rows[:1])).values().shape == (0, 16)
-
-
 @pytest.mark.parametrize("known", [True, False], ids=["longest-known", "longest-unknown"])
 def test_one_graph_for_jagged_input_of_all_lengths(known):
     torch._dynamo.reset()
@@ -448,35 +396,6 @@ def test_calls_that_no_jagged_input_has():
             call()
 
 
-@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm, RMSNormGated])
-def test_a_second_tensor_is_jagged_like_the_first(norm):
-    layer, x = norm(norm.Config(16), dtype=DTYPE), jagged(sequences())
-    name = "gate" if norm is RMSNormGated else "residual"
-    got = layer(x, **{name: 2 * x})
-    want = layer(x.values(), 2 * x.values())
-    for a, w in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
-        assert a.shape == x.shape
-        assert torch.equal(a.values(), w)
-    for other in (jagged(sequences()[::-1]), x.values()):
-        with pytest.raises(ValueError, match=f"{name} must be jagged with the boundaries of x"):
-            layer(x, other)
-
-
-def test_dropout_of_jagged_tensors():
-    x = jagged([torch.ones(n, 16, dtype=DTYPE) for n in LENGTHS])
-    torch.manual_seed(3)
-    got = Dropout(0.5)(x)
-    torch.manual_seed(3)
-    assert torch.equal(got.values(), Dropout(0.5)(x.values()))
-    torch.manual_seed(3)
-    paths = DropPath(0.5)(x)
-    torch.manual_seed(3)
-    kept = DropPath(0.5)(torch.ones(len(LENGTHS), dtype=DTYPE))
-    assert set(kept.tolist()) == {0.0, 2.0}
-    for row, factor in zip(paths.unbind(), kept, strict=True):
-        assert torch.equal(row, factor.expand_as(row))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_only_rows_of_tokens_are_taken():
     layer, x = Dropout(), jagged(sequences())
@@ -495,8 +414,3 @@ def test_only_rows_of_tokens_are_taken():
         message = f"{type(layer).__name__}: x must be a jagged nested tensor"
         with pytest.raises(ValueError, match=message):
             call(strided, torch.arange(15))
-
-
-def test_experts_that_share_a_capacity_refuse_nested_tensors():
-    with pytest.raises(TypeError, match="must not be nested"):
-        MoE(MoE.Config.of(16, 24, 4, 2))(jagged(sequences()).float())

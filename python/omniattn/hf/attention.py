@@ -23,6 +23,8 @@ __all__ = ["attention_forward", "collects_weights"]
 #: loss, a collator or another layer, so no list of these can be complete. A test compares this list
 #: with all calls of attention functions in the installed transformers.
 UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "sinks", "v_cache"})
+#: Layers that say `is_causal`, but see all keys where they get no mask.
+_NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
 
 
 def attention_forward(
@@ -179,6 +181,8 @@ def _mask_and_bias(
         mask = None  # fits any keys: BERT as a decoder makes it for the new token alone
     elif isinstance(attention_mask, RuleMask) and _is_of_first_token(attention_mask, query):
         mask = None  # as broadcast: a cache whose first layer has no keys says that there are none
+    elif isinstance(attention_mask, RuleMask) and _is_of_one_query(attention_mask, query, keys):
+        mask = masks.BoolMask(attention_mask.visible())  # as broadcast: BridgeTower
     elif isinstance(attention_mask, RuleMask):
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
@@ -202,6 +206,10 @@ def _is_of_first_token(mask: RuleMask, query: Tensor) -> bool:
     return query.shape[2] == 1 and mask.shape[2:] == (1, 1) and mask.rules == causal
 
 
+def _is_of_one_query(mask: RuleMask, query: Tensor, keys: int) -> bool:
+    return query.shape[2] > 1 and mask.shape[2:] == (1, keys)
+
+
 def _default_mask(
     module: nn.Module, queries: int, is_causal: bool | None, window: int | None
 ) -> masks.Mask | None:
@@ -214,6 +222,8 @@ def _default_mask(
             f"unless causal, got is_causal={is_causal}, sliding_window={window}"
         )
     left = -1 if window is None else window - 1
+    if type(module).__name__ in _NEVER_CAUSAL:
+        is_causal = False
     if queries == 1:
         return masks.SlidingWindow(left, -1)
     return masks.SlidingWindow(left, 0, top_left=True) if is_causal else None

@@ -1,9 +1,12 @@
-"""What a model requires of the states of its layers before any of them changes."""
+"""What a model requires of the states of its layers, and what becomes of them in a failed call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from omniattn.modules import KVCache
 from omniattn.modules.state import State
@@ -47,6 +50,31 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
                     f"state[{layer}].length={length}, T={steps}"
                 )
     return 0 if past is None else past
+
+
+def restored_on_error(
+    state: Sequence[Any] | None, past: int
+) -> contextlib.AbstractContextManager[None]:
+    """Takes the tokens of a call that fails back out of the states.
+
+    What cannot forget them, such as a recurrence, stays ahead of the others, and `require_states`
+    refuses the next call.
+    """
+    if state is None or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return _restored_on_error(state, past)
+
+
+@contextlib.contextmanager
+def _restored_on_error(state: Sequence[Any], past: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for part in (part for entry in state for part in _parts(entry)):
+            if part.length > past:
+                with contextlib.suppress(ValueError):
+                    part.crop(past)
+        raise
 
 
 def _parts(state: Any) -> Sequence[State]:

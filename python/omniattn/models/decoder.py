@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.models._states import require_states
+from omniattn.models._states import require_states, restored_on_error
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     Attention,
@@ -230,14 +230,14 @@ class Decoder(Model, Stateful):
         x = sequences.restored(self.dropout(x))
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
         shared = {"embeddings": x}
-        for i, layer in enumerate(self.layers):
-            if recompute:
-                x, residual = checkpoint(
-                    layer, x, residual, rope=rope, mask=mask, shared=shared, use_reentrant=False
-                )
-            else:
-                own = None if state is None else state[i]
-                x, residual = layer(x, residual, state=own, rope=rope, mask=mask, shared=shared)
+        given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
+        with restored_on_error(state, past):
+            for i, layer in enumerate(self.layers):
+                if recompute:
+                    x, residual = checkpoint(layer, x, residual, **given, use_reentrant=False)
+                else:
+                    own = None if state is None else state[i]
+                    x, residual = layer(x, residual, state=own, **given)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.models._states import require_states
+from omniattn.models._states import require_states, restored_on_error
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
@@ -280,9 +280,11 @@ class T5(Model, Stateful):
         state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
+        past = 0
         if state is not None:
-            require_states("T5", state, len(self.decoder.layers), tokens.shape[1])
-        x: Tensor = self.decoder(self.embed_tokens(tokens), memory, state=state)
+            past = require_states("T5", state, len(self.decoder.layers), tokens.shape[1])
+        with restored_on_error(state, past):
+            x: Tensor = self.decoder(self.embed_tokens(tokens), memory, state=state)
         return x * self.config.dim**-0.5 if self.lm_head is None else x
 
     @property
