@@ -177,13 +177,26 @@ void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, cons
   p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
 }
 
-DistanceRows distance_rows(const char* op, const char* name, Call& call, const Tensor& t,
-                           double zero) {
+// `index`: the place of the rows `t` in aux.
+void set_distance_rows(const char* op, Call& call, ScoreKind kind, const Tensor& t, int64_t index,
+                       double zero) {
+  const char* const name = score_name(kind);
   require(t.dim() == 3 && t.size(0) > 0, op, name, " must have shape (rows > 0, Hq, D), got ",
           t.dim(), " dimensions");
   require(std::abs(zero) < 1e12, op, "zero of ", name, " must be finite and below 1e12");
-  const int64_t sizes[] = {t.size(0), call.problem.hq, call.problem.d};
-  return {keep_parameters(op, name, call, t, {sizes, 3}), sizes[0], from_start(zero, sizes[0])};
+  AttentionProblem& p = call.problem;
+  const bool of_keys = kind == ScoreKind::relative_keys;
+  const int64_t sizes[] = {t.size(0), p.hq, p.d};
+  const void* const data = keep_parameters(op, name, call, t, {sizes, 3});
+  (of_keys ? call.relative_keys : call.relative_queries) = index;
+  (of_keys ? p.relative_keys : p.relative_queries) = {data, sizes[0], from_start(zero, sizes[0])};
+}
+
+void check_together(const char* op, const AttentionProblem& p) {
+  require(is_softmax(p.score) || p.sinks == nullptr, op,
+          "sinks need weights that are normalised by softmax");
+  require(p.relative_queries.data == nullptr || p.head_scale == nullptr, op,
+          "relative_queries and head_scale cannot be combined");
 }
 
 // The rows [first, first + count) that a call has of `whole`; sets what else the whole has.
@@ -308,11 +321,8 @@ void decode_score(const Arguments& given, Call& call) {
         p.head_scale = keep_parameters(op, name, call, tensor(call.head_scale), {&p.hq, 1});
         break;
       case ScoreRole::relative_keys:
-        p.relative_keys = distance_rows(op, name, call, tensor(call.relative_keys), parameters[0]);
-        break;
       case ScoreRole::relative_queries:
-        p.relative_queries =
-            distance_rows(op, name, call, tensor(call.relative_queries), parameters[0]);
+        set_distance_rows(op, call, kind, side_tensor(op, given.aux, index), index, parameters[0]);
         break;
       case ScoreRole::transform:
         c = parameters[0];
@@ -338,10 +348,7 @@ void decode_score(const Arguments& given, Call& call) {
   }
   p.table.kind = rule_of(p.terms, ScoreRole::table);
   p.score = make_score(params[0], p.terms, c);
-  require(is_softmax(p.score) || p.sinks == nullptr, op,
-          "sinks need weights that are normalised by softmax");
-  require(p.relative_queries.data == nullptr || p.head_scale == nullptr, op,
-          "relative_queries and head_scale cannot be combined");
+  check_together(op, p);
 }
 
 }  // namespace omniattn::ops::attention

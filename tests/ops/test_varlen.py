@@ -340,6 +340,26 @@ def test_pages_give_the_bits_of_contiguous_keys(dtype, size, tq):
     assert torch.equal(got, again)
 
 
+@pytest.mark.parametrize("tq", [1, 40])
+def test_distances_in_pages_are_those_of_each_cache(tq):
+    make = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([300, 64, 170])
+    q = torch.randn(3, tq, H, D, generator=make)
+    k, v = (torch.randn(3, 300, 2, D, generator=make) for _ in range(2))
+    rows = torch.randn(2, 90, H, D, generator=make)
+    options = {
+        "causal": True,
+        "relative_keys": scores.DistanceRows(rows[0], -1),
+        "relative_queries": scores.DistanceRows(rows[1], 60),
+    }
+    (k_pages, table), (v_pages, _) = pages_of(k, 50), pages_of(v, 50)
+    got = attention_cached(q, k_pages, v_pages, lengths, block_table=table, **options)
+    for b, n in enumerate(lengths):
+        one = slice(b, b + 1)
+        want = attention(q[one], k[one, :n], v[one, :n], **options)
+        torch.testing.assert_close(got[one], want)
+
+
 WRONG_TABLES = [
     ([[0, 1], [2, 3]], [8, 9], r"cache_seqlens must lie in \[0, 8\], got 9"),
     ([[0, 1], [2, 4]], [8, 8], r"block_table must name pages in \[0, 4\), got 4 in row 1"),

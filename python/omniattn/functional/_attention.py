@@ -324,6 +324,18 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
                 f"window={parameters}"
             )
         rules.append(rule)
+    rules += _distance_rows(op, options, q)
+    require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
+    if normaliser != "softmax":
+        if sinks is not None:
+            raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")
+        rules.append((ScoreKind[normaliser.upper()], None, ()))
+    return rules
+
+
+def _distance_rows(op: str, options: Options, q: Tensor) -> list[ScoreRule]:
+    """The rules of rows of distances."""
+    rules: list[ScoreRule] = []
     for kind, name, given in (
         (ScoreKind.RELATIVE_KEYS, "relative_keys", options.relative_keys),
         (ScoreKind.RELATIVE_QUERIES, "relative_queries", options.relative_queries),
@@ -332,16 +344,11 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
             continue
         if not isinstance(given, DistanceRows):
             raise TypeError(f"{op}: {name} must be DistanceRows, got {name}={shown(given)}")
-        shape = (given.rows.shape[0], heads, q.shape[3])
+        shape = (given.rows.shape[0], *q.shape[-2:])
         require_parameter(op, f"the rows of {name}", given.rows, q, [shape])
         rules.append((kind, given.rows, (float(given.zero),)))
     if options.relative_queries is not None and options.head_scale is not None:
         raise ValueError(f"{op}: head_scale must be None with relative_queries")
-    require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
-    if normaliser != "softmax":
-        if sinks is not None:
-            raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")
-        rules.append((ScoreKind[normaliser.upper()], None, ()))
     return rules
 
 
