@@ -150,3 +150,15 @@ def test_attention_without_heads() -> None:
     assert moba_attention(q, q, q, block_size=2, topk=2).shape == q.shape
     sizes = {"compress_size": 2, "compress_stride": 1, "block_size": 2}
     assert nsa_attention(q, q, q, q[:, :5], q[:, :5], gates, **sizes).shape == q.shape
+
+
+def test_mean_keys_that_a_cache_has() -> None:
+    q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 11, 2, 8)
+    means = k[:, :8].unflatten(1, (2, 4)).mean(2)
+    sizes = {"block_size": 4, "topk": 2}
+    want = moba_attention(q, k, k, **sizes)
+    torch.testing.assert_close(moba_attention(q, k, k, block_keys=means, **sizes), want)
+    with pytest.raises(
+        ValueError, match=r"moba_attention: block_keys must have shape \(2, 2, 2, 8"
+    ):
+        moba_attention(q, k, k, block_keys=means[:, :1], **sizes)
