@@ -7,6 +7,7 @@
 
 #include "kernels/attention/attention_terms.h"
 #include "ops/attention.h"
+#include "ops/attention_parts.h"
 #include "ops/attention_sequences.h"
 #include "ops/parallel.h"
 #include "ops/path.h"
@@ -156,53 +157,6 @@ Tensor expand_table(AttentionProblem& p) {
   return memory;
 }
 
-// The gradients of rows of distances and their parts.
-struct DistanceGradient {
-  DistanceRows AttentionProblem::* rows;
-  void* AttentionBackwardParams::* grad;
-  void* AttentionBackwardParams::* parts;
-};
-constexpr DistanceGradient kDistanceGradients[] = {
-    {&AttentionProblem::relative_keys, &AttentionBackwardParams::grad_relative_keys,
-     &AttentionBackwardParams::part_relative_keys},
-    {&AttentionProblem::relative_queries, &AttentionBackwardParams::grad_relative_queries,
-     &AttentionBackwardParams::part_relative_queries}};
-
-// Sums of what the problems of a call x left for the gradients of parameters.
-void gather_gradients(const AttentionBackwardParams& x,
-                      const std::vector<AttentionBackwardParams>& problems) {
-  const auto& kernels = attention_terms_kernels();
-  if (x.grad_table != nullptr) {
-    const AttentionTableGradient g{&x, problems.data(), static_cast<int64_t>(problems.size())};
-    const int64_t items = table_heads(x.problem), grain = grain_of(plane_elements(x.problem));
-    const ThreadMemory memory(
-        std::min(ceil_div(items, grain), int64_t{torch::stable::get_num_threads()}),
-        gather_scratch_bytes(x.problem));
-    run_stage(
-        std::span(&g, 1), [&](const AttentionTableGradient&) { return items; }, memory,
-        kernels.gather_table);
-  }
-  for (const DistanceGradient& d : kDistanceGradients) {
-    if (x.*d.grad == nullptr) continue;
-    const AttentionDistanceGradient g{
-        &x, problems.data(), static_cast<int64_t>(problems.size()), d.rows, d.parts, d.grad};
-    const int64_t work = x.problem.hq * x.problem.d * g.count;
-    parallel_ranges((x.problem.*d.rows).rows, grain_of(work),
-                    [&](int64_t begin, int64_t end) { kernels.gather_distances(g, begin, end); });
-  }
-  for (const AttentionBackwardParams& b : problems) {
-    const auto gather = [&](const void* parts, void* grad) {
-      if (grad == nullptr) return;
-      parallel_ranges(b.problem.hq, grain_of(forward_items(b.problem) / b.problem.hq),
-                      [&](int64_t begin, int64_t end) {
-                        kernels.gather_heads(b.problem, parts, grad, begin, end);
-                      });
-    };
-    gather(b.part_sinks, b.grad_sinks);
-    gather(b.part_head_scale, b.grad_head_scale);
-  }
-}
-
 using Forward = AttentionForwardParams;
 using ForwardProblems = std::span<Forward>;
 // Of the level of all problems of a path.
@@ -318,77 +272,11 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
          }},
     });
 
-// What a problem adds to the gradients of parameters, in memory of its own.
-Tensors give_parts(const AttentionProblem& whole, BackwardProblems problems) {
-  Tensors memory;
-  const auto part = [&](int64_t elements) {
-    memory.push_back(buffer(elements, whole.dtype));
-    return memory.back().mutable_data_ptr();
-  };
-  for (Backward& b : problems) {
-    if (b.grad_table != nullptr) {
-      b.part_relative_plane = plane_elements(whole);
-      b.part_relative = part(b.splits * table_parts(b) * whole.hq * b.part_relative_plane);
-      torch::stable::fill_(memory.back(), 0);
-    }
-    for (const DistanceGradient& d : kDistanceGradients) {
-      if (b.*d.grad == nullptr) continue;
-      const int64_t size = distance_part_elements(b.problem, b.problem.*d.rows);
-      b.*d.parts = part(b.splits * distance_parts(b) * size);
-      torch::stable::fill_(memory.back(), 0);
-    }
-    if (b.grad_sinks != nullptr) b.part_sinks = part(forward_items(b.problem));
-    if (b.grad_head_scale != nullptr) b.part_head_scale = part(forward_items(b.problem));
-  }
-  return memory;
-}
-
 void set_interpreter(AttentionProblem& p) {
   if (p.program == nullptr) return;
   const auto& kernels = score_program_kernels();
   p.run_program = p.dtype == DType::f64 ? kernels.run_double : kernels.run_float;
 }
-
-// Memory for the gradients that the items of the problems of a call add up in parts.
-class ProgramParts {
- public:
-  ProgramParts(const Backward& x, BackwardProblems problems) {
-    if (x.grad_program == nullptr) return;
-    gradients_ = *x.grad_program;
-    for (ProgramGradients::Table& table : gradients_.tables) {
-      if (table.whole.data == nullptr || table.elements == 0) continue;
-      const int64_t parts = largest(problems, [&](const Backward& b) {
-        const AttentionProblem& p = b.problem;
-        return program_part(b, table.has_heads, p.batch - 1, p.hkv - 1, b.splits - 1) + 1;
-      });
-      memory_.push_back(buffer(parts * table.elements, x.problem.dtype));
-      torch::stable::fill_(memory_.back(), 0);
-      table.whole.data = memory_.back().mutable_data_ptr();
-      counts_.push_back(parts);
-    }
-    for (Backward& b : problems) b.grad_program = &gradients_;
-  }
-
-  // Adds them up, in order.
-  void gather(const Backward& x) const {
-    size_t next = 0;
-    for (int64_t n = 0; next < memory_.size(); ++n) {
-      const ProgramGradients::Table& table = x.grad_program->tables[n];
-      if (table.whole.data == nullptr || table.elements == 0) continue;
-      const void* const parts = memory_[next].const_data_ptr();
-      const int64_t count = counts_[next++];
-      parallel_ranges(table.elements, grain_of(count), [&](int64_t begin, int64_t end) {
-        score_program_kernels().sum_parts(x.problem.dtype, parts, count, table.elements,
-                                          table.whole.data, begin, end);
-      });
-    }
-  }
-
- private:
-  ProgramGradients gradients_{};
-  Tensors memory_;
-  std::vector<int64_t> counts_;
-};
 
 }  // namespace
 
@@ -412,8 +300,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   auto problems = problems_of(x, sequences);
   const int64_t owners = total(problems, backward_owners);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
-  const Tensors parts = give_parts(x.problem, problems);
-  const ProgramParts program_parts(x, problems);
+  const GradientParts parts(x, problems);
   const auto run = [](BackwardProblems some) { run_paths(kBackwardPaths, some, backward_owners); };
   // Sequences that add to one gradient take turns.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
@@ -422,8 +309,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   } else {
     run(problems);
   }
-  gather_gradients(x, problems);
-  program_parts.gather(x);
+  parts.gather();
 }
 
 void run_weights(AttentionWeightsParams w) {
