@@ -1,7 +1,7 @@
 // The decay and the update of a call.
 #pragma once
 
-#include "kernels/recurrence/recurrence_decay.h"
+#include "kernels/recurrence/recurrence_channel_decay.h"
 #include "kernels/recurrence/recurrence_update.h"
 
 namespace omniattn::OMNIATTN_ISA {
