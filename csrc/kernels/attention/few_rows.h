@@ -1,21 +1,18 @@
 // Products of a few rows with keys at any addresses, in registers: each key is read where it lies,
-// once for four rows, without packing.
+// once for a few rows, without packing.
 #pragma once
 
 #include <utility>  // std::integer_sequence, a type without code
 
+#include "runtime/gemm_tile.h"
 #include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Rows in registers, with kKeys keys (in q.k) or vectors of a key's row (in P V); with 16 registers
-// more than two would not stay there.
-#if defined(OMNIATTN_PAIRS) || defined(__aarch64__)
-constexpr int kRows = 4;
-#else
-constexpr int kRows = 2;
-#endif
+// Rows in registers, with kKeys keys (in q.k) or vectors of a key's row (in P V); of 16 registers
+// four rows would take more than there are.
+constexpr int kRows = kTileAccumulators < 16 ? 2 : 4;
 constexpr int kKeys = 4;
 
 // More rows are faster with keys that are packed, which costs the same for any number of rows.

@@ -85,8 +85,9 @@ struct IndexerRows {
                   kIndexerKeys, [&](int64_t n) {
                     // A quarter of the time was waiting for keys.
                     constexpr int64_t kAhead = 16, kLine = 64 / static_cast<int64_t>(sizeof(T));
-                    for (int64_t i = 0; i < kKeys; ++i) {
-                      const T* const later = first + (n + kAhead + i) * p.k.stride_t;
+                    const int64_t last = smaller(n + kAhead + kKeys, p.tk - tile.begin);
+                    for (int64_t i = n + kAhead; i < last; ++i) {
+                      const T* const later = first + i * p.k.stride_t;
                       for (int64_t c = 0; c < p.d; c += kLine) __builtin_prefetch(later + c);
                     }
                   });
