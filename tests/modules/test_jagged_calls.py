@@ -72,6 +72,13 @@ def test_dropout_of_jagged_tensors():
         assert torch.equal(row, factor.expand_as(row))
 
 
-def test_experts_that_share_a_capacity_refuse_nested_tensors():
-    with pytest.raises(TypeError, match="must not be nested"):
-        MoE(MoE.Config.of(16, 24, 4, 2))(jagged(sequences()).float())
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_experts_share_their_capacity_as_in_a_padded_batch(per_sequence):
+    config = MoE.Config.of(16, 24, 4, 2, capacity_factor=1.0, capacity_per_sequence=per_sequence)
+    layer, parts = MoE(config).double().train(), sequences()
+    padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    tokens = torch.arange(padded.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
+    expected = layer(padded, tokens)
+    assert layer.state.dropped > 0
+    for got, want, part in zip(layer(jagged(parts)).unbind(), expected, parts, strict=True):
+        torch.testing.assert_close(got, want[: len(part)])
