@@ -28,6 +28,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "causal, prefix-LM and chunked masks": (
         *(("attention", "causal"), ("attention", "prefix"), ("attention", "chunked")),
     ),
+    "relative keys and queries: rows of distances": (("attention", "distances"),),
     "sliding windows, neighbourhoods": (("attention", "window"), ("attention", "neighbours")),
     "dilated, strided, fixed and every k-th key": (
         *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),

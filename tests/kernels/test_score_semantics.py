@@ -14,6 +14,7 @@ BIAS, SOFTCAP, SINKS, HEAD_SCALE, SIGMOID, RELU2 = list(ScoreKind)[:6]
 
 
 CAPS = [ScoreKind[name.upper()] for name in TRANSFORMS]
+OF_PRODUCTS = (HEAD_SCALE, ScoreKind.RELATIVE_KEYS, ScoreKind.RELATIVE_QUERIES)
 
 
 def philox_numpy(counter, key):
@@ -84,7 +85,7 @@ def test_score_factors():
 def test_logits_are_natural_unless_all_weights_are_powers_of_scores(kind):
     pre, _, chain = kernels.make_score(0.125, [kind], 1.0)
     post = kernels.make_score(0.125, [kind] if kind in CAPS else [kind, SOFTCAP], 1.0)[1]
-    unit = math.log2(math.e) if kind in (*CAPS, HEAD_SCALE) else 1
+    unit = math.log2(math.e) if kind in (*CAPS, *OF_PRODUCTS) else 1
     assert post == pytest.approx(unit)
     if kind not in CAPS:
         assert (pre, chain) == pytest.approx((0.125 * unit, 1 / unit))

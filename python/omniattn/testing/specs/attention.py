@@ -35,6 +35,10 @@ DISTANCES: dict[str, Any] = {
     "relative_keys": scores.DistanceRows(_ROWS[0], 80),
     "relative_queries": scores.DistanceRows(_ROWS[1], -40),
 }
+#: For 8 heads of 64, as Shaw et al. clip distances.
+_CLIPPED = scores.DistanceRows(
+    torch.randn(129, 8, 64, generator=torch.Generator().manual_seed(0)), 64
+)
 
 
 def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
@@ -163,6 +167,7 @@ ATTENTION = OpSpec(
                 qkv("multiquery", 1, 1024, 1024, 8, 1, 64),
                 qkv("grouped", 1, 1024, 1024, 8, 2, 64),
                 qkv("cross", 1, 1024, 256, 8, 8, 64),
+                qkv("distances", 1, 1024, 1024, 8, 8, 64, relative_keys=_CLIPPED),
                 qkv("predicate", 8, 320, 320, 8, 8, 64, mask=LOCAL_AND_FIRST),
                 qkv("padding", 4, 512, 512, 8, 8, 64, None, ("padding",)),
             )
