@@ -47,8 +47,9 @@ def attention_weights(
         q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).
         k: see q.
         lse: (B, Hq, Tq) as attention returned it, sinks included; read with softmax only.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, relative_keys,
-            relative_queries, sinks, head_scale, normaliser, score_mod, backend: as in that call.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: as in that call.
+        relative_keys, relative_queries, sinks, head_scale, normaliser, score_mod: as in that call.
+        backend: as in that call.
         column_sums: return the sums over queries instead, the weight that each key received (the
             statistic of H2O, Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
 

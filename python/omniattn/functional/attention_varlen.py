@@ -92,9 +92,10 @@ def attention_varlen(
         max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
             waits for a GPU).
         max_seqlen_k: the same for keys.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, relative_keys,
-            relative_queries: see :func:`attention`. Tensors per batch entry or position have the
-            shape of a batch (N, Hq, max_seqlen_q, max_seqlen_k).
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
+            :func:`attention`. Tensors per batch entry or position have the shape of a batch
+            (N, Hq, max_seqlen_q, max_seqlen_k).
+        relative_keys, relative_queries: see :func:`attention`.
         sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
@@ -201,9 +202,9 @@ def attention_cached(
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
             share pages; entries after a sequence's last page are not read.
-        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative, relative_keys,
-            relative_queries: see :func:`attention`, with Tk the capacity in the shapes of mask and
-            bias.
+        causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
+            :func:`attention`, with Tk the capacity in the shapes of mask and bias.
+        relative_keys, relative_queries: see :func:`attention`.
         sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
