@@ -5,6 +5,7 @@
 
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/stage.h"
 
 namespace omniattn::ops::gates {
 namespace {
@@ -60,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exponential_gates(const Tensor& g, co
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gates(params, stream()));
   } else {
-    p.run(params, p.items(shared), 0, gates_kernels().forward);
+    run_items(params, p.items(shared), 0, gates_kernels().forward);
   }
   return {decay.tensor(), factor.tensor(), m.tensor(), final_state.tensor()};
 }
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gates_backward(params, stream()));
   } else {
-    p.run(params, p.items(shared), 0, gates_kernels().backward);
+    run_items(params, p.items(shared), 0, gates_kernels().backward);
   }
   return {dg.tensor(), di.tensor(), dinitial.tensor()};
 }

@@ -30,11 +30,7 @@ void run_cpu(IndexerParams p) {
     p.parts = parts.mutable_data_ptr();
   }
   const auto run = [&](auto kernel, int64_t items, int64_t elements) {
-    const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
-    const ThreadMemory memory(std::max<int64_t>(1, threads), elements * size_of(acc));
-    parallel_queue(items, memory.threads(), [&](int64_t thread, int64_t item) {
-      kernel(p, memory.of(thread), item, item + 1);
-    });
+    run_items(p, items, elements * size_of(acc), kernel);
   };
   run(kernels.choose, p.batch * indexer_blocks(p) * p.splits, indexer_scratch(p));
   if (p.splits > 1) run(kernels.merge, p.batch * p.tq, indexer_merge_scratch(p));

@@ -92,13 +92,11 @@ struct Call {
 
 template <class Params>
 void run(AttentionKernel<Params> kernel, const Params& x, int64_t items, int64_t elements) {
-  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
-  const ThreadMemory memory(std::max<int64_t>(1, threads),
-                            elements * size_of(accumulator(x.problem.dtype)));
-  parallel_queue(items, memory.threads(), [&](int64_t thread, int64_t item) {
-    const FlushDenormals flush;
-    kernel(x, memory.of(thread), item, item + 1);
-  });
+  run_items(x, items, elements * size_of(accumulator(x.problem.dtype)),
+            [kernel](const Params& params, void* scratch, int64_t begin, int64_t end) {
+              const FlushDenormals flush;
+              kernel(params, scratch, begin, end);
+            });
 }
 
 Tensor loss_of(const Call& call, const Tensor* kept) {

@@ -9,6 +9,7 @@
 #include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
+#include "ops/stage.h"
 #include "ops/without_last.h"
 
 namespace omniattn::ops::recurrence {
@@ -156,8 +157,8 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, 
     require_launched(p.op, launch_recurrence(params, stream()));
   } else {
     const RecurrenceKernels& kernels = recurrence_kernels();
-    p.run(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
-          kernels.forward);
+    run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
+              kernels.forward);
   }
   return {o.tensor(), final_state.tensor(), states.tensor()};
 }
@@ -261,8 +262,8 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
-    p.run(params, p.sequences * ceil_div(all_parts, parts), kernels.bytes(shared, shards, parts),
-          kernels.backward);
+    run_items(params, p.sequences * ceil_div(all_parts, parts),
+              kernels.bytes(shared, shards, parts), kernels.backward);
   }
   return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
           dbonus.tensor(), da.sum(), db.sum(),    dinitial.tensor()};

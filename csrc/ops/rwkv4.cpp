@@ -5,6 +5,7 @@
 
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/stage.h"
 #include "ops/without_last.h"
 
 namespace omniattn::ops::rwkv4 {
@@ -64,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const
     require_launched(p.op, launch_wkv(params, stream()));
   } else {
     const WkvKernels& kernels = wkv_kernels();
-    p.run(params, items_of(wkv), kernels.bytes(wkv), kernels.forward);
+    run_items(params, items_of(wkv), kernels.bytes(wkv), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), states.tensor()};
 }
@@ -107,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
     require_launched(p.op, launch_wkv_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const WkvKernels& kernels = wkv_kernels();
-    p.run(params, items_of(wkv), kernels.backward_bytes(wkv), kernels.backward);
+    run_items(params, items_of(wkv), kernels.backward_bytes(wkv), kernels.backward);
   }
   return {sum_of(p, w_grad, partial, 0), sum_of(p, u_grad, partial, 1), dk.tensor(), dv.tensor(),
           dinitial.tensor()};

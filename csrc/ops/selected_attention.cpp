@@ -135,15 +135,11 @@ bool has_rows(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.h
 // Runs items of a kernel over the threads, with scratch memory for each of them.
 template <class Params>
 void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, int64_t elements) {
-  const DType dtype = accumulator(x.attention.problem.dtype);
-  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
-  const ThreadMemory memory(std::max<int64_t>(1, threads), elements * size_of(dtype));
-  run_stage(
-      std::span(&x, 1), [items](const Params&) { return items; }, memory,
-      [kernel](const Params& params, void* scratch, int64_t begin, int64_t end) {
-        const FlushDenormals flush;
-        kernel(params, scratch, begin, end);
-      });
+  run_items(x, items, elements * size_of(accumulator(x.attention.problem.dtype)),
+            [kernel](const Params& params, void* scratch, int64_t begin, int64_t end) {
+              const FlushDenormals flush;
+              kernel(params, scratch, begin, end);
+            });
 }
 
 void run_forward_cpu(SelectedForwardParams f) {

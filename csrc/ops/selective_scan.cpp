@@ -8,6 +8,7 @@
 
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/stage.h"
 #include "ops/without_last.h"
 
 namespace omniattn::ops::selective_scan {
@@ -172,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
     require_launched(p.op, launch_selective(params, stream()));
   } else {
     const SelectiveKernels& kernels = selective_kernels();
-    p.run(params, scan.items(), kernels.bytes(scan), kernels.forward);
+    run_items(params, scan.items(), kernels.bytes(scan), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), states.tensor()};
 }
@@ -203,7 +204,7 @@ Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor
     require_launched(p.op, launch_selective(params, stream()));
   } else {
     const SelectiveKernels& kernels = selective_kernels();
-    p.run(params, params.scan.items(), kernels.bytes(params.scan), kernels.forward);
+    run_items(params, params.scan.items(), kernels.bytes(params.scan), kernels.forward);
   }
   return y.tensor();
 }
@@ -303,7 +304,7 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
     require_launched(p.op, launch_selective_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const SelectiveBackwardKernels& kernels = selective_backward_kernels();
-    p.run(params, scan.items(), kernels.bytes(scan), kernels.backward);
+    run_items(params, scan.items(), kernels.bytes(scan), kernels.backward);
   }
   return {du.tensor(),
           ddelta.tensor(),

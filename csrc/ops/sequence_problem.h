@@ -1,13 +1,8 @@
-// What ops over sequences share: the boundaries of packed ones, states, results, and the items of
-// their CPU kernels.
+// What ops over sequences share: the boundaries of packed ones, states, results.
 #pragma once
-
-#include <algorithm>
-#include <span>
 
 #include "ops/device.h"
 #include "ops/sequences.h"
-#include "ops/stage.h"
 
 namespace omniattn::ops {
 
@@ -57,13 +52,6 @@ struct SequenceProblem {
   // Of the shape of x, zeros where it is not given.
   static Tensor gradient_or_zeros(const OptTensor& gradient, const Tensor& x, Sizes sizes) {
     return gradient.has_value() ? *gradient : torch::stable::new_zeros(x, sizes);
-  }
-
-  // kernel(params, memory, item, item + 1) for all items over the threads.
-  template <class Params, class Kernel>
-  void run(const Params& params, int64_t items, int64_t bytes, const Kernel& kernel) const {
-    const ThreadMemory memory(std::min<int64_t>(items, torch::stable::get_num_threads()), bytes);
-    run_stage(std::span(&params, 1), [&](const Params&) { return items; }, memory, kernel);
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include "ops/registry.h"
 #include "ops/scan.h"
+#include "ops/stage.h"
 #include "ops/without_last.h"
 
 namespace omniattn::ops::slstm {
@@ -65,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
     require_launched(p.op, launch_slstm(params, stream()));
   } else if (p.width > 0) {
     const SlstmKernels& kernels = slstm_kernels();
-    p.run(params, p.items(), kernels.bytes(shared), kernels.forward);
+    run_items(params, p.items(), kernels.bytes(shared), kernels.forward);
   }
   return {y.tensor(), final_state.tensor(), trace.tensor()};
 }
@@ -103,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
     if (groups == 0) torch::stable::fill_(partial, 0);
     if (r_grad) params.dr = partial.mutable_data_ptr();
     const SlstmKernels& kernels = slstm_kernels();
-    p.run(params, p.items(), kernels.backward_bytes(params.slstm), kernels.backward);
+    run_items(params, p.items(), kernels.backward_bytes(params.slstm), kernels.backward);
     if (r_grad) {
       // In A, since the order in which sums to bf16 are read is not the one they have here.
       Tensor sum = empty_tensor(p.r.sizes(), p.acc);

@@ -61,4 +61,12 @@ void run_stage(std::span<const Params> problems, const Items& items, const Threa
   });
 }
 
+// The same for the items of one problem, with `bytes` for each thread.
+template <class Params, class Kernel>
+void run_items(const Params& x, int64_t items, int64_t bytes, const Kernel& kernel) {
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  const ThreadMemory memory(std::max<int64_t>(1, threads), bytes);
+  run_stage(std::span(&x, 1), [items](const Params&) { return items; }, memory, kernel);
+}
+
 }  // namespace omniattn::ops

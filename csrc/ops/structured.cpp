@@ -42,8 +42,7 @@ struct Terms {
   // A kernel over the rows, on the CPU.
   template <class Params, class Kernel>
   void run(const Params& params, int64_t bytes, const Kernel& kernel) const {
-    const ThreadMemory memory(std::min<int64_t>(rows, torch::stable::get_num_threads()), bytes);
-    run_stage(std::span(&params, 1), [&](const Params&) { return rows; }, memory, kernel);
+    run_items(params, rows, bytes, kernel);
   }
 };
 

@@ -90,7 +90,7 @@ void product_gradients(const IndexerLossParams& p, const A* g, int64_t seen, con
   }
 }
 
-// What an item of the backward keeps beside its operands.
+// What an item of the backward keeps in addition to its operands.
 template <class T>
 struct LossGradients {
   using A = compute_t<T>;

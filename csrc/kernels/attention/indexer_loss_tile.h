@@ -11,7 +11,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The queries of an item see the same keys but for a causal mask.
+// The queries of an item see the same keys, apart from a causal mask.
 struct LossItem {
   int64_t b;
   Range queries;

@@ -24,8 +24,8 @@ from omniattn.functional.attention_lse import attention_weights
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.functional.topk import top_k
 from omniattn.reference.precision import widen
+from omniattn.reference.selected_blocks import block_means as block_means
 from omniattn.reference.selected_blocks import (
-    block_means,
     compressed_mask,
     moba_scores,
     nsa_scores,

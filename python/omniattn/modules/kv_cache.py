@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional.selected_blocks import block_means
 from omniattn.modules.cache import Cache, StoredCache, check_new
 from omniattn.modules.state import require_index, take
 
@@ -118,8 +119,8 @@ class BlockKeyCache(KVCache):
         views = super().append(k, v)
         last = self.length // self._size
         if last > first:
-            rows = views[0][:, first * self._size : last * self._size].to(self._means.dtype)
-            self._means[:, first:last] = rows.unfold(1, self._size, self._size).mean(-1)
+            rows = views[0][:, first * self._size : last * self._size]
+            self._means[:, first:last] = block_means(rows, self._size)
         return views
 
     def reorder(self, index: Tensor) -> None:
