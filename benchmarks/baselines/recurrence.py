@@ -19,7 +19,7 @@ SMALL_CHUNK = 16
 def _chunks(t: Tensor, size: int) -> Tensor:
     """(B, T, H, ...) padded to whole chunks: (chunks, B, H, size, ...)."""
     pad = -t.shape[1] % size
-    t = F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)).unflatten(1, (-1, size))
+    t = F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)).reshape(t.shape[0], -1, size, *t.shape[2:])
     return t.movedim(1, 0).movedim(3, 2)
 
 

@@ -59,7 +59,7 @@ def rwkv_recurrent(
     state = None if initial_state is None else initial_state.flatten(2)
     rows = (score.expand(v.shape).flatten(2), v.float().flatten(2))
     y, final = rwkv4(w, w, *rows, initial_state=state, cu_seqlens=cu_seqlens)
-    return y.view(v.shape).to(v.dtype), final.unflatten(2, (heads, width))
+    return y.view(v.shape).to(v.dtype), final.view(*final.shape[:2], heads, width)
 
 
 def slstm(
@@ -78,7 +78,7 @@ def slstm(
     h = c = n = m = x.new_zeros(batch, heads, size)
     out = []
     for t, raw in enumerate(x.unbind(1)):
-        recurrent = (h.transpose(0, 1) @ matrix).unflatten(2, (4, size)).permute(1, 2, 0, 3)
+        recurrent = (h.transpose(0, 1) @ matrix).view(heads, batch, 4, size).permute(1, 2, 0, 3)
         i, f, z, o = (raw + recurrent).unbind(1)
         kept = F.logsigmoid(f) + m
         m = i if t == 0 else torch.maximum(i, kept)
