@@ -37,6 +37,9 @@ SHAPES = [  # (M, N, K)
     (1024, 64, 1024),
     (2048, 1408, 512),
 ]
+#: Rows of calls without gradients, and (N, K) of them.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WEIGHTS = [(1024, 1024), (3072, 768), (768, 3072), (4096, 4096)]
 
 
 def best_times(functions: list[Callable[[], object]], seconds: float) -> list[float]:
@@ -108,6 +111,31 @@ def crossings(measured: list[Measured]) -> tuple[int, int]:
     return (found[0], UNBOUNDED) if found[1] == counts[-1] else found
 
 
+def rows_of_ours(gains: dict[int, float]) -> tuple[int, int]:
+    """(first, last): the longest run of numbers of rows with a gain; (1, 0) if there is none."""
+    best: tuple[int, ...] = ()
+    run: tuple[int, ...] = ()
+    for rows, gain in sorted(gains.items()):
+        run = (*run, rows) if gain > 1 else ()
+        best = max(best, run, key=len)
+    return (best[0], best[-1]) if best else (1, 0)
+
+
+def gains_without_gradients(dtype: torch.dtype, seconds: float) -> dict[int, float]:
+    """Torch's time over ours for each number of rows: the geometric mean over the weights."""
+    functions = [functools.partial(linear, backend="cpu"), torch.nn.functional.linear]
+    weights = [torch.randn(shape).to(dtype) for shape in WEIGHTS]
+    gains = {}
+    for rows in ROWS:
+        logs = 0.0
+        for weight in weights:
+            x = torch.randn(rows, weight.shape[1]).to(dtype)
+            ours, theirs = best_times([functools.partial(f, x, weight) for f in functions], seconds)
+            logs += math.log(theirs / ours)
+        gains[rows] = round(math.exp(logs / len(weights)), 2)
+    return gains
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -130,8 +158,12 @@ def main() -> None:
             print(f"{name:9} {found[-1]}", flush=True)
         least, most = crossings(found)
         gains = [[*m.shape, round(m.gain, 2)] for m in found]
-        dtypes[name] = {"least": least, "most": most, "gains": gains}
+        without = gains_without_gradients(getattr(torch, name), arguments.seconds)
+        rows = rows_of_ours(without)
+        dtypes[name] = {"least": least, "most": most, "rows": rows, "gains": gains}
+        dtypes[name]["gains_without_gradients"] = without
         print(f"{name:9} ours from {least:.2e} to {most:.2e} multiply-adds")
+        print(f"{name:9} ours from {rows[0]} to {rows[1]} rows without gradients: {without}")
     if arguments.record:
         records = json.loads(gemm_choice.RECORDS.read_text())
         records[cpu_family()] = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_choice import UNBOUNDED, Measured, crossings, measure
+from linear_choice import UNBOUNDED, Measured, crossings, measure, rows_of_ours
 
 
 def measured(gains):
@@ -23,6 +23,19 @@ def measured(gains):
 )
 def test_the_range_gains_most_in_total(gains, expected):
     assert crossings(measured(gains)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ({1: 0.9, 2: 1.5, 4: 1.2, 8: 0.9, 16: 1.1}, (2, 4)),
+        ({1: 1.1, 2: 1.5}, (1, 2)),
+        ({4: 1.1}, (4, 4)),
+        ({1: 0.9, 2: 1}, (1, 0)),
+    ],
+)
+def test_rows_without_gradients_are_the_longest_run_of_gains(gains, expected):
+    assert rows_of_ours(gains) == expected
 
 
 def test_a_product_is_measured_in_both_passes():

@@ -46,7 +46,7 @@ RECORD = {
     "torch": "2.13.0",
     "threads": 2,
     "dtypes": {
-        "float32": {"least": 1000, "most": 9000, "gains": []},
+        "float32": {"least": 1000, "most": 9000, "rows": [2, 3], "gains": []},
         "float64": {"least": 1, "most": 0, "gains": []},
     },
 }
@@ -65,8 +65,14 @@ def test_a_record_decides_by_the_number_of_multiply_adds(monkeypatch):
     ]:
         x, weight = torch.ones(m, 10, dtype=dtype), torch.ones(10, 10, dtype=dtype)
         assert gemm_choice.native_is_faster(x, weight) is native
+    for m, native in [(1, False), (2, True), (3, True), (4, False)]:
+        x, weight = torch.ones(1, m, 10), torch.ones(10, 10, requires_grad=True)
+        with torch.no_grad():
+            assert gemm_choice.native_is_faster(x, weight) is native
+        assert not gemm_choice.native_is_faster(x, weight)
     text = "\n".join(gemm_choice.describe())
     assert "measured on here, torch 2.13.0, 2 threads" in text
+    assert "9.0e+03 multiply-adds, without gradients for 2 to 3 rows" in text
     assert "never ours" in text
 
 

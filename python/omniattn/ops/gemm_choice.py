@@ -1,14 +1,17 @@
 """Which kernel `linear` runs on when it is free to choose: this package's or torch's.
 
-`benchmarks/linear_choice.py --record` measures it on a family of CPUs and writes the numbers of
-multiply-adds between which ours is the faster one, by dtype, to gemm_crossings.json. On a family
-without a record the first rule that fits decides. The figures of rules are gains, torch's time over
-ours, from an Intel Ice Lake server and torch 2.13, over 256^3 to 1024^3 and 1 to 32 rows.
+`benchmarks/linear_choice.py --record` measures it on a family of CPUs and writes to
+gemm_crossings.json, by dtype, the numbers of multiply-adds between which ours is the faster one
+forward and backward, and the numbers of rows of x between which it is in a call without gradients,
+as decoding makes them. On a family without a record the first rule that fits decides. The figures
+of rules are gains, torch's time over ours, from an Intel Ice Lake server and torch 2.13, over 256^3
+to 1024^3 and 1 to 32 rows.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops._cpu import cpu_family, cpuinfo
 
 __all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
@@ -81,17 +85,26 @@ def _mkl_at_its_best() -> bool:
 
 @dataclass(frozen=True)
 class Crossings:
-    """Ours is faster for products of `least` to `most` multiply-adds; never where most < least."""
+    """Ours is faster for products of `least` to `most` multiply-adds, never where most < least;
+    without gradients also for x of `rows` rows, from the first to the last."""
 
     least: int
     most: int
+    rows: tuple[int, int]
     condition: str
-    measured: str
 
     @property
     def native(self) -> bool:
-        """Whether it is for any."""
+        """Whether it is with gradients, for any size."""
         return self.least <= self.most
+
+    @property
+    def measured(self) -> str:
+        found = "never ours"
+        if self.native:
+            found = f"ours for {self.least:.1e} to {self.most:.1e} multiply-adds"
+        first, last = self.rows
+        return found + (f", without gradients for {first} to {last} rows" if first <= last else "")
 
 
 def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
@@ -102,12 +115,7 @@ def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtyp
     condition = f"measured on {family}, torch {record['torch']}, {record['threads']} threads"
     return {
         getattr(torch, dtype): Crossings(
-            found["least"],
-            found["most"],
-            condition,
-            f"ours for {found['least']:.1e} to {found['most']:.1e} multiply-adds"
-            if found["least"] <= found["most"]
-            else "never ours",
+            found["least"], found["most"], tuple(found.get("rows", (1, 0))), condition
         )
         for dtype, found in record["dtypes"].items()
     }
@@ -139,8 +147,17 @@ def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):
         return choice.native
-    # A symbolic size of torch.compile is only compared where it decides.
-    return choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most)
+    # A symbolic size of torch.compile is only compared where it decides: a number of rows, which
+    # changes from call to call, would have a graph for each answer.
+    if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
+        return True
+    if torch.compiler.is_compiling() or _needs_gradient(x, weight):
+        return False
+    return choice.rows[0] <= math.prod(x.shape[:-1]) <= choice.rows[1]
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(may_need_gradient(t) for t in tensors)
 
 
 def describe() -> list[str]:
