@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
+from omniattn.functional._score_mod import MaskMod, ScoreMod
+from omniattn.functional.masks import Mask
 from omniattn.models._states import require_states, restored_on_error
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
@@ -31,6 +34,10 @@ from omniattn.modules.auxiliary import AuxiliaryLoss
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import LayerConfig
 from omniattn.modules.state import Stateful, Storage, takes_cache
+
+
+def _takes_score_mod(layer: nn.Module) -> bool:
+    return isinstance(layer, DecoderBlock) and layer.mixer.takes_score_mod
 
 
 class Decoder(Model, Stateful):
@@ -212,7 +219,8 @@ class Decoder(Model, Stateful):
         tokens: torch.Tensor,
         *,
         positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Mask | MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
         state: list[State] | None = None,
     ) -> torch.Tensor:
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
@@ -231,15 +239,28 @@ class Decoder(Model, Stateful):
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
         shared = {"embeddings": x}
         given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
+        scored = self._scored(score_mod)
         with restored_on_error(state, past):
             for i, layer in enumerate(self.layers):
+                more = given | scored if _takes_score_mod(layer) else given
                 if recompute:
-                    x, residual = checkpoint(layer, x, residual, **given, use_reentrant=False)
+                    x, residual = checkpoint(layer, x, residual, **more, use_reentrant=False)
                 else:
                     own = None if state is None else state[i]
-                    x, residual = layer(x, residual, state=own, **given)
+                    x, residual = layer(x, residual, state=own, **more)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
+
+    def _scored(self, score_mod: ScoreMod | None) -> dict[str, Any]:
+        """What the layers with scores get."""
+        if score_mod is None:
+            return {}
+        if not any(map(_takes_score_mod, self.layers)):
+            raise ValueError(
+                f"{type(self).__name__}: score_mod needs a layer with scores, such as Attention, "
+                f"got score_mod={shown(score_mod)}"
+            )
+        return {"score_mod": score_mod}
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Normed states (..., dim) -> logits (..., vocab_size)."""
@@ -252,7 +273,8 @@ class Decoder(Model, Stateful):
         targets: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Mask | MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
         state: list[State] | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, vocab_size), or with targets the mean loss.
@@ -262,14 +284,17 @@ class Decoder(Model, Stateful):
             targets: as tokens, already shifted by one; -100 is left out of the mean.
             positions: (T,) or (B, T) int, or of all tokens of a jagged tensor (total,); default:
                 counted from the start of each sequence, or on from the state.
-            mask: boolean, True = attend, broadcastable to (B, heads, T, past + T).
+            mask: boolean, True = attend, broadcastable to (B, heads, T, past + T); or, where all
+                layers are attention, a mask of `functional.masks` or a function of it.
+            score_mod: f(score, b, h, q, k) of the layers with scores, see `functional.attention`.
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
-        x = self.hidden(tokens, positions=positions, mask=mask, state=state)
+        given: dict[str, Any] = {"positions": positions, "mask": mask, "score_mod": score_mod}
+        x = self.hidden(tokens, state=state, **given)
         if targets is None:
             return self.head(x)
         if self.predictor is not None and self.training:
-            self._predictor_loss = self._predict_further(x, tokens, targets, positions, mask)
+            self._predictor_loss = self._predict_further(x, tokens, targets, **given)
         if x.is_nested:
             x, targets = x.values(), self._values_of(targets, tokens)
         return functional.linear_cross_entropy(
@@ -291,7 +316,8 @@ class Decoder(Model, Stateful):
         tokens: torch.Tensor,
         targets: torch.Tensor,
         positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
     ) -> torch.Tensor:
         """The mean over depths d of the loss of token i + d + 1 at position i."""
         assert self.predictor is not None
@@ -306,8 +332,9 @@ class Decoder(Model, Stateful):
         def run(block: nn.Module, y: torch.Tensor) -> torch.Tensor:
             length = y.shape[1]
             rope = None if self.rotary is None else self.rotary(positions[..., :length])
-            seen = None if mask is None else mask[..., :length, :length]
-            out, residual = block(y, rope=rope, mask=seen)
+            seen = mask[..., :length, :length] if isinstance(mask, torch.Tensor) else mask
+            scored = {"score_mod": score_mod} if _takes_score_mod(block) else {}
+            out, residual = block(y, rope=rope, mask=seen, **scored)
             return (out + residual).to(y.dtype)
 
         states = self.predictor(x, tokens, self.embed_tokens, lambda y: y, run)

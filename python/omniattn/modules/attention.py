@@ -63,6 +63,8 @@ class Attention(Mixer):
         torch.Size([1, 5, 16])
     """
 
+    takes_score_mod = True
+
     @dataclass(frozen=True)
     class Config(LayerConfig):
         """Sizes and options.

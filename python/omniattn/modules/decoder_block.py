@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from omniattn.functional._checks import widen
+from omniattn.functional._score_mod import ScoreMod
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.attention import Attention
@@ -140,6 +141,7 @@ class DecoderBlock(Layer, Stateful):
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
         relative: RelativeBias | None = None,
+        score_mod: ScoreMod | None = None,
         memory: torch.Tensor | None = None,
         memory_state: State | None = None,
         shared: dict[str, torch.Tensor] | None = None,
@@ -147,7 +149,7 @@ class DecoderBlock(Layer, Stateful):
         """One block; `residual` is None before the first one.
 
         `memory` and `memory_state` are source and state of the cross-attention. The rest as in
-        Mixer; `relative` only with mixers that have it.
+        Mixer; `relative` and `score_mod` only with mixers that have them.
         """
         after: dict[str, Any] = {}
         if isinstance(state, StatePair):
@@ -160,7 +162,8 @@ class DecoderBlock(Layer, Stateful):
                 residual = widen(x)
         else:
             y, residual = self.input_layernorm(x, residual)
-        more: dict[str, Any] = {} if relative is None else {"relative": relative}
+        given = {"relative": relative, "score_mod": score_mod}
+        more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if self.mixer.shares:
             more["shared"] = shared
         x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **more))

@@ -49,6 +49,8 @@ class DifferentialAttention(Mixer):
         torch.Size([1, 5, 32])
     """
 
+    takes_score_mod = True
+
     @dataclass(frozen=True)
     class Config(LayerConfig):
         """Sizes and options.

@@ -47,6 +47,8 @@ class GatedAttentionUnit(Mixer):
         torch.Size([1, 5, 8])
     """
 
+    takes_score_mod = True
+
     @dataclass(frozen=True)
     class Config(LayerConfig):
         """Sizes and options.

@@ -33,6 +33,8 @@ class Mixer(Layer, Stateful):
     - rope: cos, sin of the positions of x, or None. A mixer that rotates nothing ignores it;
     - mask: boolean, True = attend, broadcastable to (B, heads, T, S), or None. A mixer that cannot
       obey it raises;
+    - score_mod, only where `takes_score_mod` is true: f(score, b, h, q, k), see
+      `functional.attention`, or None;
     - shared, only where `shares` is true: a dict of tensors in which the layers of a model pass
       something on in one call, beginning with the `embeddings` of the tokens; or None.
 
@@ -46,6 +48,7 @@ class Mixer(Layer, Stateful):
     """
 
     shares: ClassVar[bool] = False
+    takes_score_mod: ClassVar[bool] = False
 
 
 class ChannelMixer(Layer):

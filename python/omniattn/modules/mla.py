@@ -53,6 +53,8 @@ class MultiHeadLatentAttention(Mixer):
         torch.Size([1, 5, 32])
     """
 
+    takes_score_mod = True
+
     @dataclass(frozen=True)
     class Config(LayerConfig):
         """Sizes and options.
