@@ -48,6 +48,34 @@ TOKEN_WISE = {
 }
 
 
+#: Of x and y (B, j, 8) and classes (B, j).
+LOSSES = {
+    "cross_entropy": lambda x, y, t, **o: F.cross_entropy(x, t, ignore_index=3, **o),
+    "cross_entropy-soft": lambda x, y, t, **o: F.cross_entropy(x, y.softmax(-1), **o),
+    "linear_cross_entropy": lambda x, y, t, **o: F.linear_cross_entropy(x, up, target=t, **o),
+    "jsd": lambda x, y, t, **o: F.jsd(x, y, t, **o),
+    "linear_jsd": lambda x, y, t, **o: F.linear_jsd(x, up, y, gate, target=t, **o),
+    "linear_log_prob": lambda x, y, t, reduction: F.linear_log_prob(x, up, t),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_all_tokens(name, reduction):
+    x = jagged(8)
+    y, classes = like(x, 8).detach(), torch.randint(8, (15,))
+    t = torch.nested.nested_tensor_from_jagged(classes, x.offsets())
+    got = LOSSES[name](x, y, t, reduction=reduction)
+    want = LOSSES[name](x.values(), y.values(), classes, reduction=reduction)
+    if got.is_nested:
+        assert got.shape == x.shape[:2]
+        got = got.values()
+    assert torch.equal(got, want)
+    assert torch.autograd.grad(got.sum(), x)[0].shape == x.shape
+    with pytest.raises(ValueError, match=r"must be jagged with the boundaries of"):
+        LOSSES[name](x, y.values(), classes, reduction=reduction)
+
+
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_what_treats_each_token_alone(name):
     call, x = TOKEN_WISE[name], jagged(8)

@@ -21,13 +21,13 @@ def is_jagged(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_nested
 
 
-def require_ragged(op: str, name: str, t: Any, *, dim: bool = True) -> None:
+def require_ragged(op: str, name: str, t: Any, *, dim: bool | None = True) -> None:
     """`t` must be a nested tensor whose values are the rows of its sequences and no others; without
-    `dim` a row is a number."""
+    `dim` a row is a number, and with None it may be one."""
     ragged = t.is_nested and t.layout == torch.jagged
-    sizes = t.dim() >= 3 if dim else t.dim() == 2
+    sizes = dim is None or (t.dim() >= 3 if dim else t.dim() == 2)
     if not ragged or t.lengths() is not None or t._ragged_idx != 1 or not sizes:
-        shape = "(B, j, ..., dim)" if dim else "(B, j)"
+        shape = {True: "(B, j, ..., dim)", False: "(B, j)", None: "(B, j, ...)"}[dim]
         got = f"shape={t.shape}" if ragged else f"layout={t.layout}"
         raise ValueError(
             f"{op}: {name} must be a jagged nested tensor {shape} without holes in a call on "
@@ -65,8 +65,8 @@ def token_wise(*others: str, batched: bool = False) -> Callable[[F], F]:
     """Makes a function that treats each token alone take jagged nested tensors too.
 
     It is given the values of its first argument and of `others`, which must be of the same
-    sequences: (total, ...), or with `batched` (1, total, ...). What it returns gets their
-    boundaries.
+    sequences: (total, ...), or with `batched` (1, total, ...). What it returns for each token gets
+    their boundaries; a number is of all tokens.
     """
 
     def decorate(function: F) -> F:
@@ -113,7 +113,7 @@ def _on_values(
             if t is None or (name not in tokens and not (name in either and is_jagged(t))):
                 return t
             if is_jagged(t):
-                require_ragged(op, name, t)
+                require_ragged(op, name, t, dim=None if name == "target" else True)
             if not is_jagged(t) or t.shape[:2] != x.shape[:2]:
                 raise ValueError(
                     f"{op}: {name} must be jagged with the boundaries of {first}, "
@@ -122,7 +122,9 @@ def _on_values(
             return t.values()[None] if batched else t.values()
 
         def restored(t: Tensor | None) -> Tensor | None:
-            return t if t is None else with_boundaries(t[0] if batched else t, x)
+            if t is None or t.dim() == 0:
+                return t
+            return with_boundaries(t[0] if batched else t, x)
 
         given = [values(name, t) for name, t in zip(names, args, strict=False)]
         named = {name: values(name, t) for name, t in named.items()}

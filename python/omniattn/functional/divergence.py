@@ -12,6 +12,7 @@ from omniattn.functional._checks import (
     require_like,
     require_shape,
 )
+from omniattn.functional._jagged import token_wise
 from omniattn.functional._loss import (
     check_divergence,
     check_linear,
@@ -24,6 +25,7 @@ from omniattn.ops import loss as ops
 __all__ = ["jsd", "linear_jsd"]
 
 
+@token_wise("teacher", "target")
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -43,7 +45,8 @@ def jsd(
     ``KL(P || Q) = sum_v P_v (ln P_v - ln Q_v)`` at beta = 0, the reverse ``KL(Q || P)`` at 1.
 
     Args:
-        student: (..., V) logits, float64, float32, bfloat16 or float16, any strides.
+        student: (..., V) logits, float64, float32, bfloat16 or float16, any strides; or nested,
+            with a teacher and a target of its boundaries.
         teacher: (..., V) of the student's dtype. It gets no gradient.
         target: (...), int64 or int32, of which only `ignore_index` matters, or None.
         beta: in [0, 1].
@@ -92,6 +95,7 @@ def jsd(
     return loss
 
 
+@token_wise("teacher_x", "target")
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -110,8 +114,8 @@ def linear_jsd(
     """:func:`jsd` of ``x weight^T + bias`` from the teacher's logits, a chunk of tokens at a time.
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16. Under autocast all floating tensors are
-            cast to its dtype.
+        x: (..., K), float64, float32, bfloat16 or float16; or nested. Under autocast all floating
+            tensors are cast to its dtype.
         weight: (V, K) of x's dtype.
         teacher_x: (..., K') of x's dtype, the teacher's hidden states.
         teacher_weight: (V, K') of x's dtype. The teacher gets no gradient.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from omniattn.compositions.loss import soft_cross_entropy
 from omniattn.functional._checks import autocast_linear, implementation, require_float
+from omniattn.functional._jagged import token_wise
 from omniattn.functional._loss import (
     check_class_weight,
     check_linear,
@@ -21,6 +22,7 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 
+@token_wise("target")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -42,7 +44,8 @@ def cross_entropy(
     ``sum_v w_v ((1 - e) p_v + e/V) (lse - x_v) + z_loss (sum_v w_v p_v) lse^2``.
 
     Args:
-        logits: (..., V), float64, float32, bfloat16 or float16, any strides.
+        logits: (..., V), float64, float32, bfloat16 or float16, any strides; or nested (B, j, V),
+            with a target (B, j) or (B, j, V) of its boundaries.
         target: (...), int64 or int32: classes in [0, V), or `ignore_index`. Or (..., V) of any
             floating dtype: probabilities, which may get a gradient.
         class_weight: (V,) of any floating dtype, how much a class counts, or None for 1. It gets no
@@ -98,6 +101,7 @@ def cross_entropy(
     return loss
 
 
+@token_wise("target")
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -116,8 +120,8 @@ def linear_cross_entropy(
     """Cross entropy of ``x weight^T + bias``, with the logits of a chunk of tokens at a time.
 
     Args:
-        x: (..., K), float64, float32, bfloat16 or float16. Under autocast x, weight and bias are
-            cast to its dtype.
+        x: (..., K), float64, float32, bfloat16 or float16; or nested. Under autocast x, weight and
+            bias are cast to its dtype.
         weight: (V, K) of x's dtype.
         target: (...), see :func:`cross_entropy`.
         bias: (V,) of x's dtype, or None.
@@ -157,6 +161,7 @@ def linear_cross_entropy(
     return loss
 
 
+@token_wise("target")
 def linear_log_prob(
     x: Tensor,
     weight: Tensor,
@@ -175,7 +180,7 @@ def linear_log_prob(
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, cast by autocast as in
-            :func:`linear_cross_entropy`.
+            :func:`linear_cross_entropy`; or nested.
         weight: (V, K) of x's dtype.
         target: (...), int64 or int32: classes in [0, V), or `ignore_index`.
         bias: (V,) of x's dtype, or None.
