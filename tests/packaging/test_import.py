@@ -27,6 +27,18 @@ def test_subpackages_are_imported_at_their_first_use():
     )
 
 
+def test_torch_compile_is_loaded_by_those_who_use_it():
+    """Its modules take as long to load as torch."""
+    run(
+        "import sys, torch, omniattn, omniattn.modules, omniattn.models\n"
+        "from omniattn import functional as F\n"
+        "q = torch.ones(1, 2, 1, 8, requires_grad=True)\n"
+        "F.attention(q, q, q, score_mod=lambda s, b, h, q, k: s + k).sum().backward()\n"
+        "F.linear(F.rms_norm(q), torch.ones(2, 8)).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+
+
 def test_hf_without_transformers_names_the_extra():
     run(
         "import sys\n"

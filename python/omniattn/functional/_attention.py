@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from omniattn.encoding.attention import Codes, encode
 from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
@@ -21,6 +21,7 @@ from omniattn.encoding.options import (
 from omniattn.functional._checks import (
     autocast_dtype,
     implementation,
+    is_causal_bias,
     is_one_of,
     refuse_nested,
     require_bool,
@@ -41,6 +42,9 @@ from omniattn.functional.scores import DistanceRows, RelativeBias
 from omniattn.ops import attention as ops
 from omniattn.reference.attention import default_scale
 from omniattn.reference.precision import compute_dtype
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
 _LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
@@ -165,7 +169,7 @@ def _mask(
     found: list[Mask] = []
     if options.causal or left >= 0 or right >= 0:
         found.append(SlidingWindow(left, 0 if options.causal else right))
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         found.append(causal_mask(op, "mask", mask, full))
     elif isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
@@ -198,6 +202,8 @@ def _hint(mask: object) -> str:
 
 def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
     """The rule for a CausalBias, torch's mask tensor without values."""
+    from torch.nn.attention.bias import CausalVariant
+
     size = (bias.seq_len_q, bias.seq_len_kv)
     if size != full[-2:]:
         raise ValueError(

@@ -20,6 +20,7 @@ from omniattn.functional import _traced_nn as _traced_nn  # it adds functions
 from omniattn.functional._checks import is_traced, require_device
 from omniattn.functional._traced import trace_function
 from omniattn.ops._autograd import may_need_gradient
+from omniattn.ops._compile import assume_constant_result
 from omniattn.reference.precision import compute_dtype
 
 _ARGUMENTS = ("score", "b", "h", "q", "k")
@@ -52,7 +53,7 @@ def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
     return _kept(made, extents)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _compiled(
     nodes: tuple[Node, ...],
     output: int,

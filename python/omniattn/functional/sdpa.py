@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from omniattn.encoding.options import Options
 from omniattn.functional._attention import (
@@ -19,7 +18,7 @@ from omniattn.functional._attention import (
     require_broadcastable,
     run,
 )
-from omniattn.functional._checks import require_bool, shown
+from omniattn.functional._checks import is_causal_bias, require_bool, shown
 from omniattn.functional._jagged import is_jagged
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
@@ -84,7 +83,7 @@ def scaled_dot_product_attention(
     *batch, heads = lead or (1,)
     full = (*batch, heads, query.shape[-2], key.shape[-2])
     bias: Tensor | None = None
-    if isinstance(attn_mask, CausalBias):
+    if is_causal_bias(attn_mask):
         if is_causal:
             raise ValueError(f"{op}: is_causal must be False with a CausalBias, got is_causal=True")
         mask = causal_mask(op, "attn_mask", attn_mask, full)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from omniattn import config
 from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops._compile import assume_constant_result
 
 __all__ = ["pieces_of"]
 
@@ -37,7 +38,7 @@ def pieces_of(x: Tensor) -> int:
     return _allowed(config.FP32_PIECES)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _allowed(ours: int) -> int:
     torchs: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     pieces = 2 if torchs == "tf32" else ours
