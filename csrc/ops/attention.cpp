@@ -26,10 +26,6 @@ Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) 
   return with_unit_last_stride(t);
 }
 
-MutableHeadView mutable_view_of(const Tensor& t) {
-  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-}
-
 void check_dropout(const Arguments& given, Call& call) {
   AttentionProblem& p = call.problem;
   const double dropout_p = given.params[1];

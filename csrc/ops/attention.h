@@ -106,5 +106,8 @@ void run_select(AttentionSelectParams x);
 inline HeadView view_of(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
+inline MutableHeadView mutable_view_of(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
 
 }  // namespace omniattn::ops::attention

@@ -126,10 +126,6 @@ struct SelectedCall {
   }
 };
 
-MutableHeadView mutable_view(const Tensor& t) {
-  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-}
-
 bool has_rows(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
 
 // Runs items of a kernel over the threads, with scratch memory for each of them.
@@ -220,7 +216,7 @@ std::tuple<Tensor, Tensor> attend_selected(const SelectedCall& x, Tensor* lse_ta
   if (lse_tail != nullptr) *lse_tail = empty_tensor(x.call.lse_sizes, accumulator(p.dtype));
   if (!has_rows(p)) return {out, lse};
   const SelectedForwardParams params{
-      {p, mutable_view(out), lse.mutable_data_ptr(),
+      {p, mutable_view_of(out), lse.mutable_data_ptr(),
        lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr},
       x.lists};
   if constexpr (kOnCuda) {
@@ -296,9 +292,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
   b.attention.lse = lse_rows.const_data_ptr();
   b.attention.lse_tail = tail_rows.const_data_ptr();
   b.attention.grad_lse = data_or_null(grad_lse_rows);
-  b.attention.grad_q = mutable_view(dq);
-  b.attention.grad_k = mutable_view(dk);
-  b.attention.grad_v = mutable_view(dv);
+  b.attention.grad_q = mutable_view_of(dq);
+  b.attention.grad_k = mutable_view_of(dk);
+  b.attention.grad_v = mutable_view_of(dv);
   b.attention.grad_sinks = dsinks.data();
   if (has_rows(p)) {
     if constexpr (kOnCuda) {
