@@ -16,6 +16,13 @@ HeadView view_of_heads(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.dim() == 4 ? t.stride(2) : 0};
 }
 
+// Null stands for all keys: empty lists, which name none, have a place, too.
+const int32_t* lists(const OptTensor& indices) {
+  static constexpr int32_t kNone = -1;
+  if (!indices.has_value()) return nullptr;
+  return indices->numel() > 0 ? static_cast<const int32_t*>(indices->const_data_ptr()) : &kNone;
+}
+
 // What both passes read, checked.
 struct Call {
   Tensor q_idx, k_idx, q, k, lse;
@@ -80,7 +87,7 @@ struct Call {
          .attention_q = view_of_heads(q),
          .attention_k = view_of_heads(k),
          .lse = lse.const_data_ptr(),
-         .indices = static_cast<const int32_t*>(data_or_null(indices)),
+         .indices = lists(indices),
          .count = count,
          .real = static_cast<const uint8_t*>(data_or_null(real)),
          .real_stride = real.has_value() ? real->stride(0) : 0,

@@ -256,13 +256,27 @@ def _with_mask_mod(options: Options) -> Options:
     return options._replace(mask=None, score_mod=masked_by(mask, score_mod))
 
 
+def _seen(mask: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """What the mask says of a pair: a bool that depends on it."""
+    try:
+        inspect.signature(mask).bind(b, h, q, k)
+    except TypeError as error:
+        raise TypeError(f"mask must be a function of (b, h, q, k): {error}") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    seen = mask(b, h, q, k)
+    if getattr(seen, "dtype", None) != torch.bool:
+        raise TypeError(f"mask must be a function that gives bool tensors, got {seen!r}")
+    return seen
+
+
 def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
     """score_mod, or the scores as they are, where the mask is True, and -inf elsewhere."""
 
     def masked(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if score_mod is not None:
             score = score_mod(score, b, h, q, k)
-        return torch.where(mask(b, h, q, k), score, -math.inf)
+        return torch.where(_seen(mask, b, h, q, k), score, -math.inf)
 
     return masked
 

@@ -36,6 +36,7 @@ from omniattn.functional._checks import (
     require_strided,
     shown,
 )
+from omniattn.functional._computed_mask import Computed
 from omniattn.functional._score_mod import encode_score_mod
 from omniattn.functional.masks import All, BoolMask, Mask, SlidingWindow
 from omniattn.functional.scores import DistanceRows, RelativeBias
@@ -185,10 +186,25 @@ def _mask(
             f"{op}: mask must be a Tensor or a Mask{_hint(mask)}, got mask={shown(mask)}"
         )
     sizes = Sizes(full[2], full[3], q.device, full[1])
-    rules = All(tuple(found)).rules_of_call(sizes, layout)
+    if layout is None:
+        for each in found:
+            _check_parts(op, each, sizes, q, full)
+    return _checked(op, All(tuple(found)).rules_of_call(sizes, layout), q, full)
+
+
+def _checked(op: str, rules: list[Rule], q: Tensor, full: tuple[int, ...]) -> list[Rule]:
     return [
         (kind, a, b, _side_tensors(op, kind, (a, b), side, q, full)) for kind, a, b, side in rules
     ]
+
+
+def _check_parts(op: str, mask: Mask, sizes: Sizes, q: Tensor, full: tuple[int, ...]) -> None:
+    """Of a mask that is computed from others, which must fit as if they were alone."""
+    for part in mask.parts():
+        if part.parts():
+            _check_parts(op, part, sizes, q, full)
+        elif isinstance(mask, Computed) and not isinstance(part, Computed):
+            _checked(op, part.rules_of_call(sizes), q, full)
 
 
 def _hint(mask: object) -> str:

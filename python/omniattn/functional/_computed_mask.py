@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,28 @@ from omniattn.reference.vmap import is_mapped
 KEPT = 16
 
 
-def _has_values(t: Tensor) -> bool:
+def has_values(t: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t))
 
 
-def _lengths(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
+def versions_of(mask: Any) -> tuple[int, ...] | None:
+    """How often each of its tensors has been changed in place; None if one does not know."""
+    found: list[int] = []
+    rest = [mask]
+    while rest:
+        x = rest.pop()
+        if isinstance(x, Tensor):
+            if x.is_inference():
+                return None
+            found.append(x._version)
+        elif isinstance(x, Mask):
+            rest += vars(x).values()
+        elif isinstance(x, (tuple, list)):
+            rest += x
+    return tuple(found)
+
+
+def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
     """`Sizes.lengths` of a packed or cached call; `by_keys`: Tk is asked for."""
     kind, _, _, side = layout
     if kind != MaskKind.PACKED:
@@ -29,7 +47,7 @@ def _lengths(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, i
     ends_q, ends_k = side
     keys = ends_k.diff()[:, None, None, None]
     same = ends_q is ends_k or (
-        _has_values(ends_q) and _has_values(ends_k) and torch.equal(ends_q, ends_k)
+        has_values(ends_q) and has_values(ends_k) and torch.equal(ends_q, ends_k)
     )
     if not same:
         return keys - ends_q.diff()[:, None, None, None], keys
@@ -39,7 +57,8 @@ def _lengths(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, i
 
 @dataclass(frozen=True)
 class Computed(Mask):
-    """A mask that is kept as blocks for the last sizes that it was asked for."""
+    """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that it
+    reads is changed."""
 
     known: dict[tuple[object, ...], Blocks] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -47,7 +66,7 @@ class Computed(Mask):
 
     def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
         if layout is not None:
-            sizes = replace(sizes, lengths=_lengths(layout, sizes, self.by_keys()))
+            sizes = replace(sizes, lengths=lengths_of(layout, sizes, self.by_keys()))
         lengths = [t for t in sizes.lengths or () if isinstance(t, Tensor)]
         # The number of partial blocks is a value, which a trace and meta tensors do not have; and a
         # step of decoding, a size of its own each time, would be kept in vain.
@@ -55,10 +74,11 @@ class Computed(Mask):
             torch.compiler.is_compiling()
             or sizes.device.type == "meta"
             or sizes.tq < BLOCK
-            or not all(_has_values(t) for t in lengths)
+            or not all(has_values(t) for t in lengths)
+            or (versions := versions_of(self)) is None
         ):
             return [(MaskKind.TENSOR, 0, 0, (self.pairs(sizes),))]
-        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads)
+        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads, *versions)
         size += tuple(
             tuple(n.flatten().tolist()) if isinstance(n, Tensor) else n
             for n in (sizes.offset, sizes.keys)
@@ -91,6 +111,9 @@ class AnyOf(Computed):
         if not self.masks:
             raise ValueError("AnyOf: masks must have at least one mask, got masks=()")
 
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
     def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
         first, *rest = (mask.pairs(sizes, queries) for mask in self.masks)
         for seen in rest:
@@ -115,6 +138,9 @@ class Not(Computed):
 
     def __post_init__(self) -> None:
         require_masks("Not", (self.mask,))
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
 
     def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
         return ~self.mask.pairs(sizes, queries)

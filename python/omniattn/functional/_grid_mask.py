@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 from omniattn.encoding.masks import SIZE_BITS, WINDOW_BITS, GridAxis, Rule, Sizes
 from omniattn.functional._checks import require_bool, require_int, shown
+from omniattn.functional._computed_mask import has_values, lengths_of
 from omniattn.functional._mask import Mask
 
 T = TypeVar("T", int, bool)
@@ -61,6 +64,15 @@ class GridNeighbourhood(Mask):
                 f"GridNeighbourhood: Tq <= Tk <= {tokens} must hold for shape={self.shape}, "
                 f"got Tq={tq}, Tk={tk}"
             )
+        if layout is not None:
+            _, keys = lengths_of(layout, sizes, by_keys=True)
+            if isinstance(keys, Tensor) and keys.is_cpu and has_values(keys):
+                most = int(keys.max()) if keys.numel() > 0 else 0
+                if most > tokens:
+                    raise ValueError(
+                        f"GridNeighbourhood: a sequence must have at most {tokens} keys for "
+                        f"shape={self.shape}, got {most}"
+                    )
         return self.rules()
 
 

@@ -43,6 +43,10 @@ class Mask(EncodedMask):
         """As `visible`; with `queries` only the rows [first, last) of all Tq."""
         return visible(self.rules(), sizes, queries)
 
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that it is made of."""
+        return ()
+
     def by_keys(self) -> bool:
         """Whether what a query sees depends on Tk, and not only on where it is among the keys."""
         return any(kind == MaskKind.NEIGHBOURS for kind, *_ in self.rules())
@@ -132,6 +136,9 @@ class All(Mask):
 
     def __post_init__(self) -> None:
         require_masks("All", self.masks)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
 
     def rules(self) -> list[Rule]:
         return [rule for mask in self.masks for rule in mask.rules()]

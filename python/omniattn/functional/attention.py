@@ -75,12 +75,13 @@ def attention(
         mask: bool, True = attend, broadcastable to (B, Hq, Tq, Tk), or a value of
             `functional.masks`, or f(b, h, q, k) of 0-d tensors, which becomes part of score_mod: no
             (Tq, Tk) tensor is made, no tile is skipped (`masks.from_predicate` makes a mask whose
-            hidden tiles cost nothing), and hidden keys must be finite. Everything is ANDed.
+            hidden tiles cost nothing). k and v of hidden keys must be finite, since 0 * NaN is NaN:
+            only what lies beyond lengths (`masks.KeyLengths`, caches, packed batches) is not read.
+            Everything is ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
-            -inf hides a key, whose k and v must be finite (a mask does not read them); a finite
-            value does not: if all keys of a row have finfo.min, the result is the mean of their
-            values, as in torch. A sum of terms beyond the accumulator's range is infinite.
+            -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of a
+            row have finfo.min, the result is the mean of their values, as in torch. A sum of terms beyond the accumulator's range is infinite.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.

@@ -126,6 +126,8 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
                 )
                 return theirs
             norm = use_qk_l2norm_in_kernel
+            if initial_state is not None:
+                initial_state = own_copy(initial_state)
             o, state = ours(query, key, value, g, beta, l2norm=norm, initial_state=initial_state)
             return o, state if output_final_state else None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from omniattn.modules import KVCache
-from omniattn.modules.state import State
+from omniattn.modules.state import RecurrentState, State
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:
@@ -29,8 +29,19 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
             f"got len(state)={len(state)}"
         )
     past: int | None = None
+    owner: dict[int, int] = {}
     for layer, entry in enumerate(state):
         for part in _parts(entry):
+            if owner.setdefault(id(part), layer) != layer:
+                raise ValueError(
+                    f"{op}: state must have an entry of its own for each layer, "
+                    f"got state[{layer}] is state[{owner[id(part)]}]"
+                )
+            if isinstance(part, RecurrentState) and part.is_ahead:
+                raise ValueError(
+                    f"{op}: state[{layer}] has read tokens of a call that failed and cannot forget "
+                    "them; go on from a copy.deepcopy that was made before it"
+                )
             length = getattr(part, "length", None)
             if length is None:
                 raise TypeError(
@@ -57,8 +68,8 @@ def restored_on_error(
 ) -> contextlib.AbstractContextManager[None]:
     """Takes the tokens of a call that fails back out of the states.
 
-    What cannot forget them, such as a recurrence, stays ahead of the others, and `require_states`
-    refuses the next call.
+    What cannot forget them, such as a recurrence, stays ahead, and `require_states` refuses the next
+    call.
     """
     if state is None or torch.compiler.is_compiling():
         return contextlib.nullcontext()
@@ -71,7 +82,9 @@ def _restored_on_error(state: Sequence[Any], past: int) -> Iterator[None]:
         yield
     except BaseException:
         for part in (part for entry in state for part in _parts(entry)):
-            if part.length > past:
+            if part.length > past and isinstance(part, RecurrentState):
+                part.is_ahead = True
+            elif part.length > past:
                 with contextlib.suppress(ValueError):
                     part.crop(past)
         raise

@@ -109,6 +109,8 @@ class RecurrentState:
         self._tensors = tensors
         self._derived: dict[str, tuple[Any, Tensor]] = {}
         self.length = 0
+        #: Whether it has read tokens of a call that failed in a later layer.
+        self.is_ahead = False
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
@@ -209,6 +211,7 @@ class RecurrentState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         *tensors, length = take("RecurrentState", state, *self._tensors, "length")
+        self.is_ahead = False
         self._store(length, dict(zip(self._tensors, tensors, strict=True)))
 
 

@@ -169,7 +169,7 @@ class TransformerXLAttention(Mixer):
         q = q[:, before:]
         scale = c.head_size**-0.5
         longest = x.shape[1] if sequences.nested is None else sequences.longest
-        r = self.r_net(self._sinusoid(before + longest, x)).unflatten(-1, (c.num_heads, -1))
+        r = self.r_net(self._sinusoid(max(1, before + longest), x)).unflatten(-1, (c.num_heads, -1))
         # (q + v) . r = (q + u) . r + (v - u) . r
         rest = ((self.r_r_bias - self.r_w_bias) * r).sum(-1) * scale
         window = (c.memory_length - 1, 0) if c.same_length else (-1, 0)
