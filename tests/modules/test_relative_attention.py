@@ -316,8 +316,53 @@ def test_layers_of_transformer_xl_share_u_and_v():
     alone.load_state_dict(second.state_dict())
     parts = torch.autograd.grad(alone(first(x)).sum(), (u, alone.r_w_bias))
     torch.testing.assert_close(shared, sum(parts))
-    with pytest.raises(ValueError, match=r"TransformerXLAttention: v must have shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"XLAttention: biases\[1\] must have shape \(2, 4\)"):
         TransformerXLAttention(config, biases=(u, torch.nn.Parameter(torch.zeros(3, 4))))
+    for wrong in (u, (u,), (u, u.detach()), 3):
+        with pytest.raises(TypeError, match=r"XLAttention: biases must be a pair of torch.nn.Para"):
+            TransformerXLAttention(config, biases=wrong)
+
+
+def test_transformer_xl_names_the_wrong_argument():
+    layer, x = TransformerXLAttention(TransformerXLAttention.Config(8, 2)), torch.ones(2, 3, 8)
+    nested = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)
+    for shape in ((8,), (3, 8), (1, 2, 3, 8), (2, 3, 6)):
+        for call in (layer, lambda x: layer.next_memory(x, None)):
+            with pytest.raises(ValueError, match=r"XLAttention: x must have shape \(B, T, 8\)"):
+                call(torch.ones(shape))
+    for call in (layer, layer.next_memory):
+        for memory in (torch.ones(3, 8), torch.ones(1, 3, 8), torch.ones(2, 3, 6), nested):
+            with pytest.raises(ValueError, match=r"memory must have shape \(2, M, 8\), got memory"):
+                call(x, memory)
+        for memory in (3, "a", x.double(), x.long()):
+            with pytest.raises(
+                TypeError, match=r"XLAttention: memory must (be a torch|have the d)"
+            ):
+                call(x, memory)
+        with pytest.raises(ValueError, match="XLAttention: memory must be on the device of x"):
+            call(x, x.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, x.bfloat16()).shape == x.shape
+        with pytest.raises(TypeError, match="memory must have the dtype of x"):
+            layer(x, x.double())
+    for sizes, got in (
+        ({"dim": 9, "num_heads": 2}, "dim must be a multiple of num_heads"),
+        ({"dim": 9, "num_heads": 3}, "dim must be even"),
+        ({"dim": 8, "num_heads": 2, "clamp_length": -2}, "clamp_length must be"),
+    ):
+        with pytest.raises(ValueError, match=f"^TransformerXLAttention: {got}"):
+            TransformerXLAttention.Config(**sizes)
+
+
+def test_transformer_xl_without_tokens_and_of_a_leaf():
+    layer = TransformerXLAttention(TransformerXLAttention.Config(8, 2))
+    empty = torch.ones(2, 0, 8)
+    assert layer(empty).shape == empty.shape
+    nested = torch.nested.nested_tensor([empty[0], empty[1]], layout=torch.jagged)
+    assert layer(nested).values().shape == (0, 8)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, state=layer.new_state(2, 3)), layer(x))
 
 
 @pytest.mark.parametrize("relative", [None, "t5", "toeplitz"])

@@ -156,7 +156,7 @@ def new_storage(
 
 def check_new(name: str, k: Tensor, v: Tensor, batch: int, keys: Tensor, values: Tensor) -> None:
     """Raises unless k, v (B, n, Hkv, D) can go into storages (*, Hkv, *, D)."""
-    if k.requires_grad or v.requires_grad:
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise RuntimeError(f"{name}: is for inference, wrap the call in torch.no_grad()")
     for which, new, stored in (("k", k, keys), ("v", v, values)):
         fits = (batch, k.shape[1], stored.shape[1], stored.shape[3])

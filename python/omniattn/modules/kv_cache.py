@@ -218,7 +218,7 @@ class CrossCache(Cache):
             raise ValueError(
                 f"CrossCache: must hold one source, got another with k.shape={tuple(k.shape)}"
             )
-        if k.requires_grad or v.requires_grad:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("CrossCache: is for inference, wrap the call in torch.no_grad()")
         # One head's keys contiguous, as in KVCache.
         self._kv = (k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())

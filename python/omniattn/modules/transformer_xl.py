@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from omniattn.functional._checks import require_shape
+from omniattn.functional._checks import (
+    FLOATS,
+    autocast_dtype,
+    require_int,
+    require_shape,
+    require_tensor,
+    shown,
+)
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, DistanceRows
 from omniattn.modules import _signatures
@@ -17,7 +24,7 @@ from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import State, Storage, takes_cache
 
 
@@ -73,6 +80,17 @@ class TransformerXLAttention(Mixer):
         init_std: float = 0.02
         backend: str | None = None
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.head_dim is None:
+                self._require_multiple("dim", "num_heads")
+            if self.dim % 2:
+                raise ValueError(
+                    "TransformerXLAttention: dim must be even, as sines and cosines are pairs, "
+                    f"got dim={self.dim}"
+                )
+            require_int("TransformerXLAttention", "clamp_length", self.clamp_length, -1)
+
         @property
         def head_size(self) -> int:
             """Size of one head."""
@@ -102,9 +120,9 @@ class TransformerXLAttention(Mixer):
         self.qkv_net = linear(c.dim, 3 * width)
         self.r_net = linear(c.dim, width)
         self.o_net = linear(width, c.dim)
+        if biases is not None:
+            _require_biases(biases, (c.num_heads, c.head_size))
         self.r_w_bias, self.r_r_bias = (vector(), vector()) if biases is None else biases
-        for name, bias in (("u", self.r_w_bias), ("v", self.r_r_bias)):
-            require_shape("TransformerXLAttention", name, bias, (c.num_heads, c.head_size))
         if biases is None:
             self.reset_parameters()
 
@@ -115,6 +133,10 @@ class TransformerXLAttention(Mixer):
 
     def next_memory(self, x: Tensor, memory: Tensor | None) -> Tensor:
         """The last memory_length tokens of [memory; x], without gradient: for the next segment."""
+        require_tensor("TransformerXLAttention", "x", x)
+        require_tokens("TransformerXLAttention", x, self.config.dim)
+        if memory is not None:
+            _require_memory(memory, x)
         both = x if memory is None else torch.cat([memory, x], 1)
         return both[:, max(0, both.shape[1] - self.config.memory_length) :].detach()
 
@@ -154,12 +176,15 @@ class TransformerXLAttention(Mixer):
         """
         c = self.config
         cache = require_cache("TransformerXLAttention", state)
-        if memory is not None and (x.is_nested or cache is not None):
-            raise ValueError(
-                "TransformerXLAttention: memory must be None where x is nested or with a state, "
-                f"got memory.shape={tuple(memory.shape)}"
-            )
         x, sequences = sequences_of("TransformerXLAttention", "x", x, state=cache)
+        require_tokens("TransformerXLAttention", x, c.dim)
+        if memory is not None:
+            if sequences.nested is not None or cache is not None:
+                raise ValueError(
+                    "TransformerXLAttention: memory must be None where x is nested or with a "
+                    f"state, got memory={shown(memory)}"
+                )
+            _require_memory(memory, x)
         source = x if memory is None else torch.cat([memory, x], 1)
         if cache is not None:
             source = cache.append(x[:, :, None], x[:, :, None, :0])[0][:, :, 0]
@@ -187,3 +212,39 @@ class TransformerXLAttention(Mixer):
             backend=c.backend,
         )
         return sequences.restored(self.o_net(out.flatten(-2)))
+
+
+def _require_biases(biases: object, shape: tuple[int, int]) -> None:
+    """`biases` must be a pair of parameters of this shape."""
+    pair = isinstance(biases, tuple | list) and len(biases) == 2
+    if not pair or not all(isinstance(bias, nn.Parameter) for bias in biases):
+        raise TypeError(
+            "TransformerXLAttention: biases must be a pair of torch.nn.Parameter, "
+            f"got biases={shown(biases)}"
+        )
+    for i, bias in enumerate(biases):
+        require_shape("TransformerXLAttention", f"biases[{i}]", bias, shape)
+
+
+def _require_memory(memory: Tensor, x: Tensor) -> None:
+    """`memory` must be (B, M, dim) for x (B, T, dim), and of its dtype and device."""
+    op = "TransformerXLAttention"
+    require_tensor(op, "memory", memory)
+    sizes = x.shape[0], x.shape[2]
+    if memory.is_nested or memory.ndim != 3 or (memory.shape[0], memory.shape[2]) != sizes:
+        raise ValueError(
+            f"{op}: memory must have shape ({sizes[0]}, M, {sizes[1]}), got memory={shown(memory)}"
+        )
+    # Autocast casts both, but leaves float64 alone.
+    cast = (dtype for dtype in FLOATS if dtype != torch.float64)
+    fits = (x.dtype,) if autocast_dtype(x) is None or x.dtype == torch.float64 else tuple(cast)
+    if memory.dtype not in fits:
+        raise TypeError(
+            f"{op}: memory must have the dtype of x, "
+            f"got memory.dtype={memory.dtype}, x.dtype={x.dtype}"
+        )
+    if memory.device != x.device:
+        raise ValueError(
+            f"{op}: memory must be on the device of x, "
+            f"got memory.device={memory.device}, x.device={x.device}"
+        )
