@@ -82,9 +82,11 @@ def test_generation(kind):
     assert patched(model).generate(ids, **options).equal(expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "pieces"), [("bamba", (6, 3)), ("bamba", (6, 1)), ("lfm2_moe", (6, 1))]
-)
+#: Their own backward raises.
+UNTRAINED = (("bamba", (6, 1)), ("qwen3_next", (6, 3)), ("kimi_linear", (6, 1)))
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("bamba", (6, 3)), ("lfm2_moe", (6, 1)), *UNTRAINED])
 def test_gradients_through_a_cache(kind, pieces):
     """The states that a backward needs outlive the cache's writing over them."""
     model, ids = made(kind).train(), tokens(sum(pieces))
@@ -103,7 +105,7 @@ def test_gradients_through_a_cache(kind, pieces):
     found = logits(ours)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     found.square().mean().backward()
-    if (kind, pieces) == ("bamba", (6, 1)):  # for which their own backward raises
+    if (kind, pieces) in UNTRAINED:
         assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
         return
     logits(model).square().mean().backward()

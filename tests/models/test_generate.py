@@ -97,3 +97,30 @@ def test_names_the_wrong_value(model, prompt, options, message):
 
 def test_zero_new_tokens(model, prompt):
     assert torch.equal(generate(model, prompt, 0), prompt)
+
+
+@torch.no_grad()
+def test_a_failed_call_spoils_states_that_cannot_forget():
+    model = PRESETS["mamba"].build()
+    tokens, state = torch.randint(20, (1, 6)), model.new_state(1, 20)
+    model(tokens, state=state)
+
+    def fail(*_):
+        raise KeyError
+
+    hook = model.layers[-1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model(tokens, state=state)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"state\[0\] has read tokens of a call that failed"):
+        model(tokens, state=state)
+
+
+@torch.no_grad()
+def test_states_and_tokens_of_a_decoder_are_checked():
+    model = PRESETS["mamba"].build()
+    tokens, one = torch.randint(20, (1, 6)), model.new_state(1, 20)[0]
+    with pytest.raises(ValueError, match=r"an entry of its own .* state\[1\] is state\[0\]"):
+        model(tokens, state=[one] * len(model.layers))
+    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\)"):
+        model(tokens[0])

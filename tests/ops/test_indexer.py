@@ -221,6 +221,14 @@ def test_loss_equals_its_formula(hq, hkv, stage, with_lse):
         torch.testing.assert_close(a, e)
 
 
+def test_empty_lists_name_no_key():
+    q_idx, k_idx, w, q, k = loss_inputs()
+    indices = F.dsa_indexer(q_idx, k_idx, w, 0)
+    loss = F.dsa_indexer_loss(q_idx, k_idx, w, q, k, None, indices)
+    assert not loss.any()
+    assert not any(t.any() for t in torch.autograd.grad(loss.sum(), (q_idx, k_idx, w)))
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_of_the_loss_are_those_of_differences(sparse):
     q_idx, k_idx, w, q, k = loss_inputs(1, 5)

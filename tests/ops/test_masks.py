@@ -390,3 +390,41 @@ def test_a_computed_mask_keeps_the_blocks_of_its_last_sizes():
         mask.rules_of_call(Sizes(100, tk, device))
     kept = [size[1] for size in mask.known]
     assert kept == [*range(202, 201 + KEPT - 1), 200, 300]
+
+
+def test_combined_masks_follow_their_tensors():
+    q, lengths = torch.randn(2, 70, 1, 8), torch.tensor([5, 70])
+    mask = masks.KeyLengths(lengths) | masks.KeyLengths(torch.tensor([1, 1]))
+    before = functional.attention(q, q, q, mask=mask)
+    lengths.copy_(torch.tensor([70, 5]))
+    after = functional.attention(q, q, q, mask=mask)
+    assert not torch.equal(before, after)
+    expected = functional.attention(q, q, q, mask=masks.KeyLengths(lengths))
+    torch.testing.assert_close(after, expected)
+    with torch.inference_mode():
+        mask = ~masks.KeyPadding(torch.ones(2, 70, dtype=torch.bool))
+        assert not functional.attention(q, q, q, mask=mask).any()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda: masks.BoolMask(torch.ones(2, 1, 70, 70, dtype=torch.bool)),
+        lambda: masks.from_predicate(lambda b, h, q, k: q >= k, 70, 70),
+        lambda: masks.KeyLengths(torch.tensor([3])),
+        lambda: masks.Documents(torch.zeros(2, 9, dtype=torch.long)),
+        lambda: masks.GridNeighbourhood((4,), 2),
+    ],
+)
+def test_parts_of_combined_masks_must_fit(part):
+    q, k, part = torch.randn(2, 3, 1, 8), torch.randn(2, 70, 1, 8), part()
+    for mask in (part, part | masks.Causal(), ~part, masks.Causal() & ~(part | part)):
+        with pytest.raises(ValueError, match=r"^attention: |^GridNeighbourhood: "):
+            functional.attention(q, k, k, mask=mask)
+
+
+def test_sequences_have_no_more_keys_than_the_grid():
+    q, mask = torch.randn(6, 1, 8), masks.GridNeighbourhood((4,), 2)
+    cu = torch.tensor([0, 1, 6])
+    with pytest.raises(ValueError, match=r"GridNeighbourhood: .* at most 4 keys .* got 5"):
+        functional.attention_varlen(q, q, q, cu, cu, 5, 5, mask=mask)

@@ -281,3 +281,17 @@ def test_not_a_function() -> None:
     q, k, v = make_qkv()
     with pytest.raises(TypeError, match="score_mod must be a function"):
         F.attention(q, k, v, score_mod=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda b, h, q, k: q - k, "mask must be a function that gives bool tensors"),
+        (lambda b, h, q, k: True, "mask must be .* bool tensors, got True"),
+        (lambda q, k: q >= k, r"mask must be a function of \(b, h, q, k\): too many"),
+    ],
+)
+def test_mask_functions_that_are_none(mask, message):
+    q = torch.randn(1, 3, 1, 4)
+    with pytest.raises(TypeError, match=message):
+        F.attention(q, q, q, mask=mask)

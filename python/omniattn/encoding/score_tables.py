@@ -113,8 +113,7 @@ def bare(node: Node) -> str:
 def at_positions(t: Tensor, names: Sequence[str], extents: Extents) -> Tensor:
     """A tensor whose dimensions are indexed by positions, as (B | 1, Hq | 1, Tq | 1, Tk | 1)."""
     for dim, name in enumerate(names):
-        # A comparison with a symbolic size would be a guard of the graph.
-        if torch.compiler.is_compiling() or t.shape[dim] != extents.of(name):
+        if t.shape[dim] != extents.of(name):
             t = t.narrow(dim, 0, extents.of(name))
     order = sorted(range(len(names)), key=lambda dim: "bhqk".index(names[dim]))
     if order != sorted(order):

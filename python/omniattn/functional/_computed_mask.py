@@ -57,8 +57,8 @@ def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor,
 
 @dataclass(frozen=True)
 class Computed(Mask):
-    """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that it
-    reads is changed."""
+    """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that
+    it reads is changed."""
 
     known: dict[tuple[object, ...], Blocks] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -80,8 +80,9 @@ def attention(
             Everything is ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
-            -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of a
-            row have finfo.min, the result is the mean of their values, as in torch. A sum of terms beyond the accumulator's range is infinite.
+            -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of
+            a row have finfo.min, the result is the mean of their values, as in torch. A sum of
+            terms beyond the accumulator's range is infinite.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.

@@ -68,8 +68,8 @@ def restored_on_error(
 ) -> contextlib.AbstractContextManager[None]:
     """Takes the tokens of a call that fails back out of the states.
 
-    What cannot forget them, such as a recurrence, stays ahead, and `require_states` refuses the next
-    call.
+    What cannot forget them, such as a recurrence, stays ahead, and `require_states` refuses the
+    next call.
     """
     if state is None or torch.compiler.is_compiling():
         return contextlib.nullcontext()

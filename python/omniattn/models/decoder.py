@@ -226,6 +226,10 @@ class Decoder(Model, Stateful):
         """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
         op = type(self).__name__
         tokens, sequences = sequences_of(op, "tokens", tokens, state=state, dim=False)
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"{op}: tokens must have shape (B, T), got tokens.shape={tuple(tokens.shape)}"
+            )
         past = 0
         if state is not None:
             past = require_states(op, state, len(self.layers), tokens.shape[1])

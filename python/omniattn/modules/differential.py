@@ -18,7 +18,7 @@ from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.norm import RMSNorm
 from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
@@ -154,8 +154,10 @@ class DifferentialAttention(Mixer):
         if c.form == "simple":
             return
 
+        wide = torch.promote_types(self.q_proj.weight.dtype, torch.float32)
+
         def vector() -> nn.Parameter:
-            return nn.Parameter(torch.empty(c.head_size, device=device, dtype=torch.float32))
+            return nn.Parameter(torch.empty(c.head_size, device=device, dtype=wide))
 
         self.lambda_q1, self.lambda_k1 = vector(), vector()
         self.lambda_q2, self.lambda_k2 = vector(), vector()
@@ -206,6 +208,7 @@ class DifferentialAttention(Mixer):
         size = c.head_size
         cache = require_cache("DifferentialAttention", state)
         x, sequences = sequences_of("DifferentialAttention", "x", x, state=cache)
+        require_tokens("DifferentialAttention", x, self.config.dim)
         attend = sequences.attention()
         q, k, v = (p(x).unflatten(-1, (-1, size)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rope is not None:

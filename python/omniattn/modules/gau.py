@@ -18,7 +18,7 @@ from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
 
@@ -173,6 +173,7 @@ class GatedAttentionUnit(Mixer):
         c = self.config
         cache = require_cache("GatedAttentionUnit", state)
         x, sequences = sequences_of("GatedAttentionUnit", "x", x, state=cache)
+        require_tokens("GatedAttentionUnit", x, self.config.dim)
         u, v, z = (nn.functional.silu(p(x)) for p in (self.u_proj, self.v_proj, self.z_proj))
         q, k = (z[:, :, None, None] * self.gamma[:, None] + self.beta[:, None]).unbind(2)
         if rope is not None:

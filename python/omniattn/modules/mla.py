@@ -19,7 +19,7 @@ from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
-from omniattn.modules.mixer import Mixer
+from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.norm import RMSNorm
 from omniattn.modules.score_mod import with_positions
 from omniattn.modules.state import State, Storage, takes_cache
@@ -297,6 +297,7 @@ class MultiHeadLatentAttention(Mixer):
         c = self.config
         cache = require_cache("MultiHeadLatentAttention", state)
         x, sequences = sequences_of("MultiHeadLatentAttention", "x", x, state=cache)
+        require_tokens("MultiHeadLatentAttention", x, self.config.dim)
         self._require_rope(rope)
         attend = sequences.attention()
         q = self._queries(self._query_latent(x), x)

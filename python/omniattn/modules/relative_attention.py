@@ -15,6 +15,7 @@ from omniattn.modules import _signatures
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
+from omniattn.modules.mixer import require_tokens
 
 P2C_INDICES = ("code", "paper")
 
@@ -236,6 +237,7 @@ class DisentangledAttention(Layer):
                 f"got positions={tuple(positions.shape)}"
             )
         x, sequences = sequences_of("DisentangledAttention", "x", x)
+        require_tokens("DisentangledAttention", x, self.config.dim)
         terms = 1 + c.content_to_position + c.position_to_content
         out = sequences.attention()(
             heads(self.query_proj, x),

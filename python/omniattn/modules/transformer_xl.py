@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,11 @@ class TransformerXLAttention(Mixer):
                     f"got dim={self.dim}"
                 )
             require_int("TransformerXLAttention", "clamp_length", self.clamp_length, -1)
+            if self.same_length and self.memory_length < 1:
+                raise ValueError(
+                    "TransformerXLAttention: same_length needs a memory_length of at least 1, "
+                    f"got memory_length={self.memory_length}"
+                )
 
         @property
         def head_size(self) -> int:
@@ -214,7 +220,7 @@ class TransformerXLAttention(Mixer):
         return sequences.restored(self.o_net(out.flatten(-2)))
 
 
-def _require_biases(biases: object, shape: tuple[int, int]) -> None:
+def _require_biases(biases: Any, shape: tuple[int, int]) -> None:
     """`biases` must be a pair of parameters of this shape."""
     pair = isinstance(biases, tuple | list) and len(biases) == 2
     if not pair or not all(isinstance(bias, nn.Parameter) for bias in biases):

@@ -80,7 +80,7 @@ def recurrence(
 
 def taylor(x: Tensor) -> Tensor:
     """[1, y, y (x) y / sqrt(2)], y = x / K^(1/4): kernel 1 + u + u^2 / 2 of u = q . k / sqrt(K)."""
-    x = x * x.shape[-1] ** -0.25
+    x = x * max(1, x.shape[-1]) ** -0.25
     square = (x[..., :, None] * x[..., None, :]).flatten(-2) * 2**-0.5
     return torch.cat((torch.ones_like(x[..., :1]), x, square), -1)
 
