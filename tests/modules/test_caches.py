@@ -18,7 +18,9 @@ from omniattn.modules import (
     PagePool,
     RollingCache,
     RotaryEmbedding,
+    SelectiveAttention,
 )
+from omniattn.modules.state import RecurrentState
 
 WINDOW = 4
 LAYER = Attention.Config(24, 4, 2, window_size=(WINDOW - 1, 0), init_std=0.5)
@@ -148,6 +150,26 @@ def test_bytes_are_those_of_the_tokens():
     layer = Attention(LAYER)
     assert layer.new_state(2, 100, rolling=True).nbytes == 2 * WINDOW * 2 * (6 + 6) * 4
     assert layer.new_state(2, 3, rolling=True).nbytes == 2 * 3 * 2 * (6 + 6) * 4
+
+
+STATES = [
+    *(lambda kind=kind: new_cache(kind) for kind in ("standard", "rolling", "paged")),
+    CrossCache,
+    lambda: RecurrentState(h=torch.zeros(2, 3)),
+    lambda: Attention(Attention.Config(24, 4)).new_state(1, 8, eviction=H2O(2, 2)),
+    lambda: SelectiveAttention(24, 4).new_state(1, 8),
+]
+
+
+@pytest.mark.parametrize("new", STATES)
+def test_wrong_arguments_of_states_are_named(new):
+    state = new()
+    for length in (1.5, True, "x", None):
+        with pytest.raises(TypeError, match="length must be an int, got length="):
+            state.crop(length)
+    for saved in (None, 5):
+        with pytest.raises(TypeError, match=f"state must be .* got state={saved}"):
+            state.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("kind", ["standard", "rolling", "paged"])

@@ -342,6 +342,36 @@ def test_errors_name_the_argument(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (6, 6), (5,), (0,), (1, 6)])
+def test_kl_of_kto_does_not_enlarge_the_losses(shape):
+    log_prob, preferred = torch.zeros(6), torch.ones(6, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"kto_loss: kl must have shape \(\), \(1,\) or \(6,\)"):
+        functional.kto_loss(log_prob, preferred, kl=torch.zeros(shape))
+
+
+def test_kl_of_kto_is_a_number_or_a_tensor():
+    log_prob, preferred = torch.zeros(6), torch.ones(6, dtype=torch.bool)
+    with pytest.raises(TypeError, match="kto_loss: kl must be a finite number, got kl='x'"):
+        functional.kto_loss(log_prob, preferred, kl="x")
+    wanted = functional.kto_loss(log_prob, preferred, kl=torch.full((6,), 0.5))
+    for kl in (0.5, torch.tensor(0.5), torch.tensor([0.5])):
+        assert functional.kto_loss(log_prob, preferred, kl=kl).equal(wanted)
+
+
+@pytest.mark.parametrize("reduction", ["foo", None])
+@pytest.mark.parametrize(
+    "name", ["LigerKLDIVLoss", "LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"]
+)
+def test_wrong_reductions_are_refused_when_the_module_is_made(name, reduction):
+    with pytest.raises(ValueError, match=f"{name}: reduction must be one of .* got reduction="):
+        getattr(modules, name)(reduction=reduction)
+
+
+def test_wrong_options_of_grpo_are_refused_when_the_module_is_made():
+    with pytest.raises(ValueError, match="LigerFusedLinearGRPOLoss: loss_type must be one of"):
+        modules.LigerFusedLinearGRPOLoss(loss_type="foo")
+
+
 def test_wrong_options_of_dpo_are_refused_when_the_module_is_made():
     with pytest.raises(ValueError, match="LigerFusedLinearDPOLoss: loss_type must be one of"):
         modules.LigerFusedLinearDPOLoss(loss_type="dpo")

@@ -118,7 +118,7 @@ def grpo_loss(
     least_zero = {"beta": beta, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     temperatures = (sapo_temperature_pos, sapo_temperature_neg)
     _check_numbers(op, least_zero, temperatures, delta)
-    _check_choices(op, loss_type, importance_sampling_level)
+    check_choices(op, loss_type, importance_sampling_level)
     require_bool(op, "use_bias_correction_kl", use_bias_correction_kl)
     kept, advantage = mask.to(log_prob.dtype), advantages.unsqueeze(1)
     if importance_ratio is not None:
@@ -257,7 +257,7 @@ def _check_numbers(
         require_number(op, "delta", delta, above=0)
 
 
-def _check_choices(op: str, loss_type: str, level: str) -> None:
+def check_choices(op: str, loss_type: str, level: str) -> None:
     require_choice(op, "loss_type", loss_type, GRPO_LOSSES)
     require_choice(op, "importance_sampling_level", level, ("token", "sequence"))
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):

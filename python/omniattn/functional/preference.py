@@ -281,7 +281,7 @@ def kto_loss(
     ref_log_prob: Tensor | None = None,
     *,
     beta: float = 0.1,
-    kl: Tensor | None = None,
+    kl: Tensor | float | None = None,
 ) -> Tensor:
     """Kahneman-Tversky optimisation per completion: ``1 - s(z)`` for a preferred one, ``1 - s(-z)``
     for another, with ``z = beta (log_prob - ref_log_prob - kl)``.
@@ -291,8 +291,8 @@ def kto_loss(
         preferred: (B,) bool.
         ref_log_prob: (B,) of the reference model, or None for 0.
         beta: above 0.
-        kl: an estimate of KL(policy || reference), of a shape that broadcasts to (B,), or None for
-            0; it should have no gradient.
+        kl: an estimate of KL(policy || reference), a number or a tensor (), (1,) or (B,) of any
+            floating dtype, or None for 0; it should have no gradient.
 
     Returns:
         (B,).
@@ -317,8 +317,20 @@ def kto_loss(
     require_shape(op, "preferred", preferred, log_prob.shape)
     gain = _against(op, "ref_log_prob", log_prob, ref_log_prob)
     if kl is not None:
+        _check_divergence(op, kl, log_prob)
         gain = gain - kl
     return 1 - torch.sigmoid(torch.where(preferred, beta * gain, -beta * gain))
+
+
+def _check_divergence(op: str, kl: Tensor | float, log_prob: Tensor) -> None:
+    if not isinstance(kl, Tensor):
+        return require_number(op, "kl", kl)
+    require_float(op, "kl", kl)
+    if kl.shape not in ((), (1,), log_prob.shape):
+        raise ValueError(
+            f"{op}: kl must have shape (), (1,) or {tuple(log_prob.shape)}, "
+            f"got kl.shape={tuple(kl.shape)}"
+        )
 
 
 def _check_pair(op: str, chosen: Tensor, rejected: Tensor, beta: float) -> None:

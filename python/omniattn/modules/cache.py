@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import FLOATS
+from omniattn.functional._checks import FLOATS, require_int
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.modules.state import State, Storage, require_index
 
@@ -106,6 +106,7 @@ class StoredCache(Cache):
         return self._k[:, :, :count].transpose(1, 2), self._v[:, :, :count].transpose(1, 2)
 
     def crop(self, length: int) -> None:
+        require_int(type(self).__name__, "length", length)
         if not 0 <= length <= self.length:
             raise ValueError(
                 f"{type(self).__name__}: length must be in 0..{self.length}, got length={length}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import widen
+from omniattn.functional._checks import require_int, widen
 from omniattn.functional.masks import BoolMask
 from omniattn.modules.cache import Cache, check_new, new_storage
 from omniattn.modules.eviction import Eviction, Slots, evicted_of, require_plain
@@ -339,6 +339,7 @@ class EvictingCache(Cache):
             stored.copy_(t)
 
     def crop(self, length: int) -> None:
+        require_int("EvictingCache", "length", length)
         if not 0 <= length <= self.length:
             raise ValueError(
                 f"EvictingCache: length must be in 0..{self.length}, got length={length}"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional._checks import require_int
 from omniattn.functional.selected_blocks import block_means
 from omniattn.modules.cache import Cache, StoredCache, check_new
 from omniattn.modules.state import require_index, take
@@ -227,6 +228,7 @@ class CrossCache(Cache):
 
     def crop(self, length: int) -> None:
         """Does nothing: the source does not depend on the tokens."""
+        require_int("CrossCache", "length", length)
 
     def reorder(self, index: Tensor) -> None:
         if self._kv is not None:

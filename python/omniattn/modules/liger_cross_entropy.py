@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_choice
+from omniattn.ops.loss import REDUCTIONS
 
 __all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"]
 
@@ -50,6 +52,7 @@ class _CrossEntropy(nn.Module):
         return_predicted_tokens: bool,
     ) -> None:
         super().__init__()
+        require_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         if class_weight is not None and lse_square_scale != 0:
             raise NotImplementedError(
                 f"{type(self).__name__}: lse_square_scale must be 0 with class weights (z_loss of "

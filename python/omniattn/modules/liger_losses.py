@@ -11,6 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import require_choice
 
 __all__ = [
     "LigerFusedLinearJSD",
@@ -18,6 +19,8 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
 ]
+
+_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 
 
 def detached(t: Tensor | None) -> Tensor | None:
@@ -76,6 +79,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     def __init__(self, eps: float = 1e-10, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        require_choice(type(self).__name__, "reduction", self.reduction, _REDUCTIONS)
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:

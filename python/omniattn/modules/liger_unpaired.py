@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional.policy import check_choices
 from omniattn.modules.liger_losses import detached
 from omniattn.modules.liger_preference import Logged, log_probs, mean_logits, required
 
@@ -139,6 +140,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
+        check_choices(type(self).__name__, loss_type, importance_sampling_level)
         self.use_ref_model = use_ref_model
         self.temperature = temperature
         self.options: dict[str, Any] = {

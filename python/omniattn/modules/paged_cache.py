@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._checks import require_int
 from omniattn.functional.masks import KeyPadding, Mask
 from omniattn.modules.cache import Cache, check_new, new_storage
 from omniattn.modules.state import require_index, take
@@ -222,6 +223,7 @@ class PagedCache(Cache):
             row += [self.pool.acquire() for _ in range(more)]
 
     def crop(self, length: int) -> None:
+        require_int("PagedCache", "length", length)
         if not 0 <= length <= self.length:
             raise ValueError(f"PagedCache: length must be in 0..{self.length}, got length={length}")
         self._lengths = [min(n, length) for n in self._lengths]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional._checks import require_int
 from omniattn.modules.cache import StoredCache, check_new
 from omniattn.modules.eviction import evicted_of
 from omniattn.modules.state import take
@@ -125,6 +126,7 @@ class RollingCache(StoredCache):
         return self.views() if attended is None else attended
 
     def crop(self, length: int) -> None:
+        require_int("RollingCache", "length", length)
         if 0 <= length < self.length and self.length > self.window:
             raise ValueError(
                 f"RollingCache: tokens before position {length} must not be overwritten yet, "

@@ -61,6 +61,7 @@ class SelectiveCache(KVCache):
         self.penalty.copy_(penalty)
 
     def crop(self, length: int) -> None:
+        require_int("SelectiveCache", "length", length)
         if length not in (0, self.length):
             raise ValueError(
                 "SelectiveCache: the penalties of other tokens count those that would be cropped, "

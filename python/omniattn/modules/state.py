@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
 
@@ -196,6 +196,7 @@ class RecurrentState:
         self.length = length
 
     def crop(self, length: int) -> None:
+        require_int("RecurrentState", "length", length)
         if length != self.length:
             raise ValueError(
                 "RecurrentState: a recurrence cannot forget tokens, go on from a copy.deepcopy "
@@ -253,6 +254,8 @@ class StatePair:
 
 def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
     """The values of `keys`, which must be all that a saved state has."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{op}: state must be what state_dict returns, got state={shown(state)}")
     if set(state) != set(keys):
         missing = [key for key in keys if key not in state]
         unexpected = [key for key in state if key not in keys]
