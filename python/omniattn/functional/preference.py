@@ -14,6 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    is_one_of,
     require_bool,
     require_choice,
     require_float,
@@ -326,7 +327,7 @@ def _check_divergence(op: str, kl: Tensor | float, log_prob: Tensor) -> None:
     if not isinstance(kl, Tensor):
         return require_number(op, "kl", kl)
     require_float(op, "kl", kl)
-    if kl.shape not in ((), (1,), log_prob.shape):
+    if not is_one_of(kl.shape, (), (1,), log_prob.shape):
         raise ValueError(
             f"{op}: kl must have shape (), (1,) or {tuple(log_prob.shape)}, "
             f"got kl.shape={tuple(kl.shape)}"
