@@ -12,7 +12,7 @@ from torch import nn
 
 import omniattn.hf
 from omniattn.hf.loss import causal_lm_loss
-from omniattn.hf.rotary import rotary_forward
+from omniattn.hf.rotary import _rotary_half_twice, rotary_forward
 from omniattn.hf.subclass import _log_once, subclass
 
 
@@ -166,6 +166,20 @@ def test_inputs_of_another_dtype_are_logged_once(caplog):
         model.model.norm(torch.randn(2, 48))
     reason = "its input is torch.float32 and its weight torch.bfloat16"
     assert messages(caplog) == [("WARNING", f"patch: LlamaRMSNorm runs its own forward: {reason}")]
+
+
+def test_norms_under_autocast_keep_the_dtype_of_their_weight():
+    model = MODELS["llama"][0]()
+    theirs, x = copy.deepcopy(model.model.norm), torch.randn(2, 48).bfloat16()
+    omniattn.hf.patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.model.norm(x), theirs(x))
+    original = hf.models.llama.modeling_llama.apply_rotary_pos_emb
+    q, k, angle = torch.randn(1, 2, 3, 8).bfloat16(), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 4)
+    cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
+    pairs = zip(_rotary_half_twice(q, k, cos, sin), original(q, k, cos, sin), strict=True)
+    for ours, same in pairs:
+        torch.testing.assert_close(ours.float(), same.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_hooks_of_patched_layers_are_called():

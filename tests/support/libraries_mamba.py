@@ -21,7 +21,7 @@ def selective_scan_fn(
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, *, dt_softplus=False
 ):
     """x, z (B, T, H, P), dt (B, T, H), B, C (B, T, G, N)."""
     dt = dt if dt_bias is None else dt + dt_bias

@@ -71,7 +71,8 @@ def _rotate(
     """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, rotated by cos, sin (B, T, Dr/2)."""
     heads_first = unsqueeze_dim == 1
     if q.dtype != k.dtype:  # under autocast: each in its own dtype
-        return tuple(_rotate(t, t, cos, sin, unsqueeze_dim, interleaved)[0] for t in (q, k))  # type: ignore[return-value]
+        table = (cos, sin, unsqueeze_dim, interleaved)
+        return _rotate(q, q, *table)[0], _rotate(k, k, *table)[0]
     q, k_or_none = functional.apply_rotary(
         q.transpose(1, 2) if heads_first else q,
         k.transpose(1, 2) if heads_first else k,

@@ -69,7 +69,12 @@ def _patched_instance(original: Any, named: Forward) -> Any:
 
 def _or_original(forward: Forward) -> Forward:
     """`forward`, or the module's own where this package has no kernel: for a weight that became a
-    tensor of another class, or has another dtype than x."""
+    tensor of another class, or has another dtype than x.
+
+    Autocast brings both to one dtype, but for a norm that multiplies by its weight last: theirs
+    then gives the wider one.
+    """
+    takes_autocast = forward is not layers.rms_norm_llama
 
     @functools.wraps(forward)
     def checked(self: Any, x: Tensor, *loss: Any) -> Any:
@@ -78,7 +83,9 @@ def _or_original(forward: Forward) -> Forward:
             return forward(self, x, *loss)
         if hasattr(type(weight), "__tensor_flatten__"):
             reason = f"its weight is a {type(weight).__name__}"
-        elif x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        elif x.dtype != weight.dtype and not (
+            takes_autocast and torch.is_autocast_enabled(x.device.type)
+        ):
             # Models that keep a stream in fp32 and their weights in half precision.
             reason = f"its input is {x.dtype} and its weight {weight.dtype}"
         else:

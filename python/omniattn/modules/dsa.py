@@ -159,7 +159,8 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
             index_tie: which of equal scores comes first, the "first" key or the most "recent".
             stage: "sparse", or "dense" for the warm-up, in which attention sees all keys and the
                 indexer learns the weights of all.
-            index_weight: of the indexer's loss, the mean over tokens, in training; 0 for none.
+            index_weight: of the indexer's loss, the mean over tokens, in training; 0 for none. It
+                alone trains the indexer: a model's `auxiliary_loss()` is to be added to its loss.
         """
 
         index_heads: int | None = None
