@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omniattn.encoding.masks import MaskKind
 from omniattn.encoding.options import ScoreKind
-from omniattn.functional import attention, attention_weights, masks
+from omniattn.functional import attention, attention_weights, masks, rms_norm_gated, scores
 
 
 def test_the_gradient_of_a_parameter_is_wanted_once():
@@ -145,3 +145,26 @@ def test_raw_op_raises_or_is_right(args):
     )
     assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     assert [g.shape for g in grads[3]] == [aux[i].shape for i in wanted]
+
+
+@pytest.mark.parametrize("name", ["sinks", "head_scale", "alibi_slopes", "bias", "mask", "rows"])
+def test_options_are_strided(name):
+    q, t = torch.randn(1, 3, 2, 4), torch.ones(2)
+    if name in ("bias", "mask"):
+        t = torch.ones(3, 3, dtype=torch.bool if name == "mask" else None)
+    with pytest.raises(TypeError, match=f"{name} must be strided, got {name}.layout="):
+        if name == "rows":
+            scores.DistanceRows(torch.ones(3, 2, 4).to_sparse(), 1)
+        attention(q, q, q, **{name: t.to_sparse()})
+
+
+def test_what_is_no_option_of_a_kind_is_named():
+    q = torch.randn(1, 3, 2, 4)
+    with pytest.raises(TypeError, match=r"a mask is neither true nor false; .* &, \| and ~"):
+        attention(q, q, q, mask=masks.Causal() and masks.Chunked(3))
+    with pytest.raises(TypeError, match="attention_weights: column_sums must be a bool"):
+        attention_weights(q, q, torch.zeros(1, 2, 3), column_sums=5)
+    with pytest.raises(
+        TypeError, match=r"rms_norm_gated: gate must be a torch.Tensor, got gate=None"
+    ):
+        rms_norm_gated(q, None)

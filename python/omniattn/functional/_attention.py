@@ -292,6 +292,7 @@ def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
 
 def require_bias(op: str, name: str, bias: Tensor, q: Tensor, q_name: str = "q") -> None:
     require_float(op, name, bias)
+    require_strided(op, name, bias)
     widest = compute_dtype(q)
     if bias.dtype != q.dtype and bias.dtype != torch.float32 and widest != torch.float32:
         raise TypeError(
@@ -378,6 +379,7 @@ def require_parameter(
     op: str, name: str, t: Tensor, q: Tensor, shapes: list[tuple[int, ...]]
 ) -> None:
     require_float(op, name, t)
+    require_strided(op, name, t)
     if t.device != q.device:
         raise ValueError(
             f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "

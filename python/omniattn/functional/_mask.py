@@ -12,6 +12,7 @@ from torch import Tensor
 from omniattn.encoding.masks import EncodedMask, MaskKind, Rule, Sizes, of_sequence, visible
 from omniattn.functional._checks import (
     refuse_nested,
+    require_strided,
     shown,
 )
 
@@ -29,6 +30,11 @@ class Mask(EncodedMask):
         from omniattn.functional._computed_mask import AnyOf
 
         return AnyOf((self, other))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{type(self).__name__}: a mask is neither true nor false; combine masks by &, | and ~"
+        )
 
     def __invert__(self) -> Mask:
         from omniattn.functional._computed_mask import Not
@@ -190,3 +196,4 @@ def require_bool_mask(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
     if t.is_nested:
         refuse_nested(op, name, t)
+    require_strided(op, name, t)

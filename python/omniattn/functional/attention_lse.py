@@ -19,6 +19,7 @@ from omniattn.functional._attention import (
 )
 from omniattn.functional._checks import (
     implementation,
+    require_bool,
     require_float,
     shown,
 )
@@ -72,6 +73,7 @@ def attention_weights(
                   [0.5000, 0.5000]]]])
     """
     op = "attention_weights"
+    require_bool(op, "column_sums", column_sums)
     q, k, _ = autocast(op, q, k, k)
     check_shapes(op, q, k, k)
     full = full_shape(q, k)

@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_choice,
     require_int,
     require_shape,
+    require_tensor,
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.functional.norm import casts_first, check_row, vector_of_row
@@ -123,6 +124,7 @@ def rms_norm_gated(
         tensor([0.4243, 0.5657])
     """
     op = "rms_norm_gated"
+    require_tensor(op, "gate", gate)
     require_bool(op, "norm_before_gate", norm_before_gate)
     require_choice(op, "activation", activation, GATES)
     cast_first, place = casts_first(op, casting), "after" if norm_before_gate else "before"

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from omniattn.encoding.options import EncodedRows, EncodedTerm, ScoreKind, ScoreRule
-from omniattn.functional._checks import require_float, require_int, require_pair
+from omniattn.functional._checks import (
+    require_float,
+    require_int,
+    require_pair,
+    require_strided,
+)
 
 __all__ = ["DistanceBias", "DistanceRows", "RelativeBias", "ScoreRule", "T5Bias", "WindowBias"]
 
@@ -35,6 +40,7 @@ class T5Bias(RelativeBias):
 
     def __post_init__(self) -> None:
         require_float("T5Bias", "table", self.table)
+        require_strided("T5Bias", "table", self.table)
         require_int("T5Bias", "max_distance", self.max_distance, 1)
         if self.table.dim() != 2:
             raise ValueError(
@@ -70,6 +76,7 @@ class DistanceBias(RelativeBias):
 
     def __post_init__(self) -> None:
         require_float("DistanceBias", "table", self.table)
+        require_strided("DistanceBias", "table", self.table)
         if self.table.dim() != 2 or self.table.shape[0] < 1:
             raise ValueError(
                 f"DistanceBias: table must have shape (rows >= 1, Hq), "
@@ -91,6 +98,7 @@ class DistanceRows(EncodedRows):
 
     def __post_init__(self) -> None:
         require_float("DistanceRows", "rows", self.rows)
+        require_strided("DistanceRows", "rows", self.rows)
         if self.rows.dim() != 3 or self.rows.shape[0] < 1:
             raise ValueError(
                 f"DistanceRows: rows must have shape (rows >= 1, Hq, D), "
@@ -112,6 +120,7 @@ class WindowBias(RelativeBias):
 
     def __post_init__(self) -> None:
         require_float("WindowBias", "table", self.table)
+        require_strided("WindowBias", "table", self.table)
         require_pair("WindowBias", "window", self.window, 1)
         height, width = self.window
         rows = (2 * height - 1) * (2 * width - 1)
