@@ -67,7 +67,7 @@ def rms_norm_gated(
     lacks(casting=casting != "fp32")
     factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.float())
     v = x.float() if norm_before_gate else x.float() * factor
-    parts = v.view(*v.shape[:-1], num_groups, -1)
+    parts = v.view(*v.shape[:-1], num_groups, v.shape[-1] // num_groups)
     y = F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(-2)
     y = y if weight is None else y * weight.float()
     return (y * factor if norm_before_gate else y).to(x.dtype)

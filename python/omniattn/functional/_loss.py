@@ -15,7 +15,7 @@ from omniattn.functional._checks import (
     require_shape,
 )
 from omniattn.ops._autograd import may_need_gradient
-from omniattn.ops.loss import REDUCTIONS
+from omniattn.ops.loss import REDUCTIONS as REDUCTIONS
 from omniattn.reference.precision import compute_dtype
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.ops.loss import REDUCTIONS
+from omniattn.functional._loss import REDUCTIONS
 
 __all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"]
 
