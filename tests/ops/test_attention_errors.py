@@ -162,7 +162,9 @@ def test_what_is_no_option_of_a_kind_is_named():
     q = torch.randn(1, 3, 2, 4)
     with pytest.raises(TypeError, match=r"a mask is neither true nor false; .* &, \| and ~"):
         attention(q, q, q, mask=masks.Causal() and masks.Chunked(3))
-    with pytest.raises(TypeError, match="attention_weights: column_sums must be True or False, got column_sums=5"):
+    with pytest.raises(
+        TypeError, match="attention_weights: column_sums must be True or False, got column_sums=5"
+    ):
         attention_weights(q, q, torch.zeros(1, 2, 3), column_sums=5)
     with pytest.raises(
         TypeError, match=r"rms_norm_gated: gate must be a torch.Tensor, got gate=None"
