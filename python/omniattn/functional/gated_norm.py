@@ -124,6 +124,7 @@ def rms_norm_gated(
         tensor([0.4243, 0.5657])
     """
     op = "rms_norm_gated"
+    require_tensor(op, "x", x)
     require_tensor(op, "gate", gate)
     require_bool(op, "norm_before_gate", norm_before_gate)
     require_choice(op, "activation", activation, GATES)
