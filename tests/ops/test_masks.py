@@ -418,7 +418,8 @@ def test_combined_masks_follow_their_tensors():
 )
 def test_parts_of_combined_masks_must_fit(part):
     q, k, part = torch.randn(2, 3, 1, 8), torch.randn(2, 70, 1, 8), part()
-    for mask in (part, part | masks.Causal(), ~part, masks.Causal() & ~(part | part)):
+    causal = masks.Causal()
+    for mask in (part, part | causal, ~part, causal & ~(part | part), ~(part & causal)):
         with pytest.raises(ValueError, match=r"^attention: |^GridNeighbourhood: "):
             functional.attention(q, k, k, mask=mask)
 

@@ -259,15 +259,22 @@ def _with_mask_mod(options: Options) -> Options:
 def _seen(mask: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """What the mask says of a pair: a bool that depends on it."""
     try:
-        inspect.signature(mask).bind(b, h, q, k)
+        seen = mask(b, h, q, k)
+    except TypeError:
+        _require_arguments(mask)
+        raise
+    if getattr(seen, "dtype", None) != torch.bool:
+        raise TypeError(f"mask must be a function that gives bool tensors, got {seen!r}")
+    return seen
+
+
+def _require_arguments(mask: MaskMod) -> None:
+    try:
+        inspect.signature(mask).bind(*"bhqk")
     except TypeError as error:
         raise TypeError(f"mask must be a function of (b, h, q, k): {error}") from None
     except ValueError:  # a builtin without a signature
         pass
-    seen = mask(b, h, q, k)
-    if getattr(seen, "dtype", None) != torch.bool:
-        raise TypeError(f"mask must be a function that gives bool tensors, got {seen!r}")
-    return seen
 
 
 def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:

@@ -198,13 +198,20 @@ def _checked(op: str, rules: list[Rule], q: Tensor, full: tuple[int, ...]) -> li
     ]
 
 
-def _check_parts(op: str, mask: Mask, sizes: Sizes, q: Tensor, full: tuple[int, ...]) -> None:
+def _check_parts(
+    op: str,
+    mask: Mask,
+    sizes: Sizes,
+    q: Tensor,
+    full: tuple[int, ...],
+    computed: bool = False,
+) -> None:
     """Of a mask that is computed from others, which must fit as if they were alone."""
+    computed = computed or isinstance(mask, Computed)
     for part in mask.parts():
-        if part.parts():
-            _check_parts(op, part, sizes, q, full)
-        elif isinstance(mask, Computed) and not isinstance(part, Computed):
-            _checked(op, part.rules_of_call(sizes), q, full)
+        _check_parts(op, part, sizes, q, full, computed)
+    if computed and not isinstance(mask, Computed | All):
+        _checked(op, mask.rules_of_call(sizes), q, full)
 
 
 def _hint(mask: object) -> str:

@@ -71,8 +71,8 @@ def _or_original(forward: Forward) -> Forward:
     """`forward`, or the module's own where this package has no kernel: for a weight that became a
     tensor of another class, or has another dtype than x.
 
-    Autocast brings both to one dtype, but for a norm that multiplies by its weight last: theirs
-    then gives the wider one.
+    Autocast casts both to one dtype, except for a norm that multiplies by its weight last: that of
+    transformers then gives the wider one.
     """
     takes_autocast = forward is not layers.rms_norm_llama
 
