@@ -35,8 +35,27 @@ OMNIATTN_FN T softmax_normaliser(T l) {
   return l == T(0) ? T(0) : T(1) / l;
 }
 
-// The lse of a row in natural units, and what was lost in rounding it: near the ends of the range
-// of m, that may be all of ln l. Only value + tail gives probabilities whose sum is 1.
+// a * b, which no compiler fuses with a sum.
+template <class T>
+OMNIATTN_FN T rounded_product(T a, T b) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return __builtin_fmaf(a, b, T(0));
+  } else {
+    return __builtin_fma(a, b, T(0));
+  }
+}
+
+// The shift in the backward's exponent, in the unit of logits, from the lse of a row. A shift of
+// +inf makes every probability of a fully masked row 0.
+template <class T>
+OMNIATTN_FN T softmax_backward_shift(const Score& score, T lse) {
+  if (lse == negative_infinity<T>()) return -lse;
+  return score.natural ? lse : rounded_product(lse, T(kLog2E));
+}
+
+// The lse of a row in natural units, and what the backward's shift lost in rounding: at large
+// logits, that may be all of ln l. Only with the tail do the backward's probabilities,
+// e^(s - shift - tail), have the sum 1.
 template <class T>
 struct Lse {
   T value, tail;
@@ -45,15 +64,9 @@ template <class T>
 OMNIATTN_FN Lse<T> softmax_lse(const Score& score, T m, T l, T ln_l) {
   if (l == T(0)) return {negative_infinity<T>(), T(0)};
   const T value = from_logit(score, m) + ln_l;
-  return {value, score.natural ? (m - value) + ln_l : T(0)};
+  return {value, from_logit(score, m - softmax_backward_shift(score, value)) + ln_l};
 }
-
-// The backward's probabilities are e^(s - shift) times a row's factor, e^-tail = 2^exponent. A
-// shift of +inf makes every probability of a fully masked row 0.
-template <class T>
-OMNIATTN_FN T softmax_backward_shift(const Score& score, T lse) {
-  return lse == negative_infinity<T>() ? -negative_infinity<T>() : to_logit(score, lse);
-}
+// e^-tail = 2^exponent, the factor of a row's probabilities.
 template <class T>
 OMNIATTN_FN T softmax_tail_exponent(T tail) {
   return tail * -T(kLog2E);

@@ -160,9 +160,8 @@ def expected(rules, side, tq, tk):
         elif kind == EVERY:
             out &= (j % a == 0) | (j == i)
         elif kind == NEIGHBOURS:
-            out &= np.array(
-                [[key in neighbours(x, a, b, tk) for key in range(tk)] for x in i[:, 0]]
-            )
+            seen = [neighbours(x, a, b, tk) for x in i[:, 0]]
+            out &= np.array([[key in run for key in range(tk)] for run in seen])
         else:
             code = side[aux][:, :, q // 64, j // 64]
             words = side[aux + 1][np.maximum(code - 2, 0), q % 64]
