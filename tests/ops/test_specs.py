@@ -17,8 +17,9 @@ from omniattn.testing.spec import SHORT_DTYPE
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SPECS = testing.registry()
-#: Only these labels are made into tests: collecting all takes longer than many a run of a few.
-SELECTED = re.compile(os.environ.get("OMNIATTN_TEST_SPECS", ""))
+#: Only labels that one of these lines finds are made into tests: collecting all takes longer than
+#: many a run of a few.
+SELECTED = [re.compile(line) for line in os.environ.get("OMNIATTN_TEST_SPECS", "").split("\n")]
 
 
 def cases(spec, selection):
@@ -57,6 +58,7 @@ DERIVED = {"backward", "expanded_gradient", "gradcheck", "checkpointed", "transf
 
 
 def matrix():
+    useless = set(SELECTED)
     for name, (selection, dtypes) in MATRIX.items():
         for spec in SPECS.values():
             if name in DERIVED and not spec.differentiable:
@@ -64,11 +66,15 @@ def matrix():
             for case in cases(spec, selection):
                 for dtype in dtypes or spec.dtypes[:1]:
                     label = f"{name}-{spec.name}-{case.name}-{SHORT_DTYPE[dtype]}"
-                    if dtype in spec.dtypes and SELECTED.search(label):
+                    if dtype not in spec.dtypes:
+                        continue
+                    if found := {pattern for pattern in SELECTED if pattern.search(label)}:
+                        useless -= found
                         marks = [pytest.mark.slow] if name in SLOW else []
                         yield pytest.param(
                             PROPERTIES[name], spec, case, dtype, id=label, marks=marks
                         )
+    assert not useless, f"lines of OMNIATTN_TEST_SPECS that find no test: {useless}"
 
 
 @pytest.fixture(autouse=True)
