@@ -145,18 +145,19 @@ def bigbird_attention(
     first."""
     tokens, tk, heads = num_global_tokens, k.shape[1], q.shape[2]
     length = (tk if length is None else length) - tokens
-    blocks = -(-length // block)
+    blocks = max(1, -(-length // block))
     if rand_blocks is None and blocks > 5 + 2 * n_random:
         rand_blocks = bigbird_random_blocks(blocks, heads, n_random, seed, draw=draw, causal=causal)
     counts = bigbird_counts(blocks, heads, rand_blocks, n_random).to(q.device)
     if not count_duplicates:
         counts = counts.clamp(max=1)
-    of = torch.arange(length, device=q.device) // block
-    counts = torch.nn.functional.pad(counts[:, of[:, None], of], (tokens, 0, tokens, 0), value=1)
-    at = torch.arange(tokens + length, device=q.device)
-    rows = slice(tk - q.shape[1], tk)
-    allowed = (counts > 0) & (at <= at[:, None] if causal else torch.ones_like(counts[0] > 0))
-    counts, allowed = counts[:, rows, :tk], allowed[:, rows, :tk]
+    at = torch.arange(tk, device=q.device)
+    rows, of = slice(tk - q.shape[1], tk), (at - tokens).clamp(min=0) // block
+    is_global = (at < tokens) | (at[rows, None] < tokens)
+    counts = counts[:, of[rows, None], of].masked_fill(is_global, 1)
+    allowed = counts > 0
+    if causal:
+        allowed = allowed & (at <= at[rows, None])
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
     bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
     how: dict[str, Any] = {"scale": scale, "softcap": softcap}
