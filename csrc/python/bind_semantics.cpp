@@ -148,8 +148,9 @@ void bind_semantics(py::module_& m) {
     const Lse<double> lse = softmax_lse(score_of(kinds), x, l, ln_l);
     return std::pair{lse.value, lse.tail};
   });
-  m.def("softmax_backward_shift", [](const std::vector<int32_t>& kinds, double x) {
-    return softmax_backward_shift(score_of(kinds), x);
+  m.def("softmax_backward_shift", [](const std::vector<int32_t>& kinds, double x, double tail) {
+    const auto [shift, exponent] = softmax_backward_shift(score_of(kinds), Lse<double>{x, tail});
+    return std::pair{shift, exponent};
   });
 
   m.def("rope_pair", [](int64_t n, int64_t half, bool interleaved) {

@@ -170,6 +170,10 @@ template <class T>
 OMNIATTN_FN T from_logit(const Score& score, T logit) {
   return score.natural ? logit : logit * T(kLn2);
 }
+template <class T>
+OMNIATTN_FN T to_logit(const Score& score, T s) {
+  return score.natural ? s : s * T(kLog2E);
+}
 
 // The transform's g(x) and g'(x), for vectors and scalars.
 template <class V>

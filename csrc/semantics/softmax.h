@@ -45,17 +45,17 @@ OMNIATTN_FN T rounded_product(T a, T b) {
   }
 }
 
-// The shift in the backward's exponent, in the unit of logits, from the lse of a row. A shift of
-// +inf makes every probability of a fully masked row 0.
+// The lse of a row in the unit of logits, always rounded alike; +inf for a fully masked row, so
+// that its probabilities e^(s - lse) are 0.
 template <class T>
-OMNIATTN_FN T softmax_backward_shift(const Score& score, T lse) {
+OMNIATTN_FN T lse_in_logits(const Score& score, T lse) {
   if (lse == negative_infinity<T>()) return -lse;
   return score.natural ? lse : rounded_product(lse, T(kLog2E));
 }
 
-// The lse of a row in natural units, and what the backward's shift lost in rounding: at large
-// logits, that may be all of ln l. Only with the tail do the backward's probabilities,
-// e^(s - shift - tail), have the sum 1.
+// The lse of a row in natural units, and what lse_in_logits lost of m + ln l, in the unit of
+// logits: at large ones, that may be all of ln l. Only value and tail give probabilities whose sum
+// is 1.
 template <class T>
 struct Lse {
   T value, tail;
@@ -64,12 +64,20 @@ template <class T>
 OMNIATTN_FN Lse<T> softmax_lse(const Score& score, T m, T l, T ln_l) {
   if (l == T(0)) return {negative_infinity<T>(), T(0)};
   const T value = from_logit(score, m) + ln_l;
-  return {value, from_logit(score, m - softmax_backward_shift(score, value)) + ln_l};
+  return {value, (m - lse_in_logits(score, value)) + to_logit(score, ln_l)};
 }
-// e^-tail = 2^exponent, the factor of a row's probabilities.
+
+// The backward's probabilities are e^(s - shift) times 2^exponent, a factor of their row: shift is
+// the sum of lse and tail, exponent what that sum loses.
 template <class T>
-OMNIATTN_FN T softmax_tail_exponent(T tail) {
-  return tail * -T(kLog2E);
+struct BackwardShift {
+  T shift, exponent;
+};
+template <class T>
+OMNIATTN_FN BackwardShift<T> softmax_backward_shift(const Score& score, const Lse<T>& lse) {
+  const T value = lse_in_logits(score, lse.value), shift = value + lse.tail;
+  if (lse.value == negative_infinity<T>()) return {value, T(0)};
+  return {shift, ((shift - value) - lse.tail) * exponent_factor<T>(score)};
 }
 
 // The final factor and the lse of a row, for any normaliser.

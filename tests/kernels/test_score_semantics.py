@@ -150,18 +150,20 @@ def test_softmax_rules_of_an_empty_row():
     assert kernels.softmax_normaliser(0.0) == 0 and kernels.softmax_normaliser(4.0) == 0.25
     for rules in ([], [BIAS]):
         assert kernels.softmax_lse(rules, -inf, 0.0, -inf) == (-inf, 0)
-        assert kernels.softmax_backward_shift(rules, -inf) == inf
+        assert kernels.softmax_backward_shift(rules, -inf, 0.0) == (inf, 0)
         assert math.isnan(kernels.softmax_lse(rules, 1.0, math.nan, math.nan)[0])
     assert math.isnan(kernels.softmax_normaliser(math.nan))
 
 
 @pytest.mark.parametrize("m", [0.0, 1.0, -3.5, 1e9, -1e17, -sys.float_info.max, sys.float_info.max])
-@pytest.mark.parametrize("rules, unit", [([BIAS], 1.0), ([], math.log(2))])
-def test_shift_and_tail_hold_m_and_l(rules, unit, m):
+@pytest.mark.parametrize("rules, unit", [([BIAS], math.log2(math.e)), ([], 1.0)])
+def test_the_backward_finds_m_and_l_of_a_row(rules, unit, m):
+    """2^((s - shift) unit + exponent) is e^(s - m) / l of a logit s."""
     lse, tail = kernels.softmax_lse(rules, m, 8.0, math.log(8))
-    shift = kernels.softmax_backward_shift(rules, lse)
-    assert lse == pytest.approx(m * unit + math.log(8), rel=1e-15)
-    assert (shift - m) * unit + tail == pytest.approx(math.log(8), rel=1e-14)
+    assert lse == pytest.approx(m * math.log(2) * unit + math.log(8), rel=1e-15)
+    shift, exponent = kernels.softmax_backward_shift(rules, lse, tail)
+    lost = 1e-15 + 1e-31 * abs(m)  # of ln l, by the difference of m and lse
+    assert (m - shift) * unit + exponent == pytest.approx(-3, rel=1e-15, abs=min(3, lost))
 
 
 def test_rope_pairs_and_rotation():

@@ -57,7 +57,8 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = x.row + r;
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
-    const A factor = exp2(V(softmax_tail_exponent(tail[r]))).v[0];
+    const auto [shift, exponent] = softmax_backward_shift(p.score, Lse<A>{lse[r], tail[r]});
+    const A factor = exp2(V(exponent)).v[0];
     auto* const grad = rows.grad_out(row);
     pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin + r, x.h), 0, 1, p.dv, factor,
                  grad);
@@ -66,7 +67,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
     rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat + r] : A(0));
-    rows.shift(row) = softmax_backward_shift(p.score, lse[r]);
+    rows.shift(row) = shift;
   }
   if (params.part_sinks != nullptr) {
     A sum = A(0);

@@ -210,7 +210,7 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   return {x, slope};
 }
 
-// The P of a row is factor * e^(logit - shift), see Lse.
+// The P of a row is factor * e^(logit - shift), see BackwardShift.
 template <class A>
 struct RowStats {
   A shift, factor, delta;
@@ -219,10 +219,10 @@ struct RowStats {
 template <class A>
 __device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& params,
                                                 int64_t row) {
-  const A lse = static_cast<const A*>(params.lse)[row];
-  const A tail = static_cast<const A*>(params.lse_tail)[row];
-  return {softmax_backward_shift(params.problem.score, lse), exp2(softmax_tail_exponent(tail)),
-          static_cast<const A*>(params.workspace)[row]};
+  const Lse<A> lse{static_cast<const A*>(params.lse)[row],
+                   static_cast<const A*>(params.lse_tail)[row]};
+  const auto [shift, exponent] = softmax_backward_shift(params.problem.score, lse);
+  return {shift, exp2(exponent), static_cast<const A*>(params.workspace)[row]};
 }
 
 // The gradients of one pair.

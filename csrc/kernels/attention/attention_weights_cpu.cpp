@@ -60,7 +60,7 @@ void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t i
       const RowScore<A> score{
           p,        b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
           registers};
-      weigh_row(score, s + r * kKeyBlock, columns, softmax_backward_shift(p.score, lse[r]), sums);
+      weigh_row(score, s + r * kKeyBlock, columns, lse_in_logits(p.score, lse[r]), sums);
       if (params.weights == nullptr) continue;
       T* const row = static_cast<T*>(params.weights) + (head * p.tq + queries.begin + r) * p.tk;
       store_row(s + r * kKeyBlock + columns.begin, A(1),
@@ -82,7 +82,7 @@ void weigh_few(const AttentionWeightsParams& params, const RowScore<compute_t<T>
   const AttentionProblem& p = params.problem;
   const int64_t row = (score.b * p.hq + score.h) * p.tq + score.q;
   score.to_logits(x, {0, count});
-  const A shift = softmax_backward_shift(p.score, static_cast<const A*>(params.lse)[row]);
+  const A shift = lse_in_logits(p.score, static_cast<const A*>(params.lse)[row]);
   with_weight(p.score, shift, [&](auto weight) {
     for_columns<A>({0, count}, [&](int64_t n) {
       const V w = weight(load(x + n)).value;

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         const int64_t row = row_index(p, s, h, inside ? tile.q + r : tile.q);
         const A exponent = exponent_factor<A>(p.score);
         const A lse = static_cast<const A*>(params.lse)[row];
-        const A shift = is_softmax(p.score) ? softmax_backward_shift(p.score, lse) : A(0);
+        const A shift = is_softmax(p.score) ? lse_in_logits(p.score, lse) : A(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;

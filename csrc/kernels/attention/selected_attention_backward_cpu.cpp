@@ -139,9 +139,10 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
   fill_zero(rows.grad_q, rows.count * rows.ldq);
   for_item_rows(item, [&](int64_t r, int64_t query, int64_t h) {
     const int64_t stat = (item.b * p.hq + h) * p.lse_stride + query;
-    const A lse = static_cast<const A*>(params.lse)[stat];
-    const A tail = static_cast<const A*>(params.lse_tail)[stat];
-    const A factor = exp2(V(softmax_tail_exponent(tail))).v[0];
+    const Lse<A> lse{static_cast<const A*>(params.lse)[stat],
+                     static_cast<const A*>(params.lse_tail)[stat]};
+    const auto [shift, exponent] = softmax_backward_shift(p.score, lse);
+    const A factor = exp2(V(exponent)).v[0];
     auto* const grad = rows.grad_out + r * rows.row_o;
     pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv, factor, grad);
     const T* const out = row_of<T>(params.out, item.b, query, h);
@@ -151,7 +152,7 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
     }
     const auto* const grad_lse = static_cast<const A*>(params.grad_lse);
     rows.delta[r] = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat] : A(0));
-    rows.shift[r] = softmax_backward_shift(p.score, lse);
+    rows.shift[r] = shift;
     if (params.part_sinks != nullptr) {
       const A distance = (initial_maximum<A>(p, h) - rows.shift[r]) * exponent_factor<A>(p.score);
       static_cast<A*>(params.part_sinks)[stat] = -exp2(V(distance)).v[0] * rows.delta[r];
