@@ -197,8 +197,9 @@ def _check(
             f"{op}: down_weight must have shape (n, {hidden}), "
             f"got down_weight.shape={tuple(down_weight.shape)}"
         )
-    for name, t in (("x", x), (names[0], gate_weight), ("down_weight", down_weight)):
-        require_strided(op, name, t)
+    require_strided(op, "x", x)
+    require_strided(op, names[0], gate_weight)
+    require_strided(op, "down_weight", down_weight)
     for name, t, shape in (
         ("up_weight", up_weight, tuple(gate_weight.shape)),
         (names[1], gate_bias, (hidden,)),
