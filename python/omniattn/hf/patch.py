@@ -131,7 +131,8 @@ def patch(
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
             count[name] += found is not layer_forward  # whose inner layer is counted
-    forward = causal_lm_forward(type(inner))
+    model_kind: Any = type(inner)
+    forward = causal_lm_forward(model_kind)
     if loss and forward is not None and inner.loss_function is ForCausalLMLoss:
         inner.loss_function = causal_lm_loss
         count["loss"] = 1
