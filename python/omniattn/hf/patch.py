@@ -85,7 +85,8 @@ def patch(
 
     Returns:
         What was swapped, and how often: {"linear": 15, "norm": 5, ...}. The loss counts for a model
-        that takes labels, whether or not it is called with them; T5 computes its own in its place.
+        that takes labels, whether or not it is called with them, also where it computes its loss
+        itself (T5).
 
     Raises:
         TypeError: another class of model, or an option that is no bool.

@@ -97,7 +97,7 @@ def _check(
     require_int(op, "seed", seed)
     if eos is not None:
         require_int(op, "eos", eos, 0, vocab - 1)
-    require_rows(op, "tokens", tokens.cpu().long(), vocab)
+    require_rows(op, "tokens", tokens.cpu(), vocab)
 
 
 def _encoder(model: Generator) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -55,9 +55,8 @@ class Embedding(nn.Embedding):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """index (...) of any integer dtype -> (..., dim)."""
         require_integers("Embedding", self.name, index)
-        index = index.long()  # torch's embedding takes int32 and int64 alone
         require_rows("Embedding", self.name, index, self.num_embeddings)
-        return super().forward(index)
+        return super().forward(index.long())  # torch takes int32 and int64 alone
 
 
 class Model(nn.Module):
