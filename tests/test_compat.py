@@ -352,3 +352,16 @@ def test_gradients():
     )
     loss.backward()
     assert all(t.grad.abs().max() > 0 for name, t in x.items() if name != "state")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chunk_linear_attn", "fused_recurrent_linear_attn", "parallel_based", "chunk_retention"],
+)
+def test_tensors_and_scales_are_checked_first(name):
+    x, call = tensors(), getattr(compat, name)
+    for scale in ("1", [1.0], float("inf")):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: scale must be a finite number"):
+            call(x["q"], x["k"], x["v"], scale=scale)
+    with pytest.raises(TypeError, match=f"{name}: q must be a torch.Tensor, got q=None"):
+        call(None, x["k"], x["v"])

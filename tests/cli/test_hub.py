@@ -102,3 +102,7 @@ def test_kernels_loads_it(variant):
 def test_errors(variant, capsys):
     assert main(["hub", str(variant)]) == 1
     assert "must not exist" in capsys.readouterr().err
+    occupied = variant / "metadata.json"
+    for folder in ("/proc/omniattn", str(occupied / "omniattn")):
+        assert main(["hub", folder]) == 1
+        assert capsys.readouterr().err.startswith(f"hub: cannot write to {folder}: ")

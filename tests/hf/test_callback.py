@@ -59,6 +59,12 @@ def test_a_trainer_trains_the_same(options, by_init, tmp_path):
 def test_options_are_those_of_patch_and_a_patched_model_stays(tmp_path):
     parameters = list(inspect.signature(patch).parameters)
     assert list(PatchOptions.__annotations__) == parameters[1:]
+    with pytest.raises(
+        TypeError, match=r"options must be of attention, linear, .* got norms=False"
+    ):
+        OmniattnCallback(norms=False)
+    with pytest.raises(TypeError, match="OmniattnCallback: norm must be True or False, got norm=0"):
+        OmniattnCallback(norm=0)
     trainer, _ = train(tmp_path, [OmniattnCallback(norm=False, mlp=False)])
     assert not hasattr(type(trainer.model.model.norm), "omniattn_original")
     before = type(trainer.model.lm_head)

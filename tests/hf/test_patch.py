@@ -12,6 +12,7 @@ from torch import nn
 
 import omniattn.hf
 from omniattn.hf.loss import causal_lm_loss
+from omniattn.hf.patch import is_patched
 from omniattn.hf.rotary import _rotary_half_twice, rotary_forward
 from omniattn.hf.subclass import _log_once, subclass
 
@@ -91,6 +92,29 @@ def test_unpatch_restores_the_model():
         "norm": 5,
         "mlp": 2,
     }
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_options_are_bools(value):
+    model = MODELS["llama"][0]()
+    with pytest.raises(
+        TypeError, match=f"attention must be True or False, got attention={value!r}"
+    ):
+        omniattn.hf.patch(model, attention=value)
+    assert not is_patched(model)
+
+
+def test_a_model_without_labels_has_no_loss(caplog):
+    model = MODELS["llama"][0]().model
+    assert "loss" not in omniattn.hf.patch(model)
+    assert not messages(caplog)
+
+
+def test_only_modules_are_unpatched():
+    with pytest.raises(
+        TypeError, match=r"unpatch: model must be a torch.nn.Module, got model=None"
+    ):
+        omniattn.hf.unpatch(None)
 
 
 def test_experts_go_by_their_interface_and_back():

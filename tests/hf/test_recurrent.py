@@ -140,6 +140,11 @@ def test_a_cache_without_keys_in_its_first_layer():
     assert omniattn.hf.patch(ours)["attention"] == 1
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert ours.generate(ids, **options).equal(model.generate(ids, **options))
+    padded = options | {"attention_mask": (torch.arange(9) > 2)[None].long()}
+    with pytest.raises(ValueError, match="pass use_cache=False, or prompts without padding"):
+        ours.generate(ids, **padded)
+    wanted = model.generate(ids, **padded, use_cache=False)
+    assert ours.generate(ids, **padded, use_cache=False).equal(wanted)
 
 
 @torch.no_grad()

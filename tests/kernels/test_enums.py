@@ -7,7 +7,7 @@ import pytest
 
 from omniattn import config
 from omniattn.cli import info
-from omniattn.encoding.masks import BLOCK, LAYOUTS, PARTS, MaskKind
+from omniattn.encoding.masks import BLOCK, LAYOUTS, MAX_RULES, PARTS, MaskKind
 from omniattn.encoding.options import ScoreKind
 from omniattn.encoding.score_program import ProgramOp
 from omniattn.functional import _attention, _mask
@@ -28,7 +28,7 @@ def enumerators(path, name):
 
 
 def constant(path, name):
-    expression = re.search(rf"constexpr int64_t {name} = (.*?);", source(path))[1]
+    expression = re.search(rf"constexpr int\d+_t {name} = (.*?);", source(path))[1]
     return eval(re.sub(r"int64_t{(\d+)}", r"\1", expression))
 
 
@@ -97,6 +97,7 @@ def test_every_isa_is_explained():
 
 def test_constants_match():
     assert constant("semantics/mask_rules.h", "kPatternBlock") == BLOCK
+    assert constant("semantics/mask.h", "kMaxMaskRules") == MAX_RULES
     assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention._LONGEST + 1
     tile = [
         constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")

@@ -1,5 +1,7 @@
 """Sampling rules and generation on the KV cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,6 +95,12 @@ def test_a_row_ends_with_eos(model, prompt):
 def test_names_the_wrong_value(model, prompt, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         generate(model, **{"tokens": prompt, "max_new_tokens": 2, **options})
+
+
+def test_a_prompt_of_small_integers_gets_any_token(model, prompt):
+    model = Llama(replace(PRESETS["llama-test"], vocab_size=1000))
+    wanted = generate(model, prompt, 6)
+    assert wanted.max() > 255 and torch.equal(generate(model, prompt.to(torch.uint8), 6), wanted)
 
 
 def test_zero_new_tokens(model, prompt):

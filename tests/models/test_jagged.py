@@ -47,7 +47,7 @@ def test_gradients_are_those_of_each_sequence(checkpointing):
     model = config.build(dtype=torch.float64)
     tokens = sequences(config.vocab_size)
     weights = list(model.parameters())
-    got = torch.autograd.grad(model(tokens, tokens), weights)
+    got = torch.autograd.grad(model(tokens, sequences(config.vocab_size)), weights)
     losses = [model(part[None], part[None]) * len(part) for part in tokens.unbind()]
     want = torch.autograd.grad(sum(losses) / len(tokens.values()), weights)
     torch.testing.assert_close(got, want)
@@ -75,8 +75,10 @@ def test_errors():
     tokens = sequences(61)
     with pytest.raises(ValueError, match=r"^Llama: state must be None where tokens is nested"):
         model(tokens, state=model.new_state(3, 10))
-    with pytest.raises(ValueError, match=r"^Llama: targets must be jagged with the boundaries of"):
+    with pytest.raises(ValueError, match=r"target must be jagged with the boundaries of x"):
         model(tokens, tokens.values())
+    with pytest.raises(ValueError, match=r"^Llama: positions must have .*=\(3,\), T=15"):
+        model(tokens, positions=torch.arange(3))
     with pytest.raises(ValueError, match=r"^Llama: tokens must be a jagged nested tensor \(B, j\)"):
         model(
             torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged)

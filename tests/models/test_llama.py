@@ -148,6 +148,12 @@ def test_save_and_load(tmp_path, variant):
     assert torch.equal(loaded(x), model(x))
 
 
+def test_only_models_of_this_package_are_saved(tmp_path):
+    message = "save_model: model must be a model of omniattn.models, got type"
+    with pytest.raises(TypeError, match=rf"{message}\(model\)=Linear"):
+        save_model(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")
+
+
 def test_load_names_what_is_wrong(tmp_path):
     path = tmp_path / "model.safetensors"
     with pytest.raises(FileNotFoundError):

@@ -291,6 +291,42 @@ def test_tokens_outside_the_vocabulary_are_named(wrong):
         SMALL["bert"].build()(tokens, token_types=tokens)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16])
+def test_tokens_of_any_integer_dtype(dtype):
+    tokens = torch.tensor([[3, 96, 5, 1]])
+    for name in ("gpt2", "bert", "t5"):
+        model, copies = SMALL[name].build().eval(), 1 + (name == "t5")
+        got, want = (model(*[t] * copies) for t in (tokens.to(dtype), tokens))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("bert", (None,), "Bert: tokens must be a torch.Tensor, got tokens=None"),
+        ("bert", (torch.tensor([1]),), r"tokens must have shape \(B, T\), got .*=\(1,\)"),
+        ("t5", (None, None), "T5: source must be a torch.Tensor, got source=None"),
+        ("t5", (torch.tensor([[1]]), None), "T5: tokens must be a torch.Tensor, got tokens=None"),
+        ("vit", (None,), "ViT: images must be a torch.Tensor, got images=None"),
+        ("swin", (None,), "Swin: images must be a torch.Tensor, got images=None"),
+        ("vit", (torch.ones(2, 3, 7, 8),), r"images must have .*=\(2, 3, 7, 8\), patch=8"),
+        ("swin", (torch.ones(2, 8, 8),), r"images must have shape \(B, 3, H, W\)"),
+        ("swin", (torch.ones(2, 3, 8, 8, dtype=torch.uint8),), "images.dtype=torch.uint8"),
+        ("vit", (torch.ones(2, 3, 8, 8).to_sparse(),), "images must be strided"),
+    ],
+)
+def test_wrong_inputs_are_named(name, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        SMALL[name].build()(*arguments)
+
+
+def test_token_types_belong_to_the_tokens():
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"Bert: token_types must have the shape of tokens"):
+        SMALL["bert"].build()(tokens, token_types=tokens[:, :3])
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "t5", "bert", "mamba"])
 def test_shapes_without_weights(name):
     """On the meta device, which has no autocast, every op says what it would give."""

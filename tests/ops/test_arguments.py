@@ -52,6 +52,10 @@ CASES = [
         r"attention: backend must be one of .*, got backend=array\(",
     ),
     (
+        lambda: F.linear(X, X, X[0].to_sparse()),
+        "linear: bias must be strided, got bias.layout=torch.sparse_coo",
+    ),
+    (
         lambda: F.linear(X, X.to_sparse()),
         "linear: weight must be strided and not quantized, got weight.layout=torch.sparse_coo",
     ),

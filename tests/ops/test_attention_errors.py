@@ -46,6 +46,12 @@ BAD_CALLS = [
         ValueError,
         r"got lengths.shape=\(3,\)",
     ),
+    (
+        {},
+        {"mask": masks.All((masks.Causal(),) * 8), "causal": True},
+        ValueError,
+        r"mask must have at most 8 rules .* got 9 rules of mask=All",
+    ),
     ({}, {"bias": torch.zeros(5, 3, 5)}, ValueError, r"got bias.shape=\(5, 3, 5\)"),
     ({}, {"bias": torch.zeros(3, 5, dtype=F64)}, TypeError, "bias must not be float64"),
     ({}, {"backend": "cuda"}, ValueError, "backend must match"),

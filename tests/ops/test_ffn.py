@@ -116,6 +116,16 @@ W = torch.ones(4, 3)
         (dict(down_bias=torch.ones(4)), ValueError, r"down_bias must have shape \(2,\)"),
         (dict(activation="mish"), ValueError, "activation must be one of"),
         (dict(dropout_p=1.0), ValueError, "dropout_p must be a finite number >= 0 and < 1"),
+        *(
+            ({name: t.to_sparse()}, TypeError, f"{name} must be strided, got {name}.layout=")
+            for name, t in (
+                ("x", torch.ones(2, 3)),
+                ("gate_weight", W),
+                ("up_weight", W),
+                ("down_weight", torch.ones(2, 4)),
+                ("up_bias", torch.ones(4)),
+            )
+        ),
         (dict(backend="tpu"), ValueError, "backend must be one of"),
     ],
 )

@@ -129,6 +129,14 @@ def test_attention_of_each_sequence_alone(cross, options):
     assert [g.shape for g in grads] == [q.shape, k.shape]
 
 
+def test_equal_lengths_are_the_same_boundaries():
+    x, y = jagged(4, 8), jagged(4, 8)
+    assert x.shape != y.shape
+    same = torch.nested.nested_tensor_from_jagged(y.values(), x.offsets())
+    for call in (F.swiglu, lambda x, y: F.attention(x, x, y), lambda x, y: F.retention(x, x, y)[0]):
+        assert torch.equal(call(x, y).values(), call(x, same).values())
+
+
 def test_attention_names_what_is_not_jagged():
     q = jagged(4, 8)
     with pytest.raises(ValueError, match="attention: k must be a jagged nested tensor"):

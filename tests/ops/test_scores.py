@@ -214,6 +214,16 @@ WRONG = [
     ({"relative": torch.zeros(3)}, TypeError, "relative must be a RelativeBias"),
     ({"relative_keys": torch.zeros(3)}, TypeError, "relative_keys must be DistanceRows"),
     (
+        {"relative_keys": scores.T5Bias(torch.zeros(32, 4))},
+        TypeError,
+        r"relative_keys must be DistanceRows \(a RelativeBias is for relative\)",
+    ),
+    (
+        {"relative": scores.DistanceRows(torch.zeros(3, 4, 8), 1)},
+        TypeError,
+        r"relative must be a RelativeBias \(DistanceRows are for relative_keys",
+    ),
+    (
         {"relative_queries": scores.DistanceRows(torch.zeros(9, 4, 7), 3)},
         ValueError,
         r"the rows of relative_queries must have shape \(9, 4, 8\)",

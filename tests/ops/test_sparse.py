@@ -30,6 +30,8 @@ def test_longformer_rows_of_global_tokens_have_projections_of_their_own():
     second = [t.flip(1) for t in (q, k, v)]
     index = torch.tensor([[3, -1], [0, 39]])
     out = F.longformer_attention(q, k, v, *second, window=4, global_index=index)
+    of_int16 = F.longformer_attention(q, k, v, *second, window=4, global_index=index.short())
+    assert torch.equal(of_int16, out)
     every = F.attention(*second)
     for b, tokens in enumerate(([3], [0, 39])):
         torch.testing.assert_close(out[b, tokens], every[b, tokens])
@@ -191,6 +193,14 @@ WRONG = [
     (
         lambda: F.longformer_attention(Q, K, V, window=2, dilation=(1, 2, 3)),
         "dilation must be one int or one for each of 2 heads",
+    ),
+    (
+        lambda: F.longformer_attention(Q, K, V, window=2, dilation=2**40),
+        f"longformer_attention: dilation must be an int >= 1 and <= {2**40 - 1}",
+    ),
+    (
+        lambda: F.longformer_attention(Q, K, V, window=2**21, dilation=2**20),
+        f"window / 2 \\* dilation must be at most {2**40 - 1}, got window={2**21}",
     ),
     (
         lambda: F.longformer_attention(Q, K, V, Q, window=2),

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class CommandError(Exception):
     """Ends the command with its message and exit code 1, without a traceback."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the path that cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def require(*modules: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import omniattn
-from omniattn.cli.errors import CommandError
+from omniattn.cli.errors import CommandError, writing
 from omniattn.ops import _library
 
 _INIT = '''"""omniattn {version}: token mixers and channel mixers as native ops of torch."""
@@ -93,8 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the variants and prints their paths."""
-    if args.folder.exists():
-        raise CommandError(f"{args.folder} must not exist")
+    with writing(args.folder):
+        if args.folder.exists():
+            raise CommandError(f"{args.folder} must not exist")
     backends: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}}
     if args.cuda is not None:
         tag = "cu" + "".join(args.cuda.split(".")[:2])
@@ -102,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     stable = "".join(map(str, _library.MINIMUM_TORCH))
     for tag, backend in backends.items():
         name = f"torch-stable-abi{stable}-{tag}-{platform.machine()}-linux"
-        print(write_variant(args.folder / "build" / name, backend))
+        with writing(args.folder):
+            variant = write_variant(args.folder / "build" / name, backend)
+        print(variant)
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from omniattn.cli.errors import CommandError, require
+from omniattn.cli.errors import CommandError, require, writing
 from omniattn.cli.plots import plot_load, plot_losses
 from omniattn.models import PRESETS, CheckpointError
 from omniattn.models.presets import TRAINED
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with _memory(c):
         reference = _compare(trainer, min(args.compare, c.steps)) if args.compare else None
-    with _writing(checkpoint.parent):
+    with writing(checkpoint.parent):
         plot_losses(trainer, reference, checkpoint.parent / "loss.png")
         if trainer.routers.loads:
             plot_load(trainer, checkpoint.parent / "load.png")
@@ -157,14 +157,6 @@ def _seed(text: str) -> int:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CommandError(f"cannot write to {path}: {error.strerror or error}") from error
-
-
-@contextmanager
 def _memory(config: TrainConfig) -> Iterator[None]:
     try:
         yield
@@ -181,7 +173,7 @@ def _memory(config: TrainConfig) -> Iterator[None]:
 def _output_folder(args: argparse.Namespace) -> Path:
     if args.out is not None:
         out: Path = args.out
-        with _writing(out):
+        with writing(out):
             occupied = (out / "checkpoint.safetensors").exists()
         if occupied and not args.resume:
             raise CommandError(f"{out} holds a run already; add --resume or give another --out")
@@ -249,7 +241,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     except (ImportError, ValueError) as error:
         raise CommandError(f"{source}: {error}") from error
 
-    with _writing(checkpoint.parent):
+    with writing(checkpoint.parent):
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         probe = checkpoint.with_name(f".probe-{os.getpid()}")
         probe.touch()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.functional._checks import require_number, require_tensor
 from omniattn.reference.precision import widen
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
@@ -36,6 +37,9 @@ def fla_function(
     def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:
         signature = inspect.signature(choose)
         named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        required = [
+            n for n, p in named.items() if p.annotation == "Tensor" and p.default is p.empty
+        ]
         defaults = {n: p.default for n, p in named.items() if p.default is not p.empty}
         taken = _SPEED | without_effect | named.keys() - _NOT_SUPPORTED
         if "state_v_first" in named:
@@ -43,8 +47,10 @@ def fla_function(
 
         @functools.wraps(choose)
         def function(*args: Theirs.args, **kwargs: Theirs.kwargs) -> Result:
-            call, tensors = choose(*args, **kwargs)
             given = {**defaults, **dict(zip(named, args, strict=False)), **kwargs}
+            present = {n: given[n] for n in required if n in given}
+            require_inputs(choose.__name__, given.get("scale"), **present)
+            call, tensors = choose(*args, **kwargs)
             for name, value in given.items():
                 if name not in taken and value is not None and value is not False:
                     raise NotImplementedError(
@@ -58,6 +64,14 @@ def fla_function(
         return function
 
     return decorate
+
+
+def require_inputs(op: str, scale: object, **tensors: Any) -> None:
+    """What is computed with before a function of ours checks it."""
+    for name, t in tensors.items():
+        require_tensor(op, name, t)
+    if scale is not None:
+        require_number(op, "scale", scale)
 
 
 def run(

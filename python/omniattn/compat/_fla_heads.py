@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Call, fla_function
+from omniattn.compat._fla import Call, fla_function, require_inputs
 from omniattn.functional._checks import require_int, require_shape, require_tensor
 from omniattn.reference.precision import widen
 
@@ -155,6 +155,7 @@ def parallel_simple_gla(
     """:func:`functional.gated_linear_attention` of g (B, T, H), and None: there is no matrix of
     attentions, so that `output_attentions` must be False."""
     _require_no_matrix("parallel_simple_gla", output_attentions)
+    require_inputs("parallel_simple_gla", scale, q=q, k=k, v=v)
     call, tensors = _simple("parallel_simple_gla", q, k, v, g, None)
     return call(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0], None
 
@@ -186,6 +187,7 @@ def parallel_based(
     The denominator is at least 1e-6 in size, where fla adds that. Of `head_first` tensors, and then
     the result, are (B, H, T, D).
     """
+    require_inputs("parallel_based", scale, q=q, k=k, v=v)
     if head_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     # The features have a scale of K^-0.5 of their own.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Call, fla_function, run
+from omniattn.compat._fla import Call, fla_function, require_inputs, run
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -43,6 +43,7 @@ def _linear(
     cu_seqlens: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Any]:
+    require_inputs(op, scale, q=q, k=k, v=v)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if normalize and initial_state is not None:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)

@@ -39,6 +39,8 @@ class MaskKind(IntEnum):
 LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
 #: Kinds for a part of a larger call; also first rules. Everything else refers to the larger call.
 PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
+#: Of one call, the layout included (kMaxMaskRules of csrc/semantics/mask.h).
+MAX_RULES = 8
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
 #: Of MaskKind.FIXED b is columns, and shift = 0; or b = columns + n 2^COLUMN_BITS, and head h has

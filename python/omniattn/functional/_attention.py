@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.attention import Codes, encode
-from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
+from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
     NORMALISERS,
     TRANSFORMS,
@@ -154,6 +154,12 @@ def checked_codes(
     rules = _mask(op, options, q, full, layout)
     if layout is not None:
         rules = [layout, *rules]
+    if len(rules) > MAX_RULES:
+        raise ValueError(
+            f"{op}: mask must have at most {MAX_RULES} rules joined by &, with those of causal, "
+            "window_size and packed or cached sequences (~(~a | ~b) joins a and b to one), "
+            f"got {len(rules)} rules of mask={shown(options.mask)}"
+        )
     program = None
     if options.score_mod is not None:
         program = encode_score_mod(op, options.score_mod, q, full, layout)
@@ -342,7 +348,8 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
     if relative is not None:
         if not isinstance(relative, RelativeBias):
             raise TypeError(
-                f"{op}: relative must be a RelativeBias, got relative={shown(relative)}"
+                f"{op}: relative must be a RelativeBias (DistanceRows are for relative_keys and "
+                f"relative_queries), got relative={shown(relative)}"
             )
         rule = relative.rule()
         code, table, parameters = rule
@@ -373,7 +380,10 @@ def _distance_rows(op: str, options: Options, q: Tensor) -> list[ScoreRule]:
         if given is None:
             continue
         if not isinstance(given, DistanceRows):
-            raise TypeError(f"{op}: {name} must be DistanceRows, got {name}={shown(given)}")
+            raise TypeError(
+                f"{op}: {name} must be DistanceRows (a RelativeBias is for relative), "
+                f"got {name}={shown(given)}"
+            )
         shape = (given.rows.shape[0], *q.shape[-2:])
         require_parameter(op, f"the rows of {name}", given.rows, q, [shape])
         rules.append((kind, given.rows, (float(given.zero),)))

@@ -126,7 +126,7 @@ def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
     """`index` must be in [0, rows), where its values can be read without waiting for a device."""
     if not index.is_cpu or index.numel() == 0 or is_traced():
         return
-    low, high = (int(t) for t in index.aminmax())
+    low, high = (int(t) for t in index.long().aminmax())  # torch has none of uint16
     if low < 0 or high >= rows:
         raise ValueError(f"{op}: {name} must be in [0, {rows}), got {name} from {low} to {high}")
 

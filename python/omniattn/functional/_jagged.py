@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from omniattn.functional._checks import shown
+from omniattn.functional._checks import is_traced, require_tensor, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +33,14 @@ def require_ragged(op: str, name: str, t: Any, *, dim: bool | None = True) -> No
             f"{op}: {name} must be a jagged nested tensor {shape} without holes in a call on "
             f"nested tensors, got {name}.{got}"
         )
+
+
+def same_boundaries(a: Any, b: Any) -> bool:
+    """Whether two nested tensors are of the same sequences. Equal boundaries have a different
+    symbol in their shapes where two calls made them; a trace cannot compare their values."""
+    if a.shape[:2] == b.shape[:2]:
+        return True
+    return not is_traced() and torch.equal(a.offsets(), b.offsets().to(a.offsets()))
 
 
 def longest(nested: Any) -> int:
@@ -61,17 +69,21 @@ def with_boundaries(values: Tensor, like: Any) -> Tensor:
     )
 
 
-def token_wise(*others: str, batched: bool = False) -> Callable[[F], F]:
+def token_wise(
+    *others: str, numbers: Sequence[str] = (), batched: bool = False
+) -> Callable[[F], F]:
     """Makes a function that treats each token alone take jagged nested tensors too.
 
-    It is given the values of its first argument and of `others`, which must be of the same
-    sequences: (total, ...), or with `batched` (1, total, ...). What it returns for each token gets
-    their boundaries; a number is of all tokens.
+    It is given the values of its first argument, of `others` and of `numbers`, which must be of the
+    same sequences: (total, ...), or with `batched` (1, total, ...). Those of `numbers` may be one
+    number for each token. What it returns for each token gets their boundaries; a number is of all
+    tokens.
     """
 
     def decorate(function: F) -> F:
         first = next(iter(inspect.signature(function).parameters))
-        return _on_values(function, (first, *others), (), batched=batched, packed=False)
+        tokens = (first, *others, *numbers)
+        return _on_values(function, tokens, (), numbers, batched=batched, packed=False)
 
     return decorate
 
@@ -85,13 +97,19 @@ def over_sequences(*tokens: str, either: Sequence[str] = ()) -> Callable[[F], F]
     """
 
     def decorate(function: F) -> F:
-        return _on_values(function, tokens, either, batched=True, packed=True)
+        return _on_values(function, tokens, either, (), batched=True, packed=True)
 
     return decorate
 
 
 def _on_values(
-    function: F, tokens: Sequence[str], either: Sequence[str], *, batched: bool, packed: bool
+    function: F,
+    tokens: Sequence[str],
+    either: Sequence[str],
+    numbers: Sequence[str],
+    *,
+    batched: bool,
+    packed: bool,
 ) -> F:
     """The function, called with values where the first of `tokens` is nested; see above."""
     op, names = function.__name__, list(inspect.signature(function).parameters)
@@ -112,9 +130,10 @@ def _on_values(
         def values(name: str, t: Any) -> Any:
             if t is None or (name not in tokens and not (name in either and is_jagged(t))):
                 return t
+            require_tensor(op, name, t)
             if is_jagged(t):
-                require_ragged(op, name, t, dim=None if name == "target" else True)
-            if not is_jagged(t) or t.shape[:2] != x.shape[:2]:
+                require_ragged(op, name, t, dim=None if name in numbers else True)
+            if not is_jagged(t) or not same_boundaries(t, x):
                 raise ValueError(
                     f"{op}: {name} must be jagged with the boundaries of {first}, "
                     f"got {name}.shape={t.shape}, {first}.shape={x.shape}"

@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_like,
     require_number,
     require_shape,
+    require_tensor,
 )
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops.loss import REDUCTIONS as REDUCTIONS
@@ -58,9 +59,11 @@ def check_class_weight(
 
 def check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
     """The target as int64; its range is checked where it is read."""
-    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        got = getattr(target, "dtype", type(target).__name__)
-        raise TypeError(f"{op}: target must be an int64 or int32 tensor, got {got}")
+    require_tensor(op, "target", target)
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{op}: target must be an int64 or int32 tensor, got target.dtype={target.dtype}"
+        )
     if target.device != x.device:
         raise ValueError(
             f"{op}: target must be on the device of the logits, got target.device={target.device}, "

@@ -17,7 +17,7 @@ from omniattn.encoding.score_compiler import Compiled, compile_program
 from omniattn.encoding.score_program import Node, Program, domain_of
 from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate
 from omniattn.functional import _traced_nn as _traced_nn  # it adds functions
-from omniattn.functional._checks import is_traced, require_device
+from omniattn.functional._checks import is_traced, require_device, shown
 from omniattn.functional._traced import trace_function
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops._compile import assume_constant_result
@@ -72,7 +72,8 @@ def encode_score_mod(
 ) -> Program:
     if not callable(score_mod):
         raise TypeError(
-            f"{op}: score_mod must be a function of (score, b, h, q, k), got score_mod={score_mod}"
+            f"{op}: score_mod must be a function of (score, b, h, q, k), "
+            f"got score_mod={shown(score_mod)}"
         )
     dtype = compute_dtype(q)
     domain = domain_of(full[2], full[3], None if layout is None else layout[0])

@@ -87,8 +87,8 @@ def require_real(op: str, real: Tensor, q: Tensor) -> None:
     require_shape(op, "key_padding", real, tuple(q.shape[:2]))
 
 
-def require_token_sets(op: str, name: str, index: Tensor, q: Tensor) -> None:
-    """`index` (B, G): positions in [0, T), none twice in a row, or -1."""
+def token_sets(op: str, name: str, index: Tensor, q: Tensor) -> Tensor:
+    """`index` (B, G) of any integers as int64: positions in [0, T), none twice in a row, or -1."""
     require_integers(op, name, index)
     require_device(op, name, index, q, "q")
     if index.dim() != 2 or index.shape[0] != q.shape[0]:
@@ -96,8 +96,9 @@ def require_token_sets(op: str, name: str, index: Tensor, q: Tensor) -> None:
             f"{op}: {name} must have shape (B, G) with B={q.shape[0]}, "
             f"got {name}.shape={tuple(index.shape)}"
         )
+    index = index.long()
     if not index.is_cpu or index.numel() == 0 or is_traced():
-        return
+        return index
     low, high = (int(t) for t in index.aminmax())
     if low < -1 or high >= q.shape[1]:
         raise ValueError(
@@ -107,6 +108,7 @@ def require_token_sets(op: str, name: str, index: Tensor, q: Tensor) -> None:
     ordered = index.sort(-1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
         raise ValueError(f"{op}: {name} must name no token of a row twice, got {shown(index)}")
+    return index
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:

@@ -9,7 +9,13 @@ from typing_extensions import Unpack
 
 from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional._attention import autocast, check_shapes, full_shape, run
-from omniattn.functional._jagged import is_jagged, length_bound, require_ragged, with_boundaries
+from omniattn.functional._jagged import (
+    is_jagged,
+    length_bound,
+    require_ragged,
+    same_boundaries,
+    with_boundaries,
+)
 from omniattn.functional.attention_varlen import attention_varlen as attention_varlen
 
 __all__ = ["attention"]
@@ -174,7 +180,7 @@ def _attention_of_jagged(
     """O (B, j, Hq, Dv) and lse (B, Hq, j) of nested q, k and v (B, j, H, D)."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         require_ragged("attention", name, t)
-    if k.shape[:2] != v.shape[:2]:
+    if not same_boundaries(k, v):
         raise ValueError(
             "attention: k and v must have the same boundaries, "
             f"got k.shape={k.shape}, v.shape={v.shape}"

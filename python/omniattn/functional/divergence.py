@@ -25,7 +25,7 @@ from omniattn.ops import loss as ops
 __all__ = ["jsd", "linear_jsd"]
 
 
-@token_wise("teacher", "target")
+@token_wise("teacher", numbers=("target",))
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -95,7 +95,7 @@ def jsd(
     return loss
 
 
-@token_wise("teacher_x", "target")
+@token_wise("teacher_x", numbers=("target",))
 def linear_jsd(
     x: Tensor,
     weight: Tensor,

@@ -15,6 +15,7 @@ from omniattn.functional._checks import (
     require_number,
     require_seed,
     require_shape,
+    require_strided,
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.ops import ffn as ops
@@ -196,6 +197,9 @@ def _check(
             f"{op}: down_weight must have shape (n, {hidden}), "
             f"got down_weight.shape={tuple(down_weight.shape)}"
         )
+    require_strided(op, "x", x)
+    require_strided(op, names[0], gate_weight)
+    require_strided(op, "down_weight", down_weight)
     for name, t, shape in (
         ("up_weight", up_weight, tuple(gate_weight.shape)),
         (names[1], gate_bias, (hidden,)),
@@ -204,6 +208,7 @@ def _check(
     ):
         if t is not None:
             require_like(op, name, t, x)
+            require_strided(op, name, t)
             require_shape(op, name, t, shape)
 
 

@@ -11,6 +11,7 @@ from omniattn.functional._checks import (
     require_float,
     require_like,
     require_shape,
+    require_strided,
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.ops import gemm as ops
@@ -70,6 +71,7 @@ def linear(
         )
     if bias is not None:
         require_like("linear", "bias", bias, x)
+        require_strided("linear", "bias", bias)
         require_shape("linear", "bias", bias, weight.shape[:1])
     run = implementation("linear", backend, x, ops.linear)
     pieces = pieces_of(x)

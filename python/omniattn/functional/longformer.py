@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.encoding.masks import BLOCK
+from omniattn.functional._attention import _LONGEST
 from omniattn.functional._checks import (
     require_bool,
     require_int,
@@ -17,10 +18,10 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._sparse import (
     require_real,
-    require_token_sets,
     score_options,
     second_set,
     self_attention_inputs,
+    token_sets,
     tokens_at,
     with_tokens,
 )
@@ -100,13 +101,13 @@ def longformer_attention(
     if window % 2:
         raise ValueError(f"{op}: window must be even, got window={window}")
     require_bool(op, "causal", causal)
-    dilations = _dilations(op, dilation, q.shape[2])
+    dilations = _dilations(op, dilation, q.shape[2], window)
     names = ("q_global", "k_global", "v_global")
     second = second_set(op, (q, k, v), (q_global, k_global, v_global), names)
     if key_padding is not None:
         require_real(op, key_padding, q)
     if global_index is not None:
-        require_token_sets(op, "global_index", global_index, q)
+        global_index = token_sets(op, "global_index", global_index, q)
     how = score_options(op, q, scale, softcap, dropout_p, seed)
     if use_reference(op, backend, q):
         return reference.longformer_attention(
@@ -131,7 +132,9 @@ def longformer_attention(
     return out if key_padding is None else out.masked_fill(~key_padding[..., None, None], 0)
 
 
-def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[int, ...]:
+def _dilations(
+    op: str, dilation: int | tuple[int, ...], heads: int, window: int
+) -> tuple[int, ...]:
     dilations = dilation if isinstance(dilation, (tuple, list)) else (dilation,) * heads
     if len(dilations) != heads:
         raise ValueError(
@@ -139,13 +142,18 @@ def _dilations(op: str, dilation: int | tuple[int, ...], heads: int) -> tuple[in
             f"got dilation={shown(dilation)}"
         )
     for n in dilations:
-        require_int(op, "dilation", n, 1)
+        require_int(op, "dilation", n, 1, _LONGEST)
+        if window // 2 * n > _LONGEST:
+            raise ValueError(
+                f"{op}: window / 2 * dilation must be at most {_LONGEST}, "
+                f"got window={window}, dilation={shown(dilation)}"
+            )
     return tuple(dilations)
 
 
 def _at(real: Tensor, index: Tensor) -> Tensor:
     """Whether there is a real token at index (B, G)."""
-    return real.gather(1, index.clamp(min=0).long()) & (index >= 0)
+    return real.gather(1, index.clamp(min=0)) & (index >= 0)
 
 
 def _outside(
@@ -205,9 +213,9 @@ def _global_keys(
     """O and lse of all queries on the global keys that are not in their windows."""
     seen = outside & (index >= 0)[:, None, None]
     if how["dropout_p"] > 0:  # by the positions of the keys, so that they stay where they are
-        lists = torch.where(seen, index[:, None, None], -1).long()
+        lists = torch.where(seen, index[:, None, None], -1)
         return selected_attention(q, k, v, lists, block_size=1, return_lse=True, **how)
-    place = index.clamp(min=0).long()
+    place = index.clamp(min=0)
     keys, values = tokens_at(k, place), tokens_at(v, place)
     return attention(q, keys, values, mask=BoolMask(seen), return_lse=True, **how)
 
@@ -224,7 +232,7 @@ def _with_global_queries(
     if how["dropout_p"] > 0:
         return _with_global_rows(out, tensors, index, real, causal, how)
     q, k, v = tensors
-    place = index.clamp(min=0).long()
+    place = index.clamp(min=0)
     mask = None if real is None else real[:, None, None]
     if causal:
         before = torch.arange(q.shape[1], device=q.device) <= place[:, None, :, None]
@@ -243,7 +251,7 @@ def _with_global_rows(
 ) -> Tensor:
     """The same for queries that stay where they are: blocks without a global one are skipped."""
     batch, length = index.shape[0], out.shape[1]
-    target = torch.where(index >= 0, index, length).long()
+    target = torch.where(index >= 0, index, length)
     marked = torch.zeros(batch, length + 1, dtype=torch.bool, device=out.device)
     marked = marked.scatter(1, target, True)[:, :length]
     rows = torch.nn.functional.pad(marked, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK)).any(-1)

@@ -22,7 +22,7 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 
-@token_wise("target")
+@token_wise(numbers=("target",))
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -101,7 +101,7 @@ def cross_entropy(
     return loss
 
 
-@token_wise("target")
+@token_wise(numbers=("target",))
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -161,7 +161,7 @@ def linear_cross_entropy(
     return loss
 
 
-@token_wise("target")
+@token_wise(numbers=("target",))
 def linear_log_prob(
     x: Tensor,
     weight: Tensor,

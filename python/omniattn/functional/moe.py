@@ -19,6 +19,7 @@ from omniattn.functional._checks import (
     require_like,
     require_number,
     require_shape,
+    require_tensor,
 )
 from omniattn.ops import moe as ops
 from omniattn.ops._precision import pieces_of
@@ -172,9 +173,11 @@ def _check_experts(
 
 def _check_routing(op: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
     """The range of the index is checked where it is read."""
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
-        got = getattr(index, "dtype", type(index).__name__)
-        raise TypeError(f"{op}: index must be an int64 or int32 tensor, got {got}")
+    require_tensor(op, "index", index)
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{op}: index must be an int64 or int32 tensor, got index.dtype={index.dtype}"
+        )
     require_float(op, "weights", weights)
     for name, t in (("index", index), ("weights", weights)):
         require_device(op, name, t, x)

@@ -187,7 +187,7 @@ def _mask_and_bias(
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
                 f"omniattn.hf: {type(module).__name__} must attend to what its mask was made for, "
-                f"got Tq={query.shape[2]}, Tk={keys}, {attention_mask!r}"
+                f"got Tq={query.shape[2]}, Tk={keys}, {attention_mask!r}{_remedy(attention_mask)}"
             )
         mask, keys = attention_mask.rules, attention_mask.keys
     elif attention_mask is None:
@@ -199,6 +199,16 @@ def _mask_and_bias(
     else:
         bias = bias + attention_mask
     return mask, None if bias is None else bias[..., :keys], keys
+
+
+def _remedy(mask: RuleMask) -> str:
+    """What to do where a cache counts no keys, as the first layer of its model has none."""
+    if mask.shape[3] > 1:
+        return ""
+    return (
+        "; after a first layer of linear attention, a mask of padded tokens is made for one key: "
+        "pass use_cache=False, or prompts without padding"
+    )
 
 
 def _is_of_first_token(mask: RuleMask, query: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 from transformers import PreTrainedModel, TrainerCallback
 from typing_extensions import Unpack
 
+from omniattn.functional._checks import require_bool, shown
 from omniattn.hf.patch import is_patched, patch
 
 __all__ = ["OmniattnCallback", "PatchOptions"]
@@ -36,9 +37,20 @@ class OmniattnCallback(TrainerCallback):
 
     Args:
         options: of :func:`patch`, all True by default.
+
+    Raises:
+        TypeError: an option that :func:`patch` does not have, or that is no bool.
     """
 
     def __init__(self, **options: Unpack[PatchOptions]) -> None:
+        known = PatchOptions.__annotations__
+        for name, value in options.items():
+            if name not in known:
+                raise TypeError(
+                    f"OmniattnCallback: options must be of {', '.join(known)}, "
+                    f"got {name}={shown(value)}"
+                )
+            require_bool("OmniattnCallback", name, value)
         self.options = options
 
     def on_init_end(

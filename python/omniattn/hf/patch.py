@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from omniattn.functional._checks import require_bool, shown
 from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.experts import why_unsupported
 from omniattn.hf.find import ATTENTIONS, FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
 from omniattn.hf.loss import causal_lm_forward, causal_lm_loss, head, plain_head
-from omniattn.hf.probe import Left
+from omniattn.hf.probe import Forward, Left
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
 from omniattn.hf.subclass import original_of, subclass
@@ -83,10 +84,12 @@ def patch(
         experts: set its experts implementation, if this package has their activation.
 
     Returns:
-        What was swapped, and how often: {"linear": 15, "norm": 5, ...}.
+        What was swapped, and how often: {"linear": 15, "norm": 5, ...}. The loss counts for a model
+        that takes labels, whether or not it is called with them, also where it computes its loss
+        itself (T5).
 
     Raises:
-        TypeError: another class of model.
+        TypeError: another class of model, or an option that is no bool.
         ValueError: the model is patched already, or on the meta device.
 
     Example:
@@ -97,11 +100,6 @@ def patch(
         [('attention', 1), ('linear', 8), ('loss', 1), ('mlp', 1), ('norm', 3), ('rope', 1)]
         >>> unpatch(model)
     """
-    inner = _unwrap(model)
-    if is_patched(inner):
-        raise ValueError("omniattn.hf.patch: model must not be patched already")
-    if any(p.is_meta for p in inner.parameters()):
-        raise ValueError("omniattn.hf.patch: weights must be loaded, got some on the meta device")
     wanted = {
         "attention": attention,
         "linear": linear,
@@ -109,7 +107,17 @@ def patch(
         "mlp": mlp,
         "rope": rope,
         "mixer": mixer,
+        "loss": loss,
+        "linear_cross_entropy": linear_cross_entropy,
+        "experts": experts,
     }
+    for name, value in wanted.items():
+        require_bool("omniattn.hf.patch", name, value)
+    inner = _unwrap(model)
+    if is_patched(inner):
+        raise ValueError("omniattn.hf.patch: model must not be patched already")
+    if any(p.is_meta for p in inner.parameters()):
+        raise ValueError("omniattn.hf.patch: weights must be loaded, got some on the meta device")
     finders = {name: find for name, find in FINDERS.items() if wanted[name]}
     count: Counter[str] = Counter()
     left: list[tuple[str, nn.Module, Left]] = []
@@ -124,11 +132,13 @@ def patch(
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
             count[name] += found is not layer_forward  # whose inner layer is counted
-    if loss and inner.loss_function is ForCausalLMLoss:
+    model_kind: Any = type(inner)
+    forward = causal_lm_forward(model_kind)
+    if loss and forward is not None and inner.loss_function is ForCausalLMLoss:
         inner.loss_function = causal_lm_loss
         count["loss"] = 1
         if linear_cross_entropy:
-            left.extend(_defer_logits(inner))
+            left.extend(_defer_logits(inner, forward))
     for name, module, why_not in _set_interfaces(inner, attention, experts):
         if why_not is None:
             count[name] += 1
@@ -140,16 +150,18 @@ def patch(
     return dict(count)
 
 
-def _defer_logits(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Left]]:
-    """Lets the head of a model compute its loss; else gives the model and the reason why not."""
+def _defer_logits(
+    model: PreTrainedModel, forward: Forward
+) -> Iterator[tuple[str, nn.Module, Left]]:
+    """Lets the head of a model, which then has this forward, compute its loss; else gives the model
+    and the reason why not."""
     made: Any = model.get_output_embeddings()
     wrapped = getattr(made, "modules_to_save", None)  # PEFT's, of a head that is trained as a whole
     heads = [made] if wrapped is None else [made.original_module, *wrapped.values()]
     kind: Any = type(model)
     head_kind = _unpatched(made)
-    forward = causal_lm_forward(kind)
-    if forward is None or "forward" in model.__dict__:
-        reason = "its forward takes no labels, or was replaced on the instance"
+    if "forward" in model.__dict__:
+        reason = "its forward was replaced on the instance"
     elif not all(map(_is_linear, heads)):
         own = " with a forward of its own" if head_kind is nn.Linear else ""
         reason = f"its head is a {head_kind.__module__}.{head_kind.__name__}{own}"
@@ -226,6 +238,10 @@ def _runs_on_ours(module: Any) -> bool:
 
 def unpatch(model: nn.Module) -> None:
     """Undoes :func:`patch`; a model that is not patched stays as it is."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"omniattn.hf.unpatch: model must be a torch.nn.Module, got model={shown(model)}"
+        )
     for module in model.modules():
         if hasattr(type(module), "omniattn_original"):
             module.__class__ = _unpatched(module)

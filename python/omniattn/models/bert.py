@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import is_one_of, require_tensor
 from omniattn.functional.masks import Mask
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart
-from omniattn.models.model import Embedding, Model
+from omniattn.models.model import Embedding, Model, require_token_ids
 from omniattn.modules import (
     MLP,
     Attention,
@@ -181,6 +182,16 @@ class BertEncoder(Model):
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
         """The encoder's states (B, T, dim); token_types (B, T) int, mask as in Attention."""
+        op = type(self).__name__
+        require_token_ids(op, "tokens", tokens)
+        if token_types is not None:
+            require_tensor(op, "token_types", token_types)
+            if not is_one_of(token_types.shape, tokens.shape, (1, tokens.shape[1])):
+                raise ValueError(
+                    f"{op}: token_types must have the shape of tokens, got "
+                    f"token_types.shape={tuple(token_types.shape)}, "
+                    f"tokens.shape={tuple(tokens.shape)}"
+                )
         types = torch.zeros_like(tokens) if token_types is None else token_types
         x = self.embed_positions(self.embed_tokens(tokens)) + self.embed_types(types)
         x = self.dropout(self.embed_norm(x))

@@ -81,7 +81,17 @@ def model_metadata(model: Model) -> dict[str, str]:
 
 
 def save_model(model: Model, path: Path | str) -> None:
-    """Writes weights and config, atomically; needs safetensors."""
+    """Writes weights and config, atomically; needs safetensors.
+
+    Raises:
+        TypeError: for another model than those of this package.
+        OSError: if the file cannot be written; the partial one is removed.
+    """
+    if not isinstance(model, Model):
+        raise TypeError(
+            "save_model: model must be a model of omniattn.models, "
+            f"got type(model)={type(model).__name__}"
+        )
     write_checkpoint(path, model.state_dict(), model_metadata(model))
 
 

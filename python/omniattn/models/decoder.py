@@ -235,6 +235,11 @@ class Decoder(Model, Stateful):
             past = require_states(op, state, len(self.layers), tokens.shape[1])
         if positions is None:
             positions = past + sequences.positions(tokens)
+        elif isinstance(positions, torch.Tensor) and positions.shape[-1:] != tokens.shape[-1:]:
+            raise ValueError(
+                f"{op}: positions must have shape (T,) or (B, T), or (total,) of nested tokens, "
+                f"got positions.shape={tuple(positions.shape)}, T={tokens.shape[-1]}"
+            )
         rope = None if self.rotary is None else self.rotary(positions)
         x, residual = self.embed_tokens(tokens), None
         if self.embed_positions is not None:
@@ -299,20 +304,9 @@ class Decoder(Model, Stateful):
             return self.head(x)
         if self.predictor is not None and self.training:
             self._predictor_loss = self._predict_further(x, tokens, targets, **given)
-        if x.is_nested:
-            x, targets = x.values(), self._values_of(targets, tokens)
         return functional.linear_cross_entropy(
             x, self.head_weight, targets, backend=self.config.backend
         )
-
-    def _values_of(self, targets: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Of targets with the boundaries of nested tokens."""
-        if not targets.is_nested or targets.shape != tokens.shape:
-            raise ValueError(
-                f"{type(self).__name__}: targets must be jagged with the boundaries of tokens, "
-                f"got targets.shape={tuple(targets.shape)}"
-            )
-        return targets.values()
 
     def _predict_further(
         self,

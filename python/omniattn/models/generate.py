@@ -128,13 +128,13 @@ def generate(
     Args:
         model: a Decoder, a T5 with a source, or any other model with the methods of Generator; it
             runs in eval mode and its mode is restored.
-        tokens: (B, T) int64, the prompts, T > 0.
+        tokens: (B, T) int, the prompts, T > 0.
         max_new_tokens: upper bound; generation stops earlier when all rows have ended.
         temperature: 0 (greedy, default) or the divisor of the logits.
         top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
         eos: token that ends a row; it is kept and repeated up to the common length.
         seed: of the uniform numbers, which depend on (seed, step, row) only.
-        source: (B, S) int64, what the encoder reads, of a model that has one.
+        source: (B, S) int, what the encoder reads, of a model that has one.
         eviction: which tokens the caches keep, of a model whose `new_state` takes it.
 
     Returns:
@@ -151,6 +151,7 @@ def generate(
     """
     vocab = model.config.vocab_size
     _check(vocab, tokens, max_new_tokens, temperature, top_k, top_p, eos, seed)
+    tokens = tokens.long()
     batch, start = tokens.shape
     training = model.training
     model.train(False)

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def require_token_ids(op: str, name: str, tokens: torch.Tensor) -> None:
+    """`tokens` must be integers (B, T)."""
+    require_integers(op, name, tokens)
+    if tokens.dim() != 2:
+        raise ValueError(
+            f"{op}: {name} must have shape (B, T), got {name}.shape={tuple(tokens.shape)}"
+        )
+
+
 class Embedding(nn.Embedding):
     """torch.nn.Embedding whose rows are drawn from N(0, init_std^2).
 
@@ -44,10 +53,10 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        """index (...) int -> (..., dim)."""
+        """index (...) of any integer dtype -> (..., dim)."""
         require_integers("Embedding", self.name, index)
         require_rows("Embedding", self.name, index, self.num_embeddings)
-        return super().forward(index)
+        return super().forward(index.long())  # torch takes int32 and int64 alone
 
 
 class Model(nn.Module):

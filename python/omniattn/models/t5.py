@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.models._states import require_states, restored_on_error
 from omniattn.models.hf import Conversion, Counterpart
-from omniattn.models.model import Embedding, Model, ModelConfig
+from omniattn.models.model import Embedding, Model, ModelConfig, require_token_ids
 from omniattn.modules import (
     MLP,
     Attention,
@@ -256,6 +256,7 @@ class T5(Model, Stateful):
 
     def encode(self, source: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """source (B, S) int -> states (B, S, dim)."""
+        require_token_ids("T5", "source", source)
         states: Tensor = self.encoder(self.embed_tokens(source), mask=mask)
         return states
 
@@ -280,6 +281,7 @@ class T5(Model, Stateful):
         state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
         """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
+        require_token_ids("T5", "tokens", tokens)
         past = 0
         if state is not None:
             past = require_states("T5", state, len(self.decoder.layers), tokens.shape[1])

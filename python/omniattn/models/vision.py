@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import require_choice, require_float, require_strided
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Model
@@ -86,7 +86,7 @@ class Classifier(Model):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.patch, self.backend = config.patch, config.backend
+        self.channels, self.patch, self.backend = config.channels, config.patch, config.backend
         patch = config.linear(config.channels * config.patch**2, width)
         self.embed_patches = Linear(patch, device=device, dtype=dtype)
         self.norm = LayerNorm(config.layer_norm(features), device=device, dtype=dtype)
@@ -94,7 +94,15 @@ class Classifier(Model):
 
     def patches(self, images: Tensor) -> Tensor:
         """images (B, C, H, W) -> tokens (B, H / patch, W / patch, width)."""
-        p = self.patch
+        op, p = type(self).__name__, self.patch
+        require_float(op, "images", images)
+        require_strided(op, "images", images)
+        shape = tuple(images.shape)
+        if len(shape) != 4 or shape[1] != self.channels or shape[2] % p or shape[3] % p:
+            raise ValueError(
+                f"{op}: images must have shape (B, {self.channels}, H, W) with H and W multiples "
+                f"of patch, got images.shape={shape}, patch={p}"
+            )
         split = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, C, rows, p, columns, p)
         tokens: Tensor = self.embed_patches(split.permute(0, 2, 4, 1, 3, 5).flatten(3))
         return tokens

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional._checks import require_tensor
+from omniattn.functional._jagged import same_boundaries
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
 from omniattn.modules import _signatures
 from omniattn.modules.jagged import Sequences, sequences_of
@@ -247,7 +248,7 @@ class MultiheadAttention(Layer):
             return [query], queries, queries
         key, keys = sequences_of(op, "key", inputs[1], queries=queries)
         value, _ = sequences_of(op, "value", inputs[2], queries=queries)
-        if inputs[2].shape[:2] != inputs[1].shape[:2]:
+        if not same_boundaries(inputs[1], inputs[2]):
             raise ValueError(
                 f"{op}: key and value must have the same boundaries, "
                 f"got key.shape={inputs[1].shape}, value.shape={inputs[2].shape}"
