@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
-_LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
+LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
 
 
 def autocast(
@@ -171,7 +171,7 @@ def _mask(
 ) -> list[Rule]:
     """All rules of a call, checked."""
     require_bool(op, "causal", options.causal)
-    require_pair(op, "window_size", options.window_size, -1, _LONGEST)
+    require_pair(op, "window_size", options.window_size, -1, LONGEST)
     (left, right), mask = options.window_size, options.mask
     found: list[Mask] = []
     if options.causal or left >= 0 or right >= 0:

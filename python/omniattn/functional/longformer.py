@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.encoding.masks import BLOCK
-from omniattn.functional._attention import _LONGEST
+from omniattn.functional._attention import LONGEST
 from omniattn.functional._checks import (
     require_bool,
     require_int,
@@ -142,10 +142,10 @@ def _dilations(
             f"got dilation={shown(dilation)}"
         )
     for n in dilations:
-        require_int(op, "dilation", n, 1, _LONGEST)
-        if window // 2 * n > _LONGEST:
+        require_int(op, "dilation", n, 1, LONGEST)
+        if window // 2 * n > LONGEST:
             raise ValueError(
-                f"{op}: window / 2 * dilation must be at most {_LONGEST}, "
+                f"{op}: window / 2 * dilation must be at most {LONGEST}, "
                 f"got window={window}, dilation={shown(dilation)}"
             )
     return tuple(dilations)

@@ -27,7 +27,7 @@ from omniattn.reference.selected_attention import require_lists
 
 __all__ = ["selected_attention"]
 
-_LONGEST = 2**40 - 1  # below the limit of csrc/ops/selected_attention.cpp
+LONGEST = 2**40 - 1  # below the limit of csrc/ops/selected_attention.cpp
 
 
 @overload
@@ -163,8 +163,8 @@ def selected_attention(
     op = "selected_attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    require_int(op, "block_size", block_size, 1, _LONGEST)
-    require_int(op, "query_block", query_block, 1, _LONGEST)
+    require_int(op, "block_size", block_size, 1, LONGEST)
+    require_int(op, "query_block", query_block, 1, LONGEST)
     require_bool(op, "causal", causal)
     require_bool(op, "return_lse", return_lse)
     require_bool(op, "debug", debug)
