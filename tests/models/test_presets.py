@@ -311,6 +311,7 @@ def test_tokens_of_any_integer_dtype(dtype):
         ("vit", (None,), "ViT: images must be a torch.Tensor, got images=None"),
         ("swin", (None,), "Swin: images must be a torch.Tensor, got images=None"),
         ("vit", (torch.ones(2, 3, 7, 8),), r"images must have .*=\(2, 3, 7, 8\), patch=8"),
+        ("vit", (torch.ones(2, 3, 8, 16),), "images must have 4 x 4 patches, .*, got 1 x 2"),
         ("swin", (torch.ones(2, 8, 8),), r"images must have shape \(B, 3, H, W\)"),
         ("swin", (torch.ones(2, 3, 8, 8, dtype=torch.uint8),), "images.dtype=torch.uint8"),
         ("vit", (torch.ones(2, 3, 8, 8).to_sparse(),), "images must be strided"),

@@ -222,6 +222,12 @@ class ViT(Classifier):
             nn.init.normal_(self.class_token, std=self.config.init_std)
 
     def features(self, tokens: Tensor) -> Tensor:
+        side = self.config.image // self.config.patch
+        if tokens.shape[1:3] != (side, side):
+            raise ValueError(
+                f"ViT: images must have {side} x {side} patches, a position for each, "
+                f"got {tokens.shape[1]} x {tokens.shape[2]}"
+            )
         x = tokens.flatten(1, 2)
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
