@@ -38,6 +38,10 @@ LOOKS = ("-attention_weights-", "-select_attention-")
 SELECTED = ("-selected_attention-",)
 #: Made of the kernels of other ops.
 COMPOSED = ("-moba_attention-", "-nsa_attention-", "-routed_block_attention-", "-dsa_indexer_loss-")
+FEW_COMPOSED = (
+    *("-moba_attention-softcap-", "-nsa_attention-dropout-", "-routed_block_attention-dropout-"),
+    "-dsa_indexer_loss-",
+)
 INDEXER = ("-dsa_indexer-",)
 #: Lists that are full more than once, of both orders of the walk, and few keys.
 FEW_INDEXED = tuple(f"-dsa_indexer-{case}-" for case in ("tiny", "recent", "drops", "nokeys"))
@@ -113,7 +117,7 @@ RUNS = {
         (ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
         (VARIED, ("backward",), ("bf16",)),
         (SELECTED, VALUES, ("f32", "bf16")),
-        (COMPOSED, VALUES, ("bf16",)),
+        (FEW_COMPOSED, VALUES, ("bf16",)),
         (("-selective_attention-",), VALUES, ("f32", "bf16")),
         (EXPERTS, VALUES, ("f32", "bf16")),
         (STATES, VALUES, ("bf16",)),
@@ -167,6 +171,7 @@ SWEEPS = {
     ],
     ("value", "ascending"): [
         (OPS, PLACES, ("f64", "f16")),
+        (COMPOSED, VALUES, ("bf16",)),
         (SELECTED, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
         (INDEXER, ("forward", *PLACES), ("f64", "f16")),
         (EXPERTS, VALUES, ("f64", "f16")),

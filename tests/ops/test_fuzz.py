@@ -43,7 +43,9 @@ SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
 COMPOSED = {"glu_mlp_raw", "glu_mlp_backward"}  # of torch's ops, too, which do not ask
 #: Of valid calls; that of the products that emulated levels have (test_emulated_isas.py).
 DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))
-FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+#: The same ones in every run; before a release, more: OMNIATTN_FUZZ_EXAMPLES=1000.
+EXAMPLES = int(os.environ.get("OMNIATTN_FUZZ_EXAMPLES", "100"))
+FUZZ = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
