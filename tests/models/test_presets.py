@@ -308,6 +308,11 @@ def test_tokens_of_any_integer_dtype(dtype):
         ("bert", (torch.tensor([1]),), r"tokens must have shape \(B, T\), got .*=\(1,\)"),
         ("t5", (None, None), "T5: source must be a torch.Tensor, got source=None"),
         ("t5", (torch.tensor([[1]]), None), "T5: tokens must be a torch.Tensor, got tokens=None"),
+        (
+            "t5",
+            (torch.tensor([[1]]), torch.tensor([[1], [2]])),
+            r"T5: the encoder's states must .*, got \(1, 1, .*, tokens.shape=\(2, 1\)",
+        ),
         ("vit", (None,), "ViT: images must be a torch.Tensor, got images=None"),
         ("swin", (None,), "Swin: images must be a torch.Tensor, got images=None"),
         ("vit", (torch.ones(2, 3, 7, 8),), r"images must have .*=\(2, 3, 7, 8\), patch=8"),

@@ -52,6 +52,12 @@ BAD_CALLS = [
         ValueError,
         r"mask must have at most 8 rules .* got 9 rules of mask=All",
     ),
+    (
+        {},
+        {"mask": masks.Strided(2**40, 1)},
+        ValueError,
+        r"numbers of a mask must be at most .* got mask=Strided\(stride=1099511627776",
+    ),
     ({}, {"bias": torch.zeros(5, 3, 5)}, ValueError, r"got bias.shape=\(5, 3, 5\)"),
     ({}, {"bias": torch.zeros(3, 5, dtype=F64)}, TypeError, "bias must not be float64"),
     ({}, {"backend": "cuda"}, ValueError, "backend must match"),

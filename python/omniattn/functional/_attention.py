@@ -195,7 +195,12 @@ def _mask(
     if layout is None:
         for each in found:
             _check_parts(op, each, sizes, q, full)
-    return _checked(op, All(tuple(found)).rules_of_call(sizes, layout), q, full)
+    rules = All(tuple(found)).rules_of_call(sizes, layout)
+    if any(type(n) is int and abs(n) > LONGEST for _, *numbers, _ in rules for n in numbers):
+        raise ValueError(
+            f"{op}: numbers of a mask must be at most {LONGEST}, got mask={shown(mask)}"
+        )
+    return _checked(op, rules, q, full)
 
 
 def _checked(op: str, rules: list[Rule], q: Tensor, full: tuple[int, ...]) -> list[Rule]:

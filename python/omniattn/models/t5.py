@@ -282,6 +282,11 @@ class T5(Model, Stateful):
     ) -> Tensor:
         """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
         require_token_ids("T5", "tokens", tokens)
+        if memory.dim() != 3 or memory.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                "T5: the encoder's states must have shape (B, S, dim) with the B of tokens, "
+                f"got {tuple(memory.shape)}, tokens.shape={tuple(tokens.shape)}"
+            )
         past = 0
         if state is not None:
             past = require_states("T5", state, len(self.decoder.layers), tokens.shape[1])
