@@ -75,6 +75,17 @@ def test_causal_conv1d_update(ring):
         compat.causal_conv1d_update(x, torch.zeros(2, 6, 2), weight)
 
 
+def test_rows_of_padding_change_no_state():
+    x, weight, states = torch.randn(3, 6), torch.randn(6, 4), torch.randn(4, 6, 3)
+    alone, before = states.clone(), states.clone()
+    wanted = compat.causal_conv1d_update(
+        x[::2], alone, weight, conv_state_indices=torch.tensor([2, 0])
+    )
+    y = compat.causal_conv1d_update(x, states, weight, conv_state_indices=torch.tensor([2, -1, 0]))
+    assert torch.equal(y[::2], wanted) and torch.equal(states, alone)
+    assert y[1].count_nonzero() == 0 and torch.equal(states[[1, 3]], before[[1, 3]])
+
+
 @pytest.mark.parametrize("how", ["rows", "seq_idx", "cu_seqlens"])
 def test_mamba_chunk_scan_combined(how):
     """Sequences of 5 and 4 steps, each computed alone."""

@@ -133,6 +133,12 @@ def step_of_rows(rows):
     return compat.selective_state_update(torch.zeros(4, 3, 5), *given, state_batch_indices=index)
 
 
+def step_of_heads(**changed):
+    heads = {"state": torch.zeros(1, 4, 3, 5), "x": torch.ones(1, 4, 3), "dt": torch.ones(1, 4, 3)}
+    heads |= {"A": -torch.ones(4, 3, 5), "B": torch.ones(1, 2, 5), "C": torch.ones(1, 2, 5)}
+    return compat.selective_state_update(**heads | changed)
+
+
 def convolution_of_rows(rows):
     given = torch.ones(2, 3), torch.zeros(4, 3, 4), torch.ones(3, 4)
     return compat.causal_conv1d_update(*given, conv_state_indices=torch.tensor(rows))
@@ -170,10 +176,24 @@ def convolution_of_rows(rows):
             lambda: step_of_rows([1, 1]),
             r"state_batch_indices must have no row twice, got .*\[1, 1\]",
         ),
+        (lambda: step_of_heads(dt=torch.ones(1, 3, 4)), r"dt must have shape \(1, 4, 3\), got"),
+        (lambda: step_of_heads(D=torch.ones(3, 4)), r"D must have shape \(4, 3\), got"),
+        (lambda: step_of_heads(A=-torch.ones(3, 4, 5)), r"A must have shape \(4, 3, 5\), got"),
+        (
+            lambda: step_of_heads(A=-torch.ones(4, 3, 5) + 0j),
+            "state must be complex where A is, got state.dtype=torch.float32",
+        ),
+        (lambda: step_of_heads(z=torch.ones(1, 4, 3) > 0), "z must be float64, .*=torch.bool"),
+        (
+            lambda: compat.selective_scan_fn(**tensors() | {"u": torch.ones(B, D, T).long()}),
+            "selective_scan_fn: u must be float64, float32, .*=torch.int64",
+        ),
+        (lambda: convolution_of_rows([0.0, 1.0]), "conv_state_indices must be integers"),
+        (lambda: step_of_rows([True, False]), "state_batch_indices must be integers, got"),
         (lambda: convolution_of_rows([0, 4]), r"conv_state_indices must be in \[0, 4\)"),
         (lambda: convolution_of_rows([2, 2]), r"conv_state_indices must have no row twice"),
     ],
 )
 def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

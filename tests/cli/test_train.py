@@ -327,11 +327,13 @@ def test_a_device_that_is_not_there(tmp_path, text, capsys):
 def test_a_device_without_memory(tmp_path, text, capsys):
     message = fails(capsys, tmp_path / "o", "--data", text, "--device", "meta")
     assert "--device meta: it must be cpu or cuda" in message
+    assert not (tmp_path / "o").exists()  # which --resume would take for the last run
 
 
 def test_a_backend_of_another_device(tmp_path, text, capsys):
     message = fails(capsys, tmp_path / "o", "--data", text, "--backend", "cuda")
     assert "--backend cuda with --device cpu" in message
+    assert not (tmp_path / "o").exists()
 
 
 def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):

@@ -41,6 +41,22 @@ def test_transformers_generates_the_same(name):
     assert torch.equal(generate(ours, tokens, 9), expected)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "zamba2"])
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(name):
+    torch.manual_seed(0)
+    model = (SMALL.get(name) or TRAINED[name]).build(dtype=torch.float64).eval()
+    for parameter in model.parameters():
+        parameter += 0.2 * torch.randn_like(parameter)
+    tokens = torch.randint(97, (2, 15))
+    real = torch.ones(2, 1, 1, 15, dtype=torch.bool)
+    real[0, ..., :4] = False
+    positions = (torch.arange(15) - 4 * (~real[:, 0, 0, :1]).long()).clamp(min=0)
+    wanted = model(tokens[:1, 4:])[0]
+    out = model(tokens, mask=real, positions=positions)
+    torch.testing.assert_close(out[0, 4:], wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d", "jamba"])
 @torch.no_grad()
 def test_recurrent_states_have_one_size_for_any_length(name):

@@ -108,3 +108,14 @@ def test_kernel_is_of_one_dtype_and_device():
         F.ssm_kernel(A.bfloat16(), B, C, 3)
     with pytest.raises(ValueError, match=r"C must be on the device of A, got C.device=meta"):
         F.ssm_kernel(A, B, C.to("meta"), 3)
+
+
+def test_autocast_rounds_no_power():
+    A, one = torch.tensor([[0.999]]), torch.ones(1, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kernel = F.ssm_kernel(A, one, one, 1000)
+        y, _ = F.ssm_recurrence(torch.ones(1, 1000, 1), A, one, one)
+        mixed = F.fft_conv(torch.ones(1, 1, 1), 0 * kernel[:1], A)
+    torch.testing.assert_close(kernel[-1], A**999, rtol=1e-4, atol=0)
+    torch.testing.assert_close(y[0, -1, 0], kernel.sum(), rtol=1e-4, atol=0)
+    assert mixed.item() == A.item()

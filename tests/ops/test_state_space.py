@@ -241,6 +241,23 @@ def test_powers_of_zero():
     assert torch.autograd.grad(y.sum(), A)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("rule, size", [("euler", 1.0), ("bilinear", 2.0)])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
+def test_gradients_of_powers_of_zero(rule, size, dtype):
+    """Ab is 0 for dt A = -size, and so are its powers but for the first one's derivative."""
+    A = torch.full((1, 1), -size, dtype=dtype, requires_grad=True)
+    dt = torch.ones(1, dtype=A.real.dtype, requires_grad=True)
+    u = torch.arange(1.0, 5.0, dtype=dt.dtype).view(1, 4, 1)
+    found = []
+    for mode in ("conv", "recurrent"):
+        y, state = F.s4d(
+            u, A, torch.ones_like(A), dt, rule=rule, mode=mode, output_final_state=True
+        )
+        found.append(torch.autograd.grad(y.sum() + state.real.sum(), (A, dt)))
+    for conv, recurrent in zip(*found, strict=True):
+        torch.testing.assert_close(conv, recurrent, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 64, T, 130])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize(("function", "system", "dense"), SYSTEMS)
@@ -438,4 +455,7 @@ def test_leading_sizes_devices_and_dtypes_are_named():
 
 def test_s4_has_shapes_without_memory():
     z = torch.zeros(2, 3, dtype=torch.complex64, device="meta")
-    assert F.s4_kernel(z, z, z, z, torch.ones(2, device="meta"), 8).shape == (2, 8)
+    dt = torch.ones(2, device="meta")
+    assert F.s4_kernel(z, z, z, z, dt, 8).shape == (2, 8)
+    y, state = F.s4(dt.view(1, 1, 2), z, z, z, z, dt, output_final_state=True)
+    assert y.shape == (1, 1, 2) and state.shape == (1, 2, 3)

@@ -241,11 +241,6 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     except (ImportError, ValueError) as error:
         raise CommandError(f"{source}: {error}") from error
 
-    with writing(checkpoint.parent):
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        probe = checkpoint.with_name(f".probe-{os.getpid()}")
-        probe.touch()
-        probe.unlink()
     try:
         if torch.device(args.device).type not in ("cpu", "cuda"):
             raise CommandError(f"cannot use --device {args.device}: it must be cpu or cuda")
@@ -254,6 +249,11 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         raise CommandError(f"cannot use --device {args.device}: {error}") from error
     if args.backend not in (None, "reference", torch.device(trainer.device).type):
         raise CommandError(f"cannot use --backend {args.backend} with --device {args.device}")
+    with writing(checkpoint.parent):
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        probe = checkpoint.with_name(f".probe-{os.getpid()}")
+        probe.touch()
+        probe.unlink()
     if args.resume:
         try:
             trainer.load(checkpoint)

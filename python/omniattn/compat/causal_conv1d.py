@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_distinct, require_rows
+from omniattn.functional._checks import (
+    is_traced,
+    require_distinct,
+    require_float,
+    require_integers,
+    require_rows,
+)
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -38,12 +44,14 @@ def causal_conv1d_fn(
         y (B, D, T) of x's dtype, or with the final states (B, D, K - 1).
     """
     op = "causal_conv1d_fn"
+    _check(op, x=x, weight=weight, bias=bias, initial_states=initial_states)
     dtype = x.dtype
     x, weight, bias = _promoted(x, weight, bias)
     activation = _activation(op, activation)
     if x.ndim != 3:
         raise ValueError(f"{op}: x must have shape (B, D, T), got x.shape={tuple(x.shape)}")
     if seq_idx is not None:
+        require_integers(op, "seq_idx", seq_idx)
         if initial_states is not None or return_final_states:
             raise ValueError(
                 f"{op}: initial_states must be None and return_final_states False with seq_idx, "
@@ -94,12 +102,14 @@ def causal_conv1d_update(
         bias: (D,).
         activation: None, "silu" or "swish".
         cache_seqlens: (B,) int: x belongs to column cache_seqlens % L of a ring.
-        conv_state_indices: (B,) int, each at most once.
+        conv_state_indices: (B,) int, each at most once; of a negative one y is 0, and no state
+            changes.
 
     Returns:
         y of x's shape and dtype.
     """
     op = "causal_conv1d_update"
+    _check(op, x=x, conv_state=conv_state, weight=weight, bias=bias)
     activation = _activation(op, activation)
     if x.ndim not in (2, 3):
         raise ValueError(f"{op}: x must have shape (B, D) or (B, D, T), got x={tuple(x.shape)}")
@@ -111,7 +121,19 @@ def causal_conv1d_update(
             f"{op}: conv_state must have shape (B, D, L) with L >= K - 1, "
             f"got conv_state.shape={tuple(conv_state.shape)}, weight.shape={tuple(weight.shape)}"
         )
+    if cache_seqlens is not None:
+        require_integers(op, "cache_seqlens", cache_seqlens)
     if conv_state_indices is not None:
+        require_integers(op, "conv_state_indices", conv_state_indices)
+        padding = conv_state_indices < 0
+        if not is_traced() and bool(padding.any()):
+            y = torch.zeros_like(x)
+            y[~padding] = causal_conv1d_update(
+                *(x[~padding], conv_state, weight, bias, activation),
+                None if cache_seqlens is None else cache_seqlens[~padding],
+                conv_state_indices[~padding],
+            )
+            return y
         require_rows(op, "conv_state_indices", conv_state_indices, len(conv_state))
         require_distinct(op, "conv_state_indices", conv_state_indices)
     own = conv_state if conv_state_indices is None else conv_state[conv_state_indices.long()]
@@ -142,6 +164,12 @@ def causal_conv1d_update(
         else:
             conv_state[conv_state_indices.long()] = after
     return y if x.ndim == 3 else y[..., 0]
+
+
+def _check(op: str, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None or name in ("x", "weight", "conv_state"):
+            require_float(op, name, t)  # type: ignore[arg-type]
 
 
 def _promoted(

@@ -16,7 +16,10 @@ from omniattn.compat.causal_conv1d import boundaries
 from omniattn.functional._checks import (
     is_traced,
     require_distinct,
+    require_float,
+    require_integers,
     require_rows,
+    require_shape,
     require_tensor,
     shown,
     widen,
@@ -62,6 +65,7 @@ def selective_scan_fn(
     """
     op = "selective_scan_fn"
     _require(op, 0, u=u, delta=delta, A=A, B=B, C=C)
+    _require_real(op, u=u, delta=delta, z=z)
     for name, t in (("u", u), ("delta", delta), ("z", z)):
         if t is not None and t.ndim != 3:
             raise ValueError(
@@ -161,13 +165,21 @@ def selective_state_update(
     op = "selective_state_update"
     _require(op, 0, state=state, x=x, dt=dt)
     _require(op, 2, A=A, B=B, C=C)
+    _require_real(op, x=x, dt=dt, z=z, D=D, dt_bias=dt_bias)
+    if state.is_complex() != A.is_complex():
+        raise TypeError(
+            f"{op}: state must be complex where A is, got state.dtype={state.dtype}, "
+            f"A.dtype={A.dtype}"
+        )
     if x.ndim not in (2, 3) or state.ndim != x.ndim + 1:
         raise ValueError(
             f"{op}: x must have shape (B, D) or (B, H, D) and state (B, D, N) or (B, H, D, N), got "
             f"x.shape={tuple(x.shape)}, state.shape={tuple(state.shape)}"
         )
-    indices = None if state_batch_indices is None else state_batch_indices.long()
-    if indices is not None:
+    indices = None
+    if state_batch_indices is not None:
+        require_integers(op, "state_batch_indices", state_batch_indices)
+        indices = state_batch_indices.long()
         require_rows(op, "state_batch_indices", indices, len(state))
         require_distinct(op, "state_batch_indices", indices)
     own = state if indices is None else state[indices]
@@ -176,6 +188,16 @@ def selective_state_update(
             f"{op}: state must have the B and D of x, got state.shape={tuple(own.shape)}, "
             f"x.shape={tuple(x.shape)}"
         )
+    shape, of_channels = tuple(x.shape), tuple(x.shape[1:])
+    require_shape(op, "A", A, tuple(own.shape[1:]))
+    for name, t, sizes in (
+        ("dt", dt, shape),
+        ("z", z, shape),
+        ("D", D, of_channels),
+        ("dt_bias", dt_bias, of_channels),
+    ):
+        if t is not None:
+            require_shape(op, name, t, sizes)
     heads = x.ndim == 3
 
     def channels(t: Tensor, first: int) -> Tensor:
@@ -279,6 +301,7 @@ def mamba_chunk_scan_combined(
 def _check_sequences(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if seq_idx is None:
         return
+    require_integers(op, "seq_idx", seq_idx)
     if tuple(seq_idx.shape) != tuple(x.shape[:2]):
         raise ValueError(
             f"{op}: seq_idx must have shape (B, T), got seq_idx.shape={tuple(seq_idx.shape)}, "
@@ -302,11 +325,13 @@ def _scan(
     D: Tensor | None,
     z: Tensor | None,
     delta_bias: Tensor | None,
-    delta_softplus: bool,
+    delta_softplus: bool | None,
     state: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """functional.selective_scan of (B, T, D), in the widest dtype of what varies."""
+    if delta_softplus is None or delta_softplus in (0, 1):  # mamba-ssm passes None
+        delta_softplus = bool(delta_softplus)
     given = (u, delta, B, C, *(() if z is None else (z,)))
     dtype = reduce(torch.promote_types, (t.dtype for t in given if _varies(t)))
     wide_u, wide_delta, B, C, *gate = (t.to(dtype) if _varies(t) else t for t in given)
@@ -336,6 +361,14 @@ def _require(op: str, least: int, **tensors: Tensor) -> None:
                 f"{op}: {name} must have at least {least} dimensions, got "
                 f"{name}.shape={tuple(t.shape)}"
             )
+        if not t.is_complex():
+            require_float(op, name, t)
+
+
+def _require_real(op: str, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            require_float(op, name, t)
 
 
 def _varies(t: Tensor) -> bool:

@@ -335,6 +335,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Where products are not rounded, also under autocast."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
+
+
 def autocast_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -109,12 +108,6 @@ def token_sets(op: str, name: str, index: Tensor, q: Tensor) -> Tensor:
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
         raise ValueError(f"{op}: {name} must name no token of a row twice, got {shown(index)}")
     return index
-
-
-def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Scores have full precision, also where autocast would round their products."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if device != "meta" else nullcontext()
 
 
 def tokens_at(x: Tensor, index: Tensor) -> Tensor:

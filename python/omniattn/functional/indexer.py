@@ -15,6 +15,7 @@ from omniattn.functional._attention import (
 )
 from omniattn.functional._checks import (
     autocast_dtype,
+    full_precision,
     implementation,
     is_traced,
     require_bool,
@@ -27,7 +28,7 @@ from omniattn.functional._checks import (
     use_reference,
     widen,
 )
-from omniattn.functional._sparse import full_precision, require_real
+from omniattn.functional._sparse import require_real
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import KeyPadding
 from omniattn.functional.selected_attention import selected_attention

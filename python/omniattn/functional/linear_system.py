@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     FLOATS,
+    full_precision,
     require_bool,
     require_device,
     require_float,
@@ -82,17 +83,20 @@ def ssm_recurrence(
     before = u.new_zeros(u.shape[0], len(A), dtype=dtype)
     if initial_state is not None:
         before = widened(op, "initial_state", initial_state, u, (tuple(before.shape),), "u")
-    x = u.to(dtype)
-    states = torch.cat((before[:, None], x @ B.mT), 1)  # of step t - 1 at t
-    power, reach = A, 1
-    while reach < states.shape[1]:
-        states = torch.cat(
-            (states[:, :reach], states[:, reach:] + states[:, :-reach] @ power.mT), 1
-        )
-        power, reach = power @ power, 2 * reach
-    y = (states[:, :-1] if delayed else states[:, 1:]) @ C.mT
     if D is not None:
-        y = y + x @ widened(op, "D", D, u, ((len(C), u.shape[2]),), "u").mT
+        D = widened(op, "D", D, u, ((len(C), u.shape[2]),), "u")
+    with full_precision(u):
+        x = u.to(dtype)
+        states = torch.cat((before[:, None], x @ B.mT), 1)  # of step t - 1 at t
+        power, reach = A, 1
+        while reach < states.shape[1]:
+            states = torch.cat(
+                (states[:, :reach], states[:, reach:] + states[:, :-reach] @ power.mT), 1
+            )
+            power, reach = power @ power, 2 * reach
+        y = (states[:, :-1] if delayed else states[:, 1:]) @ C.mT
+        if D is not None:
+            y = y + x @ D.mT
     return y.to(u.dtype), states[:, -1]
 
 
@@ -131,11 +135,12 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
                 f"got A.dtype={A.dtype}, {name}.dtype={t.dtype}"
             )
     A, B, C = _system(op, A, B, C, A.dtype, A, "A")
-    columns, power = B[None], A  # A^l B
-    while len(columns) < length:
-        columns = torch.cat((columns, power @ columns))
-        power = power @ power
-    return C @ columns[:length]
+    with full_precision(A):
+        columns, power = B[None], A  # A^l B
+        while len(columns) < length:
+            columns = torch.cat((columns, power @ columns))
+            power = power @ power
+        return C @ columns[:length]
 
 
 def _system(

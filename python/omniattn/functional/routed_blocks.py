@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     cast_like,
+    full_precision,
     is_one_of,
     require_choice,
     require_int,
@@ -18,7 +19,6 @@ from omniattn.functional._checks import (
     require_seed,
     use_reference,
 )
-from omniattn.functional._sparse import full_precision
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights, merge_attention
 from omniattn.functional.selected_attention import selected_attention

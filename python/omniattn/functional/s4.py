@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from omniattn.functional._checks import require_bool, require_choice, require_int, require_tensor
+from omniattn.functional._checks import (
+    full_precision,
+    require_bool,
+    require_choice,
+    require_int,
+    require_tensor,
+)
 from omniattn.functional._s4 import (
     State,
     by_recurrence,
@@ -56,7 +61,8 @@ def fft_conv(
 
     Note:
         Transforms of length 2 T in fp32 (fp64 for fp64), of a few channels at a time, so that the
-        complex numbers of a block stay in the caches. The result is rounded once.
+        complex numbers of a block stay in the caches. The result is rounded once. The transforms
+        are torch's, whose bits may depend on the number of threads; so do `s4d` and `s4`.
 
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
@@ -112,7 +118,10 @@ def _mixed(x: Tensor, kernel: Tensor, D: Tensor | None, delayed: bool) -> Tensor
         y = y[:, : steps - delayed]
         if delayed:
             y = torch.nn.functional.pad(y, (0, 0, 1, 0))
-    return y if D is None else y + x @ D.mT
+    if D is None:
+        return y
+    with full_precision(x):
+        return y + x @ D.mT
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:
@@ -168,8 +177,10 @@ def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> tuple[Tensor, Tensor
     ab, bb = discretize(A, torch.ones_like(A), dt, rule)
     if rule in ("zoh", "mamba"):
         return ab, A * dt[:, None], bb
-    # 0 has no logarithm; a power of the smallest number is as good as one of 0.
-    return ab, torch.where(ab == 0, torch.finfo(dt.dtype).tiny, ab).log(), bb
+    # 0 has no logarithm, but this number is as good: it and its inverse, which gradients meet, are
+    # far from the ends of the range.
+    small = torch.finfo(dt.dtype).tiny ** 0.5
+    return ab, (ab + (ab == 0).to(ab.dtype) * small).log(), bb
 
 
 def s4d(
@@ -283,8 +294,7 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     require_int(op, "length", length, 0)
     if length == 0 or Lambda.numel() == 0:
         return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
-    meta = Lambda.is_meta  # which has no autocast
-    with contextlib.nullcontext() if meta else torch.autocast(Lambda.device.type, enabled=False):
+    with full_precision(Lambda):
         ab, _, c = real_system(Lambda, P, B, C, dt)
         cut = c - (c[:, None] @ torch.linalg.matrix_power(ab, length))[:, 0]
     C = torch.complex(*(cut / 2).chunk(2, -1))
@@ -371,7 +381,7 @@ def s4(
     y = fft_conv(u, s4_kernel(Lambda, P, B, C, dt, u.shape[1]), D)
     if initial_state is None and not output_final_state:
         return y
-    with torch.autocast(u.device.type, enabled=False):
+    with full_precision(u):
         system = real_system(Lambda, P, B, C, dt)
         decayed, state = real_system_states(u.to(dt.dtype), *system, initial_state)
     if decayed is not None:

@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
 from omniattn.functional._checks import (
     cast_like,
+    full_precision,
     is_traced,
     require_device,
     require_float,
@@ -18,7 +19,7 @@ from omniattn.functional._checks import (
     require_shape,
     use_reference,
 )
-from omniattn.functional._sparse import full_precision, score_options
+from omniattn.functional._sparse import score_options
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights
 from omniattn.functional.selected_attention import selected_attention

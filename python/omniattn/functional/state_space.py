@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_device,
     require_int,
     require_number,
+    require_range,
     require_tensor,
 )
 
@@ -46,7 +47,7 @@ def discretize(
         A: (..., N), the diagonal of a matrix, or (..., N, N), complex128, complex64, float64 or
             float32.
         B: (..., N) of A's dtype. A is dense where it has one dimension more than B.
-        dt: a number above 0, or a real tensor (...) of such numbers.
+        dt: a number above 0, or a real tensor (...) of numbers that are at least 0.
         rule: see above.
 
     Returns:
@@ -86,6 +87,7 @@ def discretize(
         if dt.dtype not in FLOATS:
             raise TypeError(f"{op}: dt must be real, got dt.dtype={dt.dtype}")
         require_device(op, "dt", dt, A, "A")
+        require_range(op, "dt", dt, 0.0)
         dt = dt.to(A.real.dtype)
     else:
         require_number(op, "dt", dt, above=0)

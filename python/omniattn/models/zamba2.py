@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import widen
+from omniattn.functional.masks import Mask
 from omniattn.models._zamba2_hf import layers_to_hf, rope_from_hf, rope_to_hf
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
@@ -27,7 +28,7 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import require_cache, storage_like, with_cache
 from omniattn.modules.state import Stateful, StatePair, Storage, takes_cache
 
 if TYPE_CHECKING:
@@ -96,8 +97,10 @@ class SharedTransformer(nn.Module, Stateful):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """h, embeddings (B, T, dim) -> t (B, T, dim); `state` is that of this use."""
+        """h, embeddings (B, T, dim) -> t (B, T, dim); `state` is that of this use, mask as in
+        Attention."""
         c = self.config
         cache = require_cache("SharedTransformer", state)
         x = self.input_layernorm(torch.cat([h, embeddings], -1))
@@ -113,7 +116,7 @@ class SharedTransformer(nn.Module, Stateful):
             k,
             v,
             causal=True,
-            mask=None if cache is None else cache.mask,
+            mask=mask if cache is None else with_cache(cache, mask),
             scale=(c.head_dim / 2) ** -0.5,
             backend=c.backend,
         )
@@ -158,7 +161,7 @@ class HybridBlock(nn.Module, Stateful):
         *,
         state: StatePair | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
         shared: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """As of DecoderBlock; `shared` holds the embeddings of the tokens."""
@@ -167,7 +170,8 @@ class HybridBlock(nn.Module, Stateful):
             h = widen(x)
         mixer, cache = (None, None) if state is None else (state.mixer, state.mlp)
         (transformer,) = self._shared
-        t = transformer(h.to(x.dtype), shared["embeddings"], self.use, state=cache, rope=rope)
+        embeddings, given = shared["embeddings"], {"rope": rope, "mask": mask}
+        t = transformer(h.to(x.dtype), embeddings, self.use, state=cache, **given)
         y, _ = self.input_layernorm(self.linear(t), h)
         return self.dropout(self.mixer(y, state=mixer, mask=mask)), h
 
