@@ -332,3 +332,23 @@ def test_layers_are_counted_apart_by_the_compiler():
     """torch.compile limits how often it compiles one code object."""
     forwards = {config.layer.forward for config in MIXERS}
     assert len({id(forward.__code__) for forward in forwards}) == len(forwards)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"length": "abc"}, "RecurrentState: length must be an int >= 0, got length=.abc"),
+        ({"length": -1}, "RecurrentState: length must be an int >= 0, got length=-1"),
+        ({"h": None}, "RecurrentState: h must be a torch.Tensor, got h=None"),
+        ({"h": torch.ones(2, 3) + 0j}, "RecurrentState: h must be float64, .*=torch.complex64"),
+        ({"h": torch.ones(2, 3).to_sparse()}, "RecurrentState: h must be strided"),
+    ],
+)
+def test_saved_states_that_are_wrong_change_nothing(changed, message):
+    state = RecurrentState(last=torch.zeros(2, 3), h=torch.zeros(2, 3))
+    saved = {"last": torch.ones(2, 3), "h": torch.ones(2, 3), "length": 4}
+    with pytest.raises((TypeError, ValueError), match=message):
+        state.load_state_dict(saved | changed)
+    assert state.length == 0 and not any(state.state_dict()[name].any() for name in ("last", "h"))
+    state.load_state_dict(saved)
+    assert state.length == 4 and state.state_dict()["h"].all()

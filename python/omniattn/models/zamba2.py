@@ -314,6 +314,11 @@ class Zamba2Config(Decoder.Config):
                 "Zamba2Config: 2 dim must be a multiple of num_heads, got "
                 f"dim={self.dim}, num_heads={self.num_heads}"
             )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "Zamba2Config: num_heads must be a multiple of num_kv_heads, got "
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+            )
 
     @property
     def head_dim(self) -> int:

@@ -13,9 +13,11 @@ from typing_extensions import Unpack
 
 from omniattn.functional._checks import (
     FLOATS,
+    require_float,
     require_int,
     require_integers,
     require_rows,
+    require_strided,
     shown,
 )
 
@@ -211,9 +213,15 @@ class RecurrentState:
         return {name: t.clone() for name, t in self._tensors.items()} | {"length": self.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        *tensors, length = take("RecurrentState", state, *self._tensors, "length")
+        op = "RecurrentState"
+        *saved, length = take(op, state, *self._tensors, "length")
+        require_int(op, "length", length, 0)
+        tensors = dict(zip(self._tensors, saved, strict=True))
+        for name, t in tensors.items():
+            require_float(op, name, t)
+            require_strided(op, name, t)
+        self._store(length, tensors)
         self.is_ahead = False
-        self._store(length, dict(zip(self._tensors, tensors, strict=True)))
 
 
 class StatePair:
