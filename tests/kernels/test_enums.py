@@ -98,7 +98,7 @@ def test_every_isa_is_explained():
 def test_constants_match():
     assert constant("semantics/mask_rules.h", "kPatternBlock") == BLOCK
     assert constant("semantics/mask.h", "kMaxMaskRules") == MAX_RULES
-    assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention._LONGEST + 1
+    assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention.LONGEST + 1
     tile = [
         constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
     ]
