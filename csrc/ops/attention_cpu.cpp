@@ -205,14 +205,11 @@ void run_blocks(ForwardProblems problems) {
       largest(problems, [](const Forward& x) { return forward_scratch_elements(x.problem); }));
 }
 
-// Not where a backward follows: this path adds up products in another order than its tiles, so that
-// at large logits lse would not be theirs.
-bool decodes(const Forward& x) { return x.lse_tail == nullptr && takes_decode_path_cpu(x.problem); }
-
 const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwardPaths(
     "attention",
     {
-        {"decode", [](const Forward& x, const Load&) { return decodes(x); }, run_decode},
+        {"decode", [](const Forward& x, const Load&) { return takes_decode_path_cpu(x.problem); },
+         run_decode},
         {"heads", [](const Forward&, const Load& load) { return has_heads_enough(load); },
          run_heads},
         {"blocks", [](const Forward&, const Load&) { return true; }, run_blocks},
@@ -291,7 +288,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   auto problems = problems_of(f, sequences);
   Tensors gathered;
   for (Forward& x : problems) {
-    const bool reads_pages = decodes(x);
+    const bool reads_pages = takes_decode_path_cpu(x.problem);
     if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
   }
   run_paths(kForwardPaths, std::span(problems), kv_heads);

@@ -111,12 +111,9 @@ Status run_split(AttentionForwardParams& f) {
 const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardParams&)> kForwardPaths(
     "attention",
     {
-        // Not where a backward follows, which adds up products in another order: at large logits
-        // lse would not be its own.
         {"split",
          [](const AttentionForwardParams& f) {
-           return f.problem.program == nullptr && f.lse_tail == nullptr &&
-                  takes_split_path(f.problem);
+           return f.problem.program == nullptr && takes_split_path(f.problem);
          },
          run_split},
         {"mma",
