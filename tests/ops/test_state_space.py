@@ -244,7 +244,7 @@ def test_powers_of_zero():
 @pytest.mark.parametrize("rule, size", [("euler", 1.0), ("bilinear", 2.0)])
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
 def test_gradients_of_powers_of_zero(rule, size, dtype):
-    """Ab is 0 for dt A = -size, and so are its powers but for the first one's derivative."""
+    """Where dt A = -size, all powers of Ab are 0, and only the first one has a derivative."""
     A = torch.full((1, 1), -size, dtype=dtype, requires_grad=True)
     dt = torch.ones(1, dtype=A.real.dtype, requires_grad=True)
     u = torch.arange(1.0, 5.0, dtype=dt.dtype).view(1, 4, 1)

@@ -44,7 +44,9 @@ def causal_conv1d_fn(
         y (B, D, T) of x's dtype, or with the final states (B, D, K - 1).
     """
     op = "causal_conv1d_fn"
-    _check(op, x=x, weight=weight, bias=bias, initial_states=initial_states)
+    require_float(op, "x", x)
+    require_float(op, "weight", weight)
+    require_real(op, bias=bias, initial_states=initial_states)
     dtype = x.dtype
     x, weight, bias = _promoted(x, weight, bias)
     activation = _activation(op, activation)
@@ -109,7 +111,9 @@ def causal_conv1d_update(
         y of x's shape and dtype.
     """
     op = "causal_conv1d_update"
-    _check(op, x=x, conv_state=conv_state, weight=weight, bias=bias)
+    for name, t in (("x", x), ("conv_state", conv_state), ("weight", weight)):
+        require_float(op, name, t)
+    require_real(op, bias=bias)
     activation = _activation(op, activation)
     if x.ndim not in (2, 3):
         raise ValueError(f"{op}: x must have shape (B, D) or (B, D, T), got x={tuple(x.shape)}")
@@ -166,10 +170,11 @@ def causal_conv1d_update(
     return y if x.ndim == 3 else y[..., 0]
 
 
-def _check(op: str, **tensors: Tensor | None) -> None:
+def require_real(op: str, **tensors: Tensor | None) -> None:
+    """Of those that are given."""
     for name, t in tensors.items():
-        if t is not None or name in ("x", "weight", "conv_state"):
-            require_float(op, name, t)  # type: ignore[arg-type]
+        if t is not None:
+            require_float(op, name, t)
 
 
 def _promoted(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.compat.causal_conv1d import boundaries
+from omniattn.compat.causal_conv1d import boundaries, require_real
 from omniattn.functional._checks import (
     is_traced,
     require_distinct,
@@ -65,7 +65,7 @@ def selective_scan_fn(
     """
     op = "selective_scan_fn"
     _require(op, 0, u=u, delta=delta, A=A, B=B, C=C)
-    _require_real(op, u=u, delta=delta, z=z)
+    require_real(op, u=u, delta=delta, z=z)
     for name, t in (("u", u), ("delta", delta), ("z", z)):
         if t is not None and t.ndim != 3:
             raise ValueError(
@@ -165,7 +165,7 @@ def selective_state_update(
     op = "selective_state_update"
     _require(op, 0, state=state, x=x, dt=dt)
     _require(op, 2, A=A, B=B, C=C)
-    _require_real(op, x=x, dt=dt, z=z, D=D, dt_bias=dt_bias)
+    require_real(op, x=x, dt=dt, z=z, D=D, dt_bias=dt_bias)
     if state.is_complex() != A.is_complex():
         raise TypeError(
             f"{op}: state must be complex where A is, got state.dtype={state.dtype}, "
@@ -362,12 +362,6 @@ def _require(op: str, least: int, **tensors: Tensor) -> None:
                 f"{name}.shape={tuple(t.shape)}"
             )
         if not t.is_complex():
-            require_float(op, name, t)
-
-
-def _require_real(op: str, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None:
             require_float(op, name, t)
 
 

@@ -156,7 +156,7 @@ def checked_codes(
         rules = [layout, *rules]
     if len(rules) > MAX_RULES:
         raise ValueError(
-            f"{op}: mask must have at most {MAX_RULES} rules joined by &, with those of causal, "
+            f"{op}: mask must have at most {MAX_RULES} rules joined by &, counting causal, "
             "window_size and packed or cached sequences (~(~a | ~b) joins a and b to one), "
             f"got {len(rules)} rules of mask={shown(options.mask)}"
         )

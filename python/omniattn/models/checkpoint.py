@@ -84,7 +84,7 @@ def save_model(model: Model, path: Path | str) -> None:
     """Writes weights and config, atomically; needs safetensors.
 
     Raises:
-        TypeError: for another model than those of this package.
+        TypeError: the model is not one of this package.
         OSError: if the file cannot be written; the partial one is removed.
     """
     if not isinstance(model, Model):
