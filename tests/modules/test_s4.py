@@ -116,6 +116,14 @@ def test_compiled_without_breaks(name, backend):
 
 
 @PARAMETERS
+def test_compiled_with_padding(name):
+    layer, u = made(name), inputs()
+    mask = torch.arange(STEPS) < torch.tensor([STEPS, 2])[:, None, None, None]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(u, mask=mask), layer(u, mask=mask))
+
+
+@PARAMETERS
 def test_gradients_reach_all_parameters(name):
     layer = made(name)
     layer(inputs()).square().sum().backward()

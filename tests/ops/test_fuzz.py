@@ -320,6 +320,16 @@ def test_functions_without_a_spec(name, data):
     assert len(shapes(results)) == len(usual)
 
 
+@pytest.mark.parametrize("name", sorted(name for name in systems() if hasattr(F, name)))
+def test_layouts_of_functions_without_a_spec(name):
+    function, arguments = systems()[name]
+    for key, t in arguments.items():
+        if isinstance(t, torch.Tensor):
+            for other in (t.to_sparse(), torch.nested.nested_tensor([t])):
+                with pytest.raises(TypeError, match=rf"{name}: {key} must (be strided|not be nes)"):
+                    function(**{**arguments, key: other})
+
+
 def routers(scores, k, groups, top_groups, seed):
     limited = {"groups": groups, "top_groups": top_groups}
     return {

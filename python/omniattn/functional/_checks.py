@@ -109,6 +109,8 @@ def refuse_nested(op: str, name: str, x: Tensor) -> None:
 
 def require_strided(op: str, name: str, x: Tensor) -> None:
     """Where native ops, which refuse other layouts themselves, are not called with `x` as it is."""
+    if x.is_nested:
+        refuse_nested(op, name, x)
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be strided, got {name}.layout={x.layout}")
 
@@ -117,8 +119,6 @@ def require_integers(op: str, name: str, x: Tensor) -> None:
     require_tensor(op, name, x)
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
         raise TypeError(f"{op}: {name} must be integers, got {name}.dtype={x.dtype}")
-    if x.is_nested:
-        refuse_nested(op, name, x)
     require_strided(op, name, x)
 
 
@@ -134,10 +134,12 @@ def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
 def require_decaying(op: str, name: str, A: Tensor) -> None:
     """The real part of `A` must be at most 0 where its values can be read without waiting for a
     device: states that grow overflow after some hundred steps, and then all gradients are NaN."""
-    if not A.is_cpu or A.numel() == 0 or is_traced() or A.is_nested:
+    require_strided(op, name, A)
+    if not A.is_cpu or A.numel() == 0 or is_traced():
         return
-    largest = float((A.real if A.is_complex() else A).detach().max())
-    if largest > 0:
+    real = (A.real if A.is_complex() else A).detach()
+    if (real > 0).any():
+        largest = float(real.nan_to_num(-math.inf).max())
         part = f"Re {name}" if A.is_complex() else name
         raise ValueError(f"{op}: {part} must be at most 0, got max({part})={largest}")
 

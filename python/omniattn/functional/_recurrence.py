@@ -10,7 +10,6 @@ from omniattn.functional._checks import (
     cast_like,
     implementation,
     is_traced,
-    refuse_nested,
     require_bool,
     require_device,
     require_float,
@@ -72,8 +71,6 @@ def widened(
     require_tensor(op, name, t)
     if t.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
-    if t.is_nested:
-        refuse_nested(op, name, t)
     require_strided(op, name, t)
     if tuple(t.shape) not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)

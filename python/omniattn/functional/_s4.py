@@ -16,9 +16,9 @@ from omniattn.functional._checks import (
     require_float,
     require_range,
     require_shape,
+    require_strided,
     require_tensor,
 )
-from omniattn.functional.state_space import discretize
 from omniattn.reference.precision import compute_dtype
 
 MODES = ("conv", "recurrent")
@@ -36,7 +36,7 @@ def by_recurrence(
     like: Tensor,
 ) -> State:
     """(y, state) = step(state, u of a token) over u (B, T, H); states (B, H, N) as `like`."""
-    x = u.to(like.real.dtype)
+    x, steps = u.to(like.real.dtype), u.shape[1]
     state = initial_state
     if state is None:
         state = like.new_zeros(u.shape[0], *like.shape)
@@ -44,7 +44,10 @@ def by_recurrence(
     for each in x.unbind(1):
         y, state = step(state, each)
         outputs.append(y)
-    y = torch.stack(outputs, 1) if outputs else x
+    if not outputs:  # a result of no numbers has gradients, of zeros, all the same
+        outputs.append(step(state, x.new_zeros(x.shape[0], x.shape[2]))[0])
+        state = state.clone()
+    y = torch.stack(outputs, 1)[:, :steps]
     if D is not None:
         y = y + D * x
     return y.to(u.dtype), state
@@ -70,24 +73,36 @@ def final_state(x: Tensor, log_ab: Tensor, bb: Tensor, initial_state: Tensor | N
 def real_system(
     Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The bilinear Ab (H, 2 N, 2 N), Bb and C (H, 2 N) over real and imaginary parts of a state.
+    """``Ab - 1`` (H, 2 N, 2 N), Bb and C (H, 2 N) over real and imaginary parts of a state.
 
-    Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s).
+    By the bilinear rule. Ab itself would lose the digits of a small dt, of which its powers are
+    made. Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s).
     """
     re, im = torch.diag_embed(Lambda.real), torch.diag_embed(Lambda.imag)
     p, b, c = (torch.cat((t.real, t.imag), -1) for t in (P, B, C))
     a = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)
-    ab, bb = discretize(a - 2 * p[..., None] * p[..., None, :], b, dt, "bilinear")
-    return ab, bb, 2 * c
+    right = torch.cat((a - 2 * p[..., None] * p[..., None, :], b[..., None]), -1)
+    right = dt[:, None, None] * right
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    found = torch.linalg.solve(one - right[..., :-1] / 2, right)
+    return found[..., :-1], found[..., -1], 2 * c
+
+
+def real_system_kernel(growth: Tensor, bb: Tensor, c: Tensor, length: int) -> Tensor:
+    """``C Ab^l Bb`` (H, length): of ``l = i n + j`` the powers i n go with C, those j with Bb."""
+    width = 1 << (length.bit_length() + 1) // 2
+    columns, grown = _krylov(growth, bb, width)
+    rows, _ = _krylov(grown.mT, c, -(-length // width))
+    return (rows.mT @ columns).flatten(1)[:, :length]
 
 
 def real_system_states(
-    x: Tensor, ab: Tensor, bb: Tensor, c: Tensor, initial_state: Tensor | None
+    x: Tensor, growth: Tensor, bb: Tensor, c: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """What the initial state adds to y (B, T, H), and the final state (B, H, N)."""
-    batch, steps, channels = x.shape
-    inputs = _krylov(ab, bb, min(CHUNK, steps))  # Ab^j Bb
-    outputs = _krylov(ab.mT, (c[:, None] @ ab)[:, 0], min(CHUNK, steps)).mT  # C Ab^(j + 1)
+    batch, _, channels = x.shape
+    inputs, whole = _krylov(growth, bb, CHUNK)  # Ab^j Bb
+    outputs, _ = _krylov(growth.mT, (c[:, None] + c[:, None] @ growth)[:, 0], CHUNK)  # C Ab^(j + 1)
     # (H, 2 N, B): with the input, and without.
     state = x.new_zeros(channels, bb.shape[1], batch)
     free = None
@@ -97,29 +112,42 @@ def real_system_states(
     decayed = []
     for chunk in x.permute(2, 1, 0).split(CHUNK, 1):  # (H, t, B)
         count = chunk.shape[1]
-        power = torch.linalg.matrix_power(ab, count)
-        state = power @ state + inputs[..., :count].flip(-1) @ chunk
+        grown = whole if count == CHUNK else _power(growth, count)
+        state = torch.baddbmm(state, grown, state) + inputs[..., :count].flip(-1) @ chunk
         if free is not None:
-            decayed.append(outputs[:, :count] @ free)
-            free = power @ free
+            decayed.append(outputs.mT[:, :count] @ free)
+            free = torch.baddbmm(free, grown, free)
     final = torch.complex(*state.permute(2, 0, 1).chunk(2, -1))
     if free is None or not decayed:
         return None, final
     return torch.cat(decayed, 1).permute(2, 1, 0), final
 
 
-def _krylov(a: Tensor, b: Tensor, count: int) -> Tensor:
-    """b, a b, .., a^(count - 1) b as the columns of (H, M, count)."""
-    columns, power = b[..., None], a
+def _krylov(growth: Tensor, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """b, a b, .., a^(count - 1) b of ``a = 1 + growth`` as the columns of (H, M, count), and
+    ``a^w - 1`` of the first power of two w that is at least count."""
+    columns = b[..., None]
     while columns.shape[-1] < count:
-        columns = torch.cat((columns, power @ columns), -1)
-        power = power @ power
-    return columns[..., :count]
+        columns = torch.cat((columns, torch.baddbmm(columns, growth, columns)), -1)
+        growth = torch.baddbmm(growth, growth, growth, beta=2)
+    return columns[..., :count], growth
+
+
+def _power(growth: Tensor, count: int) -> Tensor:
+    """``(1 + growth)^count - 1``."""
+    grown = torch.zeros_like(growth)
+    while count:
+        if count % 2:
+            grown = grown + torch.baddbmm(growth, growth, grown)
+        growth = torch.baddbmm(growth, growth, growth, beta=2)
+        count //= 2
+    return grown
 
 
 def require_input(op: str, u: Tensor) -> torch.dtype:
     """The dtype of the parameters of a model over u."""
     require_float(op, "u", u)
+    require_strided(op, "u", u)
     if u.ndim != 3:
         raise ValueError(f"{op}: u must have shape (B, T, H), got u.shape={tuple(u.shape)}")
     return compute_dtype(u)
@@ -130,6 +158,7 @@ def require_parameter(op: str, name: str, t: Tensor, u: Tensor, dtype: torch.dty
         raise TypeError(
             f"{op}: {name} must be {dtype} with u.dtype={u.dtype}, got {name}.dtype={t.dtype}"
         )
+    require_strided(op, name, t)
     require_device(op, name, t, u, "u")
 
 
@@ -148,6 +177,7 @@ def require_terms(
     require_tensor(op, name, A)
     if A.dtype not in (torch.complex64, torch.complex128):
         raise TypeError(f"{op}: {name} must be complex64 or complex128, got {name}.dtype={A.dtype}")
+    require_strided(op, name, A)
     if A.ndim != 2:
         raise ValueError(f"{op}: {name} must have shape (H, N), got {name}.shape={tuple(A.shape)}")
     real = torch.float64 if A.dtype == torch.complex128 else torch.float32
@@ -159,6 +189,7 @@ def require_terms(
                 f"{op}: {key} must be {dtype} with {name}.dtype={A.dtype}, "
                 f"got {key}.dtype={t.dtype}"
             )
+        require_strided(op, key, t)
         require_shape(op, key, t, shape)
         require_device(op, key, t, A, name)
     require_decaying(op, name, A)

@@ -12,6 +12,7 @@ from omniattn.functional._checks import (
     require_device,
     require_float,
     require_int,
+    require_strided,
     require_tensor,
 )
 from omniattn.functional._recurrence import widened
@@ -68,6 +69,7 @@ def ssm_recurrence(
     """
     op = "ssm_recurrence"
     require_float(op, "u", u)
+    require_strided(op, "u", u)
     if u.ndim != 3:
         raise ValueError(
             f"{op}: u must have shape (batch, T, inputs), got u.shape={tuple(u.shape)}"
@@ -148,6 +150,7 @@ def _system(
 ) -> tuple[Tensor, Tensor, Tensor]:
     for name, t in (("A", A), ("B", B), ("C", C)):
         require_tensor(op, name, t)
+        require_strided(op, name, t)
         if t.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
         require_device(op, name, t, like, like_name)

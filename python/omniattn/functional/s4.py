@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -13,6 +11,7 @@ from omniattn.functional._checks import (
     require_bool,
     require_choice,
     require_int,
+    require_strided,
     require_tensor,
 )
 from omniattn.functional._s4 import (
@@ -20,6 +19,7 @@ from omniattn.functional._s4 import (
     by_recurrence,
     final_state,
     real_system,
+    real_system_kernel,
     real_system_states,
     require_call,
     require_input,
@@ -28,7 +28,7 @@ from omniattn.functional._s4 import (
     require_terms,
 )
 from omniattn.functional.state_space import RULES, discretize
-from omniattn.functional.structured import cauchy, vandermonde
+from omniattn.functional.structured import vandermonde
 
 __all__ = ["fft_conv", "s4", "s4_kernel", "s4d", "s4d_kernel"]
 
@@ -77,6 +77,7 @@ def fft_conv(
     dtype = require_input(op, u)
     steps, channels = u.shape[1:]
     require_tensor(op, "kernel", kernel)
+    require_strided(op, "kernel", kernel)
     mixes = kernel.ndim == 3
     if kernel.ndim not in (2, 3) or kernel.shape[2 if mixes else 0] != channels:
         raise ValueError(
@@ -276,9 +277,10 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
         ValueError: a shape, device or value that does not fit.
 
     Note:
-        The transform of K is four sums of :func:`cauchy` at the roots of unity, and Woodbury's
-        identity. Cutting K off after L taps takes ``Ab^L``, a dense power in O(N^3 log L) for each
-        channel. Never stores (H, N, L) numbers.
+        By dense powers of Ab, in O(N^3 log L + N L) time and O(N^2 log L + N sqrt(L)) memory for
+        each channel, and as exact in fp32 for tiny dt and many taps as for others. The generating
+        function of the paper, which :func:`cauchy` sums, takes Ab^L too, to cut K off after L taps;
+        it is slower and loses digits where ``dt Lambda`` is tiny or huge.
 
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
@@ -295,22 +297,7 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     if length == 0 or Lambda.numel() == 0:
         return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
     with full_precision(Lambda):
-        ab, _, c = real_system(Lambda, P, B, C, dt)
-        cut = c - (c[:, None] @ torch.linalg.matrix_power(ab, length))[:, 0]
-    C = torch.complex(*(cut / 2).chunk(2, -1))
-    # z = 2 (1 - w) / (1 + w) = 2 i tan(a / 2) at w = e^(-i a); there is no z at w = -1.
-    angles = torch.arange((length + 1) // 2, dtype=torch.float64, device=dt.device)
-    tan = (angles * (math.pi / length)).tan().to(dt.dtype)
-    z = torch.stack((torch.zeros_like(tan), 2 * tan), -1)
-    pairs = torch.cat((C.conj() * B, C.conj() * P, P.conj() * P, P.conj() * B))
-    poles = (dt[:, None] * Lambda).repeat(4, 1)
-    sums = cauchy(torch.view_as_real(pairs), z, torch.view_as_real(poles))
-    cb, cp, pp, pb = (torch.view_as_complex(sums) * dt.repeat(4)[:, None]).chunk(4)
-    transform = torch.complex(torch.ones_like(tan), tan) * (cb - cp * pb / (1 + pp))
-    if length % 2 == 0:
-        last = dt * (C.conj() * B).real.sum(-1)
-        transform = torch.cat((transform, torch.complex(last, torch.zeros_like(last))[:, None]), 1)
-    return torch.fft.irfft(transform, n=length)
+        return real_system_kernel(*real_system(Lambda, P, B, C, dt), length)
 
 
 def s4(
@@ -360,20 +347,17 @@ def s4(
     vectors = {"P": P, "B": B, "C": C}
     require_call(op, u, Lambda, vectors, dt, D, initial_state, output_final_state, mode, "Lambda")
     if mode == "recurrent":
-        # (1 - x / 2) and its inverse times P, x = dt Lambda; p* s over both conjugates is a real
-        # number.
-        x, size = dt[:, None] * Lambda, dt[:, None]
-        below = 1 - x / 2
-        turned = P / below
-        factor = 1 / (2 / size + 2 * (P.conj() * turned).real.sum(-1, keepdim=True))
-
-        def along(s: Tensor) -> Tensor:
-            return 2 * (P.conj() * s).real.sum(-1, keepdim=True)
+        # Ab s = 2 X s - s and Bb = X dt B with X, the inverse of 1 - dt A / 2, by Woodbury's
+        # identity; P* s over both conjugates is a real number.
+        size = dt[:, None]
+        diagonal = 1 - size * Lambda / 2
+        turned = P / diagonal
+        factor = size / (1 + size * (P.conj() * turned).real.sum(-1, keepdim=True))
 
         def step(s: Tensor, v: Tensor) -> State:
-            s = s + x / 2 * s - size / 2 * P * along(s) + size * B * v[..., None]
-            s = s / below
-            s = s - turned * (factor * along(s))
+            found = (2 * s + size * B * v[..., None]) / diagonal
+            along = (P.conj() * found).real.sum(-1, keepdim=True)
+            s = found - turned * (factor * along) - s
             return 2 * (C.conj() * s).real.sum(-1), s
 
         y, state = by_recurrence(u, D, step, initial_state, Lambda)

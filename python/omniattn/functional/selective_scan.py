@@ -8,12 +8,12 @@ from torch import Tensor
 from omniattn.functional._checks import (
     cast_like,
     implementation,
-    refuse_nested,
     require_bool,
     require_decaying,
     require_device,
     require_float,
     require_shape,
+    require_strided,
     require_tensor,
     widen,
 )
@@ -112,8 +112,7 @@ def selective_scan(
         z = cast_like(op, "z", z, u, "u")
         require_shape(op, "z", z, tuple(u.shape))
     require_tensor(op, "A", A)
-    if A.is_nested:
-        refuse_nested(op, "A", A)
+    require_strided(op, "A", A)
     if A.ndim != 2 or A.shape[0] != channels:
         raise ValueError(f"{op}: A must have shape ({channels}, N), got A.shape={tuple(A.shape)}")
     require_decaying(op, "A", A)
@@ -163,6 +162,7 @@ def _constant(
     require_tensor(op, name, t)
     if not (is_complex and t.is_complex()):
         return widened(op, name, t, u, (shape,), "u")
+    require_strided(op, name, t)
     require_shape(op, name, t, shape)
     require_device(op, name, t, u, "u")
     return t.to(compute_dtype(u).to_complex())
@@ -171,6 +171,7 @@ def _constant(
 def _weights(op: str, name: str, t: Tensor, u: Tensor, A: Tensor, is_complex: bool) -> Tensor:
     """B or C as (B, T, G, N) or (D, N)."""
     require_tensor(op, name, t)
+    require_strided(op, name, t)
     (batch, steps, channels), states = u.shape, A.shape[1]
     if t.ndim == 2:
         return _constant(op, name, t, u, tuple(A.shape), is_complex)

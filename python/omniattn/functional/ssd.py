@@ -15,6 +15,7 @@ from omniattn.functional._checks import (
     require_float,
     require_number,
     require_shape,
+    require_strided,
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import cleared, run, sequence_count, widened
@@ -98,6 +99,8 @@ def ssd(
         raise ValueError(f"{op}: x must have shape (B, T, H, P), got x.shape={tuple(x.shape)}")
     batch, steps, heads, size = x.shape
     B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
+    for name, t in (("x", x), ("B", B), ("C", C)):
+        require_strided(op, name, t)
     if B.ndim != 4 or B.shape[:2] != x.shape[:2] or (heads % max(1, B.shape[2])):
         raise ValueError(
             f"{op}: B must have shape (B, T, G, N) with B and T of x and G a divisor of its heads, "
@@ -124,6 +127,7 @@ def ssd(
         D = D if D.ndim == 2 else D[:, None]
     if z is not None:
         z = cast_like(op, "z", z, x, "x")
+        require_strided(op, "z", z)
         require_shape(op, "z", z, tuple(x.shape))
     if initial_state is not None:
         shape = (count, heads, size, B.shape[3])

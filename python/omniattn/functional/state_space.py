@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
     require_int,
     require_number,
     require_range,
+    require_strided,
     require_tensor,
 )
 
@@ -67,8 +68,9 @@ def discretize(
         (tensor([0.5000, 1.0000]), tensor([0.5000, 0.6931]))
     """
     op = "discretize"
-    require_tensor(op, "A", A)
-    require_tensor(op, "B", B)
+    for name, t in (("A", A), ("B", B)):
+        require_tensor(op, name, t)
+        require_strided(op, name, t)
     if A.dtype not in _DTYPES or B.dtype != A.dtype:
         raise TypeError(
             f"{op}: A and B must be complex128, complex64, float64 or float32, both the same, "
@@ -86,6 +88,7 @@ def discretize(
     if isinstance(dt, Tensor):
         if dt.dtype not in FLOATS:
             raise TypeError(f"{op}: dt must be real, got dt.dtype={dt.dtype}")
+        require_strided(op, "dt", dt)
         require_device(op, "dt", dt, A, "A")
         require_range(op, "dt", dt, 0.0)
         dt = dt.to(A.real.dtype)

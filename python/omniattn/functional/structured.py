@@ -10,6 +10,7 @@ from omniattn.functional._checks import (
     require_int,
     require_like,
     require_shape,
+    require_strided,
     require_tensor,
 )
 from omniattn.ops import structured as ops
@@ -116,6 +117,7 @@ def cauchy(v: Tensor, z: Tensor, w: Tensor, *, backend: str | None = None) -> Te
 
 def _real(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor:
     require_tensor(op, name, t)
+    require_strided(op, name, t)
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     require_like(op, name, t, like, like_name)
     return t
@@ -124,6 +126,7 @@ def _real(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor
 def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
     """(H, N) complex, or (H, N, 2) real, as the latter."""
     require_tensor(op, name, t)
+    require_strided(op, name, t)
     if t.dtype not in (torch.complex64, torch.complex128, torch.float32, torch.float64):
         raise TypeError(
             f"{op}: {name} must be complex128 or complex64, or pairs of float64 or float32, "

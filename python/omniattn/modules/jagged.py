@@ -97,10 +97,12 @@ class Sequences:
             return function(t)
         entries = self.entries(t)
         at = torch.arange(t.shape[1], device=t.device) - self.nested.offsets()[entries]
-        rows = entries * self.longest + at
-        count = self.nested.shape[0] * self.longest
+        # The size of a batch with padding is known without waiting for its mask.
+        steps = self.longest if self.tokens is None else self.tokens.shape[1]
+        rows = entries * steps + at
+        count = self.nested.shape[0] * steps
         padded = t.new_zeros(count, *t.shape[2:]).index_copy(0, rows, t[0])
-        y = function(padded.unflatten(0, (-1, self.longest)))
+        y = function(padded.unflatten(0, (-1, steps)))
         return y.flatten(0, 1).index_select(0, rows)[None]
 
     def before(self, t: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
