@@ -1,5 +1,6 @@
 """The layer of Mamba: its formula, transformers' mixers, steps and how its parameters begin."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -146,6 +147,19 @@ def test_steps_of_the_mixer_of_transformers():
 def go_on(batch):
     layer = Mamba(8)
     return layer(torch.ones(2, 1, 8), state=layer.new_state(batch, 1))
+
+
+@torch.no_grad()
+def test_a_saved_state_knows_its_tokens_alone():
+    """Not what it has derived from the parameters of a layer of this process."""
+    layer, x = Mamba(8, dtype=torch.float32), torch.randn(1, 3, 8)
+    state = layer.new_state(1, 3)
+    fresh = len(pickle.dumps(state))
+    for t in range(2):
+        layer(x[:, t : t + 1], state=state)
+    kept = pickle.dumps(state)
+    assert len(kept) < fresh + 16
+    torch.testing.assert_close(layer(x[:, 2:], state=pickle.loads(kept)), layer(x)[:, 2:])
 
 
 def test_a_state_of_another_layer():

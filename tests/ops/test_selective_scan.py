@@ -226,6 +226,25 @@ def test_a_complex_scan_and_its_gradients(isa, constant):
         assert error <= 3 * (allowed + rounding * real_parts(best).abs().max())
 
 
+@pytest.mark.parametrize("isa", testing.isas())
+def test_large_angles_keep_their_digits(isa):
+    """The rounding of dt Im A, 1e5 here, would lose five of seven digits of its sine, as it does
+    where there is no fused multiply-add."""
+    A = torch.complex(torch.full((8, 4), -0.5), 1e5 * draw(8, 4).float())
+    given = {"u": draw(1, 3, 8, seed=1).float(), "delta": draw(1, 3, 8, seed=2).float().abs()}
+    given |= {"A": A, "B": draw(8, 4, seed=3).float(), "C": draw(8, 4, seed=4).float()}
+    exact, _ = F.selective_scan(
+        **{
+            name: t.to(torch.complex128 if t.is_complex() else torch.float64)
+            for name, t in given.items()
+        }
+    )
+    with testing.isa(isa):
+        y, _ = F.selective_scan(**given)
+    limit = 1e-2 if isa == "baseline" else 1e-5
+    torch.testing.assert_close(y.double(), exact, rtol=limit, atol=limit)
+
+
 def test_conjugates_give_the_same_output():
     """y is twice a real part, so that a system and its conjugate have the same y and gradients of
     real inputs, bit for bit, and conjugate states and gradients."""

@@ -103,7 +103,7 @@ def require_float(op: str, name: str, x: Tensor) -> None:
 def refuse_nested(op: str, name: str, x: Tensor) -> None:
     raise TypeError(
         f"{op}: {name} must not be nested (its values() are packed rows, and its offsets() the "
-        f"cu_seqlens of attention_varlen), got {name}.layout={x.layout}"
+        f"cu_seqlens of functions that take these), got {name}.layout={x.layout}"
     )
 
 

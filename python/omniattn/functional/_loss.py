@@ -10,10 +10,10 @@ from omniattn.functional._checks import (
     require_device,
     require_float,
     require_int,
+    require_integers,
     require_like,
     require_number,
     require_shape,
-    require_tensor,
 )
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops.loss import REDUCTIONS as REDUCTIONS
@@ -59,11 +59,7 @@ def check_class_weight(
 
 def check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
     """The target as int64; its range is checked where it is read."""
-    require_tensor(op, "target", target)
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"{op}: target must be an int64 or int32 tensor, got target.dtype={target.dtype}"
-        )
+    require_integers(op, "target", target)
     if target.device != x.device:
         raise ValueError(
             f"{op}: target must be on the device of the logits, got target.device={target.device}, "

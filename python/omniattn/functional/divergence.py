@@ -48,7 +48,7 @@ def jsd(
         student: (..., V) logits, float64, float32, bfloat16 or float16, any strides; or nested,
             with a teacher and a target of its boundaries.
         teacher: (..., V) of the student's dtype. It gets no gradient.
-        target: (...), int64 or int32, of which only `ignore_index` matters, or None.
+        target: (...) of any integer dtype, of which only `ignore_index` matters, or None.
         beta: in [0, 1].
         temperature: above 0; the loss is not multiplied by its square.
         ignore_index: rows with this target give 0 and are not counted by the mean.
@@ -119,7 +119,7 @@ def linear_jsd(
         weight: (V, K) of x's dtype.
         teacher_x: (..., K') of x's dtype, the teacher's hidden states.
         teacher_weight: (V, K') of x's dtype. The teacher gets no gradient.
-        target: (...), int64 or int32, of which only `ignore_index` matters, or None.
+        target: (...) of any integer dtype, of which only `ignore_index` matters, or None.
         bias, teacher_bias: (V,) of x's dtype, or None.
         beta, temperature, ignore_index, reduction, backend: see :func:`jsd`.
 

@@ -46,7 +46,7 @@ def cross_entropy(
     Args:
         logits: (..., V), float64, float32, bfloat16 or float16, any strides; or nested (B, j, V),
             with a target (B, j) or (B, j, V) of its boundaries.
-        target: (...), int64 or int32: classes in [0, V), or `ignore_index`. Or (..., V) of any
+        target: (...) of any integer dtype: classes in [0, V), or `ignore_index`. Or (..., V) of any
             floating dtype: probabilities, which may get a gradient.
         class_weight: (V,) of any floating dtype, how much a class counts, or None for 1. It gets no
             gradient.
@@ -182,7 +182,7 @@ def linear_log_prob(
         x: (..., K), float64, float32, bfloat16 or float16, cast by autocast as in
             :func:`linear_cross_entropy`; or nested.
         weight: (V, K) of x's dtype.
-        target: (...), int64 or int32: classes in [0, V), or `ignore_index`.
+        target: (...) of any integer dtype: classes in [0, V), or `ignore_index`.
         bias: (V,) of x's dtype, or None.
         ignore_index: tokens with this target give 0.
         softcap, temperature, backend: see :func:`cross_entropy`.

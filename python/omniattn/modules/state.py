@@ -157,6 +157,10 @@ class RecurrentState:
                     f"x.device={x.device}"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived from parameters, which another process has elsewhere."""
+        return {**self.__dict__, "_derived": {}}
+
     def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make(parameter)`, kept from token to token for as long as the parameter is the same.
 
