@@ -124,6 +124,22 @@ def test_compiled_with_padding(name):
     torch.testing.assert_close(compiled(u, mask=mask), layer(u, mask=mask))
 
 
+@torch.no_grad()
+@PARAMETERS
+def test_states_pass_over_padding(name):
+    layer, u = made(name), inputs()
+    masks = torch.ones(2, 1, 1, STEPS, dtype=torch.bool)
+    masks[0, ..., :3] = masks[1, ..., 5] = masks[0, ..., -4:] = False
+    state, half = layer.new_state(2, STEPS), STEPS // 2
+    parts = [layer(u[:, :half], mask=masks[..., :half], state=state)]
+    parts += [layer(u[:, half:], mask=masks, state=state)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(u, mask=masks))
+    for row, real in enumerate(masks[:, 0, 0]):
+        alone = layer.new_state(1, STEPS)
+        layer(u[row : row + 1, real], state=alone)
+        torch.testing.assert_close(state["s"][row], alone["s"][0])
+
+
 @PARAMETERS
 def test_gradients_reach_all_parameters(name):
     layer = made(name)

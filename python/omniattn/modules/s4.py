@@ -123,12 +123,6 @@ class _SSM(StateMixer):
         A = torch.complex(-self.log_A_real.to(wide).exp(), self.A_imag.to(wide))
         vectors = [_complex(getattr(self, name), wide) for name in self.vectors]
         options: dict[str, Any] = {}
-        if state is not None and sequences.nested is not None:
-            raise ValueError(
-                f"{type(self).__name__}: mask must be None with a state, got one with padding"
-            )
-        if state is not None:
-            options = {"initial_state": _complex(state["s"], wide), "output_final_state": True}
         if self.config.backend == "reference" or (state is not None and x.shape[1] == 1):
             options["mode"] = "recurrent"
         terms = A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide)
@@ -136,7 +130,15 @@ class _SSM(StateMixer):
         if state is None:
             y = sequences.in_batches(lambda x: self._system(x, *terms, **options), x)
         else:
-            y, final = self._system(x, *terms, **options)
+            final = _complex(state["s"], wide).clone()
+            options["output_final_state"] = True
+
+            def go_on(row: slice, x: Tensor) -> Tensor:
+                y, final[row] = self._system(x, *terms, initial_state=final[row], **options)
+                return y
+
+            parts = [go_on(row, part) for row, (part,) in sequences.each(x)]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             after["s"] = torch.view_as_real(final)
         return nnf.glu(self.out_proj(nnf.gelu(y)), -1), after
 
