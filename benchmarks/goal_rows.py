@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from baselines.structured import vandermonde
 from goal import (
     BF16,
     F32,
@@ -341,35 +340,3 @@ def expert_rows() -> Iterator[Row]:
                 1.1,
                 flops=2.0 * tokens * top_k * 3 * dim * hidden * (1 if pass_ == "forward" else 3),
             )
-
-
-def state_space_rows() -> Iterator[Row]:
-    """S4D's kernel and convolution against the sum over an (H, N, L) tensor and one FFT."""
-    channels, pairs, length = 512, 32, 4096
-    a, c, u = tensors((channels, pairs, 2), (channels, pairs, 2), (1, length, channels))
-    decay, phase = -0.5 * a[..., 0].exp(), torch.pi * torch.arange(pairs).expand(channels, pairs)
-    named = {"u": u, "real": decay, "imaginary": phase.contiguous(), "c": c}
-    dt = torch.logspace(-3, -1, channels)
-
-    def ours(u, real, imaginary, c):
-        return functional.s4d(u, torch.complex(real, imaginary), torch.view_as_complex(c), dt)
-
-    def yardstick(u, real, imaginary, c):
-        poles = torch.complex(real, imaginary)
-        steps = poles * dt[:, None]
-        factors = torch.view_as_complex(c) * steps.expm1() / poles
-        pair = (torch.view_as_real(t) for t in (factors, steps))
-        kernel = torch.fft.rfft(vandermonde(*pair, length=length), n=2 * length)
-        return torch.fft.irfft(torch.fft.rfft(u.mT, n=2 * length) * kernel)[..., :length].mT
-
-    for pass_ in PASSES:
-        yield Row(
-            f"s4d H{channels} N{2 * pairs} L{length}",
-            pass_,
-            provider(pass_, named, ours),
-            provider(pass_, named, yardstick),
-            "einsum and FFT",
-            0.25,
-            flops=4.0 * channels * pairs * length * (1 if pass_ == "forward" else 3),
-            memory=0.1,
-        )

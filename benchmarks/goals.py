@@ -26,6 +26,7 @@ import goal_rows
 import goal_scans
 import goal_slow_paths
 import goal_sparse
+import goal_state_space
 import goal_tiles
 import harness
 import report
@@ -53,7 +54,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "caches": goal_rows.cache_rows,
     "eviction": goal_caches.eviction_rows,
     "experts": goal_rows.expert_rows,
-    "state space": goal_rows.state_space_rows,
+    "state space": goal_state_space.rows,
     "scans": goal_scans.rows,
     "scan lengths": goal_scans.length_rows,
     "recurrences": goal_recurrences.rows,
