@@ -115,19 +115,24 @@ def test_mamba_chunk_scan_combined(how):
     if how == "seq_idx":
         more["seq_idx"] = torch.tensor([[0] * 5 + [1] * 4, [3] * 5 + [2] * 4])
     if how == "cu_seqlens":
+        more["seq_idx"] = torch.tensor([[7] * 5 + [1] * 4])
         more |= {"cu_seqlens": torch.tensor(bounds), "return_varlen_states": True}
     y, final, *varlen = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
     torch.testing.assert_close(y.flatten(0, 1), torch.cat(expected, 1)[0])
     torch.testing.assert_close(final, torch.cat(ends[len(bounds) - 2 :: len(bounds) - 1]))
     if varlen:
         torch.testing.assert_close(varlen[0], torch.cat(ends))
-        more["seq_idx"] = torch.tensor([[7] * 5 + [1] * 4])  # the same boundaries
-        again = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
-        assert all(map(torch.equal, again, (y, final, *varlen)))
+        other = more | {"cu_seqlens": torch.tensor([0, 0, 5]).int()}  # none, and then the first
+        states = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **other)[2]
+        torch.testing.assert_close(states, torch.cat((torch.zeros_like(ends[0]), ends[0])))
+        row, last, states = compat.mamba_chunk_scan_combined(
+            x, dt, A, keys, queries, 256, **more | {"seq_idx": None}
+        )
+        whole, end = alone(0, 0, 9, None)
+        torch.testing.assert_close((row, last, states), (whole, end, torch.cat(ends)))
         with pytest.raises(ValueError, match=r"cu_seqlens must be where seq_idx changes, got cu_s"):
-            more["seq_idx"] = torch.tensor([[0] * 4 + [1] * 5])
-            compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
-        del more["seq_idx"]
+            other["seq_idx"] = torch.tensor([[0] * 4 + [1] * 5])
+            compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **other)
     del more["return_final_states"]
     more.pop("return_varlen_states", None)
     alone_y = compat.mamba_chunk_scan_combined(x, dt, A, keys, queries, 256, **more)
@@ -148,3 +153,26 @@ def test_states_of_mamba_chunk_scan_combined_are_wide(dtype, state_dtype, expect
     given = x, x[..., 0], -torch.ones(2), keys, keys
     y, final = compat.mamba_chunk_scan_combined(*given, 256, **options)
     assert y.dtype == dtype and final.dtype == expected
+
+
+@pytest.mark.parametrize("narrow", [("x", "B", "C"), ("x", "z"), ("C",), ("dt", "A", "D", "bias")])
+def test_mamba_chunk_scan_combined_of_several_dtypes(narrow):
+    """As in its own kernels, each tensor has a dtype of its own, and y that of x."""
+    torch.manual_seed(0)
+    given = {"x": torch.randn(B, T, 4, 3), "dt": torch.rand(B, T, 4), "A": -torch.rand(4)}
+    given |= {"B": torch.randn(B, T, 2, 5), "C": torch.randn(B, T, 2, 5), "D": torch.randn(4)}
+    given |= {"z": torch.randn(B, T, 4, 3), "bias": torch.randn(4)}
+    given |= {name: given[name].bfloat16() for name in narrow}
+    results = []
+    for tensors in (given, {name: t.float() for name, t in given.items()}):
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+        named = {"dt_bias" if name == "bias" else name: t for name, t in leaves.items()}
+        y, final = compat.mamba_chunk_scan_combined(
+            **named, chunk_size=64, dt_softplus=True, return_final_states=True
+        )
+        loss = y.float().sum() + final.sum()
+        results.append((y, final, *torch.autograd.grad(loss, list(leaves.values()))))
+    for found, wide, name in zip(*results, ("x", "final", *given), strict=True):
+        kept = torch.float32 if name == "final" else given[name].dtype
+        assert found.dtype == kept
+        torch.testing.assert_close(found, wide.to(kept))

@@ -284,6 +284,18 @@ def systems():
     step |= {"A": -torch.ones(3, 2), "B": torch.ones(1, 2), "C": torch.ones(1, 2), "D": D}
     heads = {"x": torch.ones(1, 5, 2, 4), "dt": torch.ones(1, 5, 2), "A": -torch.ones(2)}
     heads |= {"B": torch.ones(1, 5, 1, 3), "C": torch.ones(1, 5, 1, 3), "chunk_size": 4}
+    inner = {"xz": torch.ones(1, 6, 5), "conv1d_weight": torch.ones(3, 1, 2), "conv1d_bias": D}
+    inner |= {"x_proj_weight": torch.ones(5, 3), "delta_proj_weight": torch.ones(3, 1)}
+    inner |= {"out_proj_weight": torch.ones(4, 3), "out_proj_bias": None, "A": -torch.ones(3, 2)}
+    split = {
+        "zxbcdt": torch.ones(1, 5, 24),
+        "conv1d_weight": torch.ones(14, 2),
+        "conv1d_bias": None,
+    }
+    split |= {"dt_bias": torch.ones(2), "A": -torch.ones(2), "D": torch.ones(2, 4), "chunk_size": 4}
+    split |= {"rmsnorm_weight": torch.ones(8), "outproj_weight": torch.ones(3, 8)}
+    packed = {"x": torch.ones(5, 3), "cu_seqlens": torch.tensor([0, 2, 5])}
+    last_inputs = functools.partial(compat.causal_conv1d_varlen_states, state_len=3)
     return {
         "s4d": (F.s4d, {"u": u, "A": A, "C": C, "dt": dt, "D": D}),
         "s4": (F.s4, {"u": u, "Lambda": Lambda, "P": P, "B": B, "C": C, "dt": dt, "D": D}),
@@ -300,6 +312,9 @@ def systems():
         ),
         "selective_state_update": (compat.selective_state_update, step),
         "mamba_chunk_scan_combined": (compat.mamba_chunk_scan_combined, heads),
+        "mamba_inner_fn": (compat.mamba_inner_fn, inner),
+        "mamba_split_conv1d_scan_combined": (compat.mamba_split_conv1d_scan_combined, split),
+        "causal_conv1d_varlen_states": (last_inputs, packed),
     }
 
 
@@ -315,7 +330,8 @@ def test_functions_without_a_spec(name, data):
     try:
         results = function(**arguments)
     except ERRORS as error:
-        assert re.match(r"\w+: .*got", str(error), re.DOTALL), repr(error)
+        op = name if hasattr(compat, name) else r"\w+"
+        assert re.match(rf"{op}: .*got", str(error), re.DOTALL), repr(error)
         return
     assert len(shapes(results)) == len(usual)
 

@@ -125,6 +125,13 @@ def test_ssm_init():
         (lambda: F.discretize(torch.ones(3), torch.ones(()), 1.0), ValueError, r"B.shape=\(\)"),
         (lambda: F.discretize(torch.ones(3), torch.ones(3), 0.0), ValueError, "dt must be .* > 0"),
         (lambda: F.discretize(torch.ones(3), torch.ones(3), torch.ones(1) + 0j), TypeError, "real"),
+        (
+            lambda: F.discretize(torch.ones(3), torch.ones(3), torch.ones(1) > 0),
+            TypeError,
+            "dt must",
+        ),
+        (lambda: F.discretize(torch.ones(3), torch.ones(3), True), TypeError, "dt must .*dt=True"),
+        (lambda: F.discretize(torch.ones(3), torch.ones(3), math.nan), ValueError, "got dt=nan"),
         (lambda: F.discretize(torch.ones(3), torch.ones(3), 1.0, "foh"), ValueError, "rule='foh'"),
         (lambda: F.hippo_legs(0), ValueError, "state_size=0"),
         (lambda: F.nplr(3), ValueError, "state_size must be even, got state_size=3"),

@@ -14,7 +14,9 @@ PEER = peers.Peer(
     {
         "custom_bwd": lambda function: function,
         "custom_fwd": lambda function: function,
+        "causal_conv1d_fn": compat.causal_conv1d_fn,
         "mamba_chunk_scan_combined": compat.mamba_chunk_scan_combined,
+        "mamba_inner_fn": compat.mamba_inner_fn,
         "selective_scan_fn": compat.selective_scan_fn,
     },
     {},
@@ -23,9 +25,13 @@ LONGEST = 512
 CASES = []
 if PEER.present:
     THEIRS = PEER.load("mamba_ssm/ops/selective_scan_interface.py")
-    PEER.names["selective_scan_ref"] = THEIRS.selective_scan_ref
+    THEIRS.selective_scan_fn = THEIRS.selective_scan_ref  # of which mamba_inner_ref is made
+    PEER.names |= {n: vars(THEIRS)[n] for n in ("selective_scan_ref", "mamba_inner_ref")}
     CASES = PEER.cases(
-        "tests/ops/test_selective_scan.py", 8, lambda **given: given.get("seqlen", 0) <= LONGEST
+        "tests/ops/test_selective_scan.py",
+        8,
+        lambda **given: given.get("seqlen", 0) <= LONGEST,
+        {"mamba_inner_fn": "values up to 5e8, of which float32 has no 2e-3; smaller ones below"},
     )
 
 
@@ -73,6 +79,30 @@ def test_their_reference_of_the_scan(groups, constant, is_complex):
         run(compat.selective_scan_fn), run(THEIRS.selective_scan_ref), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@peers.require(PEER)
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize("constant", ["", "B", "BC"])
+def test_their_reference_of_the_layer(is_complex, constant):
+    of_scan = selective(None, True, is_complex)
+    channels, states = of_scan["A"].shape
+    rows = 3 + (2 - len(constant)) * states * (1 + is_complex)
+    given = {"xz": torch.randn(2, 2 * channels, 40), "conv1d_weight": torch.randn(channels, 1, 4)}
+    given |= {"conv1d_bias": of_scan["D"], "x_proj_weight": torch.randn(rows, channels)}
+    given["delta_proj_weight"] = torch.randn(channels, 3) / 3
+    given |= {"out_proj_weight": torch.randn(7, channels), "out_proj_bias": torch.randn(7)}
+    given |= {name: of_scan[name] for name in ("A", "D", "delta_bias", *constant)}
+
+    def run(function):
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        out = function(**leaves)
+        return [out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
+
+    for ours, theirs in zip(run(compat.mamba_inner_fn), run(THEIRS.mamba_inner_ref), strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.slow

@@ -7,7 +7,11 @@ nothing. The `*_update` functions write states in place and are for inference. T
 are in `omniattn.modules` under their names.
 """
 
-from omniattn.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from omniattn.compat.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+)
 from omniattn.compat.fla import (
     chunk_delta_rule,
     chunk_dplr_delta_rule,
@@ -47,6 +51,8 @@ from omniattn.compat.fla import (
 )
 from omniattn.compat.mamba_ssm import (
     mamba_chunk_scan_combined,
+    mamba_inner_fn,
+    mamba_split_conv1d_scan_combined,
     selective_scan_fn,
     selective_scan_ref,
     selective_state_update,
@@ -55,6 +61,7 @@ from omniattn.compat.mamba_ssm import (
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "causal_conv1d_varlen_states",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
@@ -88,6 +95,8 @@ __all__ = [
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "mamba_chunk_scan_combined",
+    "mamba_inner_fn",
+    "mamba_split_conv1d_scan_combined",
     "parallel_based",
     "parallel_retention",
     "parallel_simple_gla",

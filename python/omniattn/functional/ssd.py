@@ -95,20 +95,11 @@ def ssd(
     """
     op = "ssd"
     require_float(op, "x", x)
-    if x.ndim != 4:
-        raise ValueError(f"{op}: x must have shape (B, T, H, P), got x.shape={tuple(x.shape)}")
-    batch, steps, heads, size = x.shape
     B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
     for name, t in (("x", x), ("B", B), ("C", C)):
         require_strided(op, name, t)
-    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or (heads % max(1, B.shape[2])):
-        raise ValueError(
-            f"{op}: B must have shape (B, T, G, N) with B and T of x and G a divisor of its heads, "
-            f"got B.shape={tuple(B.shape)}, x.shape={tuple(x.shape)}"
-        )
-    if B.shape[2] == 0 and heads > 0:
-        raise ValueError(f"{op}: B must have groups, got B.shape={tuple(B.shape)}")
-    require_shape(op, "C", C, tuple(B.shape))
+    require_heads(op, x, B, C)
+    batch, steps, heads, size = x.shape
     A = widened(op, "A", A, x, ((heads,),), "x")
     require_decaying(op, "A", A)
     dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
@@ -149,6 +140,21 @@ def ssd(
     if z is not None:
         y = y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))
     return y.to(x.dtype), state.mT
+
+
+def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
+    """Shapes of x (B, T, H, P), and of B and C (B, T, G, N) where G divides H."""
+    if x.ndim != 4:
+        raise ValueError(f"{op}: x must have shape (B, T, H, P), got x.shape={tuple(x.shape)}")
+    heads = x.shape[2]
+    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or (heads % max(1, B.shape[2])):
+        raise ValueError(
+            f"{op}: B must have shape (B, T, G, N) with B and T of x and G a divisor of its heads, "
+            f"got B.shape={tuple(B.shape)}, x.shape={tuple(x.shape)}"
+        )
+    if B.shape[2] == 0 and heads > 0:
+        raise ValueError(f"{op}: B must have groups, got B.shape={tuple(B.shape)}")
+    require_shape(op, "C", C, tuple(B.shape))
 
 
 def require_limits(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:

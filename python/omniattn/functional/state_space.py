@@ -48,7 +48,8 @@ def discretize(
         A: (..., N), the diagonal of a matrix, or (..., N, N), complex128, complex64, float64 or
             float32.
         B: (..., N) of A's dtype. A is dense where it has one dimension more than B.
-        dt: a number above 0, or a real tensor (...) of numbers that are at least 0.
+        dt: a number above 0, or a real tensor (...) of numbers that are at least 0; NaN
+            in it gives NaN.
         rule: see above.
 
     Returns:
@@ -92,6 +93,8 @@ def discretize(
         require_device(op, "dt", dt, A, "A")
         require_range(op, "dt", dt, 0.0)
         dt = dt.to(A.real.dtype)
+    elif isinstance(dt, bool):
+        raise TypeError(f"{op}: dt must be a number or a real tensor, got {dt=}")
     else:
         require_number(op, "dt", dt, above=0)
         dt = torch.as_tensor(dt, dtype=A.real.dtype, device=A.device)
