@@ -272,6 +272,21 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
          }},
     });
 
+// See fit_tails. The output and lse stay as they are.
+void fit_tail(const Forward& x, Tensors& gathered) {
+  const AttentionProblem& p = x.problem;
+  if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !is_softmax(p.score)) return;
+  const auto& kernels = attention_terms_kernels();
+  if (!kernels.has_large_lse(x)) return;
+  const Tensor out = empty_tensor({p.batch, p.tq, p.hq, p.dv}, p.dtype);
+  const int64_t rows = p.batch * p.hq * p.lse_stride;
+  const Tensor lse = buffer(rows, p.dtype), tail = buffer(rows, p.dtype);
+  Forward blocks{p, mutable_view_of(out), lse.mutable_data_ptr(), tail.mutable_data_ptr(), nullptr};
+  if (p.pages.table != nullptr) gather_pages(blocks.problem, gathered);
+  run_blocks({&blocks, 1});
+  kernels.fit_tails(x, blocks);
+}
+
 void set_interpreter(AttentionProblem& p) {
   if (p.program == nullptr) return;
   const auto& kernels = score_program_kernels();
@@ -292,6 +307,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
     if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
   }
   run_paths(kForwardPaths, std::span(problems), kv_heads);
+  for (const Forward& x : problems) fit_tail(x, gathered);
 }
 
 void run_backward(AttentionBackwardParams x, const Sequences& sequences) {

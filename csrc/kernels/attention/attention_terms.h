@@ -1,5 +1,6 @@
 // Work around the attention kernels on the CPU: expands the table's term to all pairs, copies pages
-// into rows, and sums the partial gradients of parameters.
+// into rows, sums the partial gradients of parameters, and fits the lse of few rows to the
+// backward.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -59,6 +60,10 @@ struct AttentionTermsKernels {
   // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from their pages.
   void (*gather_pages)(const AttentionProblem&, const HeadView& from, int64_t width, void* to,
                        int64_t begin, int64_t end);
+  // Few rows sum up their logits in another order than the blocks of the backward, which shows in
+  // its probabilities where logits are large: lse_tail becomes what the lse of the blocks has more.
+  bool (*has_large_lse)(const AttentionForwardParams&);
+  void (*fit_tails)(const AttentionForwardParams& rows, const AttentionForwardParams& blocks);
 };
 
 OMNIATTN_KERNEL_TABLE(AttentionTermsKernels, attention_terms_kernels)

@@ -144,9 +144,44 @@ void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width
   }
 }
 
+// f(n) with the number of each row in lse.
+template <class F>
+void for_rows_of_lse(const AttentionProblem& p, const F& f) {
+  for (int64_t head = 0; head < p.batch * p.hq; ++head) {
+    for (int64_t q = 0; q < p.tq; ++q) f(head * p.lse_stride + q);
+  }
+}
+
+bool has_large_lse(const AttentionForwardParams& x) {
+  constexpr double kLarge = 32;  // times eps, what a gradient may lose
+  bool found = false;
+  dispatch_compute(x.problem.dtype, [&]<class A>(A) {
+    const auto* const lse = static_cast<const A*>(x.lse);
+    for_rows_of_lse(x.problem, [&](int64_t n) {
+      found |= lse[n] != negative_infinity<A>() && (lse[n] > A(kLarge) || lse[n] < A(-kLarge));
+    });
+  });
+  return found;
+}
+
+void fit_tails(const AttentionForwardParams& rows, const AttentionForwardParams& blocks) {
+  const Score& score = rows.problem.score;
+  dispatch_compute(rows.problem.dtype, [&]<class A>(A) {
+    const auto *const lse = static_cast<const A*>(rows.lse), *const lse_of_blocks =
+                                                                 static_cast<const A*>(blocks.lse);
+    const auto* const tail_of_blocks = static_cast<const A*>(blocks.lse_tail);
+    for_rows_of_lse(rows.problem, [&](int64_t n) {
+      if (lse[n] == negative_infinity<A>()) return;
+      const A more = lse_in_logits(score, lse_of_blocks[n]) - lse_in_logits(score, lse[n]);
+      static_cast<A*>(rows.lse_tail)[n] = more + tail_of_blocks[n];
+    });
+  });
+}
+
 }  // namespace
 
 extern const AttentionTermsKernels attention_terms_kernels_table = {
-    expand_table, gather_table, gather_distances, gather_heads, gather_pages};
+    expand_table, gather_table,  gather_distances, gather_heads,
+    gather_pages, has_large_lse, fit_tails};
 
 }  // namespace omniattn::OMNIATTN_ISA
