@@ -365,3 +365,16 @@ def test_tensors_and_scales_are_checked_first(name):
             call(x["q"], x["k"], x["v"], scale=scale)
     with pytest.raises(TypeError, match=f"{name}: q must be a torch.Tensor, got q=None"):
         call(None, x["k"], x["v"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_name_the_alias_and_its_arguments(name):
+    x, names, call = tensors(), CALLS[name], getattr(compat, f"chunk_{name}")
+    for n in range(len(names)):
+        given = [x[each] for each in names]
+        for wrong, error in ((given[n].int(), TypeError), (given[n][:, :-1], ValueError)):
+            with pytest.raises(error, match=rf"^chunk_{name}: .*got \w+\."):
+                call(*given[:n], wrong, *given[n + 1 :])
+    if name == "dplr_delta_rule":
+        with pytest.raises(ValueError, match="chunk_dplr_delta_rule: gk must be <= 0"):
+            call(*given[:-1], -given[-1])

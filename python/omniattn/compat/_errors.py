@@ -1,4 +1,4 @@
-"""What the aliases of mamba-ssm and causal-conv1d share: errors under their own names."""
+"""What the aliases of other libraries share: errors under their own names."""
 
 from __future__ import annotations
 

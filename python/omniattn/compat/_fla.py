@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.compat._errors import errors_of
 from omniattn.functional._checks import require_number, require_tensor
 from omniattn.reference.precision import widen
 
@@ -94,7 +95,9 @@ def run(
         boundaries = tensors[0].shape[1] - boundaries.flip(0)
         state = None if state is None else state.flip(0)
     options = {ours: given[name] for name, ours in _OPTIONS.items() if name in given}
-    o, state = call(*tensors, initial_state=state, cu_seqlens=boundaries, **options)
+    gates = {"g": "gk"} if given.get("gk") is not None else {}
+    with errors_of(op, l2norm="use_qk_l2norm_in_kernel", **gates):
+        o, state = call(*tensors, initial_state=state, cu_seqlens=boundaries, **options)
     if packed:
         state = state.flip(0)
     if v_first:

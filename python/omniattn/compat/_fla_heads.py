@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.compat._errors import errors_of
 from omniattn.compat._fla import Call, fla_function, require_inputs
 from omniattn.functional._checks import require_int, require_shape, require_tensor
 from omniattn.reference.precision import widen
@@ -157,7 +158,8 @@ def parallel_simple_gla(
     _require_no_matrix("parallel_simple_gla", output_attentions)
     require_inputs("parallel_simple_gla", scale, q=q, k=k, v=v)
     call, tensors = _simple("parallel_simple_gla", q, k, v, g, None)
-    return call(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0], None
+    with errors_of("parallel_simple_gla"):
+        return call(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0], None
 
 
 def parallel_retention(
@@ -170,7 +172,8 @@ def parallel_retention(
 ) -> tuple[Tensor, None]:
     """:func:`functional.retention`, and None, as in `parallel_simple_gla`."""
     _require_no_matrix("parallel_retention", output_attentions)
-    return functional.retention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0], None
+    with errors_of("parallel_retention"):
+        return functional.retention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0], None
 
 
 def parallel_based(
@@ -187,15 +190,7 @@ def parallel_based(
     The denominator is at least 1e-6 in size, where fla adds that. Of `head_first` tensors, and then
     the result, are (B, H, T, D).
     """
-    require_inputs("parallel_based", scale, q=q, k=k, v=v)
-    if head_first:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    # The features have a scale of K^-0.5 of their own.
-    scale = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
-    o, _ = functional.linear_attention(
-        q, k, v, feature_map="taylor", normalize=use_norm, scale=scale
-    )
-    return o.transpose(1, 2) if head_first else o
+    return _based("parallel_based", q, k, v, scale, use_norm, head_first)
 
 
 def fused_chunk_based(
@@ -207,7 +202,28 @@ def fused_chunk_based(
     head_first: bool = False,
 ) -> Tensor:
     """As `parallel_based`."""
-    return parallel_based(q, k, v, scale, use_norm, head_first)
+    return _based("fused_chunk_based", q, k, v, scale, use_norm, head_first)
+
+
+def _based(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    use_norm: bool,
+    head_first: bool,
+) -> Tensor:
+    require_inputs(op, scale, q=q, k=k, v=v)
+    if head_first:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    # The features have a scale of K^-0.5 of their own.
+    scale = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
+    with errors_of(op, normalize="use_norm"):
+        o, _ = functional.linear_attention(
+            q, k, v, feature_map="taylor", normalize=use_norm, scale=scale
+        )
+    return o.transpose(1, 2) if head_first else o
 
 
 def _require_no_matrix(op: str, output_attentions: bool) -> None:

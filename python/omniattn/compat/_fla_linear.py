@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.compat._errors import errors_of
 from omniattn.compat._fla import Call, fla_function, require_inputs, run
+from omniattn.functional._checks import require_device, require_shape
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -305,6 +307,9 @@ def fused_mul_recurrent_rwkv7(
     **options: Any,
 ) -> Call:
     """:func:`functional.rwkv7` of a = -kk and b = kk * a."""
+    op = "fused_mul_recurrent_rwkv7"
+    require_shape(op, "kk", kk, tuple(a.shape))
+    require_device(op, "kk", kk, a, "a")
     return functional.rwkv7, (r, w, k, v, -kk, kk * a)
 
 
@@ -312,5 +317,8 @@ def fused_recurrent_rwkv4(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`functional.rwkv4` of exp(w), with states (B, 3, 1, C)."""
-    y, after = functional.rwkv4(w.exp(), u, k, v, initial_state=state.squeeze(2))
+    op = "fused_recurrent_rwkv4"
+    require_inputs(op, None, w=w, u=u, k=k, v=v, state=state)
+    with errors_of(op, initial_state="state"):
+        y, after = functional.rwkv4(w.exp(), u, k, v, initial_state=state.squeeze(2))
     return y, after[:, :, None]
