@@ -172,6 +172,16 @@ def test_wrong_arguments_of_states_are_named(new):
             state.load_state_dict(saved)
 
 
+@torch.no_grad()
+def test_a_failed_call_of_a_layer_leaves_its_state():
+    layer, x = Attention(Attention.Config(24, 4)), torch.randn(1, 5, 24)
+    state = layer.new_state(1, 5)
+    first = layer(x[:, :3], state=state)
+    with pytest.raises(ValueError, match="mask must be broadcastable"):
+        layer(x[:, 3:], mask=torch.ones(1, 1, 2, 99, dtype=torch.bool), state=state)
+    torch.testing.assert_close(torch.cat((first, layer(x[:, 3:], state=state)), 1), layer(x))
+
+
 @pytest.mark.parametrize("kind", ["standard", "rolling", "paged"])
 def test_crop_and_reorder(kind):
     k, v = tokens(4)

@@ -1,15 +1,11 @@
-"""What a model requires of the states of its layers, and what becomes of them in a failed call."""
+"""What a model requires of the states of its layers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from omniattn.modules import KVCache
-from omniattn.modules.state import RecurrentState, State
+from omniattn.modules.state import RecurrentState, parts_of
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:
@@ -31,7 +27,7 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
     past: int | None = None
     owner: dict[int, int] = {}
     for layer, entry in enumerate(state):
-        for part in _parts(entry):
+        for part in parts_of(entry):
             if owner.setdefault(id(part), layer) != layer:
                 raise ValueError(
                     f"{op}: state must have an entry of its own for each layer, "
@@ -61,39 +57,3 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
                     f"state[{layer}].length={length}, T={steps}"
                 )
     return 0 if past is None else past
-
-
-def restored_on_error(
-    state: Sequence[Any] | None, past: int
-) -> contextlib.AbstractContextManager[None]:
-    """Takes the tokens of a call that fails back out of the states.
-
-    What cannot forget them, such as a recurrence, stays ahead, and `require_states` refuses the
-    next call.
-    """
-    if state is None or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return _restored_on_error(state, past)
-
-
-@contextlib.contextmanager
-def _restored_on_error(state: Sequence[Any], past: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for part in (part for entry in state for part in _parts(entry)):
-            if part.length > past and isinstance(part, RecurrentState):
-                part.is_ahead = True
-            elif part.length > past:
-                with contextlib.suppress(ValueError):
-                    part.crop(past)
-        raise
-
-
-def _parts(state: Any) -> Sequence[State]:
-    """The states of the same tokens that it is made of; with cross-attention the first of two."""
-    if isinstance(state, tuple) and state:
-        return _parts(state[0])
-    if not hasattr(state, "parts"):
-        return [state]
-    return [part for each in state.parts for part in _parts(each)]

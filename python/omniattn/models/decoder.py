@@ -17,7 +17,7 @@ from omniattn import functional
 from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
-from omniattn.models._states import require_states, restored_on_error
+from omniattn.models._states import require_states
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     Attention,
@@ -33,7 +33,7 @@ from omniattn.modules import (
 from omniattn.modules.auxiliary import AuxiliaryLoss
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.layer import LayerConfig
-from omniattn.modules.state import Stateful, Storage, takes_cache
+from omniattn.modules.state import Stateful, Storage, restored_on_error, takes_cache
 
 
 def _takes_score_mod(layer: nn.Module) -> bool:
@@ -249,7 +249,7 @@ class Decoder(Model, Stateful):
         shared = {"embeddings": x}
         given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
         scored = self._scored(score_mod)
-        with restored_on_error(state, past):
+        with restored_on_error(state):
             for i, layer in enumerate(self.layers):
                 more = given | scored if _takes_score_mod(layer) else given
                 if recompute:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.models._states import require_states, restored_on_error
+from omniattn.models._states import require_states
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Embedding, Model, ModelConfig, require_token_ids
 from omniattn.modules import (
@@ -25,7 +25,7 @@ from omniattn.modules import (
     State,
     T5RelativeBias,
 )
-from omniattn.modules.state import Stateful, Storage, takes_cache
+from omniattn.modules.state import Stateful, Storage, restored_on_error, takes_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -287,10 +287,9 @@ class T5(Model, Stateful):
                 "T5: the encoder's states must have shape (B, S, dim) with the B of tokens, "
                 f"got {tuple(memory.shape)}, tokens.shape={tuple(tokens.shape)}"
             )
-        past = 0
         if state is not None:
-            past = require_states("T5", state, len(self.decoder.layers), tokens.shape[1])
-        with restored_on_error(state, past):
+            require_states("T5", state, len(self.decoder.layers), tokens.shape[1])
+        with restored_on_error(state):
             x: Tensor = self.decoder(self.embed_tokens(tokens), memory, state=state)
         return x * self.config.dim**-0.5 if self.lm_head is None else x
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
 
@@ -325,6 +326,42 @@ def kind_of(layer: Any) -> str:
     return type(getattr(layer, "config", layer)).__qualname__.removesuffix(".Config")
 
 
+def parts_of(state: Any) -> Sequence[State]:
+    """The states of the same tokens that it is made of; with cross-attention the first of two."""
+    if isinstance(state, tuple) and state:
+        return parts_of(state[0])
+    if not hasattr(state, "parts"):
+        return [state]
+    return [part for each in state.parts for part in parts_of(each)]
+
+
+def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Takes the tokens of a call that fails back out of the states.
+
+    What cannot forget them, such as a recurrence, stays ahead, and a model refuses it in the next
+    call.
+    """
+    if states is None or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return _restored_on_error(states)
+
+
+@contextlib.contextmanager
+def _restored_on_error(states: Sequence[Any]) -> Iterator[None]:
+    parts = [part for state in states for part in parts_of(state) if hasattr(part, "length")]
+    before = [part.length for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, length in zip(parts, before, strict=True):
+            if part.length > length and isinstance(part, RecurrentState):
+                part.is_ahead = True
+            elif part.length > length:
+                with contextlib.suppress(ValueError):
+                    part.crop(length)
+        raise
+
+
 def takes_cache(forward: Forward) -> Forward:
     """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
     the names from when all states were caches of keys and values. A `rope` must be a pair."""
@@ -339,7 +376,9 @@ def takes_cache(forward: Forward) -> Forward:
                     raise TypeError(
                         f"{type(self).__name__}: {name} must not be given as {former} too"
                     )
-        return forward(self, *args, **kwargs)
+        state = kwargs.get("state")
+        with restored_on_error(None if state is None else [state]):
+            return forward(self, *args, **kwargs)
 
     # torch.compile counts how often it compiles a code object, which layers must not share.
     code = by_either_name.__code__
