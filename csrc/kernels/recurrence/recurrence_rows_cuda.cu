@@ -3,7 +3,8 @@
 //
 // dk has the parts -S' de (of k as a probe) and dS u (of k as a key), and dg_t is dg_{t+1} + q dq +
 // k (dk as a probe - dk as a key), from <S, dS> at the end of the chunk. Of b, as of a key, b db is
-// taken away; what reads the state before token t counts for dg_{t-1}.
+// taken away; what reads the state before token t counts for dg_{t-1}. Products of a query with its
+// own k, which no decay makes smaller, would cancel there, and are added to dq and dk last.
 #include "kernels/recurrence/recurrence_backward_cuda.h"
 
 namespace omniattn {
@@ -45,7 +46,7 @@ struct Row {
   const int64_t r;
   const C scale = static_cast<C>(in.p.scale);
   const int lane = lane_index(), count = static_cast<int>(s.count);
-  // Of the query, the probe and the keys k and b; scale v . do, which a bonus multiplies.
+  // Of the query, the probe and the keys k and b, and scale u . do, the share of a query's own k.
   C dq = 0, dprobe = 0, dkey = 0, db = 0, share = 0;
 
   __device__ __forceinline__ C decay(int64_t t) const { return in.decay(t, r, in.head_decay(t)); }
@@ -62,16 +63,17 @@ struct Row {
       C probe = 0, query = 0, own = 0;
       each([&](int64_t column, C& e) {
         const Element<T, kUpdate> of = element(t, column);
-        if constexpr (kBonus) query += e * of.grad_o, own += of.u * of.grad_o;
+        own += of.u * of.grad_o;
+        if constexpr (kBonus) query += e * of.grad_o;
         if constexpr (kLowRank) probe -= e * of.de;
         e *= w;
         if constexpr (kUpdate == Update::value) probe -= e * of.de;
-        e += k * of.u;
         if constexpr (kLowRank) e += b * of.c;
         if constexpr (!kBonus) query += e * of.grad_o;
+        e += k * of.u;
       });
       query = warp_sum(query);
-      if constexpr (kBonus) own = warp_sum(own);
+      own = warp_sum(own);
       if constexpr (!kBonus) probe = warp_sum(probe);
       if (lane == i) {
         dprobe += probe;
@@ -89,8 +91,8 @@ struct Row {
       C of_k = 0, of_b = 0;
       each([&](int64_t column, C& e) {
         const Element<T, kUpdate> of = element(t, column);
-        if constexpr (!kBonus) e += q * of.grad_o;
         of_k += e * of.u;
+        if constexpr (!kBonus) e += q * of.grad_o;
         if constexpr (kLowRank) of_b += e * of.c;
         if constexpr (kBonus) {
           e = e * w + q * of.grad_o;
@@ -132,13 +134,15 @@ struct Row {
       const C later = __shfl_down_sync(0xffffffff, dg, step);
       if (lane + step < kLanes) dg += later;
     }
+    C bonus = 1;
     if constexpr (kBonus) {
-      const C bonus = in.bonus(r), sum = warp_sum(q * k * share);
+      const C sum = warp_sum(q * k * share);
       if (lane == 0) found.dbonus[(s.slot * p.value_heads + in.head) * p.key_width + r] = sum;
-      dq += bonus * k * share;
-      dkey += bonus * q * share;
+      bonus = in.bonus(r);
     }
     if (lane >= count) return;
+    dq += bonus * k * share;
+    dkey += bonus * q * share;
     found.dq[at] = dq;
     found.dk[at] = kLowRank ? dkey : dprobe + dkey;
     if constexpr (kLowRank) {

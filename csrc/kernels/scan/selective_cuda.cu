@@ -34,11 +34,11 @@ struct Decay {
 
   __device__ __forceinline__ Decay(C dt, const C* a) : re(exp(dt * a[0])), im(0) {
     if constexpr (kParts == 2) {
-      // With what the rounded product lacks, which matters where the angle is large.
+      // And by what the rounded product lacks, which matters where the angle is large.
       const C angle = dt * a[1], rest = fma(dt, a[1], -angle);
-      const C sine = sin(angle), cosine = cos(angle);
-      im = re * fma(rest, cosine, sine);
-      re *= fma(-rest, sine, cosine);
+      const C sine = sin(angle), cosine = cos(angle), of_rest = sin(rest), along = cos(rest);
+      im = re * fma(sine, along, cosine * of_rest);
+      re *= fma(cosine, along, -sine * of_rest);
     }
   }
   __device__ __forceinline__ void move_on(C* h, C x, const C* b) const {

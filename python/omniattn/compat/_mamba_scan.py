@@ -168,7 +168,7 @@ def selective_state_update(
         return t.flatten(first, first + 1) if heads else t
 
     names = {"u": "x", "delta": "dt", "delta_bias": "dt_bias", "delta_softplus": "dt_softplus"}
-    with errors_of(op, initial_state="state", **names):
+    with torch.no_grad(), errors_of(op, initial_state="state", **names):
         y, after = scan(
             channels(x, 1)[:, None],
             channels(dt, 1)[:, None],
@@ -182,7 +182,6 @@ def selective_state_update(
             channels(own, 1),
             None,
         )
-    with torch.no_grad():
         if indices is None:
             state.copy_(after.view(state.shape))
         else:

@@ -166,11 +166,10 @@ def causal_conv1d_update(
 
         past = own.gather(2, columns(-before, 0))
         after = own.scatter(2, columns(0, count), new)
-    with errors_of(op, initial_state="conv_state"):
+    with torch.no_grad(), errors_of(op, initial_state="conv_state"):
         y = functional.causal_conv1d(
             wide.mT, weight, bias, activation=activation, initial_state=past.to(wide.dtype)
         ).mT.to(x.dtype)
-    with torch.no_grad():
         if conv_state_indices is None:
             conv_state.copy_(after)
         else:

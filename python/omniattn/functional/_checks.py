@@ -124,7 +124,7 @@ def require_integers(op: str, name: str, x: Tensor) -> None:
 
 def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
     """`index` must be in [0, rows), where its values can be read without waiting for a device."""
-    if not index.is_cpu or index.numel() == 0 or is_traced():
+    if not index.is_cpu or is_traced() or index.numel() == 0:
         return
     low, high = (int(t) for t in index.long().aminmax())  # torch has none of uint16
     if low < 0 or high >= rows:
@@ -135,11 +135,11 @@ def require_decaying(op: str, name: str, A: Tensor) -> None:
     """The real part of `A` must be at most 0 where its values can be read without waiting for a
     device: states that grow overflow after some hundred steps, and then all gradients are NaN."""
     require_strided(op, name, A)
-    if not A.is_cpu or A.numel() == 0 or is_traced():
+    if not A.is_cpu or is_traced() or A.numel() == 0:
         return
     real = (A.real if A.is_complex() else A).detach()
     if (real > 0).any():
-        largest = float(real.nan_to_num(-math.inf).max())
+        largest = float(real[real > 0].max())
         part = f"Re {name}" if A.is_complex() else name
         raise ValueError(f"{op}: {part} must be at most 0, got max({part})={largest}")
 
@@ -158,12 +158,14 @@ def require_range(
 ) -> None:
     """The values of `x` must be in [least, most], where they can be read without waiting for a
     device or leaving a trace. NaN passes: results show it, and a GradScaler counts on that."""
-    if type(x) not in _PLAIN or not x.is_cpu or x.numel() == 0 or is_traced():
+    if type(x) not in _PLAIN or not x.is_cpu or is_traced() or x.numel() == 0:
         return
     require_strided(op, name, x)
-    if least > -math.inf and (low := x.amin().item()) < least:
+    if least > -math.inf and (x < least).any():
+        low = x[x < least].amin().item()
         raise ValueError(f"{op}: {name} must be >= {least:g}, got {name}.min()={low:g}")
-    if most < math.inf and (high := x.amax().item()) > most:
+    if most < math.inf and (x > most).any():
+        high = x[x > most].amax().item()
         raise ValueError(f"{op}: {name} must be <= {most:g}, got {name}.max()={high:g}")
 
 

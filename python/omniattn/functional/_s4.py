@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def by_recurrence(
         y, state = step(state, each)
         outputs.append(y)
     if not outputs:  # a result of no numbers has gradients, of zeros, all the same
-        outputs.append(step(state, x.new_zeros(x.shape[0], x.shape[2]))[0])
+        outputs.append(step(state, x.sum(1))[0])
         state = state.clone()
     y = torch.stack(outputs, 1)[:, :steps]
     if D is not None:
@@ -70,39 +70,48 @@ def final_state(x: Tensor, log_ab: Tensor, bb: Tensor, initial_state: Tensor | N
     return state + (log_ab * steps).exp() * initial_state
 
 
-def real_system(
-    Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``Ab - 1`` (H, 2 N, 2 N), Bb and C (H, 2 N) over real and imaginary parts of a state.
+class RealSystem(NamedTuple):
+    """A bilinear step over the real and imaginary parts of a state.
 
-    By the bilinear rule. Ab itself would lose the digits of a small dt, of which its powers are
-    made. Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s).
+    Ab itself would lose the digits of a tiny or huge dt, of which its powers are made.
     """
+
+    growth: Tensor  # Ab - 1, (H, 2 N, 2 N)
+    square: Tensor  # Ab^2 - 1
+    bb: Tensor  # (H, 2 N)
+    c: Tensor
+
+
+def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> RealSystem:
+    """Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s)."""
     re, im = torch.diag_embed(Lambda.real), torch.diag_embed(Lambda.imag)
     p, b, c = (torch.cat((t.real, t.imag), -1) for t in (P, B, C))
     a = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)
-    right = torch.cat((a - 2 * p[..., None] * p[..., None, :], b[..., None]), -1)
-    right = dt[:, None, None] * right
-    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    found = torch.linalg.solve(one - right[..., :-1] / 2, right)
-    return found[..., :-1], found[..., -1], 2 * c
+    a = dt[:, None, None] * (a - 2 * p[..., None] * p[..., None, :])
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    right = torch.cat((a, 2 * one, dt[:, None, None] * b[..., None]), -1)
+    found = torch.linalg.solve(one - a / 2, right)
+    growth, more = found[..., :-1].chunk(2, -1)  # Ab - 1, Ab + 1
+    return RealSystem(growth, growth @ more, found[..., -1], 2 * c)
 
 
-def real_system_kernel(growth: Tensor, bb: Tensor, c: Tensor, length: int) -> Tensor:
+def real_system_kernel(system: RealSystem, length: int) -> Tensor:
     """``C Ab^l Bb`` (H, length): of ``l = i n + j`` the powers i n go with C, those j with Bb."""
     width = 1 << (length.bit_length() + 1) // 2
-    columns, grown = _krylov(growth, bb, width)
-    rows, _ = _krylov(grown.mT, c, -(-length // width))
+    columns, grown = _krylov(system.growth, system.square, system.bb, width)
+    rows, _ = _krylov(grown.mT, None, system.c, -(-length // width))
     return (rows.mT @ columns).flatten(1)[:, :length]
 
 
 def real_system_states(
-    x: Tensor, growth: Tensor, bb: Tensor, c: Tensor, initial_state: Tensor | None
+    x: Tensor, system: RealSystem, initial_state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """What the initial state adds to y (B, T, H), and the final state (B, H, N)."""
+    growth, square, bb, c = system
     batch, _, channels = x.shape
-    inputs, whole = _krylov(growth, bb, CHUNK)  # Ab^j Bb
-    outputs, _ = _krylov(growth.mT, (c[:, None] + c[:, None] @ growth)[:, 0], CHUNK)  # C Ab^(j + 1)
+    inputs, whole = _krylov(growth, square, bb, CHUNK)  # Ab^j Bb
+    first = (c[:, None] + c[:, None] @ growth)[:, 0]
+    outputs, _ = _krylov(growth.mT, square.mT, first, CHUNK)  # C Ab^(j + 1)
     # (H, 2 N, B): with the input, and without.
     state = x.new_zeros(channels, bb.shape[1], batch)
     free = None
@@ -112,7 +121,7 @@ def real_system_states(
     decayed = []
     for chunk in x.permute(2, 1, 0).split(CHUNK, 1):  # (H, t, B)
         count = chunk.shape[1]
-        grown = whole if count == CHUNK else _power(growth, count)
+        grown = whole if count == CHUNK else _power(growth, square, count)
         state = torch.baddbmm(state, grown, state) + inputs[..., :count].flip(-1) @ chunk
         if free is not None:
             decayed.append(outputs.mT[:, :count] @ free)
@@ -123,25 +132,30 @@ def real_system_states(
     return torch.cat(decayed, 1).permute(2, 1, 0), final
 
 
-def _krylov(growth: Tensor, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _krylov(growth: Tensor, square: Tensor | None, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """b, a b, .., a^(count - 1) b of ``a = 1 + growth`` as the columns of (H, M, count), and
     ``a^w - 1`` of the first power of two w that is at least count."""
     columns = b[..., None]
     while columns.shape[-1] < count:
         columns = torch.cat((columns, torch.baddbmm(columns, growth, columns)), -1)
-        growth = torch.baddbmm(growth, growth, growth, beta=2)
+        growth, square = _squared(growth, square), None
     return columns[..., :count], growth
 
 
-def _power(growth: Tensor, count: int) -> Tensor:
+def _power(growth: Tensor, square: Tensor | None, count: int) -> Tensor:
     """``(1 + growth)^count - 1``."""
     grown = torch.zeros_like(growth)
     while count:
         if count % 2:
             grown = grown + torch.baddbmm(growth, growth, grown)
-        growth = torch.baddbmm(growth, growth, growth, beta=2)
+        growth, square = _squared(growth, square), None
         count //= 2
     return grown
+
+
+def _squared(growth: Tensor, square: Tensor | None) -> Tensor:
+    """``(1 + growth)^2 - 1``, known where `growth` may be near -2, which cancels."""
+    return torch.baddbmm(growth, growth, growth, beta=2) if square is None else square
 
 
 def require_input(op: str, u: Tensor) -> torch.dtype:

@@ -128,18 +128,19 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
         tensor([1.0000, 0.5000, 0.2500])
     """
     op = "ssm_kernel"
-    require_int(op, "length", length, 0)
+    require_int(op, "length", length, 0, 2**31 - 1)
     for name, t in (("A", A), ("B", B), ("C", C)):
         require_tensor(op, name, t)
         if t.dtype not in (torch.float64, torch.float32) or t.dtype != A.dtype:
+            other = "" if name == "A" else f"A.dtype={A.dtype}, "
             raise TypeError(
                 f"{op}: A, B and C must be float64 or float32, all the same, "
-                f"got A.dtype={A.dtype}, {name}.dtype={t.dtype}"
+                f"got {other}{name}.dtype={t.dtype}"
             )
     A, B, C = _system(op, A, B, C, A.dtype, A, "A")
     with full_precision(A):
         columns, power = B[None], A  # A^l B
-        while len(columns) < length:
+        while len(columns) < max(length, 2):  # so that A has a gradient
             columns = torch.cat((columns, power @ columns))
             power = power @ power
         return C @ columns[:length]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -27,7 +29,7 @@ from omniattn.functional._s4 import (
     require_skip,
     require_terms,
 )
-from omniattn.functional.state_space import RULES, discretize
+from omniattn.functional.state_space import RULES, discretize, expm1
 from omniattn.functional.structured import vandermonde
 
 __all__ = ["fft_conv", "s4", "s4_kernel", "s4d", "s4d_kernel"]
@@ -167,21 +169,41 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
     """
     op = "s4d_kernel"
     require_terms(op, A, {"C": C}, dt)
-    require_int(op, "length", length, 0)
-    log_ab, bb = _diagonal(op, A, dt, rule)[1:]
-    return vandermonde(C * bb, log_ab, length)
+    require_int(op, "length", length, 0, 2**31 - 1)
+    system = _diagonal(op, A, dt, rule)
+    return vandermonde(C * system.bb, system.log, length)
 
 
-def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Ab, its logarithm, and Bb."""
+class _Diagonal(NamedTuple):
+    """A diagonal step, with the digits of dt that Ab itself loses."""
+
+    ab: Tensor
+    growth: Tensor  # Ab - 1
+    log: Tensor  # of Ab
+    bb: Tensor
+
+
+def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> _Diagonal:
     require_choice(op, "rule", rule, RULES)
     ab, bb = discretize(A, torch.ones_like(A), dt, rule)
+    x = A * dt[:, None]
     if rule in ("zoh", "mamba"):
-        return ab, A * dt[:, None], bb
+        return _Diagonal(ab, expm1(x), x, bb)
     # 0 has no logarithm, but this number is as good: it and its inverse, which gradients meet, are
     # far from the ends of the range.
-    small = torch.finfo(dt.dtype).tiny ** 0.5
-    return ab, (ab + (ab == 0).to(ab.dtype) * small).log(), bb
+    tiny = torch.finfo(dt.dtype).tiny ** 0.5
+    log, small = (ab + (ab == 0).to(ab.dtype) * tiny).log(), x.abs() < 0.5
+    near = torch.where(small, x, 0)
+    if rule == "euler":
+        return _Diagonal(ab, x, torch.where(small, _log1p(near), log), bb)
+    near = _log1p(near / 2) - _log1p(-near / 2)
+    return _Diagonal(ab, x / (1 - x / 2), torch.where(small, near, log), bb)
+
+
+def _log1p(x: Tensor) -> Tensor:
+    """torch's own of a complex number takes the logarithm of the rounded 1 + x."""
+    re, im = x.real, x.imag
+    return torch.complex((re * (2 + re) + im * im).log1p() / 2, torch.atan2(im, 1 + re))
 
 
 def s4d(
@@ -234,11 +256,11 @@ def s4d(
     """
     op = "s4d"
     require_call(op, u, A, {"C": C}, dt, D, initial_state, output_final_state, mode)
-    ab, log_ab, bb = _diagonal(op, A, dt, rule)
+    ab, growth, log_ab, bb = _diagonal(op, A, dt, rule)
     if mode == "recurrent":
 
         def step(s: Tensor, x: Tensor) -> State:
-            s = ab * s + bb * x[..., None]
+            s = s + (growth * s + bb * x[..., None])
             return 2 * (C * s).real.sum(-1), s
 
         y, state = by_recurrence(u, D, step, initial_state, A)
@@ -293,11 +315,11 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     """
     op = "s4_kernel"
     require_terms(op, Lambda, {"P": P, "B": B, "C": C}, dt, "Lambda")
-    require_int(op, "length", length, 0)
+    require_int(op, "length", length, 0, 2**31 - 1)
     if length == 0 or Lambda.numel() == 0:
         return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
     with full_precision(Lambda):
-        return real_system_kernel(*real_system(Lambda, P, B, C, dt), length)
+        return real_system_kernel(real_system(Lambda, P, B, C, dt), int(length))
 
 
 def s4(
@@ -347,17 +369,20 @@ def s4(
     vectors = {"P": P, "B": B, "C": C}
     require_call(op, u, Lambda, vectors, dt, D, initial_state, output_final_state, mode, "Lambda")
     if mode == "recurrent":
-        # Ab s = 2 X s - s and Bb = X dt B with X, the inverse of 1 - dt A / 2, by Woodbury's
-        # identity; P* s over both conjugates is a real number.
+        # s + X dt (A s + B v) keeps the digits of dt, with X, the inverse of 1 - dt A / 2, by
+        # Woodbury's identity; P* s over both conjugates is a real number.
         size = dt[:, None]
         diagonal = 1 - size * Lambda / 2
         turned = P / diagonal
         factor = size / (1 + size * (P.conj() * turned).real.sum(-1, keepdim=True))
 
+        def along(s: Tensor) -> Tensor:
+            return (P.conj() * s).real.sum(-1, keepdim=True)
+
         def step(s: Tensor, v: Tensor) -> State:
-            found = (2 * s + size * B * v[..., None]) / diagonal
-            along = (P.conj() * found).real.sum(-1, keepdim=True)
-            s = found - turned * (factor * along) - s
+            slope = Lambda * s - 2 * P * along(s) + B * v[..., None]
+            found = size * slope / diagonal
+            s = s + found - turned * (factor * along(found))
             return 2 * (C.conj() * s).real.sum(-1), s
 
         y, state = by_recurrence(u, D, step, initial_state, Lambda)
@@ -367,7 +392,7 @@ def s4(
         return y
     with full_precision(u):
         system = real_system(Lambda, P, B, C, dt)
-        decayed, state = real_system_states(u.to(dt.dtype), *system, initial_state)
+        decayed, state = real_system_states(u.to(dt.dtype), system, initial_state)
     if decayed is not None:
         y = (y + decayed).to(u.dtype)
     return (y, state) if output_final_state else y

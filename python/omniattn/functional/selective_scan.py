@@ -20,7 +20,7 @@ from omniattn.functional._checks import (
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count, widened
 from omniattn.ops import scan as ops
-from omniattn.reference.precision import compute_dtype
+from omniattn.reference.precision import complex_dtype
 
 __all__ = ["selective_scan"]
 
@@ -165,7 +165,7 @@ def _constant(
     require_strided(op, name, t)
     require_shape(op, name, t, shape)
     require_device(op, name, t, u, "u")
-    return t.to(compute_dtype(u).to_complex())
+    return t.to(complex_dtype(u))
 
 
 def _weights(op: str, name: str, t: Tensor, u: Tensor, A: Tensor, is_complex: bool) -> Tensor:
@@ -189,7 +189,7 @@ def _weights(op: str, name: str, t: Tensor, u: Tensor, A: Tensor, is_complex: bo
         )
     if is_complex and t.is_complex():
         require_device(op, name, t, u, "u")
-        t = t.to(compute_dtype(u).to_complex())
+        t = t.to(complex_dtype(u))
     else:
         t = cast_like(op, name, t, u, "u")
     return t.unsqueeze(2) if t.ndim == 3 else t

@@ -125,10 +125,10 @@ def growth(x: Tensor) -> Tensor:
     near, series = torch.where(small, x, 0), torch.ones_like(x)
     for n in range(_POWERS, 1, -1):
         series = 1 + near / n * series
-    return torch.where(small, series, _expm1(away) / away)
+    return torch.where(small, series, expm1(away) / away)
 
 
-def _expm1(x: Tensor) -> Tensor:
+def expm1(x: Tensor) -> Tensor:
     """torch's own of a complex number takes 1 from the rounded exponential."""
     if not x.is_complex():
         return x.expm1()

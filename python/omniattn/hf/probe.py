@@ -46,7 +46,7 @@ def own_copy(state: Tensor) -> Tensor:
 def draws() -> Callable[..., Tensor]:
     """The same random tensors each time, by their sizes."""
     generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional._steps import causal_conv1d_inplace, in_place
 from omniattn.hf.lightning import lightning_forward
-from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, takes
+from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, probing, takes
 from omniattn.hf.rescope import rescoped
 from omniattn.hf.scans import SCANS, same_scan
 
@@ -38,16 +39,43 @@ def recurrent_forward(kind: Any) -> Finding:
         original = scope.get(name)
         if name not in _MAKERS or original is None:
             continue
+        original = _on_each_device(original)
         made = _MAKERS[name](original)
         known = set(inspect.signature(made).parameters)
         theirs = inspect.signature(original).parameters.values()
         further = {p.name for p in theirs if p.kind is not p.VAR_KEYWORD} - known
         if further:
             return Left(f"its {name} takes {', '.join(sorted(further))}")
-        if not _same(name, original, made):
-            return Left(f"its {name} computes something else")
+        with probing():
+            if not _same(name, original, made):
+                return Left(f"its {name} computes something else", logging.WARNING)
         ours[name] = made
     return rescoped(kind.forward, ours) if ours else None
+
+
+def _on_each_device(original: Forward) -> Forward:
+    """On the CPU transformers' own torch code, where `original` is the kernel of a package for
+    GPUs that is installed. Packed sequences, which that code would not tell apart, stay with the
+    `original`, which raises where it cannot."""
+    reference: Forward = inspect.unwrap(original)
+    if reference is original:
+        return original
+
+    @functools.wraps(reference)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        return (reference if takes(next(tensors), further=kwargs) else original)(*args, **kwargs)
+
+    return either
+
+
+def _fused(original: Forward) -> Forward:
+    @functools.wraps(original)
+    def fused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """None on the CPU, so that the layer computes its parts, which are ours."""
+        return None if x.is_cpu else original(x, *args, **kwargs)
+
+    return fused
 
 
 def _convolution(original: Forward) -> Forward:
@@ -206,19 +234,21 @@ def _xlstm_cell(kind: Any) -> Finding:
     )
     if further:
         return Left(f"its forward takes {', '.join(sorted(further))}")
-    return forward if _same_cell(kind, forward) else Left("its cell computes something else")
+    with probing():
+        same = _same_cell(kind, forward)
+    return forward if same else Left("its cell computes something else", logging.WARNING)
 
 
 def _same_cell(kind: Any, ours: Forward) -> bool:
     """Whether the two give the same on a probe, from a state and of one step too."""
-    generator = torch.Generator().manual_seed(0)
+    draw = draws()
     dtypes = dict.fromkeys(("autocast_kernel_dtype", "inference_state_dtype"), "float32")
     options = {"mode": "inference", "chunk_size": 16, "eps": 1e-6, "return_last_states": True}
     cell = kind(SimpleNamespace(**dtypes, **options))
     states: dict[Forward, dict[str, Tensor]] = {kind.forward: {}, ours: {}}
     for steps in (19, 1):
-        rows = [torch.randn(1, 2, steps, 4, generator=generator) for _ in range(3)]
-        gates = [torch.randn(1, 2, steps, generator=generator) for _ in range(2)]
+        rows = [draw(1, 2, steps, 4) for _ in range(3)]
+        gates = [draw(1, 2, steps) for _ in range(2)]
         found = []
         for forward, before in states.items():
             h, after = forward(cell, *rows, *gates, **before)
@@ -232,6 +262,8 @@ def _same_cell(kind: Any, ours: Forward) -> bool:
 
 _HEADS = _delta_rule(functional.gated_delta_rule)
 _CHANNELS = _delta_rule(functional.kimi_delta_attention)
+#: Whole layers, which packages for GPUs have alone.
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 #: What makes our function, by the name of the one that it replaces.
 _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "causal_conv1d_fn": _convolution,
@@ -242,11 +274,14 @@ _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "recurrent_kimi_delta_attention": _CHANNELS,
     "rwkv_linear_attention": _wkv,
     **SCANS,
+    **dict.fromkeys(_FUSED, _fused),
 }
 
 
 def _same(name: str, original: Forward, ours: Forward) -> bool:
     """Whether the two give the same on a probe."""
+    if name in _FUSED:
+        return True
     draw = draws()
     if name in SCANS:
         calls: list[tuple[Tensor, ...]] = same_scan(name, original, ours)

@@ -68,6 +68,7 @@ def _channel_step(original: Forward) -> Forward:
         x = hidden_states[:, None]
         steps, keys, queries = (t.to(x.dtype)[:, None] for t in (dt, B, C))
         gate = None if z is None else z.to(x.dtype)[:, None]
+        D, dt_bias = _widened(state, D, dt_bias)
         if _in_place(x, state, A, D, dt_bias):
             own = A, keys[:, :, None], queries[:, :, None], D, gate, dt_bias
             stepped: Tensor = selective_scan_inplace(x, steps, *own, state, dt_softplus)
@@ -105,7 +106,7 @@ def _chunks(original: Forward) -> Forward:
         x, B, C = hidden_states.float(), B.float(), C.float()
         initial = None if initial_states is None else own_copy(initial_states)
         y, state = functional.ssd(x, dt, A, B, C, initial_state=initial, **options)
-        return (y, state) if return_final_states else y
+        return (y, state.contiguous()) if return_final_states else y  # for steps in place
 
     return mamba2_chunk_scan
 
@@ -135,7 +136,7 @@ def _head_step(original: Forward) -> Forward:
         x, steps, decay = hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0]
         keys, queries = B[:, None].to(x.dtype), C[:, None].to(x.dtype)
         gate = None if z is None else z[:, None].to(x.dtype)
-        bias = None if dt_bias is None else dt_bias[:, 0]
+        D, bias = _widened(state, D, None if dt_bias is None else dt_bias[:, 0])
         if steps.dtype == x.dtype and _in_place(x, state, decay, D, bias):
             own = D, gate, bias, state, dt_softplus, -math.inf, math.inf
             stepped: Tensor = ssd_inplace(x, steps, decay, keys, queries, *own)
@@ -148,6 +149,11 @@ def _head_step(original: Forward) -> Forward:
         return y[:, 0]
 
     return mamba2_selective_state_update
+
+
+def _widened(state: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
+    """In the dtype of a state, which is wider than half models' parameters."""
+    return [None if t is None else t.to(state.dtype) for t in vectors]
 
 
 def _in_place(x: Tensor, state: Tensor, *vectors: Tensor | None) -> bool:
@@ -227,7 +233,7 @@ def _probe_head_step(function: Forward) -> tuple[Tensor, ...]:
         state,
         draw(2, 4, 3),
         draw(2, 4, 1).expand(-1, -1, 3),
-        -draw(4, 1, 1).exp().expand(-1, 3, 5),
+        (-draw(4, 1, 1).exp()).expand(-1, 3, 5),
         draw(2, 2, 5),
         draw(2, 2, 5),
         draw(4, 1).expand(-1, 3),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from omniattn.functional._checks import require_integers, require_rows
+from omniattn.functional._checks import require_device, require_integers, require_rows
 from omniattn.models.hf import Counterpart, copy_weights
 from omniattn.modules.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
@@ -55,6 +55,7 @@ class Embedding(nn.Embedding):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """index (...) of any integer dtype -> (..., dim)."""
         require_integers("Embedding", self.name, index)
+        require_device("Embedding", self.name, index, self.weight, "the model")
         require_rows("Embedding", self.name, index, self.num_embeddings)
         return super().forward(index.long())  # torch takes int32 and int64 alone
 

@@ -123,7 +123,7 @@ class _SSM(StateMixer):
         A = torch.complex(-self.log_A_real.to(wide).exp(), self.A_imag.to(wide))
         vectors = [_complex(getattr(self, name), wide) for name in self.vectors]
         options: dict[str, Any] = {}
-        if self.config.backend == "reference" or (state is not None and x.shape[1] == 1):
+        if self.config.backend == "reference":
             options["mode"] = "recurrent"
         terms = A, vectors, self.log_dt.to(wide).exp(), self.D.to(wide)
         after: dict[str, Tensor] = {}
@@ -134,7 +134,8 @@ class _SSM(StateMixer):
             options["output_final_state"] = True
 
             def go_on(row: slice, x: Tensor) -> Tensor:
-                y, final[row] = self._system(x, *terms, initial_state=final[row], **options)
+                how = options | ({"mode": "recurrent"} if x.shape[1] == 1 else {})
+                y, final[row] = self._system(x, *terms, initial_state=final[row], **how)
                 return y
 
             parts = [go_on(row, part) for row, (part,) in sequences.each(x)]
@@ -215,8 +216,8 @@ class S4(_SSM):
     """S4: as S4D, of a matrix that is diagonal minus rank one and begins as HiPPO-LegS.
 
     ``y = GLU(W gelu(s) + b)`` of the s of :func:`functional.s4`, with Lambda = -exp(log_A_real) +
-    i A_imag and dt = exp(log_dt). Cutting the kernel off at the length of x takes dense powers of
-    (N, N) matrices, which S4D does without.
+    i A_imag and dt = exp(log_dt). The kernel takes dense powers of (N, N) matrices, which S4D does
+    without.
 
     Args:
         config: sizes and options.

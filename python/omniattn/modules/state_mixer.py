@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import is_one_of, shown
+from omniattn.functional._checks import is_one_of, is_traced, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.jagged import Sequences, sequences_of, without_padding
 from omniattn.modules.mixer import Mixer, require_tokens
@@ -101,7 +101,10 @@ def read(
             f"past={past}"
         )
     assert isinstance(mask, Tensor)
-    return *without_padding(tokens, mask[:, 0, 0, past:].expand(batch, steps)), before
+    real = mask[:, 0, 0, past:]
+    if before is not None and real.is_cpu and not is_traced() and bool(real.all()):
+        return tokens, sequences, before  # steps after a padded prompt
+    return *without_padding(tokens, real.expand(batch, steps)), before
 
 
 def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.reference.precision import compute_dtype
+from omniattn.reference.precision import complex_dtype, compute_dtype
 from omniattn.reference.recurrence import in_sequences
 
 State = tuple[Tensor, ...]
@@ -202,7 +202,7 @@ def selective_scan(
     delta + delta_bias, or softplus of it. Of complex h, y has 2 Re(C . h).
     """
     dtype = compute_dtype(u)
-    wide = dtype.to_complex() if A.is_complex() else dtype
+    wide = complex_dtype(u) if A.is_complex() else dtype
     A, wide_u, dt = A.to(wide), u.to(dtype), delta.to(dtype)
     if delta_bias is not None:
         dt = dt + delta_bias.to(dtype)
