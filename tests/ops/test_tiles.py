@@ -1,6 +1,6 @@
-"""What AMX tiles change beyond the OpSpecs: fp32 in pieces of bf16, and sizes of engines that only
-they use. test_emulated_isas.py runs this file on software tiles; elsewhere the switches of pieces
-change nothing, and these tests show that."""
+"""What AMX tiles change beyond the OpSpecs: fp32 in pieces of bf16, the range of fp16, and sizes of
+engines that only they use. test_emulated_isas.py runs this file on software tiles; elsewhere the
+switches of pieces change nothing, and these tests show that."""
 
 import math
 from functools import partial
@@ -24,7 +24,7 @@ from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.specs.attention import qkv
 
-ON_TILES = testing.isas()[-1] == "amx_bf16"
+ON_TILES = "amx_bf16" in testing.isas()
 UNIT = 2.0**-24
 
 
@@ -327,24 +327,30 @@ def test_other_numbers_of_pieces_are_refused(pieces):
 @pytest.fixture
 def use_tiles_from():
     """Sets the multiply-adds from which an op uses tiles."""
-    tiles = config.CPU_ISAS.index("amx_bf16")
 
     def use(op, madds):
-        assert torch.ops.omniattn.set_least_madds(level_choice.OPS.index(op), tiles, madds)
+        for level in ("amx_bf16", "amx_fp16"):
+            number = config.CPU_ISAS.index(level)
+            assert torch.ops.omniattn.set_least_madds(level_choice.OPS.index(op), number, madds)
 
     yield use
     level_choice.install(level_choice.record_of(cpu_family()))
 
 
 #: What small problems are left to.
-BELOW = testing.isas()[-2] if ON_TILES else testing.isas()[-1]
+BELOW = [isa for isa in testing.isas() if not isa.startswith("amx_")][-1]
+
+#: Whether tiles multiply a type.
+TILES_OF = {torch.bfloat16: ON_TILES, torch.float16: "amx_fp16" in testing.isas()}
+half_types = pytest.mark.parametrize("dtype", TILES_OF, ids=str)
 
 
-def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from):
+@half_types
+def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from, dtype):
     lengths = (24, 130)  # 7e4 and 2e6 multiply-adds of a head
     ends = torch.tensor([0, 24, 154])
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(154, 2, 64, generator=generator).bfloat16() for _ in "qkv"]
+    tensors = [torch.randn(154, 2, 64, generator=generator).to(dtype) for _ in "qkv"]
 
     def results():
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -359,18 +365,19 @@ def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from):
     for found, large, small in zip(results(), on_tiles, below, strict=True):
         assert torch.equal(found[:24], small[:24])
         assert torch.equal(found[24:], large[24:])
-        assert torch.equal(small[:24], large[:24]) is not ON_TILES
+        assert torch.equal(small[:24], large[:24]) is not TILES_OF[dtype]
 
 
-def test_experts_run_on_the_level_of_their_size(use_tiles_from):
+@half_types
+def test_experts_run_on_the_level_of_their_size(use_tiles_from, dtype):
     tensors, index = experts()
-    tensors = [t.bfloat16() for t in tensors]
+    tensors = [t.to(dtype) for t in tensors]
     madds = math.ceil(40 / 3) * 2 * 48 * 70
     use_tiles_from("moe_experts", 0)
     on_tiles = gradients(by_experts, tensors, index)
     with testing.isa(BELOW):
         below = gradients(by_experts, tensors, index)
-    assert torch.equal(below[0], on_tiles[0]) is not ON_TILES
+    assert torch.equal(below[0], on_tiles[0]) is not TILES_OF[dtype]
     for least, expected in [(madds, on_tiles), (madds + 1, below)]:
         use_tiles_from("moe_experts", least)
         for found, right in zip(gradients(by_experts, tensors, index), expected, strict=True):
@@ -437,3 +444,71 @@ def test_gradients_of_a_linear_loss_round_once():
     torchs, exact = gradients(x, weight), gradients(x.double(), weight.double())
     for ours, theirs, right in zip(found, torchs, exact, strict=True):
         assert (ours - right).square().mean() <= (theirs - right).square().mean()
+
+
+# The range of fp16.
+
+
+def errors_of_level(name, function, tensors, grad):
+    """Mean squares of the errors of fp16 results and gradients on a level, against fp64."""
+
+    def results(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+    with testing.isa(name):
+        found = results(torch.float16)
+    exact = results(torch.float64)
+    assert all(t.isfinite().all() for t in found)
+    return torch.stack([(a - b).square().mean() for a, b in zip(found, exact, strict=True)])
+
+
+def assert_errors_of_vectors(function, tensors, grad):
+    """Tiles add at most a hundredth to the errors of fp32 products, which round results alone."""
+    tensors = [t.half() for t in tensors]
+    ours = errors_of_level(testing.isas()[-1], function, tensors, grad.half())
+    theirs = errors_of_level(BELOW, function, tensors, grad.half())
+    assert (ours <= 1.01 * theirs).all(), (ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1), (6, 1, 1, 1), (2**-6, 2**6, 2**-10, 2**-6), (2**-3, 2**-3, 2**8, 2**8)],
+    ids=["like 1", "peaked", "small dS", "large dS"],
+)
+def test_errors_of_fp16_attention_are_those_of_fp32_products(sizes):
+    """Also where dP and dS do not fit fp16, or are denormals of it."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 300, h, 64) for h in (4, 2, 2, 4)]
+    q, k, v, grad = (
+        torch.randn(shape, generator=generator) * size
+        for shape, size in zip(shapes, sizes, strict=True)
+    )
+    assert_errors_of_vectors(partial(attention, causal=True), (q, k, v), grad)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), (2**9, 2**-14, 2**-16), (2**-11, 2**5, 2**-4)],
+    ids=["like 1", "large hidden", "small hidden"],
+)
+def test_errors_of_fp16_experts_are_those_of_fp32_products(sizes, transposed):
+    """Also where hidden layers and their gradients do not fit fp16."""
+    (x, up, _, down, _), index = experts(transposed)
+    tensors = x * sizes[0], up, down[..., :35] * sizes[1]
+
+    def function(x, up, down):
+        return moe_experts(x, index, torch.ones(index.shape), up, down, activation="bilinear")
+
+    grad = torch.randn(40, 48, generator=torch.Generator().manual_seed(1)) * sizes[2]
+    assert_errors_of_vectors(function, tensors, grad)
+
+
+def test_errors_of_an_fp16_linear_loss_are_those_of_fp32_products():
+    x, weight, _ = inputs(64, 300, 96)
+    target = torch.arange(64) % 300
+    assert_errors_of_vectors(
+        lambda x, weight: linear_cross_entropy(x, weight, target), (x, weight), torch.ones(())
+    )
