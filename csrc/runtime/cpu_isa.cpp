@@ -41,7 +41,9 @@ Isa cap() {
 }
 
 // What became of the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor.
-int32_t ask_for_tiles(Isa isa) { return isa > cap() ? kTilesNotAskedFor : Machine::request_tiles(); }
+int32_t ask_for_tiles(Isa isa) {
+  return isa > cap() ? kTilesNotAskedFor : Machine::request_tiles();
+}
 
 // The levels of this machine, a bit for each. Each needs those before it, but emulated ones.
 struct Levels {

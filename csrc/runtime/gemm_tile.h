@@ -53,10 +53,13 @@ constexpr int64_t kTileRows = kOnTiles ? 32 : tile_rows(kTileVecs);
 template <class S>
 using operand_t = std::conditional_t<multiplies(kIsa, TypeTraits<S>::kDType), S, compute_t<S>>;
 
-// The type of A that a kernel computed, such as weights or gradients. bf16 has the range of fp32;
-// fp16 has not, so that with it such an A stays fp32 (tile_pieces.h).
+// Whether an A that a kernel computed, such as weights or gradients, stays fp32 beside operands T,
+// and tiles split it (tile_pieces.h): fp16 has not the range of fp32, which bf16 has.
 template <class T>
-using computed_t = std::conditional_t<std::is_same_v<T, f16>, float, T>;
+constexpr bool kSplits = std::is_same_v<T, f16>;
+// The type of such an A.
+template <class T>
+using computed_t = std::conditional_t<kSplits<T>, float, T>;
 
 // What a tile does for one step of k: one element, or one pair of 16-bit numbers.
 template <class T>

@@ -172,7 +172,7 @@ void gemm_tile(const A* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
     using T = operand_t<S>;
     tiles[0] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kRows>);
     tiles[1] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kTransposed>);
-    if constexpr (!std::is_same_v<computed_t<T>, T>) {
+    if constexpr (kSplits<T>) {
       tiles[2] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kRows, computed_t<T>>);
       tiles[3] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kTransposed, computed_t<T>>);
     }

@@ -1,5 +1,5 @@
-"""fp32 times fp16 on tiles, in two pieces of fp16 (csrc/runtime/tile_pieces.h): what kernels compute
-keeps the range of fp32."""
+"""fp32 times fp16 on tiles, in two pieces of fp16 (csrc/runtime/tile_pieces.h): what kernels
+compute keeps the range of fp32."""
 
 import itertools
 

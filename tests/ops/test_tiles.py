@@ -450,7 +450,7 @@ def test_gradients_of_a_linear_loss_round_once():
 
 
 def errors_of_level(name, function, tensors, grad):
-    """Mean squares of the errors of fp16 results and gradients on a level, against fp64."""
+    """Roots of the mean squares of the errors of fp16 results and gradients against fp64."""
 
     def results(dtype):
         leaves = [t.to(dtype).requires_grad_() for t in tensors]
@@ -461,7 +461,7 @@ def errors_of_level(name, function, tensors, grad):
         found = results(torch.float16)
     exact = results(torch.float64)
     assert all(t.isfinite().all() for t in found)
-    return torch.stack([(a - b).square().mean() for a, b in zip(found, exact, strict=True)])
+    return torch.stack([(a - b).square().mean().sqrt() for a, b in zip(found, exact, strict=True)])
 
 
 def assert_errors_of_vectors(function, tensors, grad):
@@ -512,3 +512,11 @@ def test_errors_of_an_fp16_linear_loss_are_those_of_fp32_products():
     assert_errors_of_vectors(
         lambda x, weight: linear_cross_entropy(x, weight, target), (x, weight), torch.ones(())
     )
+
+
+@pytest.mark.parametrize("op", ["attention", "selected_attention", "moe_experts", "linear"])
+@pytest.mark.parametrize("check", ["strided", "poisoned", "deterministic"])
+def test_fp16_has_the_properties_of_other_dtypes(check, op):
+    """Of which the tests of OpSpecs take fp32 and bf16."""
+    spec = testing.registry()[op]
+    PROPERTIES[check](spec, spec.cases[1], torch.float16)

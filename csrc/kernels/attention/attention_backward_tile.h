@@ -117,7 +117,7 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   score.to_logits(weights, columns, slope);
 
   const int64_t row = tile.row + r;
-  if constexpr (kKeepsComputed<T>) scale_row(ds, columns, tile.rows.factor(row));
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, tile.rows.factor(row));
   drop(ds);
   const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, weighted
   with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
@@ -134,7 +134,7 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   add_to_terms(tile, r, columns);
 
   drop(weights);
-  if constexpr (kKeepsComputed<T>) scale_row(weights, columns, tile.rows.factor(row));
+  if constexpr (kSplits<operand_t<T>>) scale_row(weights, columns, tile.rows.factor(row));
   if (problem.score.transform != ScoreKind::none) {
     for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
   }
@@ -174,7 +174,7 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
                                          int64_t capacity, compute_t<T> factor) {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  if constexpr (!kKeepsQueries<T> || kKeepsComputed<T>) {
+  if constexpr (!kKeepsQueries<T> || kSplits<operand_t<T>>) {
     return {weights, ds, ds};
   } else {
     // The operands reuse the memory of the tiles: pairs of rows in the first half of each, the rows
@@ -210,12 +210,12 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
 // Multiplies dx by the factor of dK, after the product for dQ.
 template <class T>
 void scale_for_keys(compute_t<T>* ds, int64_t rows, compute_t<T> factor) {
-  if constexpr (kKeepsComputed<T>) scale_row(ds, {0, rows * kKeyBlock}, factor);
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, {0, rows * kKeyBlock}, factor);
 }
 
 // Elements of a computed operand that belong to a column: those of a pair, unless it stays fp32.
 template <class M>
-constexpr int64_t kComputedPair = std::is_same_v<computed_t<M>, M> ? Operand<M>::kStep : 1;
+constexpr int64_t kComputedPair = kSplits<M> ? 1 : Operand<M>::kStep;
 
 // sum += X^T Y, where X is (queries x keys of the tile), for bf16 in pairs of queries, and Y has a
 // row of `ldy` per query. Where the mask cuts the tile, a few keys at a time use only the groups

@@ -73,11 +73,6 @@ void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols
 template <class T>
 constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
 
-// Whether what is computed stays fp32 beside 16-bit operands. The factors of q and dO then go to
-// it, for the same reason.
-template <class T>
-constexpr bool kKeepsComputed = !std::is_same_v<computed_t<operand_t<T>>, operand_t<T>>;
-
 // Elements of one packed column.
 template <class M>
 OMNIATTN_INLINE int64_t packed_depth(int64_t d) {

@@ -93,7 +93,7 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
 
 // Columns of sums at a time: where tiles split X, once for all of them.
 template <class M>
-constexpr int64_t kSumColumns = (std::is_same_v<computed_t<M>, M> ? 1 : 4) * kPanelCols<M>;
+constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
 
 // sum += X Y for the keys of a range, at most kSumColumns columns wide: X (rows, keys) has row
 // stride ldx, Y has a row per key with stride ldy; for 16-bit operands, Y is in pairs of rows.

@@ -144,10 +144,10 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
                      static_cast<const A*>(params.lse_tail)[stat]};
     const auto [shift, exponent] = softmax_backward_shift(p.score, lse);
     const A factor = exp2(V(exponent)).v[0];
-    const A kept = kKeepsComputed<T> ? factor : A(1);  // not part of dO
+    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
     auto* const grad = rows.grad_out + r * rows.row_o;
     pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv,
-                 kKeepsComputed<T> ? A(1) : factor, grad);
+                 kSplits<operand_t<T>> ? A(1) : factor, grad);
     const T* const out = row_of<T>(params.out, item.b, query, h);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
@@ -179,7 +179,7 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   A slope[kKeyBlock];  // of the transform
   scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
   score.to_logits(weights, columns, slope);
-  if constexpr (kKeepsComputed<T>) scale_row(ds, columns, rows.factor[r]);
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, rows.factor[r]);
   drop_row(p, score.b, score.h, score.q, tile, ds);
   const V mean(rows.delta[r]);
   with_weight(p.score, rows.shift[r], [&](auto weight) {
@@ -191,7 +191,7 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   });
   score.hide(ds, columns, A(0));  // a hidden key may hold anything, and 0 * NaN is NaN
   drop_row(p, score.b, score.h, score.q, tile, weights);
-  if constexpr (kKeepsComputed<T>) scale_row(weights, columns, rows.factor[r]);
+  if constexpr (kSplits<operand_t<T>>) scale_row(weights, columns, rows.factor[r]);
   if (p.score.transform == ScoreKind::none) return;
   for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
 }

@@ -55,8 +55,7 @@ struct GemmKernels {
                       int64_t begin, int64_t end);
 
   // The exponents of x (rows, cols) that products in pieces need, of rows or of columns [begin,
-  // end); infinity where an element is not finite. Null on levels without such
-  // tiles.
+  // end); infinity where an element is not finite. Null without tiles of bf16.
   void (*exponents)(const float* x, int64_t stride, int64_t rows, int64_t cols, bool of_columns,
                     float* out, int64_t begin, int64_t end);
 };

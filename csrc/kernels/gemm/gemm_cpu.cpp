@@ -117,7 +117,7 @@ void multiply_computed_rows(const GemmParams& p, int64_t row, int64_t rows, int6
                             int64_t depth, int64_t cols, const Workspace<T>& work, Panels<T> b,
                             float* c, int64_t ldc, bool accumulate) {
   const auto* const a = static_cast<const float*>(p.a);
-  if constexpr (std::is_same_v<computed_t<T>, float>) {
+  if constexpr (kSplits<T>) {
     const float* const first = p.a_transposed ? a + k * p.lda + row : a + row * p.lda + k;
     const auto multiply = p.a_transposed ? &gemm_tile<T, ALayout::kTransposed, float>
                                          : &gemm_tile<T, ALayout::kRows, float>;
@@ -222,7 +222,7 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   if (!in_place) {
     dispatch(p.c_dtype, [&]<class S>(S) {
       if constexpr (sizeof(S) == 2 && sizeof(C) == 4) {
-        if constexpr (!std::is_same_v<computed_t<T>, T>) {
+        if constexpr (kSplits<T>) {
           if (p.c_transposed) {
             return store_transposed(c, ldc, rows, cols, static_cast<S*>(p.c) + n * p.ldc + m,
                                     p.ldc);
