@@ -230,7 +230,7 @@ def _layer_rows() -> Iterator[Row]:
 def rows() -> Iterator[Row]:
     """All rows of the group."""
     isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
-    if isa != "amx_bf16":
+    if not isa.startswith("amx_"):
         tqdm.write(f"tiles: no rows, the kernels are those of {isa}")
         return
     yield from _attention_rows()

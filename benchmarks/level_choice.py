@@ -3,9 +3,9 @@
     python benchmarks/level_choice.py [--threads 2] [--seconds 0.3]
     python benchmarks/level_choice.py --record    # adds this family of CPUs to what is installed
 
-The levels and torch take turns, forward and then forward and backward; the best times count, since
-a shared machine only ever adds to them. Shapes at which torch is faster than the level that is
-chosen are named at the end.
+The levels of bf16 and torch take turns, forward and then forward and backward; the best times
+count, since a shared machine only ever adds to them. Shapes at which torch is faster than the level
+that is chosen are named at the end.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def on_level(name: str, run: Callable[[], object]) -> Callable[[], object]:
 
 def measure(problem: Problem, seconds: float) -> Measured:
     """On fp32 vectors and on each level of products above them."""
-    products = level_choice.product_levels()
-    levels = [next(n for n in reversed(testing.isas()) if n not in products), *products]
+    every, products = level_choice.product_levels(), level_choice.product_levels(BF16)
+    levels = [next(n for n in reversed(testing.isas()) if n not in every), *products]
     times = [0.0] * (len(levels) + len(problem.torchs))
     for pass_ in PASSES:
         ours = provider(pass_, problem.named, problem.ours)
@@ -156,7 +156,7 @@ def measure_op(op: str, seconds: float) -> dict[str, object]:
         m = found[-1]
         times = "  ".join(f"{n} {t * 1e3:.3f} ms" for n, t in m.levels.items())
         print(f"{op} {m.shape} {m.madds:.1e}: {times}  torch {m.torchs * 1e3:.3f} ms", flush=True)
-    least = {name: least_madds(found, name) for name in level_choice.product_levels()}
+    least = {name: least_madds(found, name) for name in level_choice.product_levels(BF16)}
     gains = [[*m.shape, round(m.torchs / m.levels[m.chosen(least)], 2)] for m in found]
     for name, madds in least.items():
         print(f"{op} on {name} from {madds:.1e} multiply-adds on")

@@ -5,23 +5,30 @@
 
 # The table of csrc/runtime/isa.h: OMNIATTN_ISAS are the levels that have all kernels,
 # OMNIATTN_PRODUCT_ISAS those that have products only; OMNIATTN_FLAGS_<isa> asks the compiler for the
-# extensions of a level and of all before it.
+# extensions of a level and of all before it, and tiles.h for those of OMNIATTN_TILE_ISAS.
 set(isa_table "${CMAKE_CURRENT_LIST_DIR}/../csrc/runtime/isa.h")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${isa_table}")
 file(READ "${isa_table}" isa_table)
 string(REGEX MATCHALL "level\\([a-z0-9_]+, [^,]+,[^,]+,[^,)]*__VA_ARGS__" isa_table "${isa_table}")
 set(OMNIATTN_ISAS "")
 set(OMNIATTN_PRODUCT_ISAS "")
+set(OMNIATTN_TILE_ISAS "")
 set(flags "")
 set(tuning_avx512 -mprefer-vector-width=512)
 foreach(level IN LISTS isa_table)
   string(REGEX MATCH "level\\(([a-z0-9_]+), ([^,]+)," _ "${level}")
   set(isa ${CMAKE_MATCH_1})
   set(operands ${CMAKE_MATCH_2})
-  string(REGEX MATCHALL "(HAS|TILES)\\([^)]+" extensions "${level}")
-  list(TRANSFORM extensions REPLACE "(HAS|TILES)\\(" "-m")
+  string(REGEX MATCHALL "HAS\\([^)]+" extensions "${level}")
+  list(TRANSFORM extensions REPLACE "HAS\\(" "-m")
   if(extensions AND NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     break()
+  endif()
+  if(level MATCHES "TILES")
+    if(NOT OMNIATTN_TILE_ISAS)
+      list(APPEND extensions -DOMNIATTN_TILES)
+    endif()
+    list(APPEND OMNIATTN_TILE_ISAS ${isa})
   endif()
   list(APPEND flags ${extensions} ${tuning_${isa}})
   set(OMNIATTN_FLAGS_${isa} ${flags})

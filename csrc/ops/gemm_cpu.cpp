@@ -18,12 +18,21 @@ namespace {
 constexpr int64_t kColumnTask = 65536;
 constexpr int64_t kLineElements = 64;  // at least a cache line
 
-// The dtype that is multiplied. On tiles fp32 rows are narrowed to that of the bf16 matrix, which
-// rounds them as a product of bf16 in torch does; elsewhere the matrix is widened.
+// Whether tiles multiply the dtype. The fp32 rows of A are then narrowed if B is bf16, which rounds
+// them as a product of bf16 in torch does, and split if B is fp16. Elsewhere B is widened.
+bool is_on_tiles(DType dtype) {
+  bool found = false;
+  for (int32_t i = 0; i <= static_cast<int32_t>(active_isa()); ++i) {
+    const auto isa = static_cast<Isa>(i);
+    found |= has_isa(isa) && multiplies_on_tiles(isa) && multiplies(isa, dtype);
+  }
+  return found;
+}
+
+// The dtype that is multiplied.
 DType factors(const GemmParams& p) {
   if (p.pieces > 0) return DType::bf16;
-  const bool narrowed = p.b_dtype == DType::bf16 && multiplies_on_tiles(active_isa());
-  return narrowed ? DType::bf16 : p.a_dtype;
+  return is_on_tiles(p.b_dtype) ? p.b_dtype : p.a_dtype;
 }
 
 void run(std::span<const GemmParams> products) {
@@ -84,7 +93,7 @@ Tensor find(std::vector<Exponents>& all) {
 
 bool takes_pieces(const GemmParams& p) {
   return p.pieces > 0 && p.a_dtype == DType::f32 && p.b_dtype == DType::f32 && p.m > kMaxDotRows &&
-         multiplies_on_tiles(active_isa());
+         is_on_tiles(DType::bf16);
 }
 
 }  // namespace

@@ -31,12 +31,13 @@ int64_t feature_groups(const Problem& p) {
 // Memory for (rows, cols) of a dtype.
 struct Buffer {
   Tensor tensor;
-  int64_t cols, item;
+  int64_t cols;
+  DType dtype;
 
-  Buffer(int64_t rows, int64_t cols_, DType dtype)
-      : tensor(scratch(rows * cols_, dtype)), cols(cols_), item(size_of(dtype)) {}
+  Buffer(int64_t rows, int64_t cols_, DType dtype_)
+      : tensor(scratch(rows * cols_, dtype_)), cols(cols_), dtype(dtype_) {}
   void* row(int64_t r) const {
-    return static_cast<char*>(tensor.mutable_data_ptr()) + r * cols * item;
+    return static_cast<char*>(tensor.mutable_data_ptr()) + r * cols * size_of(dtype);
   }
 };
 
@@ -177,17 +178,18 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
                   [&](int64_t a, int64_t b) { kernels_of(p).combine(c, a, b); });
 }
 
-// Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in).
+// Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in). Of two
+// dtypes the wider one is A, which transposes the product.
 void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, const Experts& w,
                  const Buffer& grad, const Buffer& in, void* result) {
-  const DType operand = kernels_of(p).operand(p.dtype);
+  const bool in_first =
+      grad.dtype == in.dtype ? w.transposed : size_of(in.dtype) > size_of(grad.dtype);
+  const Buffer &a = in_first ? in : grad, &b = in_first ? grad : in;
   std::vector<GemmParams> products;
   for (int64_t e = wave.first_expert; e < wave.first_expert + wave.experts; ++e) {
     const int64_t row = routing.offsets[e] - wave.row;
-    const Buffer& a = w.transposed ? in : grad;
-    const Buffer& b = w.transposed ? grad : in;
-    products.push_back({.a_dtype = operand,
-                        .b_dtype = operand,
+    products.push_back({.a_dtype = a.dtype,
+                        .b_dtype = b.dtype,
                         .c_dtype = p.dtype,
                         .m = a.cols,
                         .n = b.cols,
@@ -198,10 +200,11 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .c = static_cast<char*>(result) + e * a.cols * b.cols * size_of(p.dtype),
                         .lda = a.cols,
                         .ldb = b.cols,
-                        .ldc = b.cols,
+                        .ldc = w.transposed ? grad.cols : in.cols,
                         .a_transposed = true,
                         .b_transposed = false,
                         .accumulate = false,
+                        .c_transposed = in_first != w.transposed,
                         .pieces = p.pieces});
   }
   gemm::multiply_each(products);
@@ -217,6 +220,7 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
                             .cols = x.cols,
                             .offsets = offsets.data(),
                             .x = x.row(0),
+                            .computed = x.dtype == kernels_of(p).operands(p.dtype).computed,
                             .weight = weight,
                             .out = out + wave.first_expert * x.cols * size_of(p.dtype)};
   parallel_ranges(wave.experts, 1, [&](int64_t a, int64_t b) { kernels_of(p).bias_grad(g, a, b); });
@@ -227,11 +231,12 @@ void bias_grad(const Problem& p, const Routing& routing, const Wave& wave, const
 void run_forward(const Problem& p, void* y, void* pre) {
   const Routing routing(p);
   const MoeKernels& kernels = kernels_of(p);
-  const DType operand = kernels.operand(p.dtype);
+  const MoeOperands operands = kernels.operands(p.dtype);
   const int64_t features = p.hidden.features;
-  const std::vector<Wave> all = waves(routing, (p.dim + features) * size_of(operand));
-  const Buffer gathered(most_rows(all), p.dim, operand);
-  const Buffer hidden(most_rows(all), features, operand);
+  const std::vector<Wave> all =
+      waves(routing, p.dim * size_of(operands.tensor) + features * size_of(operands.computed));
+  const Buffer gathered(most_rows(all), p.dim, operands.tensor);
+  const Buffer hidden(most_rows(all), features, operands.computed);
   const Buffer rows(routing.rows(), p.dim, p.compute);
   char* const kept = static_cast<char*>(pre);
   const int64_t pre_row = p.columns * size_of(p.dtype);
@@ -261,15 +266,15 @@ class Backward {
         pre_(static_cast<const char*>(pre)),
         grads_(grads),
         kernels_(kernels_of(p)),
-        operand_(kernels_.operand(p.dtype)),
+        operands_(kernels_.operands(p.dtype)),
         groups_(feature_groups(p)),
         routing_(p),
         waves_(waves(routing_, row_bytes())),
         products_(p, most_rows(waves_)),
-        gathered_x_(most_rows(waves_), p.dim, operand_),
-        gathered_grad_(most_rows(waves_), p.dim, operand_),
-        grad_pre_(most_rows(waves_), p.columns, operand_),
-        hidden_(most_rows(waves_), p.hidden.features, operand_),
+        gathered_x_(most_rows(waves_), p.dim, operands_.tensor),
+        gathered_grad_(most_rows(waves_), p.dim, operands_.tensor),
+        grad_pre_(most_rows(waves_), p.columns, operands_.computed),
+        hidden_(most_rows(waves_), p.hidden.features, operands_.computed),
         recomputed_(pre != nullptr ? 0 : most_rows(waves_), p.columns, p.dtype),
         dx_rows_(grads.x != nullptr ? routing_.rows() : 0, p.dim, p.compute),
         row_weight_(routing_.rows(), 1, p.compute),
@@ -288,7 +293,8 @@ class Backward {
 
  private:
   int64_t row_bytes() const {
-    return (2 * p_.dim + p_.columns + p_.hidden.features) * size_of(operand_);
+    return 2 * p_.dim * size_of(operands_.tensor) +
+           (p_.columns + p_.hidden.features) * size_of(operands_.computed);
   }
 
   const void* pre_of(const Wave& wave) const {
@@ -356,7 +362,7 @@ class Backward {
   const char* pre_;
   const MoeGradients& grads_;
   const MoeKernels& kernels_;
-  DType operand_;
+  MoeOperands operands_;
   int64_t groups_;
   Routing routing_;
   std::vector<Wave> waves_;

@@ -10,13 +10,25 @@ namespace omniattn {
 namespace python {
 namespace {
 
+#if defined(__x86_64__)
+const struct {
+  const char* isa;
+  DType factors;
+  const GemmKernels& kernels;
+} kEmulated[] = {
+    {"avx512_bf16_emulated", DType::bf16, isa_avx512_bf16_emulated::gemm_kernels_table},
+    {"amx_bf16_emulated", DType::bf16, isa_amx_bf16_emulated::gemm_kernels_table},
+    {"amx_bf16_portable", DType::bf16, isa_amx_bf16_portable::gemm_kernels_table},
+    {"amx_fp16_emulated", DType::f16, isa_amx_fp16_emulated::gemm_kernels_table},
+    {"amx_fp16_portable", DType::f16, isa_amx_fp16_portable::gemm_kernels_table},
+};
+#endif
+
 const GemmKernels& kernels_of(const std::string& isa, DType factors) {
   Isa level = Isa::baseline;
 #if defined(__x86_64__)
-  if (factors == DType::bf16) {
-    if (isa == "avx512_bf16_emulated") return isa_avx512_bf16_emulated::gemm_kernels_table;
-    if (isa == "amx_bf16_emulated") return isa_amx_bf16_emulated::gemm_kernels_table;
-    if (isa == "amx_bf16_portable") return isa_amx_bf16_portable::gemm_kernels_table;
+  for (const auto& emulated : kEmulated) {
+    if (isa == emulated.isa && factors == emulated.factors) return emulated.kernels;
   }
   if (isa.ends_with("_emulated")) return gemm_kernels_on(Isa::avx512, factors);
   if (isa.ends_with("_portable")) return gemm_kernels_on(Isa::avx2, factors);
@@ -56,7 +68,9 @@ void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array
   p.b_transposed = b_transposed;
   p.accumulate = accumulate;
   p.pieces = pieces;
-  const GemmKernels& kernels = kernels_of(isa, pieces > 0 ? DType::bf16 : p.a_dtype);
+  // As ops/gemm_cpu.cpp chooses: tiles multiply B as it is stored.
+  const DType factors = isa.starts_with("amx_") ? p.b_dtype : p.a_dtype;
+  const GemmKernels& kernels = kernels_of(isa, pieces > 0 ? DType::bf16 : factors);
   std::vector<float> a_exponents, b_exponents;
   if (pieces > 0) {
     a_exponents = exponents_of(kernels, p.a, p.lda, a_transposed ? k : p.m, p.m, a_transposed);

@@ -34,12 +34,16 @@ const char* dtype_name(DType dtype) {
 struct Emulated {
   const char* isa;
   Isa by;
-  const ProbeKernels* products;  // of bf16
+  DType factors;  // of the products
+  const ProbeKernels* products;
 };
 const Emulated kEmulated[] = {
-    {"avx512_bf16_emulated", Isa::avx512, &isa_avx512_bf16_emulated::probe_kernels_table},
-    {"amx_bf16_emulated", Isa::avx512, &isa_amx_bf16_emulated::probe_kernels_table},
-    {"amx_bf16_portable", Isa::avx2, &isa_amx_bf16_portable::probe_kernels_table},
+    {"avx512_bf16_emulated", Isa::avx512, DType::bf16,
+     &isa_avx512_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_emulated", Isa::avx512, DType::bf16, &isa_amx_bf16_emulated::probe_kernels_table},
+    {"amx_bf16_portable", Isa::avx2, DType::bf16, &isa_amx_bf16_portable::probe_kernels_table},
+    {"amx_fp16_emulated", Isa::avx512, DType::f16, &isa_amx_fp16_emulated::probe_kernels_table},
+    {"amx_fp16_portable", Isa::avx2, DType::f16, &isa_amx_fp16_portable::probe_kernels_table},
 };
 #endif
 
@@ -48,7 +52,7 @@ const ProbeKernels* find_table(const std::string& isa, DType dtype) {
 #if defined(__x86_64__)
   for (const Emulated& emulated : kEmulated) {
     if (isa != emulated.isa || !has_isa(emulated.by)) continue;
-    return dtype == DType::bf16 ? emulated.products : &probe_kernels_on(emulated.by, dtype);
+    return dtype == emulated.factors ? emulated.products : &probe_kernels_on(emulated.by, dtype);
   }
 #endif
   Isa level;

@@ -40,12 +40,9 @@ Isa cap() {
   return isa;
 }
 
-// What became of the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor. One
-// request is for all of them.
+// What became of the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor.
 int32_t ask_for_tiles(Isa isa) {
-  if (isa > cap()) return kTilesNotAskedFor;
-  static const int answer = Machine::request_tiles();
-  return answer;
+  return isa > cap() ? kTilesNotAskedFor : Machine::request_tiles();
 }
 
 // The levels of this machine, a bit for each. Each needs those before it, but emulated ones.
@@ -69,7 +66,7 @@ struct Levels {
       return;
     }
     complete_ = complete_ && present;
-    if (complete_ && multiplies_on_tiles(isa)) {
+    if (complete_ && multiplies_on_tiles(isa) && tiles != 0) {  // one request is for all levels
       tiles = ask_for_tiles(isa);
       complete_ = tiles == 0;
     }

@@ -24,7 +24,7 @@ const char* isa_name(Isa isa);
 // Parses a name as isa_name writes it; false if there is no such ISA.
 bool parse_isa(const char* name, Isa& isa);
 
-// What became of the tile registers of amx_bf16: 0 if the system has given them, its errno if it
+// What became of the tile registers of AMX: 0 if the system has given them, its errno if it
 // refused, or one of these.
 inline constexpr int32_t kNoTiles = -1;           // the processor or the system has none
 inline constexpr int32_t kTilesNotAskedFor = -2;  // OMNIATTN_CPU_ISA is lower

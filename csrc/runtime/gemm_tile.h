@@ -9,9 +9,9 @@
 //
 // T is the operand type: double, float, or a 16-bit type that the ISA multiplies (runtime/isa.h).
 // Other storage types are widened to float when they are packed; operand_t<S> is the type for S.
-// bf16 operands hold pairs of consecutive k. A is plain rows, since row-major order already has
+// 16-bit operands hold pairs of consecutive k. A is plain rows, since row-major order already has
 // such pairs; B, and A when transposed, are [ceil(k / 2)][columns][2], padded with zero if k is
-// odd.
+// odd. A may be of computed_t<T> instead, as rows without pairs.
 //
 // A tile keeps kTileRows x kTileVecs accumulators in registers: 6 x 4 of the 32 AVX-512 or NEON
 // registers, 6 x 2 of 16 elsewhere. Narrower remainders of n use taller tiles, so that at least 8
@@ -53,7 +53,15 @@ constexpr int64_t kTileRows = kOnTiles ? 32 : tile_rows(kTileVecs);
 template <class S>
 using operand_t = std::conditional_t<multiplies(kIsa, TypeTraits<S>::kDType), S, compute_t<S>>;
 
-// What a tile does for one step of k: one element, or one pair of bf16.
+// Whether an A that a kernel computed, such as weights or gradients, stays fp32 beside operands T,
+// and tiles split it (tile_pieces.h): fp16 has not the range of fp32, which bf16 has.
+template <class T>
+constexpr bool kSplits = std::is_same_v<T, f16>;
+// The type of such an A.
+template <class T>
+using computed_t = std::conditional_t<kSplits<T>, float, T>;
+
+// What a tile does for one step of k: one element, or one pair of 16-bit numbers.
 template <class T>
 struct Operand {
   static_assert(sizeof(T) >= 4, "half types are widened at packing unless there is a bf16 dot");
@@ -77,10 +85,14 @@ struct Operand<bf16> {
   OMNIATTN_INLINE static B broadcast_odd(const bf16* p) { return broadcast_half_pair(p); }
   OMNIATTN_INLINE static VecF multiply_add(B a, B b, VecF acc) { return dot_bf16(acc, a, b); }
 };
-// Of two rows of floats, which are narrowed.
+template <>
+struct Operand<f16> {  // on AMX alone
+  static constexpr int kStep = 2;
+};
+// Of two rows of floats, which are narrowed to bf16.
 OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const float* first, int64_t n, const float* second,
                                              int64_t n_second) {
-  return narrow_to_pairs(load_n(first, n), load_n(second, n_second));
+  return narrow_to_pairs<bf16>(load_n(first, n), load_n(second, n_second));
 }
 #endif
 
@@ -95,7 +107,7 @@ OMNIATTN_INLINE int64_t k_steps(int64_t k) {
 
 }  // namespace
 
-// B as panels of kPanelCols columns. Strides are in columns (pairs of bf16).
+// B as panels of kPanelCols columns. Strides are in columns (pairs of 16-bit numbers).
 template <class T>
 struct Panels {
   const T* data;
@@ -119,9 +131,9 @@ OMNIATTN_INLINE Panels<T> row_panels(const T* rows, int64_t ldb) {
 
 enum class ALayout { kRows, kTransposed };
 
-// lda is in elements for row-major A, in columns (pairs of bf16) for transposed A.
-template <class T, ALayout kLayout = ALayout::kRows>
-void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
+// lda is in elements for row-major A, in columns (pairs where A has them) for transposed A.
+template <class T, ALayout kLayout = ALayout::kRows, class A = T>
+void gemm_tile(const A* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate);
 
 namespace {
@@ -140,6 +152,7 @@ OMNIATTN_INLINE int64_t packed_elements(int64_t k, int64_t n) {
 template <class T, class S>
 void pack_rows(const S* x, int64_t ldx, int64_t rows, int64_t cols, T* out, int64_t stride,
                int64_t padded) {
+  static_assert(!std::is_same_v<T, f16> || std::is_same_v<S, f16>);
   constexpr int64_t kStep = Operand<T>::kStep;
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   for (int64_t row = 0; row < rows; row += kStep, x += kStep * ldx, out += kStep * stride) {

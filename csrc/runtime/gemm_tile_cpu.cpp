@@ -4,6 +4,7 @@
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #if defined(OMNIATTN_PAIRS)
+#include "runtime/tile_pieces.h"
 #include "runtime/tile_product.h"
 #endif
 
@@ -146,14 +147,16 @@ void multiply_in_vectors(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, 
 
 }  // namespace
 
-template <class T, ALayout kLayout>
-void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
+template <class T, ALayout kLayout, class A>
+void gemm_tile(const A* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate) {
   if (m <= 0) return;
   OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));
   OMNIATTN_ASSERT(n == 0 || k == 0 || (a != nullptr && b.data != nullptr && c != nullptr));
 #if defined(OMNIATTN_PAIRS)
-  if constexpr (kOnTiles) {
+  if constexpr (!std::is_same_v<A, T>) {
+    multiply_pieces_on_tiles<kLayout>(a, lda, b, c, ldc, m, n, k, accumulate);
+  } else if constexpr (kOnTiles) {
     multiply_on_tiles<kLayout>(a, lda, b, c, ldc, m, n, k, accumulate);
   } else
 #endif
@@ -169,6 +172,10 @@ void gemm_tile(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ld
     using T = operand_t<S>;
     tiles[0] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kRows>);
     tiles[1] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kTransposed>);
+    if constexpr (kSplits<T>) {
+      tiles[2] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kRows, computed_t<T>>);
+      tiles[3] = reinterpret_cast<const void*>(&gemm_tile<T, ALayout::kTransposed, computed_t<T>>);
+    }
   });
 }
 

@@ -12,7 +12,8 @@
 //           dtype and widens the other 16-bit types. A level without f32 has products of its types
 //           only; everything else runs on the level before it.
 // present   whether the machine has it; HAS(x) names the extension that the compiler calls -mx, and
-//           TILES(x) one whose registers the system gives to a process on request (cpu_isa.cpp).
+//           TILES(x) one whose registers the system gives to a process on request (cpu_isa.cpp) and
+//           whose statements are our own (tiles.h), since not every compiler has it.
 // clang-format off
 #define OMNIATTN_PORTABLE_ISAS(level, ...) level(baseline, f64 | f32, true, __VA_ARGS__)
 #define OMNIATTN_X86_ISAS(level, ...)                                                            \
@@ -20,7 +21,8 @@
   level(avx512, f64 | f32, HAS(avx512f) && HAS(avx512bw) && HAS(avx512vl) && HAS(avx512dq),      \
         __VA_ARGS__)                                                                             \
   level(avx512_bf16, bf16, HAS(avx512bf16), __VA_ARGS__)                                         \
-  level(amx_bf16, bf16, TILES(amx-tile) && TILES(amx-bf16), __VA_ARGS__)
+  level(amx_bf16, bf16, TILES(amx-tile) && TILES(amx-bf16), __VA_ARGS__)                         \
+  level(amx_fp16, f16, TILES(amx-fp16), __VA_ARGS__)
 // clang-format on
 
 // All levels, and those that kernels are compiled for on this architecture.
@@ -62,7 +64,9 @@ OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
 }
 
 // Whether the level multiplies in tile registers (runtime/tiles.h).
-OMNIATTN_FN bool multiplies_on_tiles(Isa isa) { return isa == Isa::amx_bf16; }
+OMNIATTN_FN bool multiplies_on_tiles(Isa isa) {
+  return isa == Isa::amx_bf16 || isa == Isa::amx_fp16;
+}
 
 // Whether the level has every kernel, and whether it has products of this type.
 OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }

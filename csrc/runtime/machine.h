@@ -26,17 +26,23 @@ struct Machine {
   static bool has_tiles(const char* extension) {
     constexpr struct {
       const char* name;
-      int bit;  // of EDX of CPUID leaf 7
-    } kExtensions[] = {{"amx-bf16", 22}, {"amx-tile", 24}};
+      int subleaf, place, bit;  // of CPUID leaf 7; the place of EAX is 0, of EDX 3
+    } kExtensions[] = {{"amx-bf16", 0, 3, 22}, {"amx-tile", 0, 3, 24}, {"amx-fp16", 1, 0, 21}};
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) return false;
     unsigned low = 0, high = 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     constexpr unsigned kTileState = 3u << 17;  // configuration and data
     if ((low & kTileState) != kTileState) return false;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+    unsigned found[2][4] = {};
+    const auto ask = [&](unsigned leaf) {
+      unsigned (&x)[4] = found[leaf];
+      return __get_cpuid_count(7, leaf, &x[0], &x[1], &x[2], &x[3]) != 0;
+    };
+    if (!ask(0) || (found[0][0] >= 1 && !ask(1))) return false;  // its EAX is the last subleaf
     for (const auto& known : kExtensions) {
-      if (std::strcmp(known.name, extension) == 0) return (d >> known.bit & 1) != 0;
+      if (std::strcmp(known.name, extension) != 0) continue;
+      return (found[known.subleaf][known.place] >> known.bit & 1) != 0;
     }
     return false;
   }

@@ -59,8 +59,8 @@ struct ProbeKernels {
   void (*tile)(const TileProbe&, int64_t repeats);
 
   // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`, on tiles with the
-  // loads of their operands from L1; 0 if the ISA has none for it (bf16 without a dot product,
-  // f16).
+  // loads of their operands from L1; 0 if the ISA has none for it (bf16 or f16 without a dot
+  // product).
   double (*multiply_adds)(DType operand, int64_t rounds);
   // Sum of n floats; a[i] = b[i] + s c[i] with and without write-allocate.
   float (*read)(const float* x, int64_t n);

@@ -157,20 +157,23 @@ double multiply_adds(int64_t rounds) {
 #if defined(OMNIATTN_PAIRS)
 // Products of tiles whose operands come from L1, as in tile_product.h: the ceiling of 32 x 32
 // blocks. The operands are random, since products with zero are faster, by 25 % on Sapphire Rapids.
+template <class H>
 [[maybe_unused]] double tile_multiply_adds(int64_t rounds) {
   constexpr int64_t kSteps = 8;  // 16 KiB of A and of B
-  alignas(64) bf16 a[kSteps * 2 * kTileElements], b[kSteps * 2 * kTileElements];
+  alignas(64) H a[kSteps * 2 * kTileElements], b[kSteps * 2 * kTileElements];
   alignas(64) float c[kStripRows * kStripRows];
   uint32_t bits = 1;
-  for (bf16* const operand : {a, b}) {
+  for (H* const operand : {a, b}) {
     for (int64_t i = 0; i < kSteps * 2 * kTileElements; ++i) {
       bits = bits * 1664525u + 1013904223u;
-      operand[i].bits = static_cast<uint16_t>((bits >> 16 & 0x80ffu) | 0x3f00u);  // 0.5 to 2
+      // 0.5 to 2 as bf16, 1.75 to 2 as fp16
+      operand[i].bits = static_cast<uint16_t>((bits >> 16 & 0x80ffu) | 0x3f00u);
     }
   }
   const TileScope scope;
-  const BlockProduct product{packed_tiles(a), packed_tiles(b), {}, kSteps, false, false, nullptr};
-  for (int64_t i = 0; i < rounds; ++i) multiply_block<2, 2>(product, c, kStripRows);
+  const BlockProduct<H> product{packed_tiles(a), packed_tiles(b), {},     kSteps,
+                                false,           false,           nullptr};
+  for (int64_t i = 0; i < rounds; ++i) multiply_block<1, 2, 2>(product, c, kStripRows);
   return 2.0 * kSteps * kTileTerms * kStripRows * kStripRows * static_cast<double>(rounds);
 }
 #endif
@@ -180,7 +183,7 @@ double multiply_adds_any(DType operand, int64_t rounds) {
   dispatch(operand, [&]<class S>(S) {
 #if defined(OMNIATTN_PAIRS)
     if constexpr (kOnTiles) {
-      flops = tile_multiply_adds(rounds);
+      flops = tile_multiply_adds<S>(rounds);
       return;
     }
 #endif

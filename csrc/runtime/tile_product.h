@@ -21,22 +21,24 @@ constexpr int64_t kTileElements = kTileRowsOfC * kTileTerms;
 
 // Tiles of an operand: one step of k after the other, and the second tile of a step (16 more rows
 // of A, 16 more columns of B). Offsets in elements.
+template <class H>
 struct TileOperand {
-  const bf16* data;
+  const H* data;
   int64_t row, step, second;
   OMNIATTN_INLINE TileOperand after(int64_t steps) const {
     return {data + steps * step, row, step, second};
   }
-  OMNIATTN_INLINE int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(bf16)); }
+  OMNIATTN_INLINE int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(H)); }
 };
 
 // A tile after the other, those of a step together.
-OMNIATTN_INLINE TileOperand packed_tiles(const bf16* data) {
+template <class H>
+OMNIATTN_INLINE TileOperand<H> packed_tiles(const H* data) {
   return {data, kTileTerms, 2 * kTileElements, kTileElements};
 }
 
 // C is (16 kRowTiles) x (16 kColTiles). While it is computed, `next` lines of C are prefetched.
-template <int kRowTiles, int kColTiles>
+template <class H, int kRowTiles, int kColTiles>
 struct TileBlock {
   float* c;
   int64_t ldc;
@@ -50,15 +52,15 @@ struct TileBlock {
       for_tiles([&]<int kTile>(float*) OMNIATTN_LAMBDA { tiles.template zero<kTile>(); });
     }
   }
-  OMNIATTN_INLINE void step(const TileOperand& a, const TileOperand& b) {
+  OMNIATTN_INLINE void step(const TileOperand<H>& a, const TileOperand<H>& b) {
     tiles.template load_once<6>(b.data, b.row_bytes());
     tiles.template load<4>(a.data, a.row_bytes());
     if constexpr (kColTiles == 2) tiles.template load_once<7>(b.data + b.second, b.row_bytes());
     if constexpr (kRowTiles == 2) tiles.template load<5>(a.data + a.second, a.row_bytes());
-    tiles.template multiply_add<0, 4, 6>();
-    if constexpr (kColTiles == 2) tiles.template multiply_add<1, 4, 7>();
-    if constexpr (kRowTiles == 2) tiles.template multiply_add<2, 5, 6>();
-    if constexpr (kRowTiles == 2 && kColTiles == 2) tiles.template multiply_add<3, 5, 7>();
+    tiles.template multiply_add<H, 0, 4, 6>();
+    if constexpr (kColTiles == 2) tiles.template multiply_add<H, 1, 4, 7>();
+    if constexpr (kRowTiles == 2) tiles.template multiply_add<H, 2, 5, 6>();
+    if constexpr (kRowTiles == 2 && kColTiles == 2) tiles.template multiply_add<H, 3, 5, 7>();
   }
   OMNIATTN_INLINE void finish() {
     for_tiles([&]<int kTile>(float* p)
@@ -76,44 +78,53 @@ struct TileBlock {
 };
 
 // One block of C and what it is made of. B of the last terms, if they are no whole step, is `tail`.
+// A step of A has kPieces steps of tiles, which are multiplied with the same B (tile_pieces.h).
+template <class H>
 struct BlockProduct {
-  TileOperand a, b, tail;
+  TileOperand<H> a, b, tail;
   int64_t steps;
   bool has_tail, accumulate;
   const float* next;  // the block of C that follows, to prefetch; null: none
 };
 
-template <int kRowTiles, int kColTiles>
-[[gnu::noinline]] void multiply_block(const BlockProduct& p, float* c, int64_t ldc) {
-  TileBlock<kRowTiles, kColTiles> block{c, ldc};
+template <int kPieces, int kRowTiles, int kColTiles, class H>
+[[gnu::noinline]] void multiply_block(const BlockProduct<H>& p, float* c, int64_t ldc) {
+  TileBlock<H, kRowTiles, kColTiles> block{c, ldc};
   block.start(p.accumulate);
   const float* next = p.next;
   int64_t rows = next != nullptr ? kStripRows : 0;
   const int64_t ahead = p.steps > 0 ? ceil_div(rows, p.steps) : 0;
-  TileOperand a = p.a, b = p.b;
-  for (int64_t i = 0; i < p.steps; ++i, a = a.after(1), b = b.after(1)) {
-    block.step(a, b);
+  TileOperand<H> a = p.a, b = p.b;
+  const auto step = [&](const TileOperand<H>& columns) OMNIATTN_LAMBDA {
+    for (int piece = 0; piece < kPieces; ++piece, a = a.after(1)) block.step(a, columns);
+  };
+  for (int64_t i = 0; i < p.steps; ++i, b = b.after(1)) {
+    step(b);
     for (int64_t row = smaller(ahead, rows); row > 0; --row, --rows, next += ldc) {
       __builtin_prefetch(next, 1, 3);
       __builtin_prefetch(next + 16, 1, 3);
     }
   }
-  if (p.has_tail) block.step(a, p.tail);
+  if (p.has_tail) step(p.tail);
   block.finish();
 }
 
-inline void multiply_tiles_of_block(const BlockProduct& p, int64_t rows, int64_t cols, float* c,
-                                    int64_t ldc) {
+template <int kPieces = 1, class H>
+void multiply_tiles_of_block(const BlockProduct<H>& p, int64_t rows, int64_t cols, float* c,
+                             int64_t ldc) {
   if (rows > kTileRowsOfC) {
-    cols > kTileRowsOfC ? multiply_block<2, 2>(p, c, ldc) : multiply_block<2, 1>(p, c, ldc);
+    cols > kTileRowsOfC ? multiply_block<kPieces, 2, 2>(p, c, ldc)
+                        : multiply_block<kPieces, 2, 1>(p, c, ldc);
   } else {
-    cols > kTileRowsOfC ? multiply_block<1, 2>(p, c, ldc) : multiply_block<1, 1>(p, c, ldc);
+    cols > kTileRowsOfC ? multiply_block<kPieces, 1, 2>(p, c, ldc)
+                        : multiply_block<kPieces, 1, 1>(p, c, ldc);
   }
 }
 
 // A block of C that tiles do not cover exactly is computed in a copy.
-[[gnu::noinline]] inline void multiply_partial_block(const BlockProduct& p, int64_t rows,
-                                                     int64_t cols, float* c, int64_t ldc) {
+template <class H>
+[[gnu::noinline]] void multiply_partial_block(const BlockProduct<H>& p, int64_t rows, int64_t cols,
+                                              float* c, int64_t ldc) {
   alignas(64) float whole[kStripRows * kStripRows];
   const auto copy = [&](const float* from, int64_t ld_from, float* to, int64_t ld_to) {
     for (int64_t r = 0; r < rows; ++r) {
@@ -133,7 +144,8 @@ inline void multiply_tiles_of_block(const BlockProduct& p, int64_t rows, int64_t
 // Copies.
 
 // `rows` rows of A, k terms each, to tiles, with zeros up to whole tiles.
-inline void copy_rows_to_tiles(const bf16* a, int64_t lda, int64_t rows, int64_t k, bf16* tiles) {
+template <class H>
+void copy_rows_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* tiles) {
   for (int64_t first = 0; first < k; first += kTileTerms, tiles += 2 * kTileElements) {
     for (int64_t r = 0; r < kStripRows; ++r) {
       const int64_t terms = r < rows ? k - first : 0;
@@ -143,7 +155,8 @@ inline void copy_rows_to_tiles(const bf16* a, int64_t lda, int64_t rows, int64_t
 }
 
 // The same from A in pairs of terms, [ceil(k / 2)][lda][2].
-inline void transpose_to_tiles(const bf16* a, int64_t lda, int64_t rows, int64_t k, bf16* tiles) {
+template <class H>
+void transpose_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* tiles) {
   const int64_t pairs = (k + 1) / 2;
   for (int64_t first = 0; first < pairs; first += 16) {
     for (int64_t half = 0; half < kStripRows; half += 16, tiles += kTileElements) {
@@ -161,7 +174,8 @@ inline void transpose_to_tiles(const bf16* a, int64_t lda, int64_t rows, int64_t
 }
 
 // The last `terms` rows of B, fewer than a step has, with zeros after them.
-inline void copy_tail_of_b(const TileOperand& b, int64_t terms, int64_t cols, bf16* tiles) {
+template <class H>
+void copy_tail_of_b(const TileOperand<H>& b, int64_t terms, int64_t cols, H* tiles) {
   for (int64_t half = 0; half < kStripRows; half += 16, tiles += kTileElements) {
     for (int64_t pair = 0; pair < 16; ++pair) {
       const int64_t left = 2 * pair < terms && half < cols ? 16 : 0;
@@ -173,52 +187,56 @@ inline void copy_tail_of_b(const TileOperand& b, int64_t terms, int64_t cols, bf
 
 // Whether tiles can be loaded from rows in place: each is one cache line, and 32 rows take at most
 // eight lines of each of the 64 sets of L1. (Rows at a multiple of 2 KiB would take 16 or 32.)
-OMNIATTN_INLINE bool reads_in_place(const bf16* a, int64_t lda) {
+OMNIATTN_INLINE bool reads_in_place(const void* a, int64_t lda) {
   const auto address = reinterpret_cast<uintptr_t>(a);
   return address % 64 == 0 && lda % 32 == 0 && lda / 32 % 32 != 0;
 }
 
-// A strip of rows of C over at most kTileDepth terms.
-inline void multiply_strip(const TileOperand& a, Panels<bf16> b, float* c, int64_t ldc,
-                           int64_t rows, int64_t n, int64_t k, bool accumulate) {
-  alignas(64) bf16 tail[2 * kTileElements];
+// Calls f(product, first column, columns) for the blocks of a strip of rows of C.
+template <class H, class F>
+OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, Panels<H> b, int64_t n, int64_t k,
+                                const F& f) {
+  alignas(64) H tail[2 * kTileElements];
   const int64_t steps = k / kTileTerms, left = k % kTileTerms;
   for (int64_t col = 0; col < n; col += kStripRows) {
-    const int64_t cols = smaller(kStripRows, n - col), in_panel = col % kPanelCols<bf16>;
-    const bf16* const first = b.data + (col / kPanelCols<bf16> * b.panel_stride + in_panel) * 2;
-    const TileOperand columns{first, 2 * b.row_stride, kTileTerms * b.row_stride, kTileTerms};
+    const int64_t cols = smaller(kStripRows, n - col), in_panel = col % kPanelCols<H>;
+    const H* const first = b.data + (col / kPanelCols<H> * b.panel_stride + in_panel) * 2;
+    const TileOperand<H> columns{first, 2 * b.row_stride, kTileTerms * b.row_stride, kTileTerms};
     if (left > 0) copy_tail_of_b(columns.after(steps), left, cols, tail);
-    const bool more = accumulate && col + kStripRows < n;
-    const BlockProduct product{a,
-                               columns,
-                               packed_tiles(tail),
-                               steps,
-                               left > 0,
-                               accumulate,
-                               more ? c + col + kStripRows : nullptr};
+    f(BlockProduct<H>{a, columns, packed_tiles(tail), steps, left > 0, false, nullptr}, col, cols);
+  }
+}
+
+// A strip over at most kTileDepth terms.
+template <class H>
+void multiply_strip(const TileOperand<H>& a, Panels<H> b, float* c, int64_t ldc, int64_t rows,
+                    int64_t n, int64_t k, bool accumulate) {
+  for_blocks(a, b, n, k, [&](BlockProduct<H> product, int64_t col, int64_t cols) OMNIATTN_LAMBDA {
+    product.accumulate = accumulate;
+    if (accumulate && col + kStripRows < n) product.next = c + col + kStripRows;
     if (rows % kTileRowsOfC == 0 && cols % kTileRowsOfC == 0) {
       multiply_tiles_of_block(product, rows, cols, c + col, ldc);
     } else {
       multiply_partial_block(product, rows, cols, c + col, ldc);
     }
-  }
+  });
 }
 
-template <ALayout kLayout>
-void multiply_on_tiles(const bf16* a, int64_t lda, Panels<bf16> b, float* c, int64_t ldc, int64_t m,
+template <ALayout kLayout, class H>
+void multiply_on_tiles(const H* a, int64_t lda, Panels<H> b, float* c, int64_t ldc, int64_t m,
                        int64_t n, int64_t k, bool accumulate) {
   if (n <= 0) return;
-  alignas(64) bf16 copy[kStripRows * kTileDepth];
+  alignas(64) H copy[kStripRows * kTileDepth];
   int64_t first = 0;
   do {
     const int64_t depth = smaller(kTileDepth, k - first);
     for (int64_t row = 0; row < m; row += kStripRows) {
       const int64_t rows = smaller(kStripRows, m - row);
-      TileOperand strip = packed_tiles(copy);
+      TileOperand<H> strip = packed_tiles(copy);
       if constexpr (kLayout == ALayout::kTransposed) {
         transpose_to_tiles(a + (first / 2 * lda + row) * 2, lda, rows, depth, copy);
       } else {
-        const bf16* const from = a + row * lda + first;
+        const H* const from = a + row * lda + first;
         if (rows % kTileRowsOfC == 0 && depth % kTileTerms == 0 && reads_in_place(from, lda)) {
           strip = {from, lda, kTileTerms, kTileRowsOfC * lda};
         } else {

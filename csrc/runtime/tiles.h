@@ -1,11 +1,13 @@
-// The eight AMX tile registers, 16 rows of 64 bytes each, and products of bf16 pairs in them:
+// The eight AMX tile registers, 16 rows of 64 bytes each, and products of pairs of bf16 or fp16
+// (H):
 //
-//   C (16 x 16 fp32) += A (16 x 32 bf16) B,   B as 16 pairs of rows x 16 columns
+//   C (16 x 16 fp32) += A (16 x 32 H) B,   B as 16 pairs of rows x 16 columns
 //
-// Without -mamx-tile the same in software, equal to the hardware in every bit but the payloads of
-// NaN: of each element of C one chain of fused multiply-adds over the even terms and one over the
-// odd ones, both from 0, whose sum is added to C; rounded to nearest even, with denormal operands
-// and results as 0, whatever MXCSR says.
+// Without OMNIATTN_TILES the same in software, equal to the hardware in every bit but the payloads
+// of NaN: of each element of C one chain of fused multiply-adds over the even terms and one over
+// the odd ones, both from 0, whose sum is added to C; rounded to nearest even, with operands and
+// results that are denormals of fp32 as 0, whatever MXCSR says. A denormal of bf16 is one of fp32
+// too; one of fp16 is not, and keeps its value (Intel SDM, TDPBF16PS and TDPFP16PS).
 //
 // A TileScope must be alive on the thread: leaf functions make one per call. It is not kept,
 // because oneDNN configures the tiles of the same threads for itself.
@@ -20,7 +22,7 @@
 
 namespace omniattn::OMNIATTN_ISA {
 
-#if defined(OMNIATTN_PAIRS) && !defined(__AMX_TILE__)
+#if defined(OMNIATTN_PAIRS) && !defined(OMNIATTN_TILES)
 // Scopes that are alive on this thread.
 inline thread_local int tile_scopes = 0;
 #endif
@@ -33,7 +35,7 @@ struct NoTileScope {
   NoTileScope(const NoTileScope&) = delete;
 };
 
-#if defined(__AMX_TILE__)
+#if defined(OMNIATTN_TILES)
 
 struct alignas(64) TileConfiguration {
   uint8_t palette, start_row, reserved[14];
@@ -54,7 +56,7 @@ struct AmxScope {
 };
 
 // Statements of our own: the macros of gcc 12 take no constant expressions for numbers of tiles,
-// and do not say which memory they read and write. Strides are in bytes.
+// do not say which memory they read and write, and lack those of fp16. Strides are in bytes.
 struct TileRegisters {
   template <int kTile>
   OMNIATTN_INLINE void zero() {
@@ -74,9 +76,14 @@ struct TileRegisters {
   OMNIATTN_INLINE void store(void* p, int64_t stride) const {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
   }
-  template <int kC, int kA, int kB>
+  template <class H, int kC, int kA, int kB>
   OMNIATTN_INLINE void multiply_add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+    if constexpr (std::is_same_v<H, bf16>) {
+      asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+    } else {  // tdpfp16ps, which binutils know from 2.40 on
+      constexpr int kThirdOperand = (~kB & 15) << 3 | 3, kOthers = 0xc0 | kC << 3 | kA;
+      asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"(kThirdOperand), "i"(kOthers));
+    }
   }
 };
 
@@ -110,28 +117,37 @@ struct TileRegisters {
     char* const to = static_cast<char*>(p);
     for (int r = 0; r < 16; ++r) __builtin_memcpy(to + r * stride, tiles[kTile][r], 64);
   }
-  template <int kC, int kA, int kB>
+  template <class H, int kC, int kA, int kB>
   void multiply_add() {
     constexpr unsigned kFlushAndMaskAll = 0x9fc0, kRounding = 0x6000;
     const unsigned saved = _mm_getcsr();
     _mm_setcsr((saved & ~kRounding) | kFlushAndMaskAll);
-    multiply_add_rows(tiles[kC], pairs(tiles[kA]), pairs(tiles[kB]));
+    multiply_add_rows(tiles[kC], terms<H>(tiles[kA]), terms<H>(tiles[kB]));
     _mm_setcsr(saved);
   }
 
  private:
   using Tile = float[16][16];
-  using Pairs = bf16[16][32];
-  static const Pairs& pairs(const Tile& tile) { return reinterpret_cast<const Pairs&>(tile); }
+  template <class H>
+  using Terms = H[16][32];
+  template <class H>
+  static const Terms<H>& terms(const Tile& tile) {
+    return reinterpret_cast<const Terms<H>&>(tile);
+  }
 
   // Not inlined: no operation may move past the changes of MXCSR.
-  [[gnu::noinline]] static void multiply_add_rows(Tile& c, const Pairs& a, const Pairs& b) {
+  template <class H>
+  [[gnu::noinline]] static void multiply_add_rows(Tile& c, const Terms<H>& a, const Terms<H>& b) {
+    VecF first[16], second[16];
+    for (int k = 0; k < 16; ++k) {
+      first[k] = first_terms<H>(load_pairs(b[k]));
+      second[k] = second_terms<H>(load_pairs(b[k]));
+    }
     for (int m = 0; m < 16; ++m) {
       VecF even(0.0f), odd(0.0f);
       for (int k = 0; k < 16; ++k) {
-        const PairVec x = broadcast_pair(a[m] + 2 * k), y = load_pairs(b[k]);
-        even = fma(first_terms(x), first_terms(y), even);
-        odd = fma(second_terms(x), second_terms(y), odd);
+        even = fma(VecF(widen(a[m][2 * k])), first[k], even);
+        odd = fma(VecF(widen(a[m][2 * k + 1])), second[k], odd);
       }
       OMNIATTN_ISA::store(c[m], OMNIATTN_ISA::load(c[m]) + (even + odd));
     }

@@ -5,7 +5,7 @@
 //   files      vec_core.h has the vectors; vec_avx512.h, vec_avx2.h and vec_portable.h have masks,
 //              fma, max, min, sqrt, round, floor, load, store and stream, and their own versions of
 //              scale2, reciprocal, partial loads and stores, and reductions where these are better;
-//              vectors of bf16 pairs come from vec_avx512.h, or from vec_pairs.h without AVX-512
+//              vectors of 16-bit pairs come from vec_avx512.h, or from vec_pairs.h without AVX-512
 //   storage    load(p) and store(p, v) take double, float, bf16 or f16 pointers and convert to and
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
 //   partial    load_n(p, n), store_n(p, v, n) access the first n elements and nothing past them;

@@ -147,14 +147,17 @@ OMNIATTN_INLINE double reduce_add(VecD x) { return _mm512_reduce_add_pd(x.v); }
 OMNIATTN_INLINE float reduce_max(VecF x) { return _mm512_reduce_max_ps(x.v); }
 OMNIATTN_INLINE double reduce_max(VecD x) { return _mm512_reduce_max_pd(x.v); }
 
-// Bf16 pairs.
+// Pairs of 16-bit numbers, H = bf16 or f16.
 // One 32-bit lane holds two consecutive terms of a dot product, the first in the low half.
 
 struct PairVec {
   __m512i v;
 };
 
-OMNIATTN_INLINE PairVec load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+template <class H>
+OMNIATTN_INLINE PairVec load_pairs(const H* p) {
+  return {_mm512_loadu_si512(p)};
+}
 // Both terms of one pair in every lane.
 OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
   int32_t pair;
@@ -163,17 +166,23 @@ OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
 }
 // The first term of a pair, paired with 0, in every lane.
 OMNIATTN_INLINE PairVec broadcast_half_pair(const bf16* p) { return {_mm512_set1_epi32(p->bits)}; }
-OMNIATTN_INLINE void store_pairs(bf16* p, PairVec x) { _mm512_storeu_si512(p, x.v); }
-OMNIATTN_INLINE void store_pairs_n(bf16* p, PairVec x, int64_t pairs) {
+template <class H>
+OMNIATTN_INLINE void store_pairs(H* p, PairVec x) {
+  _mm512_storeu_si512(p, x.v);
+}
+template <class H>
+OMNIATTN_INLINE void store_pairs_n(H* p, PairVec x, int64_t pairs) {
   _mm512_mask_storeu_epi32(p, first16(pairs), x.v);
 }
 // The 32-bit lanes unchanged, for moving them between vectors.
 OMNIATTN_INLINE VecF as_lanes(PairVec x) { return VecF(_mm512_castsi512_ps(x.v)); }
 OMNIATTN_INLINE PairVec as_pairs(VecF x) { return {_mm512_castps_si512(x.v)}; }
-OMNIATTN_INLINE PairVec load_pairs_n(const bf16* p, int64_t pairs) {
+template <class H>
+OMNIATTN_INLINE PairVec load_pairs_n(const H* p, int64_t pairs) {
   return {_mm512_maskz_loadu_epi32(first16(pairs), p)};
 }
-OMNIATTN_INLINE PairVec load_terms_n(const bf16* p, int64_t terms) {
+template <class H>
+OMNIATTN_INLINE PairVec load_terms_n(const H* p, int64_t terms) {
   const uint32_t first = terms <= 0 ? 0u : terms >= 32 ? ~0u : (1u << terms) - 1u;
   return {_mm512_maskz_loadu_epi16(first, p)};
 }
@@ -182,13 +191,14 @@ OMNIATTN_INLINE PairVec interleave(__m256i first, __m256i second) {
                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16))};
 }
 // Lane i pairs element i of two rows; the first n and n_second elements are read.
-OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const bf16* first, int64_t n, const bf16* second,
+template <class H>
+OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const H* first, int64_t n, const H* second,
                                              int64_t n_second) {
   return interleave(_mm256_maskz_loadu_epi16(first16(n), first),
                     _mm256_maskz_loadu_epi16(first16(n_second), second));
 }
 
-// Narrowing of factors of products, which read denormals as 0: these may become 0 here.
+// Narrowing of factors of products, which read denormals of bf16 as 0: these may become 0 here.
 OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #if defined(__AVX512BF16__)
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
@@ -197,15 +207,23 @@ OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #endif
 }
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { _mm256_storeu_epi16(p, narrow_factors(x)); }
+template <class H>
 OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
+  if constexpr (std::is_same_v<H, f16>) return interleave(narrow_f16(first), narrow_f16(second));
   return interleave(narrow_factors(first), narrow_factors(second));
 }
 
 // The terms of each pair as floats.
+template <class H>
 OMNIATTN_INLINE VecF first_terms(PairVec x) {
+  if constexpr (std::is_same_v<H, f16>) return widen_f16(_mm512_cvtepi32_epi16(x.v));
   return VecF(_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16)));
 }
+template <class H>
 OMNIATTN_INLINE VecF second_terms(PairVec x) {
+  if constexpr (std::is_same_v<H, f16>) {
+    return widen_f16(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x.v, 16)));
+  }
   const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
   return VecF(_mm512_castsi512_ps(_mm512_and_si512(x.v, upper)));
 }
@@ -216,7 +234,8 @@ OMNIATTN_INLINE VecF dot_bf16(VecF acc, PairVec a, PairVec b) {
   return VecF(
       _mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v)));
 #else
-  return fma(first_terms(a), first_terms(b), fma(second_terms(a), second_terms(b), acc));
+  return fma(first_terms<bf16>(a), first_terms<bf16>(b),
+             fma(second_terms<bf16>(a), second_terms<bf16>(b), acc));
 #endif
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>  // std::integer_sequence, a type without code
 
 #if defined(__AVX2__)
@@ -17,8 +18,8 @@
 
 #include "runtime/dtype.h"
 
-// Vectors of bf16 pairs (PairVec) come with 512 bits. OMNIATTN_WIDE_VECTORS makes these of shorter
-// ones, for software tiles on machines without AVX-512.
+// Vectors of pairs of 16-bit numbers (PairVec) come with 512 bits. OMNIATTN_WIDE_VECTORS makes
+// these of shorter ones, for software tiles on machines without AVX-512.
 #if defined(__AVX512F__) || defined(OMNIATTN_WIDE_VECTORS)
 #define OMNIATTN_PAIRS
 #endif

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_fp16")
 
 #: Highest CPU instruction set to use (`OMNIATTN_CPU_ISA`); None: the best of the machine.
 CPU_ISA = os.environ.get("OMNIATTN_CPU_ISA")

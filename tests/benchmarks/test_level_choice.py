@@ -41,7 +41,7 @@ def test_a_level_is_used_from_where_it_gains_most_in_total(gains, expected):
 def test_all_levels_of_the_machine_and_torch_are_measured():
     named = {"x": torch.ones(3)}
     found = measure(Problem((3,), 3, named, lambda x: x.exp(), [lambda x: x.sin()] * 2), 0.001)
-    assert list(found.levels)[1:] == level_choice.product_levels()
+    assert list(found.levels)[1:] == level_choice.product_levels(torch.bfloat16)
     assert set(found.levels) <= set(testing.isas())
     assert min(*found.levels.values(), found.torchs) > 0
 

@@ -4,12 +4,13 @@ process comes to have the registers."""
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from emulation import SOFTWARE, needs_software
+from emulation import SOFTWARE, TILES, needs_software, software
 
 from omniattn import _kernels as kernels
 from omniattn import config
@@ -19,36 +20,47 @@ from omniattn.functional import linear
 ROOT = Path(__file__).parents[2]
 ISAS = kernels.probe_isas()
 hardware = pytest.mark.skipif("amx_bf16" not in ISAS, reason="needs AMX")
-BF16, F32 = 2, 1
+F32, BF16 = 1, 2
+
+
+def dtype_of(isa):
+    """What a level of tiles multiplies."""
+    return "f16" if isa.startswith("amx_fp16") else "bf16"
 
 
 def in_software(test):
     """Runs it on every form of software tiles that there is."""
-    return needs_software(pytest.mark.parametrize("isa", SOFTWARE or ["amx_bf16_portable"])(test))
+    forms = [isa for level in TILES for isa in software(level) or [f"{level}_portable"]]
+    return needs_software(pytest.mark.parametrize("isa", forms)(test))
 
 
-def as_bf16(x):
-    """Floats, cut to the bits of bf16."""
+def as_bits(x, dtype):
+    """Floats: those of bf16 are cut, those of fp16 rounded."""
+    if dtype == "f16":
+        return np.asarray(x).astype(np.float16).view(np.uint16)
     return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def as_float(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def as_float(bits, dtype):
+    if dtype == "f16":
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def multiply(isa, a, b, c):
-    """C + A B on one tile; A (16, 32) and B (32, 16) as bits of bf16."""
+    """C + A B on one tile; A (16, 32) and B (32, 16) as bits."""
     out, (m, k), n = c.copy(), a.shape, b.shape[1]
     probe = kernels.Probe(isa)
-    probe.tile("bf16", "packed_rows", a, k, False, b, n, out, n, m, n, k, True)
+    probe.tile(dtype_of(isa), "packed_rows", a, k, False, b, n, out, n, m, n, k, True)
     return out
 
 
-def expected(a, b, c):
-    """The rule, in float64, where products of bf16 and their sums with an fp32 are exact."""
+def expected(a, b, c, dtype):
+    """The rule, in float64, where products of 16-bit numbers and their sums with an fp32 are exact:
+    those of fp16 are multiples of 2^-48."""
     sums = np.zeros((2, *c.shape), np.float32)
     for k in range(a.shape[1]):
-        product = as_float(a)[:, k, None].astype(np.float64) * as_float(b)[k].astype(np.float64)
+        product = as_float(a, dtype)[:, k, None] * as_float(b, dtype)[k]
         sums[k % 2] = (sums[k % 2].astype(np.float64) + product).astype(np.float32)
     return c + (sums[0] + sums[1])
 
@@ -57,26 +69,33 @@ def expected(a, b, c):
 def test_sums_are_one_chain_of_the_even_and_one_of_the_odd_terms(isa):
     rng = np.random.default_rng(0)
     for _ in range(50):
-        a, b = (as_bf16(rng.standard_normal(shape)) for shape in ((16, 32), (32, 16)))
+        shapes = ((16, 32), (32, 16))
+        a, b = (as_bits(rng.standard_normal(shape), dtype_of(isa)) for shape in shapes)
         c = rng.standard_normal((16, 16)).astype(np.float32)
-        np.testing.assert_array_equal(multiply(isa, a, b, c), expected(a, b, c))
+        np.testing.assert_array_equal(multiply(isa, a, b, c), expected(a, b, c, dtype_of(isa)))
 
 
 @in_software
-def test_denormal_operands_and_results_are_zero(isa):
+def test_denormals_of_fp32_are_zero(isa):
+    """Those of fp16, which are none, keep their value."""
+    dtype = dtype_of(isa)
     a, b, c = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16), np.zeros((16, 16))
     c = c.astype(np.float32)
-    a[0, 0], b[0, 0] = 0x0001, as_bf16(1.0)[()]  # a denormal operand
-    a[1, 1], b[1, 1] = as_bf16(2.0**-100)[()], as_bf16(2.0**-40)[()]  # a denormal product
+    a[0, 0], b[0, 0] = 0x0001, as_bits(1.0, dtype)[()]  # a denormal operand
+    if dtype == "bf16":
+        a[1, 1], b[1, 1] = as_bits(2.0**-100, dtype)[()], as_bits(2.0**-40, dtype)[()]
     c[2, 2] = 2.0**-130  # a denormal sum
-    assert not multiply(isa, a, b, c).any()
+    found = multiply(isa, a, b, c)
+    assert found[0, 0] == (2.0**-24 if dtype == "f16" else 0)
+    found[0, 0] = 0
+    assert not found.any()
 
 
 @in_software
 def test_a_pair_without_second_term_is_no_denormal(isa):
     """The bits of both, as one number, are those of a denormal."""
     a, b = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16)
-    a[:, 0], b[0] = as_bf16(3.0), as_bf16(5.0)
+    a[:, 0], b[0] = as_bits(3.0, dtype_of(isa)), as_bits(5.0, dtype_of(isa))
     assert (multiply(isa, a, b, np.zeros((16, 16), np.float32)) == 15).all()
 
 
@@ -97,8 +116,8 @@ int main() {
 
 
 FLAGS = {
-    "amx_bf16_emulated": ["-mavx2", *(f"-mavx512{x}" for x in ("f", "bw", "vl", "dq"))],
-    "amx_bf16_portable": ["-mavx2", "-DOMNIATTN_WIDE_VECTORS"],
+    "emulated": ["-mavx2", *(f"-mavx512{x}" for x in ("f", "bw", "vl", "dq"))],
+    "portable": ["-mavx2", "-DOMNIATTN_WIDE_VECTORS"],
 }
 
 
@@ -106,8 +125,9 @@ FLAGS = {
 def test_software_tiles_need_a_configuration_as_the_hardware_does(tmp_path, isa):
     """Outside a scope the hardware would end the process without a word."""
     (tmp_path / "main.cpp").write_text(SCOPE)
-    flags = ["-mfma", "-mf16c", *FLAGS[isa]]
-    flags += ["-DOMNIATTN_ISA=isa_amx_bf16", f"-I{ROOT / 'csrc'}", "-w", "-std=c++20", "-O1"]
+    level, form = isa.rsplit("_", 1)
+    flags = ["-mfma", "-mf16c", *FLAGS[form]]
+    flags += [f"-DOMNIATTN_ISA=isa_{level}", f"-I{ROOT / 'csrc'}", "-w", "-std=c++20", "-O1"]
     for defines, fails in (["-DSCOPE"], False), ([], True):
         command = ["g++", *flags, *defines, "main.cpp", "-o", "main"]
         subprocess.run(command, cwd=tmp_path, check=True)
@@ -136,7 +156,8 @@ def test_blocks_of_any_size(isa, k, a_transposed, accumulate):
     for m, n in [(1, 16), (16, 31), (17, 32), (31, 33), (32, 64), (33, 70), (48, 48), (96, 130)]:
         a, b, c = (rng.integers(-2, 3, shape) for shape in ((m, k), (k, n), (m, n)))
         want = a @ b + (c if accumulate else 0)
-        rows = as_bf16(a)
+        dtype = dtype_of(isa)
+        rows = as_bits(a, dtype)
         if a_transposed:
             padded = np.zeros((k + k % 2, m), np.uint16)
             padded[:k] = rows.T
@@ -145,8 +166,8 @@ def test_blocks_of_any_size(isa, k, a_transposed, accumulate):
             out = c.astype(np.float32) if accumulate else np.full((m, n), np.nan, np.float32)
             lda = m if a_transposed else k
             probe.tile(
-                "bf16", "packed_rows", aligned(rows, offset), lda, a_transposed, as_bf16(b), n,
-                out, n, m, n, k, accumulate,
+                dtype, "packed_rows", aligned(rows, offset), lda, a_transposed, as_bits(b, dtype),
+                n, out, n, m, n, k, accumulate,
             )  # fmt: skip
             np.testing.assert_array_equal(out, want, err_msg=f"{m=} {n=} {offset=}")
 
@@ -155,18 +176,19 @@ def test_blocks_of_any_size(isa, k, a_transposed, accumulate):
 def test_what_lies_behind_the_operands_is_not_multiplied(isa):
     """NaN next to the terms of A, and in its rows and columns of C that are not asked for."""
     m, n, k = 17, 33, 40
-    a, b = np.full((m, 64), 0xFFFF, np.uint16), as_bf16(np.ones((k, n)))
-    a[:, :k] = as_bf16(1.0)
+    dtype = dtype_of(isa)
+    a, b = np.full((m, 64), 0xFFFF, np.uint16), as_bits(np.ones((k, n)), dtype)
+    a[:, :k] = as_bits(1.0, dtype)
     out = np.full((m + 1, n + 3), np.nan, np.float32)
     probe = kernels.Probe(isa)
-    probe.tile("bf16", "packed_rows", a, 64, False, b, n, out, n + 3, m, n, k, False)
+    probe.tile(dtype, "packed_rows", a, 64, False, b, n, out, n + 3, m, n, k, False)
     assert (out[:m, :n] == k).all()
     assert np.isnan(out[m:]).all()
     assert np.isnan(out[:, n:]).all()
 
 
 def operands(rng, kind):
-    """Bits of A and B, and C: values of many kinds, all bits among them."""
+    """Bits of A and B, and C: values of many kinds for bf16, all bits among them."""
     a, b = (rng.integers(0, 1 << 16, shape, np.uint16) for shape in ((16, 32), (32, 16)))
     c = rng.integers(0, 1 << 32, (16, 16), np.uint32)
     exponents = {
@@ -192,13 +214,44 @@ def assert_same_bits(got, want):
 
 
 @hardware
-@pytest.mark.parametrize("isa", SOFTWARE)
+@pytest.mark.parametrize("isa", [isa for level in TILES for isa in software(level)])
 @pytest.mark.parametrize("kind", ["any", "finite", "near the denormals", "overflow", "denormal"])
 def test_software_tiles_equal_the_hardware(kind, isa):
+    level = isa.rsplit("_", 1)[0]
+    if level not in ISAS:
+        pytest.skip(f"needs {level}")
     rng = np.random.default_rng(0)
     for _ in range(500):
         a, b, c = operands(rng, kind)
-        assert_same_bits(multiply(isa, a, b, c), multiply("amx_bf16", a, b, c))
+        assert_same_bits(multiply(isa, a, b, c), multiply(level, a, b, c))
+
+
+STATEMENTS = """
+#include "runtime/tiles.h"
+using omniattn::f16;
+void ours() {
+  omniattn::OMNIATTN_ISA::TileRegisters t;
+  t.multiply_add<f16, 0, 4, 6>();
+  t.multiply_add<f16, 3, 5, 7>();
+}
+"""
+WRITTEN = "tdpfp16ps %tmm6, %tmm4, %tmm0; tdpfp16ps %tmm7, %tmm5, %tmm3"
+
+
+def test_products_of_fp16_are_the_bytes_of_the_assembler(tmp_path):
+    (tmp_path / "ours.cpp").write_text(STATEMENTS)
+    (tmp_path / "theirs.s").write_text(f"{WRITTEN}\n")
+    flags = ["-DOMNIATTN_ISA=isa_amx_fp16", "-DOMNIATTN_TILES", *FLAGS["emulated"], "-mfma"]
+    flags += ["-mf16c", f"-I{ROOT / 'csrc'}", "-std=c++20", "-O2", "-w", "-fcf-protection=none"]
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True)
+    if run(["as", "theirs.s", "-o", "theirs.o"]).returncode != 0:
+        pytest.skip("needs binutils 2.40")
+    run(["g++", *flags, "-c", "ours.cpp", "-o", "ours.o"], check=True)
+    code = []
+    for name in ("ours", "theirs"):
+        run(["objcopy", "-O", "binary", "-j", ".text", f"{name}.o", f"{name}.bin"], check=True)
+        code.append((tmp_path / f"{name}.bin").read_bytes())
+    assert code[1] == code[0].removesuffix(b"\xc3")
 
 
 @pytest.mark.skipif(len(SOFTWARE) + ("amx_bf16" in ISAS) < 2, reason="needs AVX-512 or AMX")
@@ -208,7 +261,7 @@ def test_products_are_the_same_on_all_tiles(transposed, pieces):
     rng = np.random.default_rng(0)
     m, n, k = 101, 333, 1100
     a, b = (rng.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n)))
-    a, b = (x if pieces else as_bf16(x) for x in (a, b))
+    a, b = (x if pieces else as_bits(x, "bf16") for x in (a, b))
     a, b = (
         np.ascontiguousarray(x.T if flip else x) for x, flip in zip((a, b), transposed, strict=True)
     )

@@ -56,7 +56,8 @@ def shapes():
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_product_is_exact(probe, dtype, layout, a_transposed):
     operand = probe.operand(dtype)
-    if layout == "rows" and (operand != dtype or operand == "bf16"):
+    in_pairs = operand in ("bf16", "f16")
+    if layout == "rows" and (operand != dtype or in_pairs):
         pytest.skip("plain rows of B must be operands")
     rng = np.random.default_rng(0)
     compute = np.float64 if dtype == "f64" else np.float32
@@ -65,7 +66,7 @@ def test_product_is_exact(probe, dtype, layout, a_transposed):
         want = a @ b + (c if accumulate else 0)
         if not a_transposed:
             a_data, lda = strided(a, k + 3, operand), k + 3
-        elif operand == "bf16":
+        elif in_pairs:
             a_data, lda = strided(pairs(a.T), 2 * (m + 1), operand), m + 1
         else:
             a_data, lda = strided(a.T, m + 1, operand), m + 1

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAST = "level(amx_bf16, bf16, TILES(amx-tile) && TILES(amx-bf16), __VA_ARGS__)"
-ADDED = "level(tiles_f16, f16, TILES(amx-fp16), __VA_ARGS__)"
+LAST = "level(amx_fp16, f16, TILES(amx-fp16), __VA_ARGS__)"
+ADDED = "level(dot_f16, f16, HAS(avx10.2) && TILES(amx-tf32), __VA_ARGS__)"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-AMX = ["-mamx-tile", "-mamx-bf16"]
+AMX = ["-DOMNIATTN_TILES"]  # whose instructions the compiler need not know
 PROGRAM = """
 #include <cstdio>
 #include <initializer_list>
@@ -21,7 +21,7 @@ PROGRAM = """
 
 namespace omniattn {
 
-Isa active_isa() { return Isa::tiles_f16; }
+Isa active_isa() { return Isa::dot_f16; }
 uint32_t levels_up_to(Isa isa) { return (2u << static_cast<int>(isa)) - 1; }
 
 struct Kernels {
@@ -42,7 +42,8 @@ int main() {
   using namespace omniattn;
   std::printf("%s", rows().isa);
   for (const Isa isa :
-       {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::tiles_f16}) {
+       {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::amx_fp16,
+        Isa::dot_f16}) {
     for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
       std::printf(" %s", products_on(isa, dtype).isa);
     }
@@ -65,7 +66,7 @@ def table(tmp_path):
 
 def test_kernels_are_chosen_by_level_and_dtype(table):
     (table / "main.cpp").write_text(PROGRAM)
-    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DOMNIATTN_ISA=isa_tiles_f16"]
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DOMNIATTN_ISA=isa_dot_f16"]
     include = [f"-I{table / 'csrc'}", f"-I{ROOT / 'csrc'}"]
     subprocess.run(["g++", *flags, *include, "main.cpp", "-o", "main"], cwd=table, check=True)
     result = subprocess.run([table / "main"], capture_output=True, text=True, check=True)
@@ -75,8 +76,9 @@ def test_kernels_are_chosen_by_level_and_dtype(table):
     assert products[4:8] == ["avx512"] * 4
     assert products[8:12] == ["avx512", "avx512", "avx512_bf16", "avx512"]
     assert products[12:16] == ["avx512", "avx512", "amx_bf16", "avx512"]
-    assert products[16:] == ["avx512", "avx512", "amx_bf16", "tiles_f16"]
-    assert built_for_bf16 == "0" and active == "tiles_f16"
+    assert products[16:20] == ["avx512", "avx512", "amx_bf16", "amx_fp16"]
+    assert products[20:] == ["avx512", "avx512", "amx_bf16", "dot_f16"]
+    assert built_for_bf16 == "0" and active == "dot_f16"
 
 
 def test_flags_are_those_of_the_table(table):
@@ -86,7 +88,7 @@ def test_flags_are_those_of_the_table(table):
 cmake_minimum_required(VERSION 3.25)
 set(CMAKE_SYSTEM_PROCESSOR x86_64)
 include(${CMAKE_CURRENT_LIST_DIR}/cmake/isa.cmake)
-message("all: ${OMNIATTN_ISAS}\nproducts: ${OMNIATTN_PRODUCT_ISAS}")
+message("all: ${OMNIATTN_ISAS}\nproducts: ${OMNIATTN_PRODUCT_ISAS}\ntiles: ${OMNIATTN_TILE_ISAS}")
 foreach(isa IN LISTS OMNIATTN_ISAS OMNIATTN_PRODUCT_ISAS)
   message("${isa}: ${OMNIATTN_FLAGS_${isa}}")
 endforeach()
@@ -100,11 +102,13 @@ endforeach()
     }
     assert extensions == {
         "all": ["baseline", "avx2", "avx512"],
-        "products": ["avx512_bf16", "amx_bf16", "tiles_f16"],
+        "products": ["avx512_bf16", "amx_bf16", "amx_fp16", "dot_f16"],
+        "tiles": ["amx_bf16", "amx_fp16", "dot_f16"],
         "baseline": [],
         "avx2": AVX2,
         "avx512": AVX512,
         "avx512_bf16": [*AVX512, "-mavx512bf16"],
         "amx_bf16": [*AVX512, "-mavx512bf16", *AMX],
-        "tiles_f16": [*AVX512, "-mavx512bf16", *AMX, "-mamx-fp16"],
+        "amx_fp16": [*AVX512, "-mavx512bf16", *AMX],
+        "dot_f16": [*AVX512, "-mavx512bf16", *AMX, "-mavx10.2"],
     }

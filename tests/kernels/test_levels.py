@@ -79,7 +79,10 @@ int main(int count, char** levels) {
   }
   const int tiles = tile_state();  // asks, too, if anyone does
   std::printf("%s %s %d", isa_name(detected_isa()), isa_name(active_isa()), tiles);
-  std::printf(" %s %s %s", rows().isa, products(DType::f32).isa, products(DType::bf16).isa);
+  std::printf(" %s", rows().isa);
+  for (const DType factors : {DType::f32, DType::bf16, DType::f16}) {
+    std::printf(" %s", products(factors).isa);
+  }
   for (int32_t isa = -1; isa <= kIsaCount; ++isa) {
     if (set_active_isa(static_cast<Isa>(isa))) std::printf(" %s", isa_name(active_isa()));
   }
@@ -89,6 +92,7 @@ AVX2 = "avx2 fma f16c "
 AVX512 = AVX2 + "avx512f avx512bw avx512vl avx512dq "
 BF16 = AVX512 + "avx512bf16 "
 AMX = BF16 + "amx-tile amx-bf16 "
+FP16 = AMX + "amx-fp16 "
 BELOW_AMX = ["baseline", "avx2", "avx512", "avx512_bf16"]
 EMULATED = ["OMNIATTN_EMULATED_FROM=avx512_bf16", "OMNIATTN_EMULATED_BY=avx512"]
 PORTABLE = ["OMNIATTN_EMULATED_FROM=amx_bf16", "OMNIATTN_EMULATED_BY=avx2"]
@@ -130,31 +134,45 @@ def program(tmp_path_factory):
         (AVX512, "avx512", "avx512"),
         (BF16, "avx512", "avx512_bf16"),
         # AMX without the bf16 of AVX-512, as under some hypervisors: nothing above the gap.
-        (AVX512 + "amx-tile amx-bf16 ", "avx512", "avx512"),
+        (AVX512 + "amx-tile amx-bf16 amx-fp16 ", "avx512", "avx512"),
     ],
 )
 def test_a_level_needs_those_below_it(program, has, level, products):
-    detected, active, _, rows, f32, bf16, *settable = program(has)
+    detected, active, _, rows, f32, bf16, f16, *settable = program(has)
     assert detected == active == bf16 == products
-    assert rows == f32 == level
+    assert rows == f32 == f16 == level
     assert settable == BELOW_AMX[: len(settable)] and settable[-1] == products
 
 
 def test_tiles_that_are_granted_are_asked_for_once(program):
-    answer = ["amx_bf16", "amx_bf16", "0", "avx512", "avx512", "amx_bf16", *BELOW_AMX, "amx_bf16"]
-    assert program(AMX) == ["asked", *answer]
+    answer = ["0", "avx512", "avx512", "amx_bf16", "avx512", *BELOW_AMX, "amx_bf16"]
+    assert program(AMX) == ["asked", "amx_bf16", "amx_bf16", *answer]
+
+
+def test_each_type_is_multiplied_by_the_best_level_that_has_it(program):
+    levels = [*BELOW_AMX, "amx_bf16", "amx_fp16"]
+    answer = ["0", "avx512", "avx512", "amx_bf16", "amx_fp16", *levels]
+    assert program(FP16) == ["asked", "amx_fp16", "amx_fp16", *answer]
+
+
+def test_tiles_of_bf16_alone_are_used_below_a_cap(program):
+    answer = ["0", "avx512", "avx512", "amx_bf16", "avx512"]
+    found = program(FP16, cap="amx_bf16")
+    assert found[:8] == ["asked", "amx_fp16", "amx_bf16", *answer]
 
 
 @pytest.mark.parametrize("error", [28, 22])
 def test_a_refusal_leaves_the_level_below_and_is_not_repeated(program, error):
-    answer = ["avx512_bf16", "avx512_bf16", str(error), "avx512", "avx512", "avx512_bf16"]
-    assert program(AMX, error) == ["asked", *answer, *BELOW_AMX]
+    answer = ["avx512_bf16"] * 2 + [str(error), "avx512", "avx512", "avx512_bf16", "avx512"]
+    for has in AMX, FP16:
+        assert program(has, error) == ["asked", *answer, *BELOW_AMX]
 
 
 @pytest.mark.parametrize("cap", ["avx512_bf16", "baseline"])
 def test_nobody_asks_below_a_lower_cap(program, cap):
-    detected, active, state, *_ = program(AMX, cap=cap)
-    assert (detected, active, state) == ("avx512_bf16", cap, "-2")
+    for has in AMX, FP16:
+        detected, active, state, *_ = program(has, cap=cap)
+        assert (detected, active, state) == ("avx512_bf16", cap, "-2")
 
 
 @pytest.mark.parametrize("has", [BF16, AMX.replace("amx-bf16", ""), AMX.replace("amx-tile", "")])
@@ -162,18 +180,20 @@ def test_nobody_asks_a_machine_without_tiles(program, has):
     assert program(has)[:3] == ["avx512_bf16", "avx512_bf16", "-1"]
 
 
-@pytest.mark.parametrize("has", [AVX512, AMX])
+@pytest.mark.parametrize("has", [AVX512, AMX, FP16])
 def test_emulation_on_avx512_never_asks(program, has):
-    answer = ["amx_bf16", "amx_bf16", "-1", "avx512", "avx512", "amx_bf16", *BELOW_AMX, "amx_bf16"]
+    levels = [*BELOW_AMX, "amx_bf16", "amx_fp16"]
+    answer = ["amx_fp16", "amx_fp16", "-1", "avx512", "avx512", "amx_bf16", "amx_fp16", *levels]
     assert program(has, defines=EMULATED) == answer
 
 
 def test_emulation_steps_over_the_levels_that_the_machine_lacks(program):
     """Their kernels would end the process."""
-    answer = ["amx_bf16", "amx_bf16", "-1", "avx2", "avx2", "amx_bf16"]
-    assert program(AVX2, defines=PORTABLE) == [*answer, "baseline", "avx2", "amx_bf16"]
-    assert program(AVX2, cap="avx512", defines=PORTABLE)[:2] == ["amx_bf16", "avx2"]
-    assert program(BF16, defines=PORTABLE)[-5:] == [*BELOW_AMX, "amx_bf16"]
+    tiles = ["amx_bf16", "amx_fp16"]
+    answer = ["amx_fp16", "amx_fp16", "-1", "avx2", "avx2", *tiles]
+    assert program(AVX2, defines=PORTABLE) == [*answer, "baseline", "avx2", *tiles]
+    assert program(AVX2, cap="avx512", defines=PORTABLE)[:2] == ["amx_fp16", "avx2"]
+    assert program(BF16, defines=PORTABLE)[-6:] == [*BELOW_AMX, *tiles]
     assert program("", defines=PORTABLE)[:2] == ["baseline", "baseline"]
 
 
@@ -184,6 +204,8 @@ def test_emulation_steps_over_the_levels_that_the_machine_lacks(program):
         (AMX, (), ["amx_bf16", "avx512_bf16"], "avx512"),
         (AMX, (), ["avx512_bf16"], "amx_bf16"),
         (AVX2, PORTABLE, ["amx_bf16"], "avx2"),
+        (FP16, (), ["amx_bf16"], "avx512_bf16"),
+        (FP16, (), ["amx_fp16"], "amx_bf16"),
     ],
 )
 def test_a_level_is_left_where_there_is_little_to_multiply(program, has, defines, slow, few):

@@ -1,7 +1,7 @@
-"""The kernels of avx512_bf16 and amx_bf16 pass the OpSpecs' tests on machines without these levels.
+"""The kernels of levels of products pass the OpSpecs' tests on machines without these levels.
 
 A library of the development build computes their products by the instructions of avx512, or of
-avx2 those of amx_bf16 alone (tests/support/emulation.py).
+avx2 those of AMX alone (tests/support/emulation.py).
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tile_results
-from emulation import LEVELS, LIBRARY, needs_software
+from emulation import LEVELS, LIBRARY, TILES, needs_software
 
 from omniattn import testing
 
@@ -31,6 +31,8 @@ PROPERTIES = {
     "libomniattn_amx_emulated.so": ("forward", "backward", "strided", "poisoned", "deterministic"),
     "libomniattn_amx_portable.so": ("forward", "backward"),
 }
+#: What each level of tiles multiplies.
+DTYPES = {"amx_bf16": ("bf16", "bfloat16"), "amx_fp16": ("f16", "float16")}
 FUZZED = (
     *("attention_raw", "attention_backward", "selected_attention_raw"),
     *("linear_raw", "linear_backward", "moe_raw", "moe_backward"),
@@ -47,32 +49,37 @@ def skip_where_it_runs(level):
 @pytest.mark.parametrize("group", OPS)
 def test_kernels_pass_the_specs(run_with_library, group, level):
     skip_where_it_runs(level)
-    labels = f"^({'|'.join(PROPERTIES[LIBRARY])})-({'|'.join(OPS[group])})-.*bf16$"
+    dtype, _ = DTYPES.get(level, ("bf16", ""))
+    labels = f"^({'|'.join(PROPERTIES[LIBRARY])})-({'|'.join(OPS[group])})-.*-{dtype}$"
     env = {"OMNIATTN_CPU_ISA": level, "OMNIATTN_TEST_SPECS": labels}
     run_with_library(LIBRARY, "", "test_specs", **env)
 
 
 @needs_software
 def test_tiles_pass_their_own_tests(run_with_library):
-    skip_where_it_runs("amx_bf16")
-    run_with_library(LIBRARY, "", "test_tiles", OMNIATTN_CPU_ISA="amx_bf16")
+    skip_where_it_runs("amx_fp16")
+    files = "test_tiles", "test_tiles_fp16"
+    run_with_library(LIBRARY, "", *files, OMNIATTN_CPU_ISA="amx_fp16")
 
 
 @needs_software
-def test_tiles_are_fuzzed(run_with_library):
-    skip_where_it_runs("amx_bf16")
+@pytest.mark.parametrize("level", TILES)
+def test_tiles_are_fuzzed(run_with_library, level):
+    skip_where_it_runs(level)
     names = " or ".join(f"test_raw_op[{name}]" for name in FUZZED)
-    env = {"OMNIATTN_CPU_ISA": "amx_bf16", "OMNIATTN_FUZZ_DTYPE": "bfloat16"}
+    env = {"OMNIATTN_CPU_ISA": level, "OMNIATTN_FUZZ_DTYPE": DTYPES[level][1]}
     run_with_library(LIBRARY, names, "test_fuzz", **env)
 
 
-@pytest.mark.skipif("amx_bf16" not in testing.isas(), reason="needs AMX")
-def test_software_tiles_give_the_results_of_the_hardware():
+@pytest.mark.parametrize("level", TILES)
+def test_software_tiles_give_the_results_of_the_hardware(level):
     """In every bit, forward and backward, of every case."""
+    if level not in testing.isas():
+        pytest.skip(f"needs {level}")
     found = []
     for library in ("libomniattn_cpu.so", LIBRARY):
-        env = os.environ | {"OMNIATTN_CPU_LIBRARY": library}
-        command = [sys.executable, str(Path(tile_results.__file__))]
+        env = os.environ | {"OMNIATTN_CPU_LIBRARY": library, "OMNIATTN_CPU_ISA": level}
+        command = [sys.executable, str(Path(tile_results.__file__)), DTYPES[level][1]]
         result = subprocess.run(command, env=env, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-3000:]
         found.append(result.stdout.splitlines())

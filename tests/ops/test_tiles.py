@@ -24,7 +24,7 @@ from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.specs.attention import qkv
 
-ON_TILES = testing.isas()[-1] == "amx_bf16"
+ON_TILES = "amx_bf16" in testing.isas()
 UNIT = 2.0**-24
 
 
@@ -327,24 +327,30 @@ def test_other_numbers_of_pieces_are_refused(pieces):
 @pytest.fixture
 def use_tiles_from():
     """Sets the multiply-adds from which an op uses tiles."""
-    tiles = config.CPU_ISAS.index("amx_bf16")
 
     def use(op, madds):
-        assert torch.ops.omniattn.set_least_madds(level_choice.OPS.index(op), tiles, madds)
+        for level in ("amx_bf16", "amx_fp16"):
+            number = config.CPU_ISAS.index(level)
+            assert torch.ops.omniattn.set_least_madds(level_choice.OPS.index(op), number, madds)
 
     yield use
     level_choice.install(level_choice.record_of(cpu_family()))
 
 
 #: What small problems are left to.
-BELOW = testing.isas()[-2] if ON_TILES else testing.isas()[-1]
+BELOW = [isa for isa in testing.isas() if not isa.startswith("amx_")][-1]
+
+#: Whether tiles multiply a type.
+TILES_OF = {torch.bfloat16: ON_TILES, torch.float16: "amx_fp16" in testing.isas()}
+half_types = pytest.mark.parametrize("dtype", TILES_OF, ids=str)
 
 
-def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from):
+@half_types
+def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from, dtype):
     lengths = (24, 130)  # 7e4 and 2e6 multiply-adds of a head
     ends = torch.tensor([0, 24, 154])
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(154, 2, 64, generator=generator).bfloat16() for _ in "qkv"]
+    tensors = [torch.randn(154, 2, 64, generator=generator).to(dtype) for _ in "qkv"]
 
     def results():
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -359,18 +365,19 @@ def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from):
     for found, large, small in zip(results(), on_tiles, below, strict=True):
         assert torch.equal(found[:24], small[:24])
         assert torch.equal(found[24:], large[24:])
-        assert torch.equal(small[:24], large[:24]) is not ON_TILES
+        assert torch.equal(small[:24], large[:24]) is not TILES_OF[dtype]
 
 
-def test_experts_run_on_the_level_of_their_size(use_tiles_from):
+@half_types
+def test_experts_run_on_the_level_of_their_size(use_tiles_from, dtype):
     tensors, index = experts()
-    tensors = [t.bfloat16() for t in tensors]
+    tensors = [t.to(dtype) for t in tensors]
     madds = math.ceil(40 / 3) * 2 * 48 * 70
     use_tiles_from("moe_experts", 0)
     on_tiles = gradients(by_experts, tensors, index)
     with testing.isa(BELOW):
         below = gradients(by_experts, tensors, index)
-    assert torch.equal(below[0], on_tiles[0]) is not ON_TILES
+    assert torch.equal(below[0], on_tiles[0]) is not TILES_OF[dtype]
     for least, expected in [(madds, on_tiles), (madds + 1, below)]:
         use_tiles_from("moe_experts", least)
         for found, right in zip(gradients(by_experts, tensors, index), expected, strict=True):

@@ -7,10 +7,15 @@ import pytest
 from omniattn import _kernels as kernels
 from omniattn import testing
 
-#: The forms of amx_bf16 that run here: by the instructions of avx512 and by those of avx2.
-SOFTWARE = [
-    isa for isa in kernels.probe_isas() if isa in ("amx_bf16_emulated", "amx_bf16_portable")
-]
+
+def software(level):
+    """The forms of a level of tiles that run here: by the instructions of avx512 and by those of
+    avx2."""
+    names = f"{level}_emulated", f"{level}_portable"
+    return [isa for isa in kernels.probe_isas() if isa in names]
+
+
+SOFTWARE = software("amx_bf16")
 
 #: For tests of these forms. A job that promises them (.ci/run) fails without; others skip.
 needs_software = pytest.mark.skipif(
@@ -19,8 +24,9 @@ needs_software = pytest.mark.skipif(
 )
 
 #: The library whose products are emulated on this machine, and the levels that it emulates here.
+TILES = ("amx_bf16", "amx_fp16")
 LIBRARY, LEVELS = (
-    ("libomniattn_amx_emulated.so", ("avx512_bf16", "amx_bf16"))
+    ("libomniattn_amx_emulated.so", ("avx512_bf16", *TILES))
     if "avx512" in testing.isas()
-    else ("libomniattn_amx_portable.so", ("amx_bf16",))
+    else ("libomniattn_amx_portable.so", TILES)
 )

@@ -1,6 +1,7 @@
-"""Prints a digest of the results and gradients of each op that multiplies bf16 in tiles."""
+"""Prints a digest of the results and gradients of each op that multiplies a dtype in tiles."""
 
 import hashlib
+import sys
 
 import torch
 
@@ -16,7 +17,7 @@ def main() -> None:
         spec = registry()[name]
         for case in spec.cases:
             digest = hashlib.sha256()
-            for result in _results(spec, case, torch.bfloat16):
+            for result in _results(spec, case, getattr(torch, sys.argv[1])):
                 # NaN by NaN: which payload survives is the one difference.
                 digest.update(torch.nan_to_num(result.detach().double()).numpy().tobytes())
             print(name, case.name, digest.hexdigest())

@@ -277,9 +277,10 @@ OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;
 }
 OMNIATTN_FN int64_t query_rows(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
-// For `rows` query rows: pre * q, dO, one dQ per split, Delta and the shift of the exponent.
+// For `rows` query rows: pre * q, dO, one dQ per split, Delta, the shift of the exponent and the
+// factor of the row.
 OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
-  return rows * (padded_row(p.problem.d) * (1 + p.splits) + padded_row(p.problem.dv) + 2);
+  return rows * (padded_row(p.problem.d) * (1 + p.splits) + padded_row(p.problem.dv) + 3);
 }
 // Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles.
 OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {

@@ -5,8 +5,8 @@
 //
 // where dx = dS * slope of the transform. The rounding factor of a row of P (see Lse) multiplies
 // the row's dO and Delta instead. dK and dV of the block stay in L2 and are written once. Products
-// read operands M, see attention_forward_cpu.cpp; for bf16, x_q is the unscaled q and the dx in dK
-// is scaled.
+// read operands M, see attention_forward_cpu.cpp; where these have 16 bits, x_q is the unscaled q
+// and the dx in dK is scaled.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/attention_distance.h"
@@ -59,15 +59,18 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
     const auto [shift, exponent] = softmax_backward_shift(p.score, Lse<A>{lse[r], tail[r]});
     const A factor = exp2(V(exponent)).v[0];
+    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
     auto* const grad = rows.grad_out(row);
-    pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin + r, x.h), 0, 1, p.dv, factor,
-                 grad);
+    pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin + r, x.h), 0, 1, p.dv,
+                 kSplits<operand_t<T>> ? A(1) : factor, grad);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
-    rows.delta(row) = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat + r] : A(0));
+    rows.delta(row) =
+        kept * reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat + r] : A(0));
     rows.shift(row) = shift;
+    rows.factor(row) = kept;
   }
   if (params.part_sinks != nullptr) {
     A sum = A(0);
@@ -174,12 +177,13 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
         distance_part<A>(params, p.relative_keys, params.part_relative_keys, split, b, h),
         distance_part<A>(params, p.relative_queries, params.part_relative_queries, split, b, h));
   }
-  const auto x =
-      tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, query_factor<A>(p, h));
+  const A factor = query_factor<A>(p, h);
+  const auto x = tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, factor);
   const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
   accumulate_queries(plan, x.weights, grad_out, rows.ldo, width_v, side.grad_v, ldv);
-  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k, ldk);
   accumulate_keys(plan, x.dq, kKeyBlock, side.k, ldk, width_k, rows.grad_q(split, row), ldk);
+  scale_for_keys<T>(side.ds, plan.rows(), factor);
+  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k, ldk);
 }
 
 // All queries of one kv head against one key block.

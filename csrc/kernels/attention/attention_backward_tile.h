@@ -9,7 +9,7 @@ namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 // The workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the
-// factor of its row of P, dQ once per split, Delta and shift.
+// factor of its row of P, dQ once per split, Delta, shift, and the factor if dO is without it.
 template <class T>
 struct QueryRows {
   using A = compute_t<T>;
@@ -18,7 +18,7 @@ struct QueryRows {
   int64_t ldq, ldo;  // of q and dO
   int64_t width_q;   // of dQ
   M *q_, *grad_out_;
-  A *grad_q_, *delta_, *shift_;
+  A *grad_q_, *delta_, *shift_, *factor_;
 
   QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
       : first(first_row),
@@ -32,6 +32,7 @@ struct QueryRows {
     grad_q_ = arena.take(count * width_q * params.splits);
     delta_ = arena.take(count);
     shift_ = arena.take(count);
+    factor_ = arena.take(count);
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
@@ -40,6 +41,7 @@ struct QueryRows {
   }
   OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
+  OMNIATTN_INLINE A& factor(int64_t row) const { return factor_[row - first]; }
 };
 
 // A tile, the rows it is computed from, and where its gradients go.
@@ -114,8 +116,9 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   scale_row(weights, columns, kKeepsQueries<T> ? query_factor<A>(problem, tile.h) : A(1));
   score.to_logits(weights, columns, slope);
 
-  drop(ds);
   const int64_t row = tile.row + r;
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, tile.rows.factor(row));
+  drop(ds);
   const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, weighted
   with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
     for_columns<A>(columns, [&](int64_t n) {
@@ -131,6 +134,7 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   add_to_terms(tile, r, columns);
 
   drop(weights);
+  if constexpr (kSplits<operand_t<T>>) scale_row(weights, columns, tile.rows.factor(row));
   if (problem.score.transform != ScoreKind::none) {
     for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
   }
@@ -160,16 +164,17 @@ void gradient_rows(const GradientTile<T>& tile) {
 // The operands of the products of a tile: P and dx for dV and dK by columns, dx for dQ by rows.
 template <class M>
 struct TileOperands {
-  const M *weights, *dk, *dq;
+  const computed_t<M>*weights, *dk, *dq;
 };
 
-// Those of `rows` rows of tiles with room for `capacity`, an even number. `factor` is that of dK.
+// Those of `rows` rows of tiles with room for `capacity`, an even number. `factor` is that of dK,
+// which dx lacks where it stays fp32: scale_for_keys.
 template <class T>
 TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds, int64_t rows,
                                          int64_t capacity, compute_t<T> factor) {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  if constexpr (!kKeepsQueries<T>) {
+  if constexpr (!kKeepsQueries<T> || kSplits<operand_t<T>>) {
     return {weights, ds, ds};
   } else {
     // The operands reuse the memory of the tiles: pairs of rows in the first half of each, the rows
@@ -184,7 +189,7 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
     const auto pair_rows = [](const A* x, int64_t r, int64_t n, A scale, M* pairs) {
       const Vec<A> first = load(x + r * kKeyBlock + n), second = load(x + (r + 1) * kKeyBlock + n);
       store_pairs(pairs + r * kKeyBlock + 2 * n,
-                  narrow_to_pairs(first * Vec<A>(scale), second * Vec<A>(scale)));
+                  narrow_to_pairs<M>(first * Vec<A>(scale), second * Vec<A>(scale)));
     };
     for (int64_t r = 0; r < rows; r += 2) {
       for_columns<A>({0, kKeyBlock},
@@ -202,13 +207,22 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
   }
 }
 
+// Multiplies dx by the factor of dK, after the product for dQ.
+template <class T>
+void scale_for_keys(compute_t<T>* ds, int64_t rows, compute_t<T> factor) {
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, {0, rows * kKeyBlock}, factor);
+}
+
+// Elements of a computed operand that belong to a column: those of a pair, unless it stays fp32.
+template <class M>
+constexpr int64_t kComputedPair = kSplits<M> ? 1 : Operand<M>::kStep;
+
 // sum += X^T Y, where X is (queries x keys of the tile), for bf16 in pairs of queries, and Y has a
 // row of `ldy` per query. Where the mask cuts the tile, a few keys at a time use only the groups
 // that see them.
 template <class M>
-void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ldy, int64_t width,
-                        compute_t<M>* sum, int64_t ld) {
-  constexpr int64_t kPair = Operand<M>::kStep;
+void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y, int64_t ldy,
+                        int64_t width, compute_t<M>* sum, int64_t ld) {
   const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
   const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
     for (int64_t key = 0; key < kKeyBlock; key += step) {
@@ -216,11 +230,11 @@ void accumulate_queries(const TilePlan& plan, const M* x, const M* y, int64_t ld
       const Range rows = rows_seeing(plan, keys);
       if (is_empty(rows)) continue;
       gemm_tile<M, ALayout::kTransposed>(
-          x + rows.begin * kKeyBlock + key * kPair, kKeyBlock, b.at(rows.begin, 0),
+          x + rows.begin * kKeyBlock + key * kComputedPair<M>, kKeyBlock, b.at(rows.begin, 0),
           sum + key * ld + column, ld, keys.end - keys.begin, columns, rows.end - rows.begin, true);
     }
   };
-  if constexpr (kPair == 1) {
+  if constexpr (Operand<M>::kStep == 1) {
     multiply(row_panels(y, ldy), 0, width);
   } else {
     // AMX transposes X in each call.

@@ -11,8 +11,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Products read operands M: T itself where the ISA has a dot product of bf16, else
-// A = compute_t<T>.
+// Products read operands M: T itself where the ISA multiplies it, else A = compute_t<T>. The
+// weights are computed_t<M>.
 
 // Packs panel `n` of 64 keys.
 template <class T>
@@ -27,7 +27,7 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
                     packed.v + keys.begin * padded_row(p.dv));
 }
 
-// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
+// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then computed_t<M>.
 template <class M, class A>
 void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePlan& plan, A factor,
                   A* s, A* o, A* m, A* l, A* registers) {
@@ -57,11 +57,11 @@ void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePla
         const SoftmaxRow<A>& row = of[r - first];
         if (is_softmax(p.score)) raise_maximum(p.score, row, top[r - first]);
         if (p.dropout.threshold == 0) {
-          weigh<M, M>(p.score, row, columns);
+          weigh<M, computed_t<M>>(p.score, row, columns);
         } else {
           weigh<M, A>(p.score, row, columns);
           RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
-          narrow_row<M>(row.s, columns);
+          narrow_row<computed_t<M>>(row.s, columns);
         }
       }
     }
@@ -106,8 +106,9 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
                      bias_rows(p, b, h, plan));
     if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, s);
     softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
-    accumulate_keys(plan, reinterpret_cast<const M*>(s), kKeyBlock * (sizeof(A) / sizeof(M)),
-                    packed.v + keys.begin * width, width, round_up(p.dv, 16), o, width);
+    accumulate_keys(plan, reinterpret_cast<const computed_t<M>*>(s),
+                    kKeyBlock * (sizeof(A) / sizeof(computed_t<M>)), packed.v + keys.begin * width,
+                    width, round_up(p.dv, 16), o, width);
   }
 
   const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // index in lse

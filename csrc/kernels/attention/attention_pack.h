@@ -58,7 +58,7 @@ OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = A{};
 }
 
-// Rows that products read as B, with row stride padded_row(cols); bf16 operands in pairs of rows.
+// Rows that products read as B, with row stride padded_row(cols); 16-bit operands in pairs of rows.
 template <class T, class M>
 void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, M* to) {
   if constexpr (Operand<M>::kStep == 1) {
@@ -97,8 +97,8 @@ OMNIATTN_INLINE void store_row(const compute_t<T>* from, compute_t<T> factor, in
   if (c < cols) store_n(to + c, load(from + c) * V(factor), cols - c);
 }
 
-// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements); for
-// bf16 with pairs of d and of keys innermost.
+// K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements);
+// 16-bit operands with pairs of d and of keys innermost.
 template <class T>
 struct PackedHead {
   using A = compute_t<T>;

@@ -44,7 +44,7 @@ OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row,
   *row.m = top;
 }
 
-// Stores weights as operands: narrow ones in the first half of the memory of their row.
+// Stores weights as computed operands M: narrow ones in the first half of the memory of their row.
 template <class M, class A>
 OMNIATTN_INLINE void store_weights(A* s, int64_t n, Vec<A> w) {
   if constexpr (sizeof(M) < sizeof(A)) {

@@ -91,11 +91,15 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
   if (next.data != nullptr) next.fetch(plan, plan.rows());
 }
 
-// sum += X Y for the keys of a range, at most a panel of columns wide: X (rows, keys) has row
-// stride ldx, Y has a row per key with stride ldy; for bf16, Y is in pairs of rows.
+// Columns of sums at a time: where tiles split X, once for all of them.
 template <class M>
-void accumulate_range(const M* x, int64_t ldx, const M* y, int64_t ldy, Range keys, int64_t rows,
-                      int64_t cols, compute_t<M>* sum, int64_t ld) {
+constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
+
+// sum += X Y for the keys of a range, at most kSumColumns columns wide: X (rows, keys) has row
+// stride ldx, Y has a row per key with stride ldy; for 16-bit operands, Y is in pairs of rows.
+template <class M>
+void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t ldy, Range keys,
+                      int64_t rows, int64_t cols, compute_t<M>* sum, int64_t ld) {
   const auto multiply = [&](int64_t key, int64_t count, Panels<M> b) {
     gemm_tile<M>(x + key, ldx, b, sum, ld, rows, cols, count, true);
   };
@@ -105,7 +109,7 @@ void accumulate_range(const M* x, int64_t ldx, const M* y, int64_t ldy, Range ke
   } else {
     // An unseen key of a pair must not be multiplied even by 0: it could be NaN.
     const auto multiply_half = [&](int64_t key) {
-      M pairs[2 * kPanelCols<M>] = {};
+      M pairs[2 * kSumColumns<M>] = {};
       const M* const from = rows_from(key / 2 * 2).data + key % 2;
       for (int64_t c = 0; c < cols; ++c) pairs[2 * c + key % 2] = from[2 * c];
       multiply(key / 2 * 2, 2, packed_panels(static_cast<const M*>(pairs), 2));
@@ -121,15 +125,15 @@ void accumulate_range(const M* x, int64_t ldx, const M* y, int64_t ldy, Range ke
 
 // The same for the rows of a plan's groups (queries x keys of the tile) and any width.
 template <class M>
-void accumulate_keys(const TilePlan& plan, const M* x, int64_t ldx, const M* y, int64_t ldy,
-                     int64_t width, compute_t<M>* sum, int64_t ld) {
-  for (int64_t panel = 0; panel < width; panel += kPanelCols<M>) {
-    const int64_t cols = width - panel < kPanelCols<M> ? width - panel : kPanelCols<M>;
+void accumulate_keys(const TilePlan& plan, const computed_t<M>* x, int64_t ldx, const M* y,
+                     int64_t ldy, int64_t width, compute_t<M>* sum, int64_t ld) {
+  for (int64_t first = 0; first < width; first += kSumColumns<M>) {
+    const int64_t cols = smaller(kSumColumns<M>, width - first);
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range seen = plan.seen[g], r = plan.group_rows(g);
       if (is_empty(seen)) continue;
-      accumulate_range(x + r.begin * ldx, ldx, y + panel * Operand<M>::kStep, ldy, seen,
-                       r.end - r.begin, cols, sum + r.begin * ld + panel, ld);
+      accumulate_range(x + r.begin * ldx, ldx, y + first * Operand<M>::kStep, ldy, seen,
+                       r.end - r.begin, cols, sum + r.begin * ld + first, ld);
     }
   }
 }

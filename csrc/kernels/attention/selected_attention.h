@@ -118,12 +118,12 @@ OMNIATTN_FN int64_t selected_forward_scratch(const SelectedForwardParams& x) {
   return selected_rows(x.lists, p) * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 1 + 16) +
          gathered_elements(x.lists, p);
 }
-// q and dO, both also as pairs of rows, dQ, the P and dS tiles, Delta, shift, gathered keys and
-// their dK or dV.
+// q and dO, both also as pairs of rows, dQ, the P and dS tiles, Delta, shift, the factor of a row,
+// gathered keys and their dK or dV.
 OMNIATTN_FN int64_t selected_backward_scratch(const SelectedBackwardParams& x) {
   const AttentionProblem& p = x.attention.problem;
   return selected_rows(x.lists, p) *
-             (3 * padded_row(p.d) + 2 * padded_row(p.dv) + 2 * kKeyBlock + 2) +
+             (3 * padded_row(p.d) + 2 * padded_row(p.dv) + 2 * kKeyBlock + 3) +
          gathered_elements(x.lists, p) +
          (x.lists.gathered ? kKeyBlock * padded_row(larger(p.d, p.dv)) : 0);
 }

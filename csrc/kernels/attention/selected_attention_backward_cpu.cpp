@@ -13,7 +13,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// K^T and V^T in panels and K as rows, of one kv head; for bf16 in pairs.
+// K^T and V^T in panels and K as rows, of one kv head; 16-bit operands in pairs.
 template <class T>
 struct PackedKeys {
   using A = compute_t<T>;
@@ -103,9 +103,9 @@ struct BackwardRows {
   using M = operand_t<T>;
   int64_t count, capacity, ldq, ldo;
   int64_t row_q, row_o;     // of q and grad_out
-  M *q, *grad_out;          // x_q and dO times the factor of its row of P
+  M *q, *grad_out;          // x_q and dO times the factor of its row of P, see QueryRows
   M *q_pairs, *grad_pairs;  // the same as right factors
-  A *grad_q, *weights, *ds, *delta, *shift;
+  A *grad_q, *weights, *ds, *delta, *shift, *factor;
 
   BackwardRows(const SelectedBackwardParams& params, Arena<A>& arena)
       : count(0),
@@ -125,6 +125,7 @@ struct BackwardRows {
     ds = arena.take(capacity * kKeyBlock);
     delta = arena.take(capacity);
     shift = arena.take(capacity);
+    factor = arena.take(capacity);
   }
 };
 
@@ -143,16 +144,19 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
                      static_cast<const A*>(params.lse_tail)[stat]};
     const auto [shift, exponent] = softmax_backward_shift(p.score, lse);
     const A factor = exp2(V(exponent)).v[0];
+    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
     auto* const grad = rows.grad_out + r * rows.row_o;
-    pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv, factor, grad);
+    pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv,
+                 kSplits<operand_t<T>> ? A(1) : factor, grad);
     const T* const out = row_of<T>(params.out, item.b, query, h);
     V sum = zero<A>();
     for (int64_t c = 0; c < p.dv; c += V::kWidth) {
       sum = fma(load_n(out + c, p.dv - c), load(grad + c), sum);
     }
     const auto* const grad_lse = static_cast<const A*>(params.grad_lse);
-    rows.delta[r] = reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat] : A(0));
+    rows.delta[r] = kept * reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat] : A(0));
     rows.shift[r] = shift;
+    rows.factor[r] = kept;
     if (params.part_sinks != nullptr) {
       const A distance = (initial_maximum<A>(p, h) - rows.shift[r]) * exponent_factor<A>(p.score);
       static_cast<A*>(params.part_sinks)[stat] = -exp2(V(distance)).v[0] * rows.delta[r];
@@ -175,6 +179,7 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   A slope[kKeyBlock];  // of the transform
   scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
   score.to_logits(weights, columns, slope);
+  if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, rows.factor[r]);
   drop_row(p, score.b, score.h, score.q, tile, ds);
   const V mean(rows.delta[r]);
   with_weight(p.score, rows.shift[r], [&](auto weight) {
@@ -186,18 +191,20 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   });
   score.hide(ds, columns, A(0));  // a hidden key may hold anything, and 0 * NaN is NaN
   drop_row(p, score.b, score.h, score.q, tile, weights);
+  if constexpr (kSplits<operand_t<T>>) scale_row(weights, columns, rows.factor[r]);
   if (p.score.transform == ScoreKind::none) return;
   for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
 }
 
-// Adds X^T Y, where X is (rows x keys of a tile), for bf16 in pairs of rows, and Y has `rows` rows,
-// to the rows of the keys in `sum`.
+// Adds X^T Y, where X is (rows x keys of a tile), 16-bit numbers in pairs of rows, and Y has `rows`
+// rows, to the rows of the keys in `sum`.
 template <class T>
-void add_to_keys(const KeyTile& tile, const operand_t<T>* x, int64_t rows, const operand_t<T>* y,
-                 int64_t ld, int64_t width, compute_t<T>* own, compute_t<T>* sum) {
+void add_to_keys(const KeyTile& tile, const computed_t<operand_t<T>>* x, int64_t rows,
+                 const operand_t<T>* y, int64_t ld, int64_t width, compute_t<T>* own,
+                 compute_t<T>* sum) {
   using M = operand_t<T>;
   const auto multiply = [&](int64_t column, int64_t count, compute_t<T>* to, bool adds) {
-    gemm_tile<M, ALayout::kTransposed>(x + column * Operand<M>::kStep, kKeyBlock, row_panels(y, ld),
+    gemm_tile<M, ALayout::kTransposed>(x + column * kComputedPair<M>, kKeyBlock, row_panels(y, ld),
                                        to, ld, count, width, rows, adds);
   };
   if (own == nullptr) {
@@ -268,12 +275,13 @@ void gradient_item(const SelectedBackwardParams& params, const SelectedItem& ite
     multiply_by_tile(tile, rows.q, rows.row_q, rows.count, p.d, keys.kt, rows.weights);
     multiply_by_tile(tile, rows.grad_out, rows.row_o, rows.count, p.dv, keys.vt, rows.ds);
     gradient_rows(p, item, tile, visible, rows);
-    const auto x = tile_operands<T>(rows.weights, rows.ds, rows.count, rows.capacity,
-                                    static_cast<A>(p.score.pre));
+    const A factor = static_cast<A>(p.score.pre);
+    const auto x = tile_operands<T>(rows.weights, rows.ds, rows.count, rows.capacity, factor);
     add_to_keys<T>(tile, x.weights, rows.count, rows.grad_pairs, rows.ldo, width_v, keys.sums,
                    sums.v);
-    add_to_keys<T>(tile, x.dk, rows.count, rows.q_pairs, rows.ldq, width_k, keys.sums, sums.k);
     accumulate_tile(tile, x.dq, kKeyBlock, rows.count, keys.k, rows.ldq, width_k, rows.grad_q);
+    scale_for_keys<T>(rows.ds, rows.count, factor);
+    add_to_keys<T>(tile, x.dk, rows.count, rows.q_pairs, rows.ldq, width_k, keys.sums, sums.k);
   }
   for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
     store_row(rows.grad_q + r * rows.ldq, static_cast<A>(p.score.pre * p.score.chain), p.d,

@@ -47,7 +47,7 @@ void start_rows(const AttentionProblem& p, const SelectedItem& item, const Forwa
   });
 }
 
-// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then operands M.
+// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then computed_t<M>.
 template <class T>
 void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const KeyTile& tile,
                   const Visibility& visible, const ForwardRows<T>& rows) {
@@ -63,7 +63,7 @@ void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const Key
     raise_maximum(p.score, row, row_maximum<M>(row, columns));
     weigh<M, A>(p.score, row, columns);
     drop_row(p, item.b, h, q, tile, row.s);
-    narrow_row<M>(row.s, columns);
+    narrow_row<computed_t<M>>(row.s, columns);
   });
 }
 
@@ -129,9 +129,9 @@ void walk_packed(const SelectedForwardParams& params, const SelectedItem& item,
     if (params.lists.gathered) keys.gather(p, item, tile);
     multiply_by_tile(tile, rows.q, rows.dq, rows.count, p.d, keys.k, rows.s);
     softmax_rows(p, item, tile, visible, rows);
-    accumulate_tile(tile, reinterpret_cast<const M*>(rows.s),
-                    kKeyBlock * static_cast<int64_t>(sizeof(A) / sizeof(M)), rows.count, keys.v,
-                    rows.width, round_up(p.dv, 16), rows.o);
+    accumulate_tile(tile, reinterpret_cast<const computed_t<M>*>(rows.s),
+                    kKeyBlock * static_cast<int64_t>(sizeof(A) / sizeof(computed_t<M>)), rows.count,
+                    keys.v, rows.width, round_up(p.dv, 16), rows.o);
   }
 }
 

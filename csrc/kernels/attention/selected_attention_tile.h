@@ -197,15 +197,15 @@ void multiply_by_tile(const KeyTile& tile, const M* a, int64_t lda, int64_t rows
   }
 }
 
-// sum += X Y for `rows` rows of a tile: Y has a row per key, for bf16 in pairs of keys.
+// sum += X Y for `rows` rows of a tile: Y has a row per key, for 16-bit operands in pairs of keys.
 template <class M>
-void accumulate_tile(const KeyTile& tile, const M* x, int64_t ldx, int64_t rows, const M* y,
-                     int64_t ldy, int64_t width, compute_t<M>* sum) {
+void accumulate_tile(const KeyTile& tile, const computed_t<M>* x, int64_t ldx, int64_t rows,
+                     const M* y, int64_t ldy, int64_t width, compute_t<M>* sum) {
   for (int64_t n = 0; n < tile.spans; ++n) {
     const auto [key, column, count] = tile.span[n];
-    for (int64_t panel = 0; panel < width; panel += kPanelCols<M>) {
-      accumulate_range(x + column, ldx, y + key * ldy + panel * Operand<M>::kStep, ldy, {0, count},
-                       rows, smaller(kPanelCols<M>, width - panel), sum + panel, ldy);
+    for (int64_t first = 0; first < width; first += kSumColumns<M>) {
+      accumulate_range(x + column, ldx, y + key * ldy + first * Operand<M>::kStep, ldy, {0, count},
+                       rows, smaller(kSumColumns<M>, width - first), sum + first, ldy);
     }
   }
 }

@@ -23,8 +23,8 @@ namespace omniattn {
 inline constexpr int64_t kMaxDotRows = 4;
 
 struct GemmParams {
-  // A and B of one dtype, or A in the compute type of B's dtype, which products of bf16 narrow. C
-  // in A's dtype or B's, or in compute type.
+  // A and B of one dtype, or A in the compute type of B's dtype, which products of bf16 narrow and
+  // those of fp16 split (runtime/tile_pieces.h). C in A's dtype or B's, or in compute type.
   DType a_dtype, b_dtype, c_dtype;
   int64_t m, n, k;
   const void* a;     // (m, k), or (k, m) where a_transposed
@@ -34,10 +34,12 @@ struct GemmParams {
   int64_t lda, ldb, ldc;
   bool a_transposed, b_transposed;
   bool accumulate;  // C += A B; C is in compute type and there is no bias
+  // C (n, m), narrower than sums; where A is fp32 and B fp16 on tiles.
+  bool c_transposed = false;
 
-  // 2 or 3: fp32 as so many pieces of bf16 (gemm_pieces.h), on levels with tiles, in products of
-  // more than kMaxDotRows rows; with the exponents of the rows of A and of the columns of B, all
-  // finite.
+  // 2 or 3: fp32 as so many pieces of bf16 (gemm_pieces.h), on levels with tiles of bf16, in
+  // products of more than kMaxDotRows rows; with the exponents of the rows of A and of the columns
+  // of B, all finite.
   int64_t pieces = 0;
   const float *a_exponents = nullptr, *b_exponents = nullptr;
 };
@@ -53,7 +55,7 @@ struct GemmKernels {
                       int64_t begin, int64_t end);
 
   // The exponents of x (rows, cols) that products in pieces need, of rows or of columns [begin,
-  // end); infinity where an element is not finite. Null on levels without tiles.
+  // end); infinity where an element is not finite. Null without tiles of bf16.
   void (*exponents)(const float* x, int64_t stride, int64_t rows, int64_t cols, bool of_columns,
                     float* out, int64_t begin, int64_t end);
 };

@@ -111,13 +111,18 @@ void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64
   });
 }
 
-// C block (+)= rows of A, narrowed to T while they are packed, times the packed block of B.
+// C block (+)= rows of A in fp32 times the packed block of B; bf16 narrows them.
 template <class T>
-void multiply_narrowed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
+void multiply_computed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
                             int64_t depth, int64_t cols, const Workspace<T>& work, Panels<T> b,
                             float* c, int64_t ldc, bool accumulate) {
   const auto* const a = static_cast<const float*>(p.a);
-  if (p.a_transposed) {
+  if constexpr (kSplits<T>) {
+    const float* const first = p.a_transposed ? a + k * p.lda + row : a + row * p.lda + k;
+    const auto multiply = p.a_transposed ? &gemm_tile<T, ALayout::kTransposed, float>
+                                         : &gemm_tile<T, ALayout::kRows, float>;
+    multiply(first, p.lda, b, c, ldc, rows, cols, depth, accumulate);
+  } else if (p.a_transposed) {
     pack_rows(a + k * p.lda + row, p.lda, depth, rows, work.a, kBlockM, rows);
     gemm_tile<T, ALayout::kTransposed>(work.a, kBlockM, b, c, ldc, rows, cols, depth, accumulate);
   } else {
@@ -138,7 +143,7 @@ void multiply_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k, in
   const Panels<T> b = packed_panels<T>(work.b, depth);
   if constexpr (Operand<T>::kStep == 2) {
     if (p.a_dtype == DType::f32) {
-      return multiply_narrowed_rows(p, row, rows, k, depth, cols, work, b, c, ldc, accumulate);
+      return multiply_computed_rows(p, row, rows, k, depth, cols, work, b, c, ldc, accumulate);
     }
   }
   if (p.a_transposed) {
@@ -175,6 +180,24 @@ void start_rows(const GemmParams& p, int64_t n, int64_t rows, int64_t cols, C* c
   }
 }
 
+// out (cols, rows) = the transpose of c (rows, cols), narrowed.
+template <class S, class C>
+void store_transposed(const C* c, int64_t ldc, int64_t rows, int64_t cols, S* out, int64_t ld) {
+  constexpr int64_t kWidth = Vec<C>::kWidth;
+  for (int64_t r = 0; r < rows; r += kWidth) {
+    for (int64_t i = 0; i < cols; i += kWidth) {
+      Vec<C> block[kWidth];
+      for (int64_t j = 0; j < kWidth; ++j) {
+        block[j] = r + j < rows ? load_n(c + (r + j) * ldc + i, cols - i) : zero<C>();
+      }
+      transpose(block);
+      for (int64_t j = 0; j < smaller(kWidth, cols - i); ++j) {
+        store_n(out + (i + j) * ld + r, block[j], rows - r);
+      }
+    }
+  }
+}
+
 template <class T>
 void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspace<T>& work) {
   using C = compute_t<T>;
@@ -199,6 +222,12 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   if (!in_place) {
     dispatch(p.c_dtype, [&]<class S>(S) {
       if constexpr (sizeof(S) == 2 && sizeof(C) == 4) {
+        if constexpr (kSplits<T>) {
+          if (p.c_transposed) {
+            return store_transposed(c, ldc, rows, cols, static_cast<S*>(p.c) + n * p.ldc + m,
+                                    p.ldc);
+          }
+        }
         for (int64_t r = 0; r < rows; ++r) {
           S* const out = static_cast<S*>(p.c) + (m + r) * p.ldc + n;
           for_row<S>(
@@ -212,6 +241,8 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
 }
 
 // In pieces of bf16.
+
+constexpr bool kMakesPieces = kOnTiles && multiplies(kIsa, DType::bf16);
 
 template <class T>
 PieceWorkspace<T> piece_workspace(const GemmParams& p, const Grid& grid, void* memory) {
@@ -271,7 +302,7 @@ int64_t items(const GemmParams& p) {
 int64_t workspace_bytes(const GemmParams& p) {
   if (is_dot(p)) return 0;
   int64_t bytes = 0;
-  if constexpr (kOnTiles) {
+  if constexpr (kMakesPieces) {
     if (p.pieces > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
   }
   dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
@@ -281,7 +312,7 @@ int64_t workspace_bytes(const GemmParams& p) {
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   if (is_dot(p)) return run_dot(p, begin, end);
   const TileScope tiles;
-  if constexpr (kOnTiles) {
+  if constexpr (kMakesPieces) {
     if (p.pieces > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
   }
   dispatch_operand(p, [&]<class T>(T) {
@@ -319,6 +350,6 @@ void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, v
 
 extern const GemmKernels gemm_kernels_table;
 const GemmKernels gemm_kernels_table{items, workspace_bytes, run, column_sums_any,
-                                     kOnTiles ? exponents : nullptr};
+                                     kMakesPieces ? exponents : nullptr};
 
 }  // namespace omniattn::OMNIATTN_ISA

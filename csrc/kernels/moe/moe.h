@@ -53,8 +53,12 @@ struct MoeHidden {
   OMNIATTN_FN int64_t columns() const { return gate == MoeGate::none ? features : 2 * features; }
 };
 
-// In all structs dtype is that of the op's tensors. `operand` arrays hold operands of products and
-// `compute` arrays hold sums (MoeKernels::operand, compute_t).
+// In all structs dtype is that of the op's tensors. `operand` and `computed` arrays hold operands
+// of products, which are rows of tensors and what was computed (MoeKernels::operands), and
+// `compute` arrays hold sums (compute_t).
+struct MoeOperands {
+  DType tensor, computed;
+};
 
 struct MoeGatherParams {
   DType dtype;
@@ -75,7 +79,7 @@ struct MoeUpParams {
   const void* bias;  // (experts, columns) or null
   const void* made;  // (rows, columns) compute: the product with the bias; null to make it
   void* pre;         // (rows, columns) of dtype, or null
-  void* hidden;      // (rows, features) operand, or null
+  void* hidden;      // (rows, features) computed, or null
 };
 
 struct MoeUpBackwardParams {
@@ -90,8 +94,8 @@ struct MoeUpBackwardParams {
   const void* made;       // (rows, features) compute: grad_y W_down; null to make it
   const void* pre;        // (rows, columns) of dtype
   const void* weight;     // (rows) compute
-  void* grad_pre;         // (rows, columns) operand
-  void* weighted_hidden;  // (rows, features) operand: weight * h
+  void* grad_pre;         // (rows, columns) computed
+  void* weighted_hidden;  // (rows, features) computed: weight * h
   void* grad_weight;      // (rows, feature blocks) compute: parts of grad_y . f(x)
 };
 
@@ -100,7 +104,7 @@ struct MoeProjectParams {
   int64_t k, n;
   const MoeBlock* blocks;
   int64_t block_count;
-  const void* a;     // (rows, k) operand
+  const void* a;     // (rows, k) computed
   MoeMatrix b;       // (k, n)
   const void* bias;  // (experts, n) or null
   void* out;         // (rows, n) compute
@@ -119,9 +123,10 @@ struct MoeBiasGradParams {
   DType dtype;
   int64_t cols;
   const int64_t* offsets;  // (experts + 1), rows of each expert
-  const void* x;           // (rows, cols) operand
-  const void* weight;      // (rows) compute, or null for 1
-  void* out;               // (experts, cols)
+  const void* x;           // (rows, cols) computed or operand
+  bool computed;
+  const void* weight;  // (rows) compute, or null for 1
+  void* out;           // (experts, cols)
 };
 
 // out (tokens, slots) = the sum of the parts of each slot's row, 0 without a row.
@@ -137,7 +142,7 @@ static_assert(std::is_trivially_copyable_v<MoeUpBackwardParams>);
 static_assert(std::is_trivially_copyable_v<MoeProjectParams>);
 
 struct MoeKernels {
-  DType (*operand)(DType dtype);
+  MoeOperands (*operands)(DType dtype);
   int64_t (*workspace_bytes)(DType dtype);  // per thread, for the three products
 
   void (*gather)(const MoeGatherParams&, int64_t begin, int64_t end);  // item: row

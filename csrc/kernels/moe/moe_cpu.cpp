@@ -37,9 +37,10 @@ struct Workspace {
 
 // Product of a block with some columns of its expert.
 
-// c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`.
-template <class T, class S>
-void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
+// c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`; a is T or what
+// was computed.
+template <class T, class A, class S>
+void multiply(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
               int64_t cols, T* panels, compute_t<T>* c, int64_t ldc, bool accumulate) {
   const bool along_k = matrix.k_stride == 1;
   if (along_k && rows <= kMaxDotRows) {
@@ -71,8 +72,8 @@ void multiply(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix
 }
 
 // The same, starting from the bias of each column, or from 0 without a bias.
-template <class T, class S>
-void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix,
+template <class T, class A, class S>
+void multiply_add(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix,
                   const S* bias, int64_t k, int64_t cols, T* panels, compute_t<T>* c, int64_t ldc) {
   using C = compute_t<T>;
   const bool started = bias != nullptr || k == 0;
@@ -81,7 +82,7 @@ void multiply_add(const T* a, int64_t lda, int64_t rows, const S* b, const MoeMa
       part.store(c + r * ldc + i, bias != nullptr ? part.load(bias + i) : zero<C>());
     });
   }
-  multiply(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
+  multiply<T>(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
 }
 
 // Columns of a product that was made before, to the memory of an item.
@@ -116,10 +117,11 @@ void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end
                const auto* const b = static_cast<const S*>(p.b.data) + block.expert * p.b.expert +
                                      first * p.b.n_stride;
                const auto* const bias = static_cast<const S*>(p.bias);
-               multiply_add(static_cast<const T*>(p.a) + block.row * p.k, p.k, block.rows, b, p.b,
-                            bias != nullptr ? bias + block.expert * p.n + first : nullptr, p.k,
-                            cols, work.panels, static_cast<C*>(p.out) + block.row * p.n + first,
-                            p.n);
+               const auto* const a = static_cast<const computed_t<T>*>(p.a) + block.row * p.k;
+               multiply_add<T>(a, p.k, block.rows, b, p.b,
+                               bias != nullptr ? bias + block.expert * p.n + first : nullptr, p.k,
+                               cols, work.panels, static_cast<C*>(p.out) + block.row * p.n + first,
+                               p.n);
              });
 }
 
@@ -142,9 +144,9 @@ void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
                       block.rows, cols, work.c + place);
             return;
           }
-          multiply_add(x, p.k, block.rows, matrix + column * p.up.n_stride, p.up,
-                       bias != nullptr ? bias + block.expert * columns + column : nullptr, p.k,
-                       cols, work.panels, work.c + place, kBlockN);
+          multiply_add<T>(x, p.k, block.rows, matrix + column * p.up.n_stride, p.up,
+                          bias != nullptr ? bias + block.expert * columns + column : nullptr, p.k,
+                          cols, work.panels, work.c + place, kBlockN);
         });
         HiddenRow<C> row;
         for (int64_t r = 0; r < block.rows; ++r) {
@@ -160,7 +162,7 @@ void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {
           if (p.hidden != nullptr) {
             split_row(p.hidden_of.gate, c, n, row);
             hidden_row(p.hidden_of, row, n,
-                       static_cast<T*>(p.hidden) + (block.row + r) * features + first);
+                       static_cast<computed_t<T>*>(p.hidden) + (block.row + r) * features + first);
           }
         }
       });
@@ -181,8 +183,9 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
                  copy_rows(static_cast<const C*>(p.made) + block.row * features + first, features,
                            block.rows, n, work.c);
                } else {
-                 multiply_add<T, S>(grad_y, p.k, block.rows, down, p.down, nullptr, p.k, n,
-                                    work.panels, work.c, kBlockN);
+                 multiply_add<T>(grad_y, p.k, block.rows, down, p.down,
+                                 static_cast<const S*>(nullptr), p.k, n, work.panels, work.c,
+                                 kBlockN);
                }
                HiddenRow<C> row;
                C joined[kBlockN];
@@ -197,7 +200,7 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
                  split_row(p.hidden_of.gate, joined, n, row);
                  C dot_h = hidden_row_backward(
                      p.hidden_of, row, work.c + r * kBlockN, static_cast<const C*>(p.weight)[at], n,
-                     static_cast<T*>(p.weighted_hidden) + at * features + first);
+                     static_cast<computed_t<T>*>(p.weighted_hidden) + at * features + first);
                  if (first == 0 && p.down_bias != nullptr) {
                    const S* const bias = static_cast<const S*>(p.down_bias) + block.expert * p.k;
                    dot_h += row_sum<C>(p.k, [&](int64_t i, auto part) {
@@ -206,7 +209,7 @@ void up_backward(const MoeUpBackwardParams& p, void* memory, int64_t begin, int6
                  }
                  static_cast<C*>(p.grad_weight)[at * groups + first / kMoeFeatures] = dot_h;
                  join_row(p.hidden_of.gate, row, n, joined);
-                 T* const grad_pre = static_cast<T*>(p.grad_pre) + at * columns;
+                 auto* const grad_pre = static_cast<computed_t<T>*>(p.grad_pre) + at * columns;
                  for_runs(p.hidden_of, first, n, [&](int64_t column, int64_t place, int64_t cols) {
                    for_row<C>(cols, [&](int64_t i, auto part) {
                      part.store(grad_pre + column + i, part.load(joined + place + i));
@@ -283,10 +286,13 @@ void slot_sum(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
 
 // Entries.
 
-DType operand(DType dtype) {
-  DType result = dtype;
-  dispatch(dtype, [&]<class S>(S) { result = TypeTraits<operand_t<S>>::kDType; });
-  return result;
+MoeOperands operands(DType dtype) {
+  MoeOperands found{};
+  dispatch(dtype, [&]<class S>(S) {
+    using T = operand_t<S>;
+    found = {TypeTraits<T>::kDType, TypeTraits<computed_t<T>>::kDType};
+  });
+  return found;
 }
 
 int64_t workspace_bytes(DType dtype) {
@@ -314,7 +320,10 @@ void combine_any(const MoeCombineParams& p, int64_t begin, int64_t end) {
   dispatch(p.dtype, [&]<class S>(S) { combine<S>(p, begin, end); });
 }
 void bias_grad_any(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
-  dispatch(p.dtype, [&]<class S>(S) { bias_grad<operand_t<S>, S>(p, begin, end); });
+  dispatch(p.dtype, [&]<class S>(S) {
+    using T = operand_t<S>;
+    p.computed ? bias_grad<computed_t<T>, S>(p, begin, end) : bias_grad<T, S>(p, begin, end);
+  });
 }
 
 void slot_sum_any(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
@@ -324,7 +333,7 @@ void slot_sum_any(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const MoeKernels moe_kernels_table;
-const MoeKernels moe_kernels_table{.operand = operand,
+const MoeKernels moe_kernels_table{.operands = operands,
                                    .workspace_bytes = workspace_bytes,
                                    .gather = gather_any,
                                    .up = up_any,

@@ -32,6 +32,9 @@ _MEANING = {
     "float32, all else of bfloat16, and float16, is computed in float32",
     "amx_bf16": "512-bit vectors; matrix products multiply bfloat16 in AMX tiles, which read "
     "denormals as 0, and sum in float32, all else is computed as by avx512_bf16",
+    "amx_fp16": "512-bit vectors; matrix products multiply float16 and bfloat16 in AMX tiles, "
+    "which read denormals of bfloat16 as 0, and sum in float32, all else is computed as by "
+    "avx512_bf16",
 }
 
 #: Of `torch.ops.omniattn.tile_state`: the CPU has AMX, and nobody asked Linux for its tiles.

@@ -1,6 +1,6 @@
 """From how much work on attention and experts use a level of products (csrc/runtime/isa.h).
 
-Dot products and tiles of bf16 must be filled: a small problem may be faster on the fp32 vectors of
+Dot products and tiles must be filled: a small problem may be faster on the fp32 vectors of
 the level below. `benchmarks/level_choice.py --record` measures from how many multiply-adds of a kv
 head, or of an expert's share of the tokens, a level is faster than those below it, and writes them
 to level_crossings.json by family of CPUs; importing this module hands them to the native library,
@@ -35,19 +35,25 @@ OPS = ("attention", "moe_experts")
 #: As a number of multiply-adds: nothing has so many.
 NEVER = 1 << 62
 
-_PRODUCTS_ONLY = ("avx512_bf16", "amx_bf16")
+#: The levels that have products only, and of what.
+_PRODUCTS = {
+    "avx512_bf16": torch.bfloat16,
+    "amx_bf16": torch.bfloat16,
+    "amx_fp16": torch.float16,
+}
 
 
-def product_levels() -> list[str]:
-    """The levels of this machine that have products only."""
-    return [n for n in _PRODUCTS_ONLY if torch.ops.omniattn.has_cpu_isa(CPU_ISAS.index(n))]
+def product_levels(dtype: torch.dtype | None = None) -> list[str]:
+    """The levels of this machine that have products only, of a dtype or of any."""
+    has = torch.ops.omniattn.has_cpu_isa
+    return [n for n, d in _PRODUCTS.items() if dtype in (d, None) and has(CPU_ISAS.index(n))]
 
 
 def install(record: dict[str, Any] | None) -> None:
     """Makes the native library choose by a record; by none: the best level always."""
     for number, op in enumerate(OPS):
         least = record["ops"][op]["least"] if record is not None else {}
-        for name in _PRODUCTS_ONLY:
+        for name in _PRODUCTS:
             torch.ops.omniattn.set_least_madds(number, CPU_ISAS.index(name), least.get(name, 0))
 
 
