@@ -1,6 +1,8 @@
 """Patched models of transformers: short convolutions, delta rules, RWKV, xLSTM, MiniMax."""
 
 import copy
+import functools
+import inspect
 import pickle
 
 import pytest
@@ -12,6 +14,8 @@ pytest.importorskip("transformers")
 import small_models
 
 import omniattn.hf
+from omniattn.hf.recurrent import recurrent_forward
+from omniattn.hf.scans import SCANS, same_scan
 
 #: How many layers of the small model are swapped.
 SWAPPED = {
@@ -186,6 +190,57 @@ def test_functions_leave_packed_sequences_to_theirs(function, shapes, name):
         given += [torch.ones(1, 5, 2)] * 2
     mark = torch.zeros(1, 5, dtype=torch.int32)
     assert ours(*given, **{name: mark}) is None and asked == [mark]
+
+
+@pytest.mark.parametrize("name", sorted(SCANS))
+def test_a_scan_that_computes_something_else_is_told_apart(name):
+    from transformers.models.mamba import modeling_mamba
+    from transformers.models.mamba2 import modeling_mamba2
+
+    theirs = getattr(modeling_mamba2 if "mamba2" in name else modeling_mamba, name)
+
+    def twice(*args, **options):
+        y = theirs(*args, **options)
+        return (2 * y[0], y[1]) if isinstance(y, tuple) else 2 * y
+
+    with torch.no_grad():
+        for function, same in ((theirs, True), (twice, False)):
+            calls = same_scan(name, function, SCANS[name](function))
+            equal = [
+                torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(*calls, strict=True)
+            ]
+            assert all(equal) == same
+
+
+def test_patched_under_autocast_and_other_defaults():
+    """Found once for a type of layer, whatever the caller has set then."""
+    recurrent_forward.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model = made("mamba")
+        assert omniattn.hf.patch(model)["mixer"] > 0
+    with torch.device("meta"):
+        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+        assert callable(recurrent_forward(Mamba2Mixer))
+
+
+def test_kernels_of_packages_for_gpus_stay_out_of_the_cpu(monkeypatch):
+    from transformers.models.mamba import modeling_mamba as module
+
+    def packaged(original):
+        @functools.wraps(inspect.unwrap(original))
+        def kernel(*args, **options):
+            raise RuntimeError("Expected u.is_cuda() to be true")
+
+        return kernel
+
+    for name in ("mamba_selective_scan", "causal_conv1d_fn", "mamba_inner_fn"):
+        monkeypatch.setattr(module, name, packaged(getattr(module, name)))
+    recurrent_forward.cache_clear()
+    model, ids = made("mamba"), tokens(9)
+    assert omniattn.hf.patch(model)["mixer"] > 0
+    model.train()(ids, use_cache=False).logits.sum().backward()
+    recurrent_forward.cache_clear()
 
 
 def test_other_functions_are_left(caplog):

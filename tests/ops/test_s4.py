@@ -116,12 +116,38 @@ def test_s4_in_single_precision(mode, size, limit, steps):
         assert error <= limit
 
 
-def test_many_small_steps_in_single_precision():
-    """The digits of dt survive in 2^16 powers of a matrix that is nearly 1."""
-    Lambda, P, b, _ = (t[None] for t in F.nplr(64))
-    given = Lambda, P, b, draw(1, 32, seed=1, dtype=C128).to(torch.complex64), torch.tensor([1e-4])
-    exact = F.s4_kernel(*(t.to(C128) for t in given[:4]), given[4].double(), 2**16)
-    error = (F.s4_kernel(*given, 2**16) - exact).abs().max()
+def widened(given):
+    return [t.to(C128) if t.is_complex() else t.double() for t in given]
+
+
+@pytest.mark.parametrize("size, length", [(1e-4, 2**16), (1.0, 1024), (1e2, 4096), (1e4, 4096)])
+def test_powers_of_s4_in_single_precision(size, length):
+    """The digits of dt survive in powers of a matrix that is nearly 1, or -1."""
+    C = draw(1, 32, seed=1, dtype=C128).to(torch.complex64)
+    given = *(t[None] for t in F.nplr(64)[:3]), C, torch.tensor([size])
+    exact = F.s4_kernel(*widened(given), length)
+    error = (F.s4_kernel(*given, length) - exact).abs().max()
+    assert error <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size, length", [(1e-7, 2**16), (1e-5, 2**14), (1e-3, 4096)])
+def test_small_steps_of_s4d_in_single_precision(rule, size, length):
+    given = F.ssm_init("s4d-lin", 64)[None], draw(1, 32, dtype=C128).to(torch.complex64)
+    given = *given, torch.tensor([size])
+    exact = F.s4d_kernel(*widened(given), length, rule=rule)
+    error = (F.s4d_kernel(*given, length, rule=rule) - exact).abs().max()
+    assert error <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("function", [F.s4d, F.s4])
+def test_single_steps_do_not_drift(function):
+    """Rounded once, Ab would add the same error in each of them."""
+    A, *vectors = (t[None] for t in F.nplr(16)[:3])
+    C, u = draw(1, 8, dtype=C128).to(torch.complex64), draw(1, 2000, 1).float()
+    given = A, *(vectors if function is F.s4 else ()), C, torch.tensor([1e-5])
+    exact = function(u.double(), *widened(given))
+    error = (function(u, *given, mode="recurrent") - exact).abs().max()
     assert error <= 5e-6 * exact.abs().max()
 
 
@@ -171,8 +197,9 @@ def test_no_tokens_have_gradients_of_zero(function, system, dense, mode):
     leaves = [t.clone().requires_grad_() for t in system()]
     state = draw(B, H, N, dtype=C128)
     options = {"initial_state": state, "mode": mode, "output_final_state": True}
-    y, last = function(draw(B, 0, H), *leaves, **options)
-    assert all(g.count_nonzero() == 0 for g in torch.autograd.grad(y.sum(), leaves))
+    u = draw(B, 0, H).requires_grad_()
+    y, last = function(u, *leaves, **options)
+    assert all(g.count_nonzero() == 0 for g in torch.autograd.grad(y.sum(), [u, *leaves]))
     assert torch.equal(last, state) and last is not state
 
 
@@ -290,6 +317,8 @@ def _wrong():
     yield {**good, "C": C.real}, TypeError, r"C must be torch.complex64.*C.dtype=torch.float32"
     yield {**good, "dt": dt[:2]}, ValueError, r"dt must have shape \(3,\)"
     yield {**good, "dt": -dt}, ValueError, r"dt must be >= 0, got dt.min\(\)=-"
+    hidden = torch.tensor([float("nan"), -1, 1])
+    yield {**good, "dt": hidden}, ValueError, r"dt must be >= 0, got dt.min\(\)=-1"
     yield {**good, "dt": 0.1}, TypeError, r"dt must be a torch.Tensor"
     yield {**good, "D": D[:2]}, ValueError, r"D must have shape \(3,\)"
     yield {**good, "D": D.double()}, TypeError, r"D must be torch.float32"

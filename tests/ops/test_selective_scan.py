@@ -228,9 +228,9 @@ def test_a_complex_scan_and_its_gradients(isa, constant):
 
 @pytest.mark.parametrize("isa", testing.isas())
 def test_large_angles_keep_their_digits(isa):
-    """The rounding of dt Im A, 1e5 here, would lose five of seven digits of its sine, as it does
+    """The rounding of dt Im A, 1e6 here, would lose six of seven digits of its sine, as it does
     where there is no fused multiply-add."""
-    A = torch.complex(torch.full((8, 4), -0.5), 1e5 * draw(8, 4).float())
+    A = torch.complex(torch.full((8, 4), -0.5), 1e6 * draw(8, 4).float())
     given = {"u": draw(1, 3, 8, seed=1).float(), "delta": draw(1, 3, 8, seed=2).float().abs()}
     given |= {"A": A, "B": draw(8, 4, seed=3).float(), "C": draw(8, 4, seed=4).float()}
     exact, _ = F.selective_scan(
@@ -241,7 +241,7 @@ def test_large_angles_keep_their_digits(isa):
     )
     with testing.isa(isa):
         y, _ = F.selective_scan(**given)
-    limit = 1e-2 if isa == "baseline" else 1e-5
+    limit = 1e-1 if isa == "baseline" else 1e-5
     torch.testing.assert_close(y.double(), exact, rtol=limit, atol=limit)
 
 
@@ -274,6 +274,12 @@ def test_derivatives_of_a_complex_scan():
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_a_complex_scan_compiles():
+    made = complex_inputs(9)
+    compiled = torch.compile(F.selective_scan, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**made)[0], F.selective_scan(**made)[0])
 
 
 @pytest.mark.parametrize("splits", [(0, 1, 2, 70), (0, 33, 64, 70)])

@@ -232,7 +232,8 @@ def s4d(
         output_final_state: whether to return the state after the last token.
         mode: "conv" computes the kernel and convolves by FFT, in O(T log T); "recurrent" takes one
             step after another, which is for decoding. Both give the same.
-        rule: of :func:`discretize`.
+        rule: of :func:`discretize`. With "euler" states grow where ``|1 + dt A| > 1``, though
+            Re A is below 0: the largest A of "s4d-lin" allow a dt of (2 / (pi N))^2 at most.
 
     Returns:
         y of u's shape and dtype; with output_final_state the pair (y, state).
@@ -243,7 +244,8 @@ def s4d(
 
     Note:
         In "conv" an initial state adds ``2 Re sum_n C_n Ab_n^{t+1} s_n``, by :func:`vandermonde`.
-        torch.export of it with states restricts T, where torch.compile takes any.
+        torch.export of it with states restricts T, where torch.compile takes any. Where Ab is 0
+        (dt A is -1 with "euler", -2 with "bilinear") only "recurrent" has second derivatives.
 
     Reference:
         As :func:`s4d_kernel`.

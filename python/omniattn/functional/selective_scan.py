@@ -63,8 +63,8 @@ def selective_scan(
         z: (B, T, D) of u's dtype, or None for no gate.
         delta_bias: (D,), or None.
         delta_softplus: whether dt is softplus(delta + delta_bias), which is linear above 20.
-        initial_state: (N, D, N), None for zeros; the first N is B, or the number of sequences.
-        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+        initial_state: (S, D, N), None for zeros; S is B, or the number of sequences.
+        cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Tokens of no sequence give zeros. Jagged nested
             tensors (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them,
             too.
@@ -72,7 +72,7 @@ def selective_scan(
             "reference" for the eager definition.
 
     Returns:
-        y (B, T, D) of u's dtype, and the state (N, D, N) after the last token in float32 (float64
+        y (B, T, D) of u's dtype, and the state (S, D, N) after the last token in float32 (float64
         for float64). ``mamba_ssm.selective_scan_fn`` has (B, D, T) instead:
         `omniattn.compat.mamba_ssm`.
 

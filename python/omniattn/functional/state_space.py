@@ -42,7 +42,7 @@ def discretize(
     ============  =======================================  ====================================
 
     "zoh" holds u over a step and is exact for such inputs, also where A has no inverse; "mamba" is
-    what Mamba computes.
+    what Mamba computes. "euler" grows where ``|1 + dt A| > 1``, though Re A may be below 0.
 
     Args:
         A: (..., N), the diagonal of a matrix, or (..., N, N), complex128, complex64, float64 or

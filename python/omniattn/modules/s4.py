@@ -27,15 +27,7 @@ __all__ = ["S4", "S4D"]
 
 @dataclass(frozen=True)
 class SSMConfig(LayerConfig):
-    """What both layers have.
-
-    Args:
-        dim: width of x and y, the number of systems.
-        state_size: N, even; pairs of conjugates take two.
-        dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
-        init_std: of the weight of the linear layer.
-        backend: as in Attention; with "reference" the system runs step by step, in plain torch.
-    """
+    """What both layers have."""
 
     dim: int
     state_size: int = 64
@@ -173,9 +165,14 @@ class S4D(_SSM):
 
     @dataclass(frozen=True)
     class Config(SSMConfig):
-        """Sizes and options, as in SSMConfig.
+        """Sizes and options.
 
         Args:
+            dim: width of x and y, the number of systems.
+            state_size: N, even; pairs of conjugates take two.
+            dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
+            init_std: of the weight of the linear layer.
+            backend: as in Attention; with "reference" the system runs step by step, in plain torch.
             init: how A begins, see :func:`functional.ssm_init`.
             rule: of the discretisation, see :func:`functional.discretize`.
         """
@@ -244,7 +241,15 @@ class S4(_SSM):
 
     @dataclass(frozen=True)
     class Config(SSMConfig):
-        """Sizes and options, as in SSMConfig."""
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y, the number of systems.
+            state_size: N, even; pairs of conjugates take two.
+            dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
+            init_std: of the weight of the linear layer.
+            backend: as in Attention; with "reference" the system runs step by step, in plain torch.
+        """
 
     config: Config
 

@@ -46,7 +46,8 @@ def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
         shape = (b, t, h, k) if "channel" in kind else (b, t, h)
         gates = {}
         if "head" in kind or "channel" in kind:
-            gates["g"] = nnf.logsigmoid(3 + 2 * random.normal(*shape))
+            strength = 100 if case.label == "strong" else 1
+            gates["g"] = strength * nnf.logsigmoid(3 + 2 * random.normal(*shape))
         if "delta" in kind:
             gates["beta"] = random.normal(b, t, h).sigmoid()
         return gates
@@ -133,7 +134,7 @@ def _ssd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     tensors = {
         "x": random.normal(b, t, h, p),
         "dt": dt - 3 if soft else 0.1 * dt.abs(),
-        "A": -1 - 4 * random.normal(h).abs(),
+        "A": (-1 - 4 * random.normal(h).abs()) * (1000 if case.label == "strong" else 1),
         "B": random.normal(b, t, groups, n),
         "C": random.normal(b, t, groups, n) / max(1, n) ** 0.5,
     }
@@ -204,6 +205,7 @@ def _cases(**options: Any) -> tuple[Case, ...]:
         _case("state", 1, 129, 2, 20, 12, STATE, **options),
         _case("grouped", 2, 33, 2, 16, 17, STATE, Hv=6, **options),
         _case("packed", 1, 150, 2, 9, 16, PACKED, N=5, **options),
+        _case("strong", 1, 40, 2, 8, 6, **options),
         _case("step", 3, 1, 2, 32, 24, STATE, **options),
         _case("nosteps", 2, 0, 2, 4, 3, STATE, **options),
         _case("nobatch", 0, 5, 2, 4, 3, **options),
@@ -229,6 +231,7 @@ SSD = OpSpec(
         _ssd("groups", 2, 33, 6, 17, 16, ("D", *STATE), G=3),
         _ssd("limits", 2, 40, 2, 8, 8, ("dt_bias",), dt_softplus=True, dt_limit=(0.02, 0.2)),
         _ssd("packed", 1, 150, 2, 16, 9, ("z", *PACKED), S=5),
+        _ssd("strong", 1, 40, 2, 8, 6),
         _ssd("step", 3, 1, 2, 24, 32, _ALL, dt_softplus=True),
         _ssd("nosteps", 2, 0, 2, 3, 4, _ALL, dt_softplus=True),
         _ssd("nobatch", 0, 5, 2, 3, 4),
