@@ -134,7 +134,7 @@ def _ssd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     tensors = {
         "x": random.normal(b, t, h, p),
         "dt": dt - 3 if soft else 0.1 * dt.abs(),
-        "A": (-1 - 4 * random.normal(h).abs()) * (1000 if case.label == "strong" else 1),
+        "A": (-1 - 4 * random.normal(h).abs()) * (300 if case.label == "strong" else 1),
         "B": random.normal(b, t, groups, n),
         "C": random.normal(b, t, groups, n) / max(1, n) ** 0.5,
     }
