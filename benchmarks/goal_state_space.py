@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from baselines.structured import vandermonde
 from goal import PASSES, Row, provider, tensors
 
 from omniattn import functional
+from omniattn.testing.spec import Function
+
+LENGTH = 4096
+
+
+def convolved(u: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """By one FFT of all channels."""
+    size = 2 * LENGTH
+    product = torch.fft.rfft(u.mT, n=size) * torch.fft.rfft(kernel, n=size)
+    return torch.fft.irfft(product)[..., :LENGTH].mT
+
+
+def rows_of(
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    ours: Function,
+    yardstick: Function,
+    against: str,
+    flops: float = 0.0,
+) -> Iterator[Row]:
+    for pass_ in PASSES:
+        sweeps = 1 if pass_ == "forward" else 3
+        calls: tuple[Any, Any] = tuple(provider(pass_, inputs, f) for f in (ours, yardstick))
+        yield Row(name, pass_, *calls, against, 0.25, flops=sweeps * flops, memory=0.1)
 
 
 def generating_function(Lambda, P, B, C, dt, length):
@@ -31,9 +56,9 @@ def generating_function(Lambda, P, B, C, dt, length):
 
 def s4_rows() -> Iterator[Row]:
     """S4's kernel and convolution against the generating function in torch and one FFT."""
-    channels, states, length = 512, 64, 4096
+    channels, states = 512, 64
     Lambda, P, B = (t.expand(channels, -1) for t in functional.nplr(states)[:3])
-    c, u = tensors((channels, states // 2, 2), (1, length, channels))
+    c, u = tensors((channels, states // 2, 2), (1, LENGTH, channels))
     pairs = {name: torch.view_as_real(t) for name, t in {"a": Lambda, "p": P, "b": B}.items()}
     named = {"u": u, **{name: t.contiguous() for name, t in pairs.items()}, "c": c}
     dt = torch.logspace(-3, -1, channels)
@@ -43,25 +68,16 @@ def s4_rows() -> Iterator[Row]:
 
     def yardstick(u, **terms):
         terms = map(torch.view_as_complex, terms.values())
-        kernel = torch.fft.rfft(generating_function(*terms, dt, length), n=2 * length)
-        return torch.fft.irfft(torch.fft.rfft(u.mT, n=2 * length) * kernel)[..., :length].mT
+        return convolved(u, generating_function(*terms, dt, LENGTH))
 
-    for pass_ in PASSES:
-        yield Row(
-            f"s4 H{channels} N{states} L{length}",
-            pass_,
-            provider(pass_, named, ours),
-            provider(pass_, named, yardstick),
-            "generating function and FFT",
-            0.25,
-            memory=0.1,
-        )
+    name = f"s4 H{channels} N{states} L{LENGTH}"
+    yield from rows_of(name, named, ours, yardstick, "generating function and FFT")
 
 
 def s4d_rows() -> Iterator[Row]:
     """S4D's kernel and convolution against the sum over an (H, N, L) tensor and one FFT."""
-    channels, pairs, length = 512, 32, 4096
-    a, c, u = tensors((channels, pairs, 2), (channels, pairs, 2), (1, length, channels))
+    channels, pairs = 512, 32
+    a, c, u = tensors((channels, pairs, 2), (channels, pairs, 2), (1, LENGTH, channels))
     decay, phase = -0.5 * a[..., 0].exp(), torch.pi * torch.arange(pairs).expand(channels, pairs)
     named = {"u": u, "real": decay, "imaginary": phase.contiguous(), "c": c}
     dt = torch.logspace(-3, -1, channels)
@@ -74,20 +90,10 @@ def s4d_rows() -> Iterator[Row]:
         steps = poles * dt[:, None]
         factors = torch.view_as_complex(c) * steps.expm1() / poles
         pair = (torch.view_as_real(t) for t in (factors, steps))
-        kernel = torch.fft.rfft(vandermonde(*pair, length=length), n=2 * length)
-        return torch.fft.irfft(torch.fft.rfft(u.mT, n=2 * length) * kernel)[..., :length].mT
+        return convolved(u, vandermonde(*pair, length=LENGTH))
 
-    for pass_ in PASSES:
-        yield Row(
-            f"s4d H{channels} N{2 * pairs} L{length}",
-            pass_,
-            provider(pass_, named, ours),
-            provider(pass_, named, yardstick),
-            "einsum and FFT",
-            0.25,
-            flops=4.0 * channels * pairs * length * (1 if pass_ == "forward" else 3),
-            memory=0.1,
-        )
+    name, flops = f"s4d H{channels} N{2 * pairs} L{LENGTH}", 4.0 * channels * pairs * LENGTH
+    yield from rows_of(name, named, ours, yardstick, "einsum and FFT", flops)
 
 
 def rows() -> Iterator[Row]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -170,34 +168,34 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
     op = "s4d_kernel"
     require_terms(op, A, {"C": C}, dt)
     require_int(op, "length", length, 0, 2**31 - 1)
-    system = _diagonal(op, A, dt, rule)
-    return vandermonde(C * system.bb, system.log, length)
+    x, ab, bb = _diagonal(op, A, dt, rule)
+    return vandermonde(C * bb, _log(x, ab, rule), length)
 
 
-class _Diagonal(NamedTuple):
-    """A diagonal step, with the digits of dt that Ab itself loses."""
-
-    ab: Tensor
-    growth: Tensor  # Ab - 1
-    log: Tensor  # of Ab
-    bb: Tensor
-
-
-def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> _Diagonal:
+def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dt A, Ab and Bb."""
     require_choice(op, "rule", rule, RULES)
-    ab, bb = discretize(A, torch.ones_like(A), dt, rule)
-    x = A * dt[:, None]
+    return A * dt[:, None], *discretize(A, torch.ones_like(A), dt, rule)
+
+
+def _growth(x: Tensor, rule: str) -> Tensor:
+    """``Ab - 1`` of x = dt A, with the digits of dt that Ab itself loses."""
+    if rule == "euler":
+        return x
+    return x / (1 - x / 2) if rule == "bilinear" else expm1(x)
+
+
+def _log(x: Tensor, ab: Tensor, rule: str) -> Tensor:
+    """The logarithm of Ab, likewise."""
     if rule in ("zoh", "mamba"):
-        return _Diagonal(ab, expm1(x), x, bb)
+        return x
     # 0 has no logarithm, but this number is as good: it and its inverse, which gradients meet, are
     # far from the ends of the range.
-    tiny = torch.finfo(dt.dtype).tiny ** 0.5
+    tiny = torch.finfo(x.real.dtype).tiny ** 0.5
     log, small = (ab + (ab == 0).to(ab.dtype) * tiny).log(), x.abs() < 0.5
     near = torch.where(small, x, 0)
-    if rule == "euler":
-        return _Diagonal(ab, x, torch.where(small, _log1p(near), log), bb)
-    near = _log1p(near / 2) - _log1p(-near / 2)
-    return _Diagonal(ab, x / (1 - x / 2), torch.where(small, near, log), bb)
+    near = _log1p(near) if rule == "euler" else _log1p(near / 2) - _log1p(-near / 2)
+    return torch.where(small, near, log)
 
 
 def _log1p(x: Tensor) -> Tensor:
@@ -258,16 +256,17 @@ def s4d(
     """
     op = "s4d"
     require_call(op, u, A, {"C": C}, dt, D, initial_state, output_final_state, mode)
-    ab, growth, log_ab, bb = _diagonal(op, A, dt, rule)
+    x, ab, bb = _diagonal(op, A, dt, rule)
     if mode == "recurrent":
+        growth = _growth(x, rule)
 
-        def step(s: Tensor, x: Tensor) -> State:
-            s = s + (growth * s + bb * x[..., None])
+        def step(s: Tensor, v: Tensor) -> State:
+            s = s + (growth * s + bb * v[..., None])
             return 2 * (C * s).real.sum(-1), s
 
         y, state = by_recurrence(u, D, step, initial_state, A)
         return (y, state) if output_final_state else y
-    steps = u.shape[1]
+    steps, log_ab = u.shape[1], _log(x, ab, rule)
     y = fft_conv(u, vandermonde(C * bb, log_ab, steps), D)
     if initial_state is not None:
         first = (C * ab * initial_state).flatten(0, 1)

@@ -377,7 +377,9 @@ def takes_cache(forward: Forward) -> Forward:
                         f"{type(self).__name__}: {name} must not be given as {former} too"
                     )
         state = kwargs.get("state")
-        with restored_on_error(None if state is None else [state]):
+        if state is None:
+            return forward(self, *args, **kwargs)
+        with restored_on_error([state]):
             return forward(self, *args, **kwargs)
 
     # torch.compile counts how often it compiles a code object, which layers must not share.
