@@ -61,7 +61,7 @@ struct AttentionTermsKernels {
   void (*gather_pages)(const AttentionProblem&, const HeadView& from, int64_t width, void* to,
                        int64_t begin, int64_t end);
   // Few rows sum up their logits in another order than the blocks of the backward, which shows in
-  // its probabilities where logits are large: lse_tail becomes what the lse of the blocks has more.
+  // its probabilities where logits are large: lse_tail becomes the lse of the blocks minus theirs.
   bool (*has_large_lse)(const AttentionForwardParams&);
   void (*fit_tails)(const AttentionForwardParams& rows, const AttentionForwardParams& blocks);
 };

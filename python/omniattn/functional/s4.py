@@ -317,8 +317,6 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
     op = "s4_kernel"
     require_terms(op, Lambda, {"P": P, "B": B, "C": C}, dt, "Lambda")
     require_int(op, "length", length, 0, 2**31 - 1)
-    if length == 0 or Lambda.numel() == 0:
-        return (dt + (Lambda * P * B * C).real.sum(-1))[:, None].expand(-1, length) * 0
     with full_precision(Lambda):
         return real_system_kernel(real_system(Lambda, P, B, C, dt), int(length))
 
@@ -388,11 +386,11 @@ def s4(
 
         y, state = by_recurrence(u, D, step, initial_state, Lambda)
         return (y, state) if output_final_state else y
-    y = fft_conv(u, s4_kernel(Lambda, P, B, C, dt, u.shape[1]), D)
-    if initial_state is None and not output_final_state:
-        return y
     with full_precision(u):
         system = real_system(Lambda, P, B, C, dt)
+        y = fft_conv(u, real_system_kernel(system, u.shape[1]), D)
+        if initial_state is None and not output_final_state:
+            return y
         decayed, state = real_system_states(u.to(dt.dtype), system, initial_state)
     if decayed is not None:
         y = (y + decayed).to(u.dtype)
