@@ -24,14 +24,15 @@ class ThreadMemory {
         first_(static_cast<char*>(memory_.mutable_data_ptr())) {
     if (padding() == 0) return;
     first_ += -reinterpret_cast<uintptr_t>(first_) % kHugePage;
-    advise_huge_pages(first_, threads_ * bytes_);
+    advise_huge_pages(first_, round_up(threads_ * bytes_, kHugePage));
   }
   int64_t threads() const { return threads_; }
   void* of(int64_t thread) const { return first_ + thread * bytes_; }
 
  private:
   static constexpr int64_t kLine = 64, kHugePage = int64_t{1} << 21;
-  int64_t padding() const { return threads_ * bytes_ < kHugePage ? 0 : kHugePage; }
+  // Also that the last page is a whole one.
+  int64_t padding() const { return threads_ * bytes_ < kHugePage ? 0 : 2 * kHugePage; }
 
   int64_t threads_, bytes_;
   Tensor memory_;

@@ -207,13 +207,13 @@ OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, Panels<H> b, int64_t n,
   }
 }
 
-// A strip over at most kTileDepth terms.
+// A strip over at most kTileDepth terms. `following` is the next strip of C, or null.
 template <class H>
 void multiply_strip(const TileOperand<H>& a, Panels<H> b, float* c, int64_t ldc, int64_t rows,
-                    int64_t n, int64_t k, bool accumulate) {
+                    int64_t n, int64_t k, bool accumulate, const float* following) {
   for_blocks(a, b, n, k, [&](BlockProduct<H> product, int64_t col, int64_t cols) OMNIATTN_LAMBDA {
     product.accumulate = accumulate;
-    if (accumulate && col + kStripRows < n) product.next = c + col + kStripRows;
+    if (accumulate) product.next = col + kStripRows < n ? c + col + kStripRows : following;
     if (rows % kTileRowsOfC == 0 && cols % kTileRowsOfC == 0) {
       multiply_tiles_of_block(product, rows, cols, c + col, ldc);
     } else {
@@ -243,8 +243,9 @@ void multiply_on_tiles(const H* a, int64_t lda, Panels<H> b, float* c, int64_t l
           copy_rows_to_tiles(from, lda, rows, depth, copy);
         }
       }
+      const bool is_last = row + kStripRows >= m;
       multiply_strip(strip, b.at(first, 0), c + row * ldc, ldc, rows, n, depth,
-                     accumulate || first > 0);
+                     accumulate || first > 0, is_last ? nullptr : c + (row + kStripRows) * ldc);
     }
     first += depth;
   } while (first < k);

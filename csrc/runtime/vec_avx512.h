@@ -80,6 +80,12 @@ OMNIATTN_INLINE VecF widen_bf16(__m256i h) {
 }
 OMNIATTN_INLINE VecF widen_f16(__m256i h) { return VecF(_mm512_cvtph_ps(h)); }
 OMNIATTN_INLINE __m256i narrow_bf16(VecF x) {
+#if defined(__AVX512BF16__)
+  constexpr int kDenormal = 0x20;  // which the instruction narrows to 0
+  if (__builtin_expect(_mm512_fpclass_ps_mask(x.v, kDenormal) == 0, 1)) {
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
+  }
+#endif
   const __m512i bits = _mm512_castps_si512(x.v);
   const __m512i upper = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
@@ -207,10 +213,28 @@ OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #endif
 }
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { _mm256_storeu_epi16(p, narrow_factors(x)); }
+// The numbers of x, then those of y.
+OMNIATTN_INLINE void store_factors(bf16* p, VecF x, VecF y) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y.v, x.v)));
+#else
+  store_factors(p, x);
+  store_factors(p + VecF::kWidth, y);
+#endif
+}
 template <class H>
 OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
   if constexpr (std::is_same_v<H, f16>) return interleave(narrow_f16(first), narrow_f16(second));
+#if defined(__AVX512BF16__)
+  // Lane i takes elements i and 16 + i.
+  alignas(64) static constexpr uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                      21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                      11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.v, first.v));
+  return {_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both)};
+#else
   return interleave(narrow_factors(first), narrow_factors(second));
+#endif
 }
 
 // The terms of each pair as floats.

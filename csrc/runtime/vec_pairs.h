@@ -56,6 +56,10 @@ template <class H>
 }
 
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { store(p, x); }
+OMNIATTN_INLINE void store_factors(bf16* p, VecF x, VecF y) {
+  store(p, x);
+  store(p + VecF::kWidth, y);
+}
 template <class H>
 [[gnu::noinline]] PairVec narrow_to_pairs(VecF first, VecF second) {
   H low[VecF::kWidth], high[VecF::kWidth];

@@ -34,6 +34,7 @@ OMNIATTN_FN int64_t padded_row(int64_t width) {
 
 constexpr int64_t kKeyPanel = 64;        // keys side by side in packed K^T
 constexpr int64_t kKeyBlock = 128;       // keys of one tile
+constexpr int64_t kKeyRow = 144;         // a row of them, padded
 constexpr int64_t kQueryBlock = 96;      // queries of one tile
 constexpr int64_t kSplitKeys = 256;      // keys of one decode work item
 constexpr int64_t kTileSplitKeys = 512;  // the same for decoding by register tiles
@@ -277,16 +278,25 @@ OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;
 }
 OMNIATTN_FN int64_t query_rows(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
-// For `rows` query rows: pre * q, dO, one dQ per split, Delta, the shift of the exponent and the
-// factor of the row.
-OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
-  return rows * (padded_row(p.problem.d) * (1 + p.splits) + padded_row(p.problem.dv) + 3);
+// Columns of 16-bit numbers: the transpose of `rows` rows.
+OMNIATTN_FN int64_t column_elements(const AttentionProblem& p, int64_t rows, int64_t width) {
+  return size_of(p.dtype) == 2 ? round_up(rows * width, 32) / 2 : 0;
 }
-// Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles.
+// For `rows` query rows: pre * q, dO, both as columns, one dQ per split, Delta, the shift of the
+// exponent and the factor of the row.
+OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
+  const AttentionProblem& x = p.problem;
+  return rows * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 3) +
+         column_elements(x, rows, x.d) + column_elements(x, rows, x.dv);
+}
+// Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles, also as 16-bit
+// numbers.
 OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {
   const AttentionProblem& x = p.problem;
-  return kKeyBlock * (x.d + x.dv + 2 * padded_row(x.d) + padded_row(x.dv)) +
-         2 * kQueryBlock * kKeyBlock + backward_program_elements(x) + distance_elements(x);
+  return kKeyBlock * (x.d + x.dv + padded_row(x.d)) +
+         kKeyRow * (padded_row(x.d) + padded_row(x.dv)) + 2 * kQueryBlock * kKeyBlock +
+         3 * column_elements(x, kQueryBlock, kKeyRow) + backward_program_elements(x) +
+         distance_elements(x);
 }
 
 OMNIATTN_FN int64_t weights_items(const AttentionProblem& p) {

@@ -6,11 +6,12 @@
 // where dx = dS * slope of the transform. The rounding factor of a row of P (see Lse) multiplies
 // the row's dO and Delta instead. dK and dV of the block stay in L2 and are written once. Products
 // read operands M, see attention_forward_cpu.cpp; where these have 16 bits, x_q is the unscaled q
-// and the dx in dK is scaled.
+// and the dx in dK is scaled. With tiles of AMX a group of rows of P and dS at a time stays in L1.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/attention_distance.h"
 #include "runtime/dispatch.h"
+#include "runtime/transpose.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -72,6 +73,10 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
     rows.shift(row) = shift;
     rows.factor(row) = kept;
   }
+  if constexpr (kSumsColumns<T>) {
+    transpose_rows(rows.q(x.row), rows.ldq, count, p.d, rows.q_columns(x.row));
+    transpose_rows(rows.grad_out(x.row), rows.ldo, count, p.dv, rows.grad_out_columns(x.row));
+  }
   if (params.part_sinks != nullptr) {
     A sum = A(0);
     for (int64_t row = x.row; row < x.row + count; ++row) {
@@ -90,8 +95,9 @@ template <class T>
 struct KeySide {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  M *kt, *vt, *k;
-  A *grad_k, *grad_v, *weights, *ds, *registers, *distances;
+  M *kt, *vt, *k, *weight_pairs, *dx_pairs, *dx;
+  A *grad_k, *grad_v;  // of kSumsColumns (d, kKeyRow) and (dv, kKeyRow)
+  A *weights, *ds, *registers, *distances;
 
   KeySide(const AttentionBackwardParams& params, void* scratch) {
     const AttentionProblem& x = params.problem;
@@ -99,10 +105,13 @@ struct KeySide {
     kt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.d));
     vt = reinterpret_cast<M*>(arena.take(kKeyBlock * x.dv));
     k = reinterpret_cast<M*>(arena.take(kKeyBlock * padded_row(x.d)));
-    grad_k = arena.take(kKeyBlock * padded_row(x.d));
-    grad_v = arena.take(kKeyBlock * padded_row(x.dv));
+    grad_k = arena.take(kKeyRow * padded_row(x.d));
+    grad_v = arena.take(kKeyRow * padded_row(x.dv));
     weights = arena.take(kQueryBlock * kKeyBlock);
     ds = arena.take(kQueryBlock * kKeyBlock);
+    weight_pairs = reinterpret_cast<M*>(arena.take(column_elements(x, kQueryBlock, kKeyRow)));
+    dx_pairs = reinterpret_cast<M*>(arena.take(column_elements(x, kQueryBlock, kKeyRow)));
+    dx = reinterpret_cast<M*>(arena.take(column_elements(x, kQueryBlock, kKeyRow)));
     registers = arena.take(backward_program_elements(x));
     distances = arena.take(distance_elements(x));
   }
@@ -133,17 +142,15 @@ A* distance_part(const AttentionBackwardParams& params, const DistanceRows& rows
   return static_cast<A*>(parts) + part * size + h * (size / p.hq);
 }
 
-// The products of one tile.
-template <class T>
-void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& rows,
-                   const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
-                   const TilePlan& plan) {
+// P and dS of a tile, or of a group of its rows: calls f(tile), which holds q.k and dP.
+template <class T, class F>
+void score_gradients(const AttentionBackwardParams& params, const QueryRows<T>& rows,
+                     const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
+                     const TilePlan& plan, const F& f) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t row = (b * p.hq + h) * p.tq + plan.queries.begin;
   const auto* const q = rows.q(row);
-  const auto* const grad_out = rows.grad_out(row);
-  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   GradientTile<T> tile{params,       rows,    plan,           b,       h,       row,
                        side.weights, side.ds, side.registers, nullptr, nullptr, nullptr};
   ProgramGradient program_gradients[kMaxProgramTables];
@@ -169,21 +176,57 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
   multiply_by_keys(plan, q, rows.ldq, p.d, side.kt, tile.weights, bias_rows(p, b, h, plan));
   const DistanceTerms<A> distances(p, b, h, side.distances);
   if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, side.weights);
-  multiply_by_keys(plan, grad_out, rows.ldo, p.dv, side.vt, tile.ds, old_bias_gradient);
-  gradient_rows(tile);
+  multiply_by_keys(plan, rows.grad_out(row), rows.ldo, p.dv, side.vt, tile.ds, old_bias_gradient);
+  f(tile);
   if constexpr (!kKeepsQueries<T>) {
     distances.template add_gradients<T>(
         plan, q, side.ds, rows.grad_q(split, row), side.grad_k,
         distance_part<A>(params, p.relative_keys, params.part_relative_keys, split, b, h),
         distance_part<A>(params, p.relative_queries, params.part_relative_queries, split, b, h));
   }
-  const A factor = query_factor<A>(p, h);
-  const auto x = tile_operands<T>(side.weights, side.ds, plan.rows(), kQueryBlock, factor);
+}
+
+// The products of one tile.
+template <class T>
+void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& rows,
+                   const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
+                   const TilePlan& plan) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.problem;
+  const int64_t first = (b * p.hq + h) * p.tq, row = first + plan.queries.begin;
   const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
-  accumulate_queries(plan, x.weights, grad_out, rows.ldo, width_v, side.grad_v, ldv);
-  accumulate_keys(plan, x.dq, kKeyBlock, side.k, ldk, width_k, rows.grad_q(split, row), ldk);
-  scale_for_keys<T>(side.ds, plan.rows(), factor);
-  accumulate_queries(plan, x.dk, q, rows.ldq, width_k, side.grad_k, ldk);
+  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
+  const A factor = query_factor<A>(p, h);
+  const auto add_to_queries = [&](const TilePlan& part, const computed_t<operand_t<T>>* dx) {
+    accumulate_keys(part, dx, kKeyBlock, side.k, ldk, width_k,
+                    rows.grad_q(split, first + part.queries.begin), ldk);
+  };
+  if constexpr (kSumsColumns<T>) {
+    for_parts<kOnTiles>(plan, [&](const TilePlan& part) {
+      const int64_t begin = (part.queries.begin - plan.queries.begin) * kKeyRow;
+      auto *const weight_pairs = side.weight_pairs + begin, *const dx_pairs = side.dx_pairs + begin;
+      score_gradients<T>(params, rows, side, split, b, h, part, [&](const GradientTile<T>& tile) {
+        if (takes_one_pass<T>(p, part)) {
+          rows_in_one_pass(tile, weight_pairs, dx_pairs, side.dx);
+        } else {
+          gradient_rows(tile);
+          pair_rows(side.weights, part.rows(), A(1), weight_pairs, kKeyRow);
+          narrow_rows(side.ds, part.rows(), side.dx);
+          pair_rows(side.ds, part.rows(), factor, dx_pairs, kKeyRow);
+        }
+      });
+      add_to_queries(part, side.dx);
+    });
+    accumulate_columns(plan, rows.grad_out_columns(row), p.dv, side.weight_pairs, side.grad_v);
+    accumulate_columns(plan, rows.q_columns(row), p.d, side.dx_pairs, side.grad_k);
+  } else {
+    score_gradients<T>(params, rows, side, split, b, h, plan,
+                       [](const GradientTile<T>& tile) { gradient_rows(tile); });
+    accumulate_queries(plan, side.weights, rows.grad_out(row), rows.ldo, width_v, side.grad_v, ldv);
+    add_to_queries(plan, side.ds);
+    scale_for_keys<T>(side.ds, plan.rows(), factor);
+    accumulate_queries(plan, side.ds, rows.q(row), rows.ldq, width_k, side.grad_k, ldk);
+  }
 }
 
 // All queries of one kv head against one key block.
@@ -200,8 +243,8 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
   pack_keys_as_columns(v, p.v.stride_t, p.dv, count, kKeyBlock, side.vt);
   pack_operand_rows(k, p.k.stride_t, count, p.d, side.k);
   const int64_t ldk = padded_row(p.d), ldv = padded_row(p.dv);
-  fill_zero(side.grad_k, kKeyBlock * ldk);
-  fill_zero(side.grad_v, kKeyBlock * ldv);
+  fill_zero(side.grad_k, kKeyRow * ldk);
+  fill_zero(side.grad_v, kKeyRow * ldv);
 
   TilePlan plan;
   for (int64_t head = h * group_size(p); head < (h + 1) * group_size(p); ++head) {
@@ -209,10 +252,17 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
       gradient_tile<T>(params, rows, side, split, b, head, plan);
     }
   }
-  for (int64_t n = 0; n < count; ++n) {
-    store_row(side.grad_k + n * ldk, static_cast<A>(p.score.chain), p.d,
-              row_of<T>(params.grad_k, b, keys.begin + n, h));
-    store_row(side.grad_v + n * ldv, A(1), p.dv, row_of<T>(params.grad_v, b, keys.begin + n, h));
+  const A chain = static_cast<A>(p.score.chain);
+  T* const grad_k = row_of<T>(params.grad_k, b, keys.begin, h);
+  T* const grad_v = row_of<T>(params.grad_v, b, keys.begin, h);
+  if constexpr (kSumsColumns<T>) {
+    store_transposed(side.grad_k, kKeyRow, p.d, count, chain, grad_k, params.grad_k.stride_t);
+    store_transposed(side.grad_v, kKeyRow, p.dv, count, A(1), grad_v, params.grad_v.stride_t);
+  } else {
+    for (int64_t n = 0; n < count; ++n) {
+      store_row(side.grad_k + n * ldk, chain, p.d, grad_k + n * params.grad_k.stride_t);
+      store_row(side.grad_v + n * ldv, A(1), p.dv, grad_v + n * params.grad_v.stride_t);
+    }
   }
 }
 

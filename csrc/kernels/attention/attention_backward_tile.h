@@ -4,12 +4,19 @@
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
+#include "runtime/transpose.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
+// Whether dK and dV of a block of keys are summed transposed, dK^T += x_q^T dx: the pairs of rows
+// of P and dx, which 16-bit products read, are then their B as they are.
+template <class T>
+constexpr bool kSumsColumns = kKeepsQueries<T> && !kSplits<operand_t<T>>;
+
 // The workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the
-// factor of its row of P, dQ once per split, Delta, shift, and the factor if dO is without it.
+// factor of its row of P, dQ once per split, Delta, shift, and the factor if dO is without it; of
+// kSumsColumns x_q and dO as columns, too, the rows of a block of queries together.
 template <class T>
 struct QueryRows {
   using A = compute_t<T>;
@@ -17,7 +24,8 @@ struct QueryRows {
   int64_t first, count;
   int64_t ldq, ldo;  // of q and dO
   int64_t width_q;   // of dQ
-  M *q_, *grad_out_;
+  int64_t d, dv;
+  M *q_, *grad_out_, *q_columns_, *grad_out_columns_;
   A *grad_q_, *delta_, *shift_, *factor_;
 
   QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
@@ -25,10 +33,15 @@ struct QueryRows {
         count(rows),
         ldq(operand_row<M>(params.problem.d)),
         ldo(operand_row<M>(params.problem.dv)),
-        width_q(padded_row(params.problem.d)) {
+        width_q(padded_row(params.problem.d)),
+        d(params.problem.d),
+        dv(params.problem.dv) {
+    const AttentionProblem& p = params.problem;
     Arena<A> arena{static_cast<A*>(memory), backward_workspace_elements(params, rows)};
     q_ = reinterpret_cast<M*>(arena.take(count * width_q));
-    grad_out_ = reinterpret_cast<M*>(arena.take(count * padded_row(params.problem.dv)));
+    grad_out_ = reinterpret_cast<M*>(arena.take(count * padded_row(dv)));
+    q_columns_ = reinterpret_cast<M*>(arena.take(column_elements(p, count, d)));
+    grad_out_columns_ = reinterpret_cast<M*>(arena.take(column_elements(p, count, dv)));
     grad_q_ = arena.take(count * width_q * params.splits);
     delta_ = arena.take(count);
     shift_ = arena.take(count);
@@ -36,6 +49,11 @@ struct QueryRows {
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
+  // Of a block of queries that starts at `row`: (d, queries) and (dv, queries).
+  OMNIATTN_INLINE M* q_columns(int64_t row) const { return q_columns_ + (row - first) * d; }
+  OMNIATTN_INLINE M* grad_out_columns(int64_t row) const {
+    return grad_out_columns_ + (row - first) * dv;
+  }
   OMNIATTN_INLINE A* grad_q(int64_t split, int64_t row) const {
     return grad_q_ + (split * count + row - first) * width_q;
   }
@@ -43,6 +61,29 @@ struct QueryRows {
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
   OMNIATTN_INLINE A& factor(int64_t row) const { return factor_[row - first]; }
 };
+
+#if defined(OMNIATTN_PAIRS)
+// x (count, width), which has row stride ldx, to columns (width, count).
+template <class M>
+void transpose_rows(const M* x, int64_t ldx, int64_t count, int64_t width, M* to) {
+  if (count % 2 != 0) return store_transposed(x, ldx, count, width, 1.0f, to, count);
+  for (int64_t c = 0; c < width; c += 16) {
+    for (int64_t r = 0; r < count; r += 32) {
+      VecF block[16];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t left = r + 2 * i < count ? width - c : 0;
+        const M* const row = x + (r + 2 * i) * ldx + c;
+        block[i] = as_lanes(load_pairs_of_rows_n(row, left, row + ldx, left));
+      }
+      transpose(block);
+      for (int64_t i = 0; i < smaller(16, width - c); ++i) {
+        store_pairs_n(to + (c + i) * count + r, as_pairs(block[i]), (count - r) / 2);
+      }
+    }
+  }
+}
+#endif
 
 // A tile, the rows it is computed from, and where its gradients go.
 template <class T>
@@ -161,6 +202,25 @@ void gradient_rows(const GradientTile<T>& tile) {
   }
 }
 
+// Rows of a tile times a factor, to pairs of rows: [ceil(rows / 2)][stride][2].
+template <class M, class A>
+void pair_rows(A* x, int64_t rows, A factor, M* pairs, int64_t stride) {
+  using V = Vec<A>;
+  if (rows % 2 != 0) fill_zero(x + rows * kKeyBlock, kKeyBlock);
+  for (int64_t r = 0; r < rows; r += 2) {
+    for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
+      const V first = load(x + r * kKeyBlock + n), second = load(x + (r + 1) * kKeyBlock + n);
+      store_pairs(pairs + r * stride + 2 * n,
+                  narrow_to_pairs<M>(first * V(factor), second * V(factor)));
+    });
+  }
+}
+// The rows narrowed.
+template <class M, class A>
+void narrow_rows(const A* x, int64_t rows, M* to) {
+  for_columns<A>({0, rows * kKeyBlock}, [&](int64_t n) { store_factors(to + n, load(x + n)); });
+}
+
 // The operands of the products of a tile: P and dx for dV and dK by columns, dx for dQ by rows.
 template <class M>
 struct TileOperands {
@@ -182,27 +242,9 @@ TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds
     M* const weight_pairs = reinterpret_cast<M*>(weights);
     M* const ds_pairs = reinterpret_cast<M*>(ds);
     M* const ds_rows = weight_pairs + capacity * kKeyBlock;
-    if (rows % 2 != 0) {
-      fill_zero(weights + rows * kKeyBlock, kKeyBlock);
-      fill_zero(ds + rows * kKeyBlock, kKeyBlock);
-    }
-    const auto pair_rows = [](const A* x, int64_t r, int64_t n, A scale, M* pairs) {
-      const Vec<A> first = load(x + r * kKeyBlock + n), second = load(x + (r + 1) * kKeyBlock + n);
-      store_pairs(pairs + r * kKeyBlock + 2 * n,
-                  narrow_to_pairs<M>(first * Vec<A>(scale), second * Vec<A>(scale)));
-    };
-    for (int64_t r = 0; r < rows; r += 2) {
-      for_columns<A>({0, kKeyBlock},
-                     [&](int64_t n) { pair_rows(weights, r, n, A(1), weight_pairs); });
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
-        store_factors(ds_rows + r * kKeyBlock + n, load(ds + r * kKeyBlock + n));
-      });
-    }
-    for (int64_t r = 0; r < rows; r += 2) {
-      for_columns<A>({0, kKeyBlock}, [&](int64_t n) { pair_rows(ds, r, n, factor, ds_pairs); });
-    }
+    pair_rows(weights, rows, A(1), weight_pairs, kKeyBlock);
+    narrow_rows(ds, rows, ds_rows);
+    pair_rows(ds, rows, factor, ds_pairs, kKeyBlock);
     return {weight_pairs, ds_pairs, ds_rows};
   }
 }
@@ -217,28 +259,75 @@ void scale_for_keys(compute_t<T>* ds, int64_t rows, compute_t<T> factor) {
 template <class M>
 constexpr int64_t kComputedPair = kSplits<M> ? 1 : Operand<M>::kStep;
 
-// sum += X^T Y, where X is (queries x keys of the tile), for bf16 in pairs of queries, and Y has a
-// row of `ldy` per query. Where the mask cuts the tile, a few keys at a time use only the groups
-// that see them.
+// Whether rows_in_one_pass gives the operands of a tile.
+template <class T>
+bool takes_one_pass(const AttentionProblem& p, const TilePlan& plan) {
+  bool masked = false;
+  for (int64_t g = 0; g < plan.groups(); ++g) masked = masked || plan.masked[g];
+  return is_softmax(p.score) && leaves_logits(p.terms) && p.dropout.threshold == 0 && !masked &&
+         plan.is_full() && plan.rows() % 2 == 0;
+}
+
+// gradient_rows, pair_rows and narrow_rows where logits are the scaled products and nothing is
+// hidden.
+template <class T>
+void rows_in_one_pass(const GradientTile<T>& tile, operand_t<T>* weight_pairs,
+                      operand_t<T>* dx_pairs, operand_t<T>* dx) {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  using V = Vec<A>;
+  const AttentionProblem& problem = tile.params.problem;
+  const V factor(query_factor<A>(problem, tile.h));
+  with_weight(problem.score, A(0), [&](auto weight) {
+    for (int64_t r = 0; r < tile.plan.rows(); r += 2) {
+      const A *const x = tile.weights + r * kKeyBlock, *const y = tile.ds + r * kKeyBlock;
+      const int64_t row = tile.row + r;
+      const V shift(tile.rows.shift(row)), next_shift(tile.rows.shift(row + 1));
+      const V mean(tile.rows.delta(row)), next_mean(tile.rows.delta(row + 1));
+      for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
+        const V w = weight(fma(load(x + n), factor, -shift)).value;
+        const V next_w = weight(fma(load(x + kKeyBlock + n), factor, -next_shift)).value;
+        const V d = w * (load(y + n) - mean);
+        const V next_d = next_w * (load(y + kKeyBlock + n) - next_mean);
+        store_pairs(weight_pairs + r * kKeyRow + 2 * n, narrow_to_pairs<M>(w, next_w));
+        store_pairs(dx_pairs + r * kKeyRow + 2 * n,
+                    narrow_to_pairs<M>(d * factor, next_d * factor));
+        store_factors(dx + r * kKeyBlock + n, d);
+        store_factors(dx + (r + 1) * kKeyBlock + n, next_d);
+      });
+    }
+  });
+}
+
+// Calls f(keys, rows) for ranges of keys with the rows of a tile that see them: where the mask cuts
+// the tile, a few keys at a time use only the groups that see them.
+template <class F>
+OMNIATTN_INLINE void for_key_ranges(const TilePlan& plan, const F& f) {
+  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
+  for (int64_t key = 0; key < kKeyBlock; key += step) {
+    const Range keys = intersect({key, key + step}, {0, kKeyBlock});
+    const Range rows = rows_seeing(plan, keys);
+    if (!is_empty(rows)) f(keys, rows);
+  }
+}
+
+// sum += X^T Y, where X is (queries x keys of the tile), and Y has a row of `ldy` per query.
 template <class M>
 void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y, int64_t ldy,
                         int64_t width, compute_t<M>* sum, int64_t ld) {
-  const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
   const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
-    for (int64_t key = 0; key < kKeyBlock; key += step) {
-      const Range keys = intersect({key, key + step}, {0, kKeyBlock});
-      const Range rows = rows_seeing(plan, keys);
-      if (is_empty(rows)) continue;
-      gemm_tile<M, ALayout::kTransposed>(
-          x + rows.begin * kKeyBlock + key * kComputedPair<M>, kKeyBlock, b.at(rows.begin, 0),
-          sum + key * ld + column, ld, keys.end - keys.begin, columns, rows.end - rows.begin, true);
-    }
+    for_key_ranges(plan, [&](Range keys, Range rows) {
+      gemm_tile<M, ALayout::kTransposed>(x + rows.begin * kKeyBlock + keys.begin, kKeyBlock,
+                                         b.at(rows.begin, 0), sum + keys.begin * ld + column, ld,
+                                         keys.end - keys.begin, columns, rows.end - rows.begin,
+                                         true);
+    });
   };
   if constexpr (Operand<M>::kStep == 1) {
     multiply(row_panels(y, ldy), 0, width);
   } else {
-    // AMX transposes X in each call.
-    constexpr int64_t kColumns = (kOnTiles ? 4 : 1) * kPanelCols<M>;
+    static_assert(kSplits<M>);  // of which tiles make pieces in each call
+    constexpr int64_t kColumns = 4 * kPanelCols<M>;
     M pairs[kQueryBlock * kColumns];
     for (int64_t column = 0; column < width; column += kColumns) {
       const int64_t columns = width - column < kColumns ? width - column : kColumns;
@@ -246,6 +335,18 @@ void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y
       multiply(packed_panels(static_cast<const M*>(pairs), plan.rows()), column, columns);
     }
   }
+}
+
+// sum (width, kKeyRow) += Y X, where Y (width, queries of the tile) are columns, and X is in pairs
+// of queries.
+template <class M>
+void accumulate_columns(const TilePlan& plan, const M* y, int64_t width, const M* x,
+                        compute_t<M>* sum) {
+  for_key_ranges(plan, [&](Range keys, Range rows) {
+    const M* const pairs = x + rows.begin * kKeyRow + 2 * keys.begin;
+    gemm_tile<M>(y + rows.begin, plan.rows(), row_panels(pairs, kKeyRow), sum + keys.begin, kKeyRow,
+                 width, keys.end - keys.begin, rows.end - rows.begin, true);
+  });
 }
 
 }  // namespace

@@ -27,42 +27,75 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
                     packed.v + keys.begin * padded_row(p.dv));
 }
 
-// Logits, softmax and dropout of the rows of a tile; s holds q.k / factor, then computed_t<M>.
-template <class M, class A>
-void softmax_tile(const AttentionProblem& p, int64_t b, int64_t h, const TilePlan& plan, A factor,
-                  A* s, A* o, A* m, A* l, A* registers) {
+// The rows of a tile: products q.k, then weights as computed_t<M>; their sums.
+template <class A>
+struct SoftmaxTile {
+  const AttentionProblem& p;
+  const TilePlan& plan;
+  int64_t b, h;
+  A *s, *o, *m, *l, *registers;
+
+  OMNIATTN_INLINE SoftmaxRow<A> row(int64_t r, A factor) const {
+    const int64_t width = padded_row(p.dv);
+    return {s + r * kKeyBlock, factor, o + r * width, width, m + r, l + r * Vec<A>::kWidth};
+  }
+};
+
+// Raises the maxima of rows [row, end), at most as many as a vector has lanes.
+template <class A>
+void raise_maxima(const SoftmaxTile<A>& tile, int64_t row, int64_t end, Range columns, A factor) {
   using V = Vec<A>;
-  const int64_t width = padded_row(p.dv), key = plan.keys.begin;
+  V rows[V::kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < V::kWidth; ++i) {
+    rows[i] = lane_maxima(tile.s + smaller(row + i, end - 1) * kKeyBlock, columns);
+  }
+  const int64_t count = end - row;
+  const V top = maxima_of_rows(rows) * V(factor), old = load_n(tile.m + row, count);
+  const Mask<A> raised = top > old;
+  if (!any(raised)) return;
+  store_n(tile.m + row, select(raised, top, old), count);
+  A alphas[V::kWidth];
+  store(alphas, exp2((old - top) * V(exponent_factor<A>(tile.p.score))));
+  // Rows without a key so far have no sums.
+  Mask<A> left = raised & lanes_below<A>(count) & (old > V(negative_infinity<A>()));
+  while (any(left)) {
+    const int i = first(left);
+    left = left & !lanes_below<A>(i + 1);
+    scale_sums(tile.row(row + i, factor), alphas[i]);
+  }
+}
+
+// Logits, softmax and dropout.
+template <class M, class A>
+void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
+  using V = Vec<A>;
+  const AttentionProblem& p = tile.p;
+  const TilePlan& plan = tile.plan;
+  const int64_t key = plan.keys.begin;
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
-    for (int64_t first = rows.begin; first < rows.end; first += kRowsAtOnce) {
-      const Range part = intersect(rows, {first, first + kRowsAtOnce});
-      SoftmaxRow<A> of[kRowsAtOnce];
-      A top[kRowsAtOnce];
-      for (int64_t r = part.begin; r < part.end; ++r) {
-        SoftmaxRow<A>& row = of[r - first];
-        row = {s + r * kKeyBlock, factor, o + r * width, width, m + r, l + r * V::kWidth};
-        const RowScore<A> score{
-            p,        b, h, plan.queries.begin + r, key, plan.masked[g] ? plan.visible[r] : nullptr,
-            registers};
-        if (!score.is_plain()) {
-          scale_row(row.s, columns, factor);
-          row.factor = A(1);
-          score.to_logits(row.s, columns);
-        }
-        if (is_softmax(p.score)) top[r - first] = row_maximum<M>(row, columns);
-      }
-      for (int64_t r = part.begin; r < part.end; ++r) {
-        const SoftmaxRow<A>& row = of[r - first];
-        if (is_softmax(p.score)) raise_maximum(p.score, row, top[r - first]);
-        if (p.dropout.threshold == 0) {
-          weigh<M, computed_t<M>>(p.score, row, columns);
-        } else {
-          weigh<M, A>(p.score, row, columns);
-          RowDropout<A>(p, b, h, plan.queries.begin + r, key).apply(row.s, columns);
-          narrow_row<computed_t<M>>(row.s, columns);
-        }
+    const bool is_plain = leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0);
+    const A factor = is_plain ? product_factor : A(1);
+    for (int64_t r = rows.begin; r < rows.end && !is_plain; ++r) {
+      A* const s = tile.s + r * kKeyBlock;
+      const uint64_t* const visible = plan.masked[g] ? plan.visible[r] : nullptr;
+      scale_row(s, columns, product_factor);
+      RowScore<A>{p, tile.b, tile.h, plan.queries.begin + r, key, visible, tile.registers}
+          .to_logits(s, columns);
+    }
+    for (int64_t r = rows.begin; r < rows.end && is_softmax(p.score); r += V::kWidth) {
+      raise_maxima(tile, r, smaller(r + V::kWidth, rows.end), columns, factor);
+    }
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const SoftmaxRow<A> row = tile.row(r, factor);
+      if (p.dropout.threshold == 0) {
+        weigh<M, computed_t<M>>(p.score, row, columns);
+      } else {
+        weigh<M, A>(p.score, row, columns);
+        RowDropout<A>(p, tile.b, tile.h, plan.queries.begin + r, key).apply(row.s, columns);
+        narrow_row<computed_t<M>>(row.s, columns);
       }
     }
   }
@@ -102,13 +135,19 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   TilePlan plan;
   for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
     const Range keys = plan.keys;
-    multiply_by_keys(plan, q, ldq, p.d, packed.k + keys.begin * packed_depth<M>(p.d), s,
-                     bias_rows(p, b, h, plan));
-    if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, s);
-    softmax_tile<M>(p, b, h, plan, kKeepsQueries<T> ? factor : A(1), s, o, m, l, registers);
-    accumulate_keys(plan, reinterpret_cast<const computed_t<M>*>(s),
-                    kKeyBlock * (sizeof(A) / sizeof(computed_t<M>)), packed.v + keys.begin * width,
-                    width, round_up(p.dv, 16), o, width);
+    for_parts<kOnTiles>(plan, [&](const TilePlan& part) {
+      const int64_t row = part.queries.begin - queries.begin;
+      multiply_by_keys(part, q + row * ldq, ldq, p.d, packed.k + keys.begin * packed_depth<M>(p.d),
+                       s, bias_rows(p, b, h, part));
+      if constexpr (!kKeepsQueries<T>) distances.template add<T>(part, q, s);
+      softmax_tile<M>(SoftmaxTile<A>{p, part, b, h, s, o + row * width, m + row,
+                                     l + row * V::kWidth, registers},
+                      kKeepsQueries<T> ? factor : A(1));
+      accumulate_keys(part, reinterpret_cast<const computed_t<M>*>(s),
+                      kKeyBlock * (sizeof(A) / sizeof(computed_t<M>)),
+                      packed.v + keys.begin * width, width, round_up(p.dv, 16), o + row * width,
+                      width);
+    });
   }
 
   const int64_t stat = (b * p.hq + h) * p.lse_stride + queries.begin;  // index in lse

@@ -40,6 +40,11 @@ OMNIATTN_INLINE int64_t operand_row(int64_t cols) {
   return padded_row(cols) * (kOnTiles ? kRatio : 1);
 }
 
+template <class A>
+OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = A{};
+}
+
 // to[r][c] = factor * from[r][c] for c < cols, then 0 up to padded_row(cols); in operand_row(cols).
 template <class T, class M>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, compute_t<T> factor,
@@ -47,15 +52,17 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, comput
   using V = Vec<compute_t<T>>;
   const int64_t width = padded_row(cols), ld = operand_row<M>(cols);
   for (int64_t r = 0; r < rows; ++r, from += stride, to += ld) {
+    if constexpr (std::is_same_v<T, M>) {
+      if (factor == 1) {
+        __builtin_memcpy(to, from, static_cast<size_t>(cols) * sizeof(T));
+        fill_zero(to + cols, width - cols);
+        continue;
+      }
+    }
     int64_t c = 0;
     for (; c + V::kWidth <= cols; c += V::kWidth) store(to + c, load(from + c) * V(factor));
     for (; c < width; c += V::kWidth) store(to + c, load_n(from + c, cols - c) * V(factor));
   }
-}
-
-template <class A>
-OMNIATTN_INLINE void fill_zero(A* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = A{};
 }
 
 // Rows that products read as B, with row stride padded_row(cols); 16-bit operands in pairs of rows.

@@ -37,6 +37,35 @@ struct TilePlan {
   }
 };
 
+// One group of a plan.
+OMNIATTN_INLINE TilePlan group_of(const TilePlan& plan, int64_t g) {
+  const Range rows = plan.group_rows(g);
+  TilePlan part;
+  part.queries = {plan.queries.begin + rows.begin, plan.queries.begin + rows.end};
+  part.keys = plan.keys;
+  part.masked[0] = plan.masked[g];
+  part.seen[0] = plan.seen[g];
+  part.columns[0] = plan.columns[g];
+  if (plan.masked[g]) {
+    __builtin_memcpy(part.visible, plan.visible[rows.begin],
+                     static_cast<size_t>(rows.end - rows.begin) * sizeof(plan.visible[0]));
+  }
+  return part;
+}
+
+// Calls f for each group as a plan of its own, or for the whole plan. The rows of a group stay in
+// L1 from the first product to the last.
+template <bool kByGroups, class F>
+OMNIATTN_INLINE void for_parts(const TilePlan& plan, const F& f) {
+  if constexpr (kByGroups) {
+    for (int64_t g = 0; g < plan.groups(); ++g) {
+      f(group_of(plan, g));
+    }
+  } else {
+    f(plan);
+  }
+}
+
 // The tiles of a block of queries (along the keys) or of keys (along the queries) that hold a
 // visible pair, in order.
 template <Along kAlong>

@@ -9,7 +9,7 @@ namespace {
 template <class A>
 struct SoftmaxRow {
   A* s;           // logits / factor in, probabilities out
-  A factor;       // 1 unless products are of 16-bit operands
+  A factor;       // positive; 1 unless products are of 16-bit operands
   A* o;           // unnormalised output
   int64_t width;  // of o, padded
   A* m;           // running maximum
@@ -23,14 +23,39 @@ OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
   return load(row.s + n);
 }
 
-template <class M, class A>
-OMNIATTN_INLINE A row_maximum(const SoftmaxRow<A>& row, Range columns) {
+// The largest x of each lane.
+template <class A>
+OMNIATTN_INLINE Vec<A> lane_maxima(const A* x, Range columns) {
   using V = Vec<A>;
-  V top = load_logits<M>(row, columns.begin);
+  V top = load(x + columns.begin);
   for (int64_t n = columns.begin + V::kWidth; n < columns.end; n += V::kWidth) {
-    top = max(top, load_logits<M>(row, n));
+    top = max(top, load(x + n));
   }
-  return reduce_max(top);
+  return top;
+}
+
+// Lane i is the largest lane of rows[i].
+template <int kStep = 1, class A>
+OMNIATTN_INLINE Vec<A> maxima_of_rows(Vec<A>* rows) {
+  constexpr int kWidth = Vec<A>::kWidth;
+  if constexpr (kStep == kWidth) {
+    return rows[0];
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kWidth; i += 2 * kStep) {
+      swap_blocks<kStep>(rows[i], rows[i + kStep], typename MakeIndices<kWidth>::type{});
+      rows[i] = max(rows[i], rows[i + kStep]);
+    }
+    return maxima_of_rows<2 * kStep>(rows);
+  }
+}
+
+// Multiplies the sums made with another maximum.
+template <class A>
+OMNIATTN_INLINE void scale_sums(const SoftmaxRow<A>& row, A alpha) {
+  using V = Vec<A>;
+  store(row.l, load(row.l) * V(alpha));
+  for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * V(alpha));
 }
 
 // Raises the running maximum to `top` and rescales the sums made with the old one.
@@ -38,9 +63,7 @@ template <class A>
 OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row, A top) {
   using V = Vec<A>;
   if (!(top > *row.m)) return;
-  const V alpha = exp2(V((*row.m - top) * exponent_factor<A>(score)));
-  store(row.l, load(row.l) * alpha);
-  for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
+  scale_sums(row, exp2(V((*row.m - top) * exponent_factor<A>(score))).v[0]);
   *row.m = top;
 }
 
@@ -60,7 +83,19 @@ OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range c
   using V = Vec<A>;
   with_weight(score, softmax_shift(*row.m), [&](auto weight) {
     V sum = load(row.l);
-    for (int64_t n = columns.begin; n < columns.end; n += V::kWidth) {
+    int64_t n = columns.begin;
+    if constexpr (std::is_same_v<To, bf16>) {  // narrowed two by two
+      V other = zero<A>();
+      for (; n + 2 * V::kWidth <= columns.end; n += 2 * V::kWidth) {
+        const V w = weight(load_logits<M>(row, n)).value;
+        const V next = weight(load_logits<M>(row, n + V::kWidth)).value;
+        store_factors(reinterpret_cast<To*>(row.s) + n, w, next);
+        sum += w;
+        other += next;
+      }
+      sum += other;
+    }
+    for (; n < columns.end; n += V::kWidth) {
       const V w = weight(load_logits<M>(row, n)).value;
       store_weights<To>(row.s, n, w);
       sum += w;
@@ -68,8 +103,6 @@ OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range c
     store(row.l, sum);
   });
 }
-
-constexpr int64_t kRowsAtOnce = 4;  // whose maxima are taken together, so that latencies overlap
 
 // Stores the probabilities of one row as operands.
 template <class M, class A>

@@ -60,7 +60,7 @@ void softmax_rows(const AttentionProblem& p, const SelectedItem& item, const Key
     const RowScore<A> score{p, item.b, h, q, 0, visible.of(q - item.queries.begin), nullptr};
     scale_row(row.s, columns, factor);
     score.to_logits(row.s, columns);
-    raise_maximum(p.score, row, row_maximum<M>(row, columns));
+    raise_maximum(p.score, row, reduce_max(lane_maxima(row.s, columns)));
     weigh<M, A>(p.score, row, columns);
     drop_row(p, item.b, h, q, tile, row.s);
     narrow_row<computed_t<M>>(row.s, columns);

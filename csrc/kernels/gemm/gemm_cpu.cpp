@@ -5,6 +5,7 @@
 #include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
+#include "runtime/transpose.h"
 #include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -180,24 +181,6 @@ void start_rows(const GemmParams& p, int64_t n, int64_t rows, int64_t cols, C* c
   }
 }
 
-// out (cols, rows) = the transpose of c (rows, cols), narrowed.
-template <class S, class C>
-void store_transposed(const C* c, int64_t ldc, int64_t rows, int64_t cols, S* out, int64_t ld) {
-  constexpr int64_t kWidth = Vec<C>::kWidth;
-  for (int64_t r = 0; r < rows; r += kWidth) {
-    for (int64_t i = 0; i < cols; i += kWidth) {
-      Vec<C> block[kWidth];
-      for (int64_t j = 0; j < kWidth; ++j) {
-        block[j] = r + j < rows ? load_n(c + (r + j) * ldc + i, cols - i) : zero<C>();
-      }
-      transpose(block);
-      for (int64_t j = 0; j < smaller(kWidth, cols - i); ++j) {
-        store_n(out + (i + j) * ld + r, block[j], rows - r);
-      }
-    }
-  }
-}
-
 template <class T>
 void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspace<T>& work) {
   using C = compute_t<T>;
@@ -224,7 +207,7 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
       if constexpr (sizeof(S) == 2 && sizeof(C) == 4) {
         if constexpr (kSplits<T>) {
           if (p.c_transposed) {
-            return store_transposed(c, ldc, rows, cols, static_cast<S*>(p.c) + n * p.ldc + m,
+            return store_transposed(c, ldc, rows, cols, 1.0f, static_cast<S*>(p.c) + n * p.ldc + m,
                                     p.ldc);
           }
         }
