@@ -323,6 +323,30 @@ def test_recurrences_go_on_past_padding(name):
     torch.testing.assert_close(torch.cat(parts, 1), y)
 
 
+#: A Performer takes the more sweeps for its running maximum the more tokens there are.
+@pytest.mark.parametrize("name", [name for name in RECURRENT if "performer" not in name])
+def test_recurrences_with_padding_compile_without_breaks(name):
+    torch._dynamo.reset()  # or the layers of other tests count as compilations of this one
+    layer, _ = recurrent(name)
+    x, mask = torch.randn(3, 7, 16, dtype=DTYPE, requires_grad=True), REAL[:, None, None]
+    options = {}
+    if name == "retention":
+        options["rope"] = RotaryEmbedding(RotaryEmbedding.Config(4))(torch.arange(7))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, want = (each(x, mask=mask, **options) for each in (compiled, layer))
+    torch.testing.assert_close(found, want)
+    leaves = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(t.square().sum(), leaves) for t in (found, want)]
+    torch.testing.assert_close(*grads)
+    if name.endswith("-both") or name in ("s4", "s4d"):  # these go through sequences one by one
+        return
+    with torch.no_grad():
+        states = [layer.new_state(3, 7) for _ in range(2)]
+        pairs = zip((compiled, layer), states, strict=True)
+        torch.testing.assert_close(*(each(x, mask=mask, state=s, **options) for each, s in pairs))
+        torch.testing.assert_close(*(state.state_dict() for state in states))
+
+
 def test_a_hybrid_takes_padding():
     """Attention and recurrences, with a channel mix that sees the token before."""
     norm = LayerNorm.Config(16)
