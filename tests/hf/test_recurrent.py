@@ -3,7 +3,10 @@
 import copy
 import functools
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -169,6 +172,42 @@ def test_packed_sequences_are_refused_as_without_a_patch():
     for each in (model, patched(model)):
         with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):
             each(ids, use_cache=False, seq_idx=seq_idx)
+
+
+#: Of docs/hf.md, in a process of its own: transformers looks for the names when it is loaded.
+PACKED = """
+import sys
+
+import omniattn.compat
+
+sys.modules["mamba_ssm"] = sys.modules["causal_conv1d"] = omniattn.compat
+
+import torch
+from test_recurrent import made, patched
+
+sizes, ids = [3, 9], torch.randint(5, 90, (1, 12))
+rows = {"position_ids": torch.cat([torch.arange(n) for n in sizes])[None]}
+rows["seq_idx"] = torch.tensor([0, 1]).repeat_interleave(torch.tensor(sizes))[None].int()
+for kind in sys.argv[1:]:
+    model = made(kind).train()
+    leaves = list(model.parameters())
+    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split(sizes, 1)], 1)
+    want = torch.autograd.grad(alone.square().mean(), leaves)
+    for each in (model, patched(model)):
+        y = each(ids, **rows, use_cache=False).logits
+        torch.testing.assert_close(y, alone, rtol=1e-4, atol=1e-4)
+        grads = torch.autograd.grad(y.square().mean(), list(each.parameters()))
+        for got, grad in zip(grads, want, strict=True):
+            scale = grad.abs().max().item()
+            torch.testing.assert_close(got, grad, rtol=1e-3, atol=1e-4 * scale + 1e-7)
+"""
+
+
+def test_packed_sequences_train_with_the_names_of_compat():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, "-c", PACKED, "bamba", "zamba2"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])

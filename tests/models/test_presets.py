@@ -158,6 +158,51 @@ def test_from_hf_rejects_what_it_does_not_compute(name, option, value):
         type(SMALL[name]).from_hf(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "changes"),
+    [
+        ("mamba2", {"hidden_act": "swish"}, {}),
+        ("mixtral", {"hidden_act": "swish"}, {}),
+        ("mamba2", {"time_step_limit": [-math.inf, 2.0]}, {"dt_limit": (-math.inf, 2.0)}),
+    ],
+)
+def test_other_ways_to_say_the_same(name, options, changes):
+    config = SMALL[name].to_hf()
+    for option, value in options.items():
+        setattr(config, option, value)
+    assert type(SMALL[name]).from_hf(config) == replace(SMALL[name], **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("mixtral", {"bos_token_id": 5, "eos_token_id": [3, 4], "pad_token_id": 6}),
+        ("mamba2", {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 3}),
+        ("t5", {"eos_token_id": 2, "pad_token_id": 3, "decoder_start_token_id": 3}),
+        ("bert", {"pad_token_id": 7}),
+    ],
+)
+def test_ids_of_special_tokens_come_back(name, ids):
+    theirs = SMALL[name].to_hf()
+    for key, value in ids.items():
+        setattr(theirs, key, value)
+    ours = type(SMALL[name]).from_hf(theirs)
+    saved = type(ours).from_dict(json.loads(json.dumps(ours.to_dict())))
+    back = saved.build().to_hf().config
+    assert {key: getattr(back, key) for key in ids} == ids
+    assert ours == SMALL[name]
+
+
+def test_vision_has_no_special_tokens():
+    assert ViTConfig.from_hf(SMALL["vit"].to_hf()).token_ids == ()
+
+
+@pytest.mark.parametrize("wrong", [("eos_token_id", 2), (("eos", 2),)])
+def test_ids_of_special_tokens_are_checked(wrong):
+    with pytest.raises(ValueError, match=r"^GPT2Config: token_ids must be pairs of bos_token_id, "):
+        replace(SMALL["gpt2"], token_ids=wrong)
+
+
 def test_conversion_says_what_it_cannot_do():
     bert = SMALL["bert"].build()
     with pytest.raises(NotImplementedError, match=r"BertForMaskedLM, .*, got BertModel"):
@@ -289,6 +334,12 @@ def test_tokens_outside_the_vocabulary_are_named(wrong):
         SMALL["gpt2"].build()(tokens.float())
     with pytest.raises(ValueError, match=r"token_types must be in \[0, 2\), got token_types from"):
         SMALL["bert"].build()(tokens, token_types=tokens)
+
+
+def test_tokens_of_another_device_are_named():
+    message = "^Embedding: tokens must be on the device of weight, got tokens.device=cpu, weight"
+    with pytest.raises(ValueError, match=message):
+        SMALL["gpt2"].build(device="meta")(torch.tensor([[1]]))
 
 
 @torch.no_grad()

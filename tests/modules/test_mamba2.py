@@ -1,5 +1,7 @@
 """Mamba2: transformers' mixer, states, precision, initial values, errors."""
 
+import math
+
 import pytest
 import torch
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
@@ -56,6 +58,17 @@ def test_steps_keep_the_state_in_place():
     assert state.length == 9 and state["s"].data_ptr() == where
     # of any length: 2 (4 8 12 + (32 + 2 2 12) 3) numbers
     assert state.nbytes == 4 * 2 * (4 * 8 * 12 + 80 * 3)
+
+
+@torch.no_grad()
+def test_steps_without_limits():
+    """mamba-ssm also writes them as infinities."""
+    (free, _), (unlimited, _) = pair(), pair(dt_limit=(-math.inf, math.inf))
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(unlimited(x), free(x), rtol=0, atol=0)
+    state = unlimited.new_state(2, 5)
+    steps = [unlimited(x[:, t : t + 1], state=state) for t in range(5)]
+    torch.testing.assert_close(torch.cat(steps, 1), free(x))
 
 
 def test_bf16_keeps_rates_and_states_in_fp32():

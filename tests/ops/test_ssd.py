@@ -54,6 +54,17 @@ def test_steps_below_zero_are_zero(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_no_limits_of_steps(backend):
+    """A softplus is above 0 without one."""
+    x, dt, *rest = sizes(steps=9)
+    dt = dt - dt.median()
+    for largest in (0.8, math.inf):
+        given = {"dt_softplus": True, "dt_limit": (-math.inf, largest)}
+        y, _ = F.ssd(x, dt, *rest, **given, backend=backend)
+        torch.testing.assert_close(y, dual(x, nnf.softplus(dt).clamp(max=largest), *rest))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_options(backend):
     x, dt, A, B, C = sizes()
     bias, z = draw(4, seed=5), draw(*x.shape, seed=6)
@@ -159,6 +170,8 @@ def call(**changed):
         ({"dt_limit": 0.1}, TypeError, r"dt_limit must be \(least, largest\), got dt_limit=0.1"),
         ({"dt_limit": (2.0, 1.0)}, ValueError, r"dt_limit must be .*, got dt_limit=\(2.0, 1.0\)"),
         ({"dt_limit": (0.0, math.nan)}, ValueError, r"dt_limit must be .*, got dt_limit=nan"),
+        ({"dt_limit": (-math.inf, math.inf)}, ValueError, r"begin at 0 or above without dt_softp"),
+        ({"dt_limit": (-math.inf,) * 2, "dt_softplus": True}, ValueError, r"dt_limit=-inf"),
         ({"initial_state": draw(2, 4, 8, 5)}, ValueError, r"initial_state must have shape \(2, 4"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"B must be 1 with cu_seqlens, got x"),
         ({"backend": "fast"}, ValueError, r"backend must be one of .*, got backend='fast'"),

@@ -59,7 +59,8 @@ def ssd(
         z: (B, T, H, P) of x's dtype: the gate of y.
         dt_bias: (H,), floating-point.
         dt_softplus: whether steps are the softplus of dt + dt_bias.
-        dt_limit: least and largest step.
+        dt_limit: least and largest step, infinite for none. Without dt_softplus the least is at
+            least 0, since states would grow in steps below it.
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
@@ -111,7 +112,7 @@ def ssd(
     require_bool(op, "dt_softplus", dt_softplus)
     if dt_softplus:
         dt = nnf.softplus(dt)
-    least, largest = require_limits(op, dt_limit)
+    least, largest = require_limits(op, dt_limit, dt_softplus)
     if least > 0 or largest < math.inf or not dt_softplus:
         dt = dt.clamp(least, largest)
     if D is not None:
@@ -158,11 +159,19 @@ def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
     require_shape(op, "C", C, tuple(B.shape))
 
 
-def require_limits(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
-    """The numbers of `dt_limit`, of which the largest may be infinite."""
+def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tuple[float, float]:
+    """The numbers of `dt_limit`, of which infinite ones are no limits: a softplus is above 0 as it
+    is."""
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
         raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
     least, largest = dt_limit
+    if least == -math.inf:
+        if not softplus:
+            raise ValueError(
+                f"{op}: dt_limit must begin at 0 or above without dt_softplus, since states grow "
+                f"in steps below 0, got dt_limit={dt_limit!r}"
+            )
+        least = 0.0
     for bound in (least, largest):
         if bound != math.inf:
             require_number(op, "dt_limit", bound, 0)

@@ -293,8 +293,9 @@ class Decoder(Model, Stateful):
             targets: as tokens, already shifted by one; -100 is left out of the mean.
             positions: (T,) or (B, T) int, or of all tokens of a jagged tensor (total,); default:
                 counted from the start of each sequence, or on from the state.
-            mask: boolean, True = attend, broadcastable to (B, heads, T, past + T); or, where all
-                layers are attention, a mask of `functional.masks` or a function of it.
+            mask: boolean, True = attend, broadcastable to (B, heads, T, past + T); or a mask of
+                `functional.masks`, for recurrences KeyPadding or KeyLengths; or, where all layers
+                are attention, a function of it.
             score_mod: f(score, b, h, q, k) of the layers with scores, see `functional.attention`.
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+#: Other names in transformers of an activation.
+SYNONYMS = {"swish": "silu"}
+#: Ids of special tokens, which configs of transformers carry.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
 
 @dataclass(frozen=True)
 class Conversion:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from omniattn.functional._checks import require_device, require_integers, require_rows
-from omniattn.models.hf import Counterpart, copy_weights
+from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, copy_weights
 from omniattn.modules.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
 
@@ -55,7 +55,7 @@ class Embedding(nn.Embedding):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """index (...) of any integer dtype -> (..., dim)."""
         require_integers("Embedding", self.name, index)
-        require_device("Embedding", self.name, index, self.weight, "the model")
+        require_device("Embedding", self.name, index, self.weight, "weight")
         require_rows("Embedding", self.name, index, self.num_embeddings)
         return super().forward(index.long())  # torch takes int32 and int64 alone
 
@@ -124,6 +124,9 @@ class ModelConfig(ABC):
 
     Args:
         backend: of all ops, e.g. "reference".
+        token_ids: ids of special tokens by their names in transformers, such as
+            ``(("eos_token_id", 2),)``, which `from_hf` finds and `to_hf` passes on; nothing here
+            reads them, and configs that differ in them are equal.
     """
 
     #: Name of the architecture in files; a config joins `architectures` by having one.
@@ -133,6 +136,7 @@ class ModelConfig(ABC):
     hf: ClassVar[Counterpart | None] = None
 
     backend: str | None = field(default=None, kw_only=True)
+    token_ids: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True, compare=False)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -141,6 +145,12 @@ class ModelConfig(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for pair in self.token_ids:
+            if not isinstance(pair, tuple) or len(pair) != 2 or pair[0] not in TOKEN_IDS:
+                raise ValueError(
+                    f"{type(self).__qualname__.removesuffix('.Config')}: token_ids must be pairs "
+                    f"of {', '.join(TOKEN_IDS)} and their ids, got token_ids={self.token_ids!r}"
+                )
 
     @abstractmethod
     def build(
@@ -183,8 +193,8 @@ class ModelConfig(ABC):
     def to_hf(self) -> PreTrainedConfig:
         """To a config of transformers. Options of our training alone are left out.
 
-        Fields of theirs that do not change what is computed, such as the ids of special tokens, are
-        not kept by `from_hf`; here they are the defaults of transformers.
+        Fields of theirs that do not change what is computed are not kept by `from_hf`, except the
+        ids of special tokens; here they are the defaults of transformers.
 
         Raises:
             NotImplementedError: for an architecture or option that transformers does not have.
@@ -192,7 +202,8 @@ class ModelConfig(ABC):
         import transformers
 
         kind = getattr(transformers, self.counterpart.model).config_class
-        return kind(**self.counterpart.to_hf(self))
+        ids = {name: list(i) if isinstance(i, tuple) else i for name, i in self.token_ids}
+        return kind(**self.counterpart.to_hf(self), **ids)
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
@@ -204,9 +215,12 @@ class ModelConfig(ABC):
         """
         if cls.hf is None:
             raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
-        found = cls.from_dict(cls.hf.from_hf(config))
+        ids = [(name, getattr(config, name)) for name in TOKEN_IDS if hasattr(config, name)]
+        found = cls.from_dict(cls.hf.from_hf(config) | {"token_ids": ids})
         for name, wanted in cls.hf.required(found).items():
             value = _value(getattr(config, name))
+            if isinstance(value, str):
+                value = SYNONYMS.get(value, value)
             if value != wanted:
                 raise NotImplementedError(
                     f"{cls.__name__}: {name} must be {wanted!r}, got {name}={value!r}"

@@ -113,13 +113,11 @@ class Sequences:
         if self.nested is None:
             steps = torch.cat((first[:, None], t), 1)
             return steps[:, :-1], steps[:, -1]
-        if t.shape[1] == 0:
-            return t, first
         offsets, entries = self.nested.offsets(), self.entries(t)
         begins = torch.arange(t.shape[1], device=t.device) == offsets[entries]
-        earlier = torch.where(begins[:, None], first[entries], t[0].roll(1, 0))
-        last = t[0, (offsets[1:] - 1).clamp(min=0)]
-        return earlier[None], torch.where(offsets.diff()[:, None] > 0, last, first)
+        steps = torch.nn.functional.pad(t[0], (0, 0, 1, 0))
+        earlier = torch.where(begins[:, None], first[entries], steps[:-1])
+        return earlier[None], torch.where(offsets.diff()[:, None] > 0, steps[offsets[1:]], first)
 
     def kept(self, t: Tensor) -> Tensor:
         """Of t (T, ...) or (B, T, ...) what belongs to tokens (total, ...), where some do not."""

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
@@ -28,6 +27,7 @@ from omniattn.modules.recurrent import (
 )
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
+from omniattn.reference.activation import log_sigmoid
 
 
 class LinearAttention(StateMixer):
@@ -208,7 +208,7 @@ class DeltaAttention(LinearAttention):
             nn.init.zeros_(self.b_bias)
 
     def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        g = nnf.logsigmoid(self._logits(self.g_weight, self.g_bias, x, q))
+        g = log_sigmoid(self._logits(self.g_weight, self.g_bias, x, q))
         beta = self._logits(self.b_weight, self.b_bias, x, k).sigmoid()
         return g, beta
 
@@ -279,7 +279,7 @@ class GatedLinearAttention(RecurrentMixer):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         c = self.config
         logits: Tensor = self.gk_proj(x).unflatten(-1, (c.v_heads, c.k_size))
-        g = nnf.logsigmoid(logits.to(fp32(logits.dtype))) / c.gate_normaliser
+        g = log_sigmoid(logits.to(fp32(logits.dtype))) / c.gate_normaliser
         return functional.gated_linear_attention(q, k, v, g, **options)
 
 

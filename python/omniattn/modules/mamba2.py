@@ -62,7 +62,7 @@ class Mamba2(StateMixer):
             expand: the width of v is expand * dim.
             headdim: P, the size of a head of v.
             ngroups: groups of heads that share B and C; each is normalised alone.
-            dt_limit: least and largest dt.
+            dt_limit: least and largest dt, infinite for none.
             bias, conv_bias: whether in_proj and out_proj, and the convolution, have one.
             norm_eps: of the gated norm.
             init_std: of the projections.
@@ -89,7 +89,7 @@ class Mamba2(StateMixer):
                     raise ValueError(
                         f"Mamba2: {name} must be at least 1, got {name}={getattr(self, name)}"
                     )
-            require_limits("Mamba2", self.dt_limit)
+            require_limits("Mamba2", self.dt_limit, softplus=True)
             if self.width % self.headdim:
                 raise ValueError(
                     "Mamba2: expand * dim must be a multiple of headdim, got "

@@ -19,6 +19,7 @@ from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
+from omniattn.reference.activation import log_sigmoid
 
 
 class SimpleSelectiveSSM(StateMixer):
@@ -102,7 +103,7 @@ class SimpleSelectiveSSM(StateMixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self.config.a_dep:
             logits: Tensor = self.a_proj(x)
-            g = nnf.logsigmoid(logits.to(fp32(logits.dtype)))
+            g = log_sigmoid(logits.to(fp32(logits.dtype)))
         else:
             g = -nnf.softplus(self.a).expand(*x.shape[:2], -1)
         h, after = functional.gated_linear_attention(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import is_one_of, is_traced, shown
-from omniattn.functional.masks import Mask
+from omniattn.functional._checks import is_one_of, is_traced, require_device, shown
+from omniattn.functional.masks import KeyLengths, KeyPadding, Mask
 from omniattn.modules.jagged import Sequences, sequences_of, without_padding
 from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.state import RecurrentState, State, kind_of, takes_cache
@@ -46,8 +46,9 @@ class StateMixer(Mixer):
             x: tokens, after those in `state`; without a state, it may be a jagged nested tensor.
             state: from `new_state`; updated to the state after x.
             rope: not used, except by MultiScaleRetention.
-            mask: boolean (B, 1, 1, past + T), False for padding, wherever it is: the recurrence
-                goes on past it, and y is 0 there. None for no padding.
+            mask: boolean (B, 1, 1, past + T), False for padding, wherever it is, or a KeyPadding or
+                KeyLengths of `functional.masks`: the recurrence goes on past it, and y is 0 there.
+                None for no padding.
         """
         return self._run(x, state, mask, rope=rope)
 
@@ -87,6 +88,11 @@ def read(
         return tokens, sequences, before
     past = 0 if before is None else before.length
     batch, steps = tokens.shape[:2]
+    if isinstance(mask, KeyPadding):
+        mask = mask.real[:, None, None]
+    elif isinstance(mask, KeyLengths):
+        keys = torch.arange(past + steps, device=mask.lengths.device)
+        mask = (keys < mask.lengths[..., None])[:, None, None]
     fits = (
         isinstance(mask, Tensor)
         and mask.dtype == torch.bool
@@ -96,14 +102,15 @@ def read(
     if not fits:
         got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
         raise ValueError(
-            f"{op}: mask must be None or boolean (B, 1, 1, past + T), which tells padding from "
-            f"tokens, because a recurrence reads every token, got mask={shown(mask)}, {got}, "
-            f"past={past}"
+            f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
+            "which tell padding from tokens, because a recurrence reads every token, "
+            f"got mask={shown(mask)}, {got}, past={past}"
         )
     assert isinstance(mask, Tensor)
     real = mask[:, 0, 0, past:]
     if before is not None and real.is_cpu and not is_traced() and bool(real.all()):
         return tokens, sequences, before  # steps after a padded prompt
+    require_device(op, "mask", mask, x)
     return *without_padding(tokens, real.expand(batch, steps)), before
 
 

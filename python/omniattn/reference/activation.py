@@ -23,6 +23,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """ln(1 / (1 + e^-x)). The backward of torch's own asks whether there are any numbers, which is
+    not known in a compiled graph of the tokens that are no padding."""
+    return -F.softplus(-x, threshold=40)  # beyond, -x has the digits of fp64
+
+
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(x) with an activation of `ACTIVATIONS`."""
     return ACTIVATIONS[activation](widen(x)).to(x.dtype)

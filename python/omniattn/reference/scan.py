@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.reference.activation import log_sigmoid
 from omniattn.reference.precision import complex_dtype, compute_dtype
 from omniattn.reference.recurrence import in_sequences
 
@@ -240,7 +241,7 @@ def selective_scan(
 
 #: The logarithm of the forget gate.
 FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": nnf.logsigmoid,
+    "sigmoid": log_sigmoid,
     "exp": lambda f: f,
 }
 
