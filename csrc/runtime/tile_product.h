@@ -52,15 +52,24 @@ struct TileBlock {
       for_tiles([&]<int kTile>(float*) OMNIATTN_LAMBDA { tiles.template zero<kTile>(); });
     }
   }
-  OMNIATTN_INLINE void step(const TileOperand<H>& a, const TileOperand<H>& b) {
-    tiles.template load_once<6>(b.data, b.row_bytes());
+  OMNIATTN_INLINE void load_rows(const TileOperand<H>& a) {
     tiles.template load<4>(a.data, a.row_bytes());
-    if constexpr (kColTiles == 2) tiles.template load_once<7>(b.data + b.second, b.row_bytes());
     if constexpr (kRowTiles == 2) tiles.template load<5>(a.data + a.second, a.row_bytes());
+  }
+  OMNIATTN_INLINE void load_columns(const TileOperand<H>& b) {
+    tiles.template load_once<6>(b.data, b.row_bytes());
+    if constexpr (kColTiles == 2) tiles.template load_once<7>(b.data + b.second, b.row_bytes());
+  }
+  OMNIATTN_INLINE void multiply_add() {
     tiles.template multiply_add<H, 0, 4, 6>();
     if constexpr (kColTiles == 2) tiles.template multiply_add<H, 1, 4, 7>();
     if constexpr (kRowTiles == 2) tiles.template multiply_add<H, 2, 5, 6>();
     if constexpr (kRowTiles == 2 && kColTiles == 2) tiles.template multiply_add<H, 3, 5, 7>();
+  }
+  OMNIATTN_INLINE void step(const TileOperand<H>& a, const TileOperand<H>& b) {
+    load_columns(b);
+    load_rows(a);
+    multiply_add();
   }
   OMNIATTN_INLINE void finish() {
     for_tiles([&]<int kTile>(float* p)

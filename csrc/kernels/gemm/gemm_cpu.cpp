@@ -227,9 +227,10 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
 
 constexpr bool kMakesPieces = kOnTiles && multiplies(kIsa, DType::bf16);
 
+#if defined(OMNIATTN_PAIRS)
 template <class T>
 PieceWorkspace<T> piece_workspace(const GemmParams& p, const Grid& grid, void* memory) {
-  return {memory, p, piece_depth(grid.depth, p.pieces), grid.rows, grid.cols, kBlockM};
+  return {memory, p, piece_depth(grid.depth, p.pieces), grid.rows, grid.cols};
 }
 
 template <class T>
@@ -239,10 +240,12 @@ void run_in_pieces(const GemmParams& p, void* memory, int64_t begin, int64_t end
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item % grid.col_blocks * grid.cols, cols = smaller(grid.cols, p.n - n);
     const int64_t m = item / grid.col_blocks * grid.rows, rows = smaller(grid.rows, p.m - m);
-    multiply_pieces(p, m, rows, n, cols, kBlockM, work);
-    finish_pieces(p, m, rows, n, cols, work.sums);
+    p.pieces == 2 ? multiply_pieces<2>(p, m, rows, n, cols, work)
+                  : multiply_pieces<3>(p, m, rows, n, cols, work);
+    finish_pieces(p, m, rows, n, cols, work.sums, work.cols);
   }
 }
+#endif
 
 // Few rows.
 
@@ -285,9 +288,11 @@ int64_t items(const GemmParams& p) {
 int64_t workspace_bytes(const GemmParams& p) {
   if (is_dot(p)) return 0;
   int64_t bytes = 0;
+#if defined(OMNIATTN_PAIRS)
   if constexpr (kMakesPieces) {
     if (p.pieces > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
   }
+#endif
   dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
   return bytes;
 }
@@ -295,9 +300,11 @@ int64_t workspace_bytes(const GemmParams& p) {
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   if (is_dot(p)) return run_dot(p, begin, end);
   const TileScope tiles;
+#if defined(OMNIATTN_PAIRS)
   if constexpr (kMakesPieces) {
     if (p.pieces > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
   }
+#endif
   dispatch_operand(p, [&]<class T>(T) {
     const Grid grid(p);
     const Workspace<T> work(workspace, grid);

@@ -1,9 +1,11 @@
 // fp32 products on tiles of bf16: each element is the sum of two or three pieces, x = p0 + p1 + p2,
 // where a piece is the bf16 nearest to what those before it leave. Products of small pieces are
-// left out, and the others are added smallest first:
+// left out:
 //
 //   2 pieces, three products   16 bits of each element: between bf16 and fp32
 //   3 pieces, six products     24 bits, the accuracy of fp32
+//
+// All products of a step of k are added to a block of C while it is in tiles.
 //
 // Tiles read numbers below 2^-126 as 0. So that these do not matter, a row of A and a column of B
 // are multiplied by the power of two that brings their largest element to [1, 2), and C by the
@@ -14,23 +16,22 @@
 #include "kernels/gemm/gemm.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/row.h"
+#if defined(OMNIATTN_PAIRS)
+#include "runtime/tile_product.h"
+#endif
 #include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
+// The products of the pieces of A and B, in an order in which most find one operand in its tiles.
 struct PieceProduct {
   int a, b;
 };
-struct PieceScheme {
-  int pieces, count;
-  PieceProduct products[6];
-};
-constexpr PieceScheme kTwoPieces = {2, 3, {{1, 0}, {0, 1}, {0, 0}}};
-constexpr PieceScheme kThreePieces = {3, 6, {{2, 0}, {0, 2}, {1, 1}, {0, 1}, {1, 0}, {0, 0}}};
-OMNIATTN_INLINE const PieceScheme& scheme_of(const GemmParams& p) {
-  return p.pieces == 2 ? kTwoPieces : kThreePieces;
-}
+template <int kPieces>
+constexpr PieceProduct kPieceProducts[] = {{1, 0}, {0, 0}, {0, 1}};
+template <>
+constexpr PieceProduct kPieceProducts<3>[] = {{2, 0}, {1, 0}, {0, 0}, {0, 1}, {1, 1}, {0, 2}};
 
 // Exponents.
 
@@ -108,125 +109,194 @@ OMNIATTN_INLINE int64_t piece_depth(int64_t depth, int64_t pieces) {
   return depth / pieces / 64 * 64;
 }
 
+#if defined(OMNIATTN_PAIRS)
 constexpr int64_t kSplitRows = 32;  // of B at a time, where its columns are panels
+constexpr int64_t kPieceSteps = 4;  // of k at a time: 32 rows of A take 24 KiB of L1
 
-// Memory of a thread: packed B and A of a block, pieces on their way there, and the sums of an
-// item.
+// Memory of a thread: packed B of a block, 32 rows of A in tiles, pieces of B on their way there,
+// and the sums of an item, of whole tiles.
 template <class T>
 struct PieceWorkspace {
-  int64_t depth, b_next, a_next;  // of a block; distances of pieces
+  int64_t depth, cols, b_next;  // of a block; distance of pieces
   T *b, *a, *split;
   float* sums;
   int64_t bytes;
 
-  PieceWorkspace(void* memory, const GemmParams& p, int64_t depth_, int64_t rows, int64_t cols,
-                 int64_t a_rows)
+  PieceWorkspace(void* memory, const GemmParams& p, int64_t depth_, int64_t rows, int64_t cols_)
       : depth(depth_),
+        cols(cols_),
         b_next(packed_elements<T>(depth, cols)),
-        a_next(a_rows * row_elements(depth)),
         b(static_cast<T*>(memory)),
         a(b + p.pieces * b_next),
-        split(a + p.pieces * a_next),
-        sums(reinterpret_cast<float*>(split + p.pieces * split_elements(depth, cols, a_rows))),
-        bytes(reinterpret_cast<char*>(sums + rows * cols) - static_cast<char*>(memory)) {}
+        split(a + p.pieces * kStripRows * depth),
+        sums(reinterpret_cast<float*>(split + p.pieces * split_elements(depth, cols))),
+        bytes(reinterpret_cast<char*>(sums + round_up(rows, kStripRows) * cols) -
+              static_cast<char*>(memory)) {}
 
-  // Rows of A at this distance are read in place (tile_product.h): an odd number of cache lines.
-  static int64_t row_elements(int64_t depth) { return (ceil_div(depth, 32) | 1) * 32; }
-  static int64_t split_elements(int64_t depth, int64_t cols, int64_t a_rows) {
-    return larger(larger(kSplitRows * cols, kPanelCols<T> * depth), depth * a_rows);
+  static int64_t split_elements(int64_t depth, int64_t cols) {
+    return larger(kSplitRows * cols, kPanelCols<T> * depth);
   }
 };
 
-// B of rows [k, k + depth) and columns [n, n + cols), all pieces, to panels.
+// B of rows [k, k + depth) and columns [n, n + cols), all pieces, to panels of whole steps.
 template <class T>
 void pack_pieces_of_b(const GemmParams& p, int64_t k, int64_t depth, int64_t n, int64_t cols,
                       const PieceWorkspace<T>& work) {
   constexpr int64_t kCols = kPanelCols<T>;
   const auto* const b = static_cast<const float*>(p.b);
   const int pieces = static_cast<int>(p.pieces);
-  if (p.b_transposed) {
-    for (int64_t panel = 0; panel < cols; panel += kCols) {
-      const int64_t width = smaller(kCols, cols - panel), next = kCols * depth, row = n + panel;
+  const int64_t whole = round_up(depth, kTileTerms), even = round_up(depth, 2);
+  const auto panel_of = [&](int piece, int64_t panel) {
+    return work.b + piece * work.b_next + packed_elements<T>(whole, panel);
+  };
+  for (int64_t panel = 0; panel < cols; panel += kCols) {
+    const int64_t width = smaller(kCols, cols - panel), next = kCols * depth;
+    if (p.b_transposed) {
+      const int64_t row = n + panel;
       split<T>({b + row * p.ldb + k, p.ldb, p.b_exponents + row, false}, width, depth, pieces,
                work.split, depth, next);
-      for (int piece = 0; piece < pieces; ++piece) {
-        pack_bt(work.split + piece * next, depth, depth, width,
-                work.b + piece * work.b_next + packed_elements<T>(depth, panel));
-      }
     }
-    return;
+    for (int piece = 0; piece < pieces; ++piece) {
+      T* const to = panel_of(piece, panel);
+      if (p.b_transposed) pack_bt(work.split + piece * next, depth, depth, width, to);
+      for (int64_t i = even * kCols; i < whole * kCols; ++i) to[i] = T{};
+    }
   }
-  for (int64_t row = 0; row < depth; row += kSplitRows) {
+  for (int64_t row = 0; row < depth && !p.b_transposed; row += kSplitRows) {
     const int64_t rows = smaller(kSplitRows, depth - row), next = kSplitRows * cols;
     split<T>({b + (k + row) * p.ldb + n, p.ldb, p.b_exponents + n, true}, rows, cols, pieces,
              work.split, cols, next);
     for (int piece = 0; piece < pieces; ++piece) {
       for (int64_t panel = 0; panel < cols; panel += kCols) {
         pack_rows(work.split + piece * next + panel, cols, rows, smaller(kCols, cols - panel),
-                  work.b + piece * work.b_next + packed_elements<T>(depth, panel) + row * kCols,
-                  kCols, kCols);
+                  panel_of(piece, panel) + row * kCols, kCols, kCols);
       }
     }
   }
 }
 
-// A of rows [row, row + rows), at most `a_rows`: all pieces, as gemm_tile reads them. Returns lda.
+// The pieces of `rows` rows of A, at most 32, to tiles: of a step of k one piece after the other.
+// Zeros up to whole tiles.
 template <class T>
-int64_t pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row, int64_t rows,
-                         int64_t a_rows, const PieceWorkspace<T>& work) {
+void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row, int64_t rows,
+                      T* tiles) {
+  constexpr int64_t kPiece = kStripRows * kTileTerms, kWidth = VecF::kWidth;
   const auto* const a = static_cast<const float*>(p.a);
-  const int pieces = static_cast<int>(p.pieces);
+  const int64_t step = p.pieces * kPiece;
   if (!p.a_transposed) {
-    const int64_t ld = work.row_elements(depth);
-    split<T>({a + row * p.lda + k, p.lda, p.a_exponents + row, false}, rows, depth, pieces, work.a,
-             ld, work.a_next);
-    return ld;
+    for (int64_t r = 0; r < kStripRows; ++r) {
+      const bool is_there = r < rows;
+      const float* const from = a + (row + (is_there ? r : 0)) * p.lda + k;
+      const VecF e(-p.a_exponents[row + (is_there ? r : 0)]);
+      T* to = tiles + r * kTileTerms;
+      for (int64_t i = 0; i < depth; to += step) {
+        for (int64_t half = 0; half < kTileTerms; half += kWidth, i += kWidth) {
+          VecF left = scale2(load_n(from + i, is_there ? depth - i : 0), e);
+          for (int64_t piece = 0; piece < p.pieces; ++piece) {
+            T* const at = to + piece * kPiece + half;
+            store_factors(at, left);
+            left = left - load(at);
+          }
+        }
+      }
+    }
+    return;
   }
-  const int64_t next = depth * rows;
-  split<T>({a + k * p.lda + row, p.lda, p.a_exponents + row, true}, depth, rows, pieces, work.split,
-           rows, next);
-  for (int piece = 0; piece < pieces; ++piece) {
-    pack_rows(work.split + piece * next, rows, depth, rows, work.a + piece * work.a_next, a_rows,
-              rows);
-  }
-  return a_rows;
-}
-
-// sums (rows, cols) = the products of the pieces of rows [m, m + rows), columns [n, n + cols).
-template <class T>
-void multiply_pieces(const GemmParams& p, int64_t m, int64_t rows, int64_t n, int64_t cols,
-                     int64_t a_rows, const PieceWorkspace<T>& work) {
-  const PieceScheme& scheme = scheme_of(p);
-  for (int64_t k = 0; k < p.k; k += work.depth) {
-    const int64_t depth = smaller(work.depth, p.k - k);
-    pack_pieces_of_b(p, k, depth, n, cols, work);
-    for (int64_t r = 0; r < rows; r += a_rows) {
-      const int64_t count = smaller(a_rows, rows - r);
-      const int64_t lda = pack_pieces_of_a(p, k, depth, m + r, count, a_rows, work);
-      for (int i = 0; i < scheme.count; ++i) {
-        const T* const a = work.a + scheme.products[i].a * work.a_next;
-        const Panels<T> b = packed_panels<T>(work.b + scheme.products[i].b * work.b_next, depth);
-        float* const c = work.sums + r * cols;
-        const bool more = k > 0 || i > 0;
-        if (p.a_transposed) {
-          gemm_tile<T, ALayout::kTransposed>(a, lda, b, c, cols, count, cols, depth, more);
-        } else {
-          gemm_tile<T>(a, lda, b, c, cols, count, cols, depth, more);
+  for (int64_t half = 0; half < kStripRows; half += kWidth) {
+    const VecF e = -load_n(p.a_exponents + row + half, rows - half);
+    const auto terms = [&](int64_t i) OMNIATTN_LAMBDA {
+      const int64_t left = i < depth ? rows - half : 0;
+      return scale2(load_n(a + (k + i) * p.lda + row + half, left), e);
+    };
+    T* to = tiles + half * kTileTerms;
+    for (int64_t i = 0; i < depth; i += kTileTerms, to += step) {
+      VecF even[16], odd[16];
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; ++j) {
+        even[j] = terms(i + 2 * j);
+        odd[j] = terms(i + 2 * j + 1);
+      }
+      for (int64_t piece = 0; piece < p.pieces; ++piece) {
+        VecF pairs[16];
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; ++j) {
+          const PairVec nearest = narrow_to_pairs<T>(even[j], odd[j]);
+          even[j] = even[j] - first_terms<T>(nearest);
+          odd[j] = odd[j] - second_terms<T>(nearest);
+          pairs[j] = as_lanes(nearest);
+        }
+        transpose(pairs);
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; ++j) {
+          store_pairs(to + piece * kPiece + j * kTileTerms, as_pairs(pairs[j]));
         }
       }
     }
   }
 }
 
+// A block of C (+)= `steps` steps of the pieces of A, in tiles, and of B, `b_next` apart.
+template <int kPieces, class T>
+[[gnu::noinline]] void multiply_block_of_pieces(const T* a, TileOperand<T> b, int64_t b_next,
+                                                int64_t steps, float* c, int64_t ldc,
+                                                bool accumulate) {
+  TileBlock<T, 2, 2> block{c, ldc};
+  block.start(accumulate);
+  for (int64_t i = 0; i < steps; ++i, a += kPieces * kStripRows * kTileTerms, b = b.after(1)) {
+    PieceProduct last{-1, -1};
+#pragma GCC unroll 6
+    for (const PieceProduct product : kPieceProducts<kPieces>) {
+      if (product.b != last.b) {
+        TileOperand<T> columns = b;
+        columns.data += product.b * b_next;
+        block.load_columns(columns);
+      }
+      if (product.a != last.a) {
+        block.load_rows({a + product.a * kStripRows * kTileTerms, kTileTerms, 0, kTileElements});
+      }
+      block.multiply_add();
+      last = product;
+    }
+  }
+  block.finish();
+}
+
+// sums (rows, work.cols) = the products of the pieces of rows [m, m + rows), columns [n, n + cols).
+template <int kPieces, class T>
+void multiply_pieces(const GemmParams& p, int64_t m, int64_t rows, int64_t n, int64_t cols,
+                     const PieceWorkspace<T>& work) {
+  for (int64_t k = 0; k < p.k; k += work.depth) {
+    const int64_t depth = smaller(work.depth, p.k - k), steps = ceil_div(depth, kTileTerms);
+    pack_pieces_of_b(p, k, depth, n, cols, work);
+    const Panels<T> b = packed_panels<T>(work.b, steps * kTileTerms);
+    for (int64_t r = 0; r < rows; r += kStripRows) {
+      pack_pieces_of_a(p, k, depth, m + r, smaller(kStripRows, rows - r), work.a);
+      for (int64_t i = 0; i < steps; i += kPieceSteps) {
+        for (int64_t col = 0; col < cols; col += kStripRows) {
+          const T* const first = b.at(i * kTileTerms, col / kPanelCols<T> * kPanelCols<T>).data +
+                                 2 * (col % kPanelCols<T>);
+          multiply_block_of_pieces<kPieces, T>(
+              work.a + i * kPieces * kStripRows * kTileTerms,
+              {first, 2 * b.row_stride, kTileTerms * b.row_stride, kTileTerms}, work.b_next,
+              smaller(kPieceSteps, steps - i), work.sums + r * work.cols + col, work.cols,
+              k > 0 || i > 0);
+        }
+      }
+    }
+  }
+}
+
+#endif
+
 // C = its start + sums 2^(exponents). Beyond the lower limit every sum is 0, whatever its size.
 inline void finish_pieces(const GemmParams& p, int64_t m, int64_t rows, int64_t n, int64_t cols,
-                          const float* sums) {
+                          const float* sums, int64_t ld) {
   const auto* const bias = static_cast<const float*>(p.bias);
   for (int64_t r = 0; r < rows; ++r) {
     float* const c = static_cast<float*>(p.c) + (m + r) * p.ldc + n;
     for_row<float>(cols, [&](int64_t i, auto part) {
       const VecF e = max(VecF(p.a_exponents[m + r]) + part.load(p.b_exponents + n + i), VecF(-252));
-      VecF sum = scale2(p.k > 0 ? part.load(sums + r * cols + i) : VecF(0.0f), e);
+      VecF sum = scale2(p.k > 0 ? part.load(sums + r * ld + i) : VecF(0.0f), e);
       if (p.accumulate) sum += part.load(c + i);
       if (bias != nullptr) sum += part.load(bias + n + i);
       part.store(c + i, sum);
