@@ -2,8 +2,8 @@
 
     python benchmarks/goals.py --group tiles
 
-The goals come from prototypes on a Sapphire Rapids with two cores. No record has these rows yet:
-they await such a machine, and on others there are none.
+The goals come from prototypes on a Sapphire Rapids with two cores. On machines without AMX there are
+no rows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from omniattn.config import CPU_ISAS
 from omniattn.functional import linear
 from omniattn.ops import gemm_choice
-from omniattn.ops._cpu import cpu_family, cpuinfo
+from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -92,6 +92,7 @@ def test_records_are_of_known_kernels_and_dtypes():
     [
         ("GenuineIntel", 6, 106, "ice_lake"),
         ("GenuineIntel", 6, 143, "sapphire_rapids"),
+        ("GenuineIntel", 6, 207, "emerald_rapids"),
         ("AuthenticAMD", 25, 1, "zen3"),
         ("AuthenticAMD", 25, 17, "zen4"),
         ("AuthenticAMD", 26, 2, "zen5"),
@@ -103,6 +104,14 @@ def test_families_have_names(tmp_path, vendor, family, model, name):
     (tmp_path / "cpuinfo").write_text(text + "\n" + text.replace("family", "model"))
     assert cpu_family(cpuinfo(tmp_path / "cpuinfo")) == name
     assert cpu_family(cpuinfo(tmp_path / "missing")) == "unknown_0_0"
+
+
+def test_a_family_without_a_record_takes_that_of_the_same_cores():
+    records = {"emerald_rapids": RECORD, "zen3": RECORD | {"isa": "avx2"}}
+    assert record_of_family(records, "sapphire_rapids") is RECORD
+    assert record_of_family(records, "zen4") is None
+    own = {"sapphire_rapids": RECORD | {"threads": 4}}
+    assert record_of_family(records | own, "sapphire_rapids")["threads"] == 4
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-__all__ = ["cpu_family", "cpuinfo"]
+__all__ = ["cpu_family", "cpuinfo", "record_of_family"]
 
 _INTEL = {
     85: "skylake_server", 106: "ice_lake", 108: "ice_lake", 143: "sapphire_rapids",
@@ -12,6 +13,7 @@ _INTEL = {
 }  # fmt: skip
 _ZEN4 = (range(0x10, 0x20), range(0x60, 0xB0))  # models of family 25; the others are Zen 3
 _AMD = {23: "zen2", 25: "zen3", 26: "zen5"}
+_SAME_CORES = {"sapphire_rapids": "emerald_rapids", "emerald_rapids": "sapphire_rapids"}
 
 
 def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
@@ -35,3 +37,8 @@ def cpu_family(entries: dict[str, str] | None = None) -> str:
         zen4 = family == 25 and any(model in models for models in _ZEN4)
         return "zen4" if zen4 else _AMD[family]
     return f"{vendor}_{family}_{model}".lower()
+
+
+def record_of_family(records: dict[str, Any], family: str) -> Any:
+    """What was measured on a family, or on one with the same cores; None: nothing."""
+    return records.get(family, records.get(_SAME_CORES.get(family, "")))

@@ -23,7 +23,7 @@ from torch import Tensor
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
 from omniattn.ops._autograd import may_need_gradient
-from omniattn.ops._cpu import cpu_family, cpuinfo
+from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
 
 __all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
 
@@ -110,7 +110,7 @@ class Crossings:
 
 def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
     """What was measured on the family with these kernels."""
-    record = records.get(family)
+    record = record_of_family(records, family)
     if record is None or record["isa"] != isa:
         return {}
     condition = f"measured on {family}, torch {record['torch']}, {record['threads']} threads"
@@ -138,8 +138,8 @@ CHOICE = _choose()
 def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
     """Whether x weight^T, and its gradients, are faster on this package's kernel.
 
-    Those of fp32 in `pieces` of bf16 (_precision.py) are, whatever the size: torch has none, 1.4
-    times as slow as six products and 2.2 times as three (Sapphire Rapids, 1024^3 and 2048^3).
+    Those of fp32 in `pieces` of bf16 (_precision.py) are made here whatever the size: they are asked
+    for, and torch has none.
     """
     if x.device.type != "cpu":
         return False

@@ -22,7 +22,7 @@ import torch
 
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops._cpu import cpu_family, record_of_family
 
 __all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "record_of"]
 
@@ -72,7 +72,7 @@ def describe(record: dict[str, Any] | None) -> list[str]:
 
 def record_of(family: str) -> dict[str, Any] | None:
     """What was measured on the family."""
-    found: dict[str, Any] | None = json.loads(RECORDS.read_text()).get(family)
+    found: dict[str, Any] | None = record_of_family(json.loads(RECORDS.read_text()), family)
     return found
 
 
