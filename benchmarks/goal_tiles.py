@@ -2,8 +2,8 @@
 
     python benchmarks/goals.py --group tiles
 
-The goals come from prototypes on a Sapphire Rapids with two cores. On machines without AMX there are
-no rows.
+The goals come from prototypes on a Sapphire Rapids with two cores. On machines without AMX there
+are no rows.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ CHOICE = _choose()
 def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
     """Whether x weight^T, and its gradients, are faster on this package's kernel.
 
-    Those of fp32 in `pieces` of bf16 (_precision.py) are made here whatever the size: they are asked
-    for, and torch has none.
+    Those of fp32 in `pieces` of bf16 (_precision.py) are made here whatever the size: they are
+    asked for, and torch has none.
     """
     if x.device.type != "cpu":
         return False
