@@ -110,9 +110,11 @@ void run_paths_of_level(const Table& table, std::span<Params> problems, const F&
   }
 }
 
-// The same for problems of any level.
+// The same for problems of any level. They change places in a copy: callers add gradients up in
+// their own order.
 template <class Table, class Params, class F>
-void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
+void run_paths(const Table& table, std::vector<Params> all, const F& heads) {
+  std::span<Params> problems(all);
   while (!problems.empty()) {
     const Isa isa = isa_of(problems[0].problem);
     const auto rest = std::stable_partition(problems.begin(), problems.end(), [&](const Params& x) {
@@ -306,7 +308,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
     const bool reads_pages = takes_decode_path_cpu(x.problem);
     if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
   }
-  run_paths(kForwardPaths, std::span(problems), kv_heads);
+  run_paths(kForwardPaths, problems, kv_heads);
   for (const Forward& x : problems) fit_tail(x, gathered);
 }
 
@@ -317,11 +319,13 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   const int64_t owners = total(problems, backward_owners);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
   const GradientParts parts(x, problems);
-  const auto run = [](BackwardProblems some) { run_paths(kBackwardPaths, some, backward_owners); };
+  const auto run = [](std::vector<Backward> some) {
+    run_paths(kBackwardPaths, std::move(some), backward_owners);
+  };
   // Sequences that add to one gradient take turns.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
   if (shares_bias || x.grad_program != nullptr) {
-    for (Backward& b : problems) run({&b, 1});
+    for (const Backward& b : problems) run({b});
   } else {
     run(problems);
   }

@@ -22,8 +22,8 @@ LIBRARY_DIR = (
 CPU_LIBRARY = os.environ.get("OMNIATTN_CPU_LIBRARY", "libomniattn_cpu.so")
 
 #: Pieces of bf16 that fp32 products are made of on AMX (`OMNIATTN_FP32_PIECES`): 0, fp32 products
-#: that need no AMX; 3, six products of pieces with the accuracy of fp32, 1.4 to 1.5 times as fast
-#: (docs/precision.md). Calls read it, so that a program may set it.
+#: that need no AMX; 3, six products of pieces with the accuracy of fp32 (docs/precision.md). Calls
+#: read it, so that a program may set it.
 _PIECES = os.environ.get("OMNIATTN_FP32_PIECES", "0")
 if _PIECES not in ("0", "3"):
     raise ImportError(f"omniattn: OMNIATTN_FP32_PIECES must be 0 or 3, got {_PIECES!r}")

@@ -68,6 +68,19 @@ def test_probabilities_of_large_logits_have_the_sum_1(queries, keys, size):
         torch.testing.assert_close(grad, torch.full_like(v, queries / keys), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1e6, 1e10, -1e10])
+def test_rows_of_bf16_with_huge_logits_take_the_largest(scale):
+    """What a logit and the maximum lose to rounding must be the same number."""
+    inputs = qkv(1, 130, 130, 2, 2, 64, dtype=BF16)
+    q, k, v = (t.double().transpose(1, 2) for t in inputs)
+    want = v.gather(2, (q @ k.mT * scale).argmax(-1, keepdim=True).expand_as(v)).transpose(1, 2)
+    for name in isas():
+        with isa(name):
+            out, _, *grads = gradients(attention, inputs, scale=scale)
+        assert torch.equal(out, want.to(BF16))
+        assert all(t.isfinite().all() for t in grads)
+
+
 @pytest.mark.parametrize("name", isas())
 @pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -138,13 +151,16 @@ def test_masked_rows_give_zero_and_no_gradient(tq):
 
 
 @pytest.mark.parametrize("tq", [60, 1])
-def test_hidden_keys_may_hold_nan(tq):
-    q, k, v = qkv(2, tq, 200, 4, 2, 32)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_hidden_keys_may_hold_nan(tq, softcap, dtype):
+    q, k, v = qkv(2, tq, 200, 4, 2, 32, dtype=dtype)
     lengths = torch.tensor([50, 131])
-    want = gradients(attention, [q, k, v], mask=masks.KeyLengths(lengths))
+    options = {"mask": masks.KeyLengths(lengths), "softcap": softcap}
+    want = gradients(attention, [q, k, v], **options)
     for b, n in enumerate(lengths):
         k[b, n:], v[b, n:] = math.nan, math.nan
-    got = gradients(attention, [q, k, v], mask=masks.KeyLengths(lengths))
+    got = gradients(attention, [q, k, v], **options)
     for a, w in zip(got, want, strict=True):
         torch.testing.assert_close(a, w, rtol=0, atol=0)
 

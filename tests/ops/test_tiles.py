@@ -3,6 +3,7 @@ they use. test_emulated_isas.py runs this file on software tiles; elsewhere the 
 change nothing, and these tests show that."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -66,9 +67,11 @@ def test_switches_choose_the_number_of_pieces(switch, pieces, monkeypatch):
     )
 
 
-def test_a_number_of_pieces_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setattr(config, "FP32_PIECES", 2)
-    with pytest.raises(ValueError, match="FP32_PIECES must be 0 or 3, got FP32_PIECES=2"):
+@pytest.mark.parametrize("value", [2, 3.0, False, "3"], ids=repr)
+def test_a_number_of_pieces_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setattr(config, "FP32_PIECES", value)
+    message = re.escape(f"FP32_PIECES must be 0 or 3, got FP32_PIECES={value!r}")
+    with pytest.raises(ValueError, match=message):
         linear(*inputs())
 
 

@@ -291,6 +291,25 @@ def test_threads_do_not_change_a_bit():
         assert torch.equal(a, b)
 
 
+def test_threads_do_not_change_a_bit_of_the_gradients_of_heads():
+    """Sums over sequences, which take different paths by the number of threads."""
+    lengths, make = [47, 128, 110, 138], torch.Generator().manual_seed(0)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    for _ in range(10):
+        leaves = [torch.randn(423, 1, 64, generator=make).requires_grad_() for _ in range(3)]
+        leaves += [torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)]
+        results = []
+        for count in (1, 2):
+            q, k, v, sinks, scale = leaves
+            with threads(count):
+                out = attention_varlen(
+                    q, k, v, ends, ends, 138, 138, causal=True, sinks=sinks, head_scale=scale
+                )
+                results.append(torch.autograd.grad(out.square().sum(), leaves))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("tq", [1, 4, 40])
 def test_a_cache_is_read_up_to_its_length(tq):
     make = torch.Generator().manual_seed(0)

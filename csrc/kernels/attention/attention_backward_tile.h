@@ -285,8 +285,9 @@ void rows_in_one_pass(const GradientTile<T>& tile, operand_t<T>* weight_pairs,
       const V shift(tile.rows.shift(row)), next_shift(tile.rows.shift(row + 1));
       const V mean(tile.rows.delta(row)), next_mean(tile.rows.delta(row + 1));
       for_columns<A>({0, kKeyBlock}, [&](int64_t n) {
-        const V w = weight(fma(load(x + n), factor, -shift)).value;
-        const V next_w = weight(fma(load(x + kKeyBlock + n), factor, -next_shift)).value;
+        const V logit = rounded_product(load(x + n), factor);
+        const V next_logit = rounded_product(load(x + kKeyBlock + n), factor);
+        const V w = weight(logit - shift).value, next_w = weight(next_logit - next_shift).value;
         const V d = w * (load(y + n) - mean);
         const V next_d = next_w * (load(y + kKeyBlock + n) - next_mean);
         store_pairs(weight_pairs + r * kKeyRow + 2 * n, narrow_to_pairs<M>(w, next_w));

@@ -74,6 +74,12 @@ OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
   for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) f(n);
 }
 
+// a * b, which no compiler fuses with a sum.
+template <class A>
+OMNIATTN_INLINE Vec<A> rounded_product(Vec<A> a, Vec<A> b) {
+  return fma(a, b, zero<A>());
+}
+
 template <class A>
 OMNIATTN_INLINE void scale_row(A* x, Range columns, A factor) {
   if (factor == A(1)) return;
@@ -126,6 +132,8 @@ struct RowScore {
       run_program(slope == nullptr ? p.program->forward : p.program->value, 0, x, columns);
     }
     hide(x, columns, negative_infinity<A>());
+    // Hidden keys may hold anything, and 0 times a slope of NaN is NaN.
+    if (slope != nullptr && p.score.transform != ScoreKind::none) hide(slope, columns, A(0));
   }
 
   // Runs a part of the program on the row x.

@@ -16,10 +16,13 @@ struct SoftmaxRow {
   A* l;           // running sum, one part per lane
 };
 
-// The logits of a row, where M are the operands of products.
+// The logits of a row, where M are the operands of products; rounded as their maximum is: in a sum
+// fused with the product, the largest would not cancel.
 template <class M, class A>
 OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
-  if constexpr (sizeof(M) < sizeof(A)) return load(row.s + n) * Vec<A>(row.factor);
+  if constexpr (sizeof(M) < sizeof(A)) {
+    return rounded_product(load(row.s + n), Vec<A>(row.factor));
+  }
   return load(row.s + n);
 }
 

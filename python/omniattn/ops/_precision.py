@@ -29,7 +29,7 @@ def pieces_of(x: Tensor) -> int:
     Compiled code follows `torch.set_float32_matmul_precision` and our switch, which torch.compile
     guards. Of the other names of torch's switch it keeps what was set when it was compiled.
     """
-    if config.FP32_PIECES not in (0, 3):
+    if type(config.FP32_PIECES) is not int or config.FP32_PIECES not in (0, 3):
         raise ValueError(
             f"omniattn: config.FP32_PIECES must be 0 or 3, got FP32_PIECES={config.FP32_PIECES!r}"
         )

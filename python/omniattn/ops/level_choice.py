@@ -59,14 +59,16 @@ def install(record: dict[str, Any] | None) -> None:
 
 def describe(record: dict[str, Any] | None) -> list[str]:
     """One line per op and level of this machine, for `omniattn info`."""
-    source = "no record of this CPU" if record is None else f"measured with torch {record['torch']}"
-    lines = []
+    if record is None:
+        best = [levels[-1] for d in set(_PRODUCTS.values()) if (levels := product_levels(d))]
+        return [f"{op} uses {name} (no record of this CPU)" for op in OPS for name in sorted(best)]
+    lines, source = [], f" (measured with torch {record['torch']})"
     for op in OPS:
         for name in product_levels():
-            least = 0 if record is None else record["ops"][op]["least"].get(name, 0)
+            least = record["ops"][op]["least"].get(name, 0)
             when = "always" if least == 0 else f"from {least:.1e} multiply-adds of a head on"
             when = when if op == "attention" else when.replace("a head", "an expert")
-            lines.append(f"{op} uses {name} {'never' if least >= NEVER else when} ({source})")
+            lines.append(f"{op} uses {name} {'never' if least >= NEVER else when}{source}")
     return lines
 
 
