@@ -67,6 +67,8 @@ def valid_calls():
             if sum(t.numel() for t in call.tensors.values()) < 30_000:
                 for op, args, kwargs in recorded_ops(call, spec.function):
                     assert not kwargs
+                    if not args:
+                        continue  # tells about the machine
                     calls[op._schema.name.split("::")[1]].append((op, args))
     # Called inside of other ops and of layers only.
     ones = [torch.ones(5, 70) for _ in range(4)]
@@ -270,7 +272,10 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
         actual += broken.gradients(spec.function)
     for a, e in zip(actual, expected, strict=True):
         finite = e.isfinite()
-        torch.testing.assert_close(a[finite], e[finite], rtol=1e-4, atol=1e-4)
+        # Sums of large terms may be small.
+        largest = e[finite].abs().max().item() if finite.any() else 0.0
+        atol = 1e-4 + 1e-6 * largest
+        torch.testing.assert_close(a[finite], e[finite], rtol=1e-4, atol=atol)
 
 
 def systems():

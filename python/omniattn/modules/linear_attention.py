@@ -22,12 +22,12 @@ from omniattn.modules.recurrent import (
     RecurrentMixer,
     Result,
     fp32,
+    log_sigmoid,
     low_rank,
     zeros_of_states,
 )
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
-from omniattn.reference.activation import log_sigmoid
 
 
 class LinearAttention(StateMixer):

@@ -19,7 +19,6 @@ from omniattn.modules.mlp import GatedMLP
 from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
-from omniattn.reference.activation import log_sigmoid
 
 
 class SimpleSelectiveSSM(StateMixer):
