@@ -16,7 +16,7 @@ from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
-from omniattn.modules.recurrent import Device, fp32, zeros_of_states
+from omniattn.modules.recurrent import Device, fp32, log_sigmoid, zeros_of_states
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
 
