@@ -106,6 +106,14 @@ def test_families_have_names(tmp_path, vendor, family, model, name):
     assert cpu_family(cpuinfo(tmp_path / "missing")) == "unknown_0_0"
 
 
+def test_nothing_of_a_row_reaches_the_one_before_it():
+    """oneDNN multiplies pairs of terms on AMX, and reads on where their number is odd."""
+    x, weight = torch.ones(2000, 33, dtype=torch.bfloat16), torch.ones(600, 33).bfloat16()
+    x[5, 0] = weight[7, 0] = float("nan")
+    bad = linear(x, weight).isnan()
+    assert bad.sum() == 2000 + 599 and bad[5].all() and bad[:, 7].all()
+
+
 def test_a_family_without_a_record_takes_that_of_the_same_cores():
     records = {"emerald_rapids": RECORD, "zen3": RECORD | {"isa": "avx2"}}
     assert record_of_family(records, "sapphire_rapids") is RECORD

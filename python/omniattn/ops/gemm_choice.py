@@ -134,16 +134,21 @@ def _choose() -> dict[torch.dtype, Rule | Crossings]:
 #: What holds on this machine, by dtype.
 CHOICE = _choose()
 
+_TORCH_READS_ON: bool = torch.ops.omniattn.detected_cpu_isa() >= CPU_ISAS.index("amx_bf16")
+
 
 def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
     """Whether x weight^T, and its gradients, are faster on this package's kernel.
+
+    Those of bf16 with an odd number of terms are made here on AMX, where oneDNN reads on into the
+    next row (torch 2.13): NaN there would reach the result.
 
     Those of fp32 in `pieces` of bf16 (_precision.py) are made here whatever the size: they are
     asked for, and torch has none.
     """
     if x.device.type != "cpu":
         return False
-    if pieces > 0:
+    if pieces > 0 or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
         return True
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):
