@@ -213,7 +213,7 @@ OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #endif
 }
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { _mm256_storeu_epi16(p, narrow_factors(x)); }
-// The numbers of x, then those of y.
+// Stores x, and y after it.
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x, VecF y) {
 #if defined(__AVX512BF16__)
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y.v, x.v)));
