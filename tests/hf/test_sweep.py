@@ -41,6 +41,7 @@ WRONG_IN_EAGER = {
     "nemotron3_5_asr": _LOGICAL_NOT,
     "nemotron_asr_streaming": _LOGICAL_NOT,
     "nemotron_asr_streaming_encoder": _LOGICAL_NOT,
+    "sam3": "its gradients are NaN in float64, and in float32 as far from sdpa's as from ours",
 }
 #: Models whose weights are not compared.
 OTHER_WEIGHTS = {
