@@ -54,6 +54,7 @@ struct Problem : SequenceProblem {
     return channels_last(*t);
   }
 
+  bool past_caches() const { return x.numel() * size_of(dtype) >= kLargeBytes; }
   CausalConv params(bool silu) const {
     return {.dtype = dtype,
             .silu = silu,
@@ -103,8 +104,10 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
   const Problem p("causal_conv1d", x, weight, bias, initial_state, cu_seqlens);
   const Output y = p.result(true, x.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.taps - 1, p.channels}, p.dtype);
-  const CausalConvParams params{
-      .conv = p.params(silu), .y = y.data(), .final_state = final_state.data()};
+  const CausalConvParams params{.conv = p.params(silu),
+                                .y = y.data(),
+                                .past_caches = p.past_caches(),
+                                .final_state = final_state.data()};
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_causal_conv(params, stream()));
   } else {
@@ -132,6 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
                                         .grad_y = gy.const_data_ptr(),
                                         .grad_final = data_or_null(grad_final),
                                         .dx = dx.data(),
+                                        .past_caches = p.past_caches(),
                                         .dbefore = dstate.data(),
                                         .grad_y_batch = gy.stride(0),
                                         .grad_y_row = gy.stride(1)};

@@ -213,14 +213,16 @@ OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows
   }
 }
 
-// B given transposed, as (n, k) row-major.
+// B given transposed, as (n, k) row-major. Products of n columns read panels up to a multiple of
+// kWidth only; a caller of no others says so by `filled`.
 template <class T, class S>
-void pack_bt(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
+void pack_bt(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed, int64_t filled = INT64_MAX) {
   constexpr int64_t kStep = Operand<T>::kStep;
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   const int64_t steps = k_steps<T>(k);
   for (int64_t panel = 0; panel < n; panel += kPanelCols<T>) {
-    for (int64_t column = panel; column < panel + kPanelCols<T>; column += kWidth) {
+    const int64_t end = filled - panel < kPanelCols<T> ? filled : panel + kPanelCols<T>;
+    for (int64_t column = panel; column < end; column += kWidth) {
       T* out = packed + (column - panel) * kStep;
       for (int64_t step = 0; step < steps; step += kWidth) {
         pack_transposed_block<T>(b + column * ldb + step * kStep, ldb, n - column, k - step * kStep,

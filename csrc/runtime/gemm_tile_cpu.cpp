@@ -54,6 +54,8 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
   const int64_t lda = args.lda;
   const int64_t ldc = args.ldc;
   const int64_t last = args.last;
+  // Said aloud, so that the mask of the last vector is made before the loop.
+  if (last < 1 || last > Acc::kWidth) __builtin_unreachable();
   const bool accumulate = args.accumulate;
 
   // C is read at the end only, when these lines have arrived.

@@ -68,9 +68,11 @@ struct EvenOdd {
     return {VecF::from_bits(pairs << 16), VecF::from_bits(pairs & ~0xffff)};
   }
   OMNIATTN_INLINE void store(bf16* p, Halves x) const {
-    const VecF::Bits pairs =
-        (rounded_to_upper_half(x.even) >> 16 & 0xffff) | (rounded_to_upper_half(x.odd) & ~0xffff);
-    __builtin_memcpy(p, &pairs, sizeof(pairs));
+    const VecF::Bits bits = pairs(x);
+    __builtin_memcpy(p, &bits, sizeof(bits));
+  }
+  OMNIATTN_INLINE void stream(bf16* p, Halves x) const {
+    OMNIATTN_ISA::stream(reinterpret_cast<float*>(p), VecF::from_bits(pairs(x)));
   }
   OMNIATTN_INLINE Halves load(const float* p) const {
     const auto [even, odd] =
@@ -91,6 +93,12 @@ struct EvenOdd {
     OMNIATTN_ISA::store(p + VecF::kWidth, x.odd);
   }
   OMNIATTN_INLINE Halves zero_beyond(Halves x) const { return x; }
+
+ private:
+  OMNIATTN_INLINE static VecF::Bits pairs(Halves x) {
+    return (rounded_to_upper_half(x.even) >> 16 & 0xffff) |
+           (rounded_to_upper_half(x.odd) & ~0xffff);
+  }
 };
 
 // The kWidth elements from a position on.
@@ -102,6 +110,11 @@ struct Whole {
   template <class S>
   OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) const {
     OMNIATTN_ISA::store(p, x);
+  }
+  // Past the caches, to an aligned address.
+  template <class S>
+  OMNIATTN_INLINE void stream(S* p, Vec<compute_t<S>> x) const {
+    OMNIATTN_ISA::stream(p, x);
   }
   template <class T>
   OMNIATTN_INLINE Vec<T> load_sums(const T* p) const {
@@ -135,6 +148,10 @@ struct First {
   template <class S>
   OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) const {
     store_n(p, x, n);
+  }
+  template <class S>
+  OMNIATTN_INLINE void stream(S* p, Vec<compute_t<S>> x) const {
+    store(p, x);
   }
   template <class T>
   OMNIATTN_INLINE Vec<T> load_sums(const T* p) const {

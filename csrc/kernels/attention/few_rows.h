@@ -2,10 +2,8 @@
 // once for a few rows, without packing.
 #pragma once
 
-#include <utility>  // std::integer_sequence, a type without code
-
 #include "runtime/gemm_tile.h"
-#include "runtime/vec.h"
+#include "runtime/lane_sums.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -17,36 +15,6 @@ constexpr int kKeys = 4;
 
 // More rows are faster with keys that are packed, which costs the same for any number of rows.
 constexpr int64_t kRowsInPlace = 16;
-
-// In each four lanes the sums of adjacent lanes of a, then of b.
-template <class A>
-OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
-  constexpr int kWidth = Vec<A>::kWidth;
-  return [&]<int... I>(std::integer_sequence<int, I...>) {
-    return Vec<A>(
-        __builtin_shufflevector(a.v, b.v, (I / 4 * 4 + I % 2 * 2 + I / 2 % 2 * kWidth)...) +
-        __builtin_shufflevector(a.v, b.v, (I / 4 * 4 + I % 2 * 2 + I / 2 % 2 * kWidth + 1)...));
-  }(std::make_integer_sequence<int, kWidth>{});
-}
-// p[i] = the sum of the lanes of x[i]. Takes a quarter of the instructions of four reduce_add,
-// which were a quarter of the time of dot_tile; a masked store of the four takes some 20 on Zen 3.
-template <class A>
-OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
-  constexpr int kWidth = Vec<A>::kWidth;
-  if constexpr (kWidth < 4) {
-    for (int i = 0; i < 4; ++i) p[i] = reduce_add(x[i]);
-  } else {
-    const Vec<A> sums = fold(fold(x[0], x[1]), fold(x[2], x[3]));
-    typedef A Four __attribute__((vector_size(4 * sizeof(A))));
-    Four four = __builtin_shufflevector(sums.v, sums.v, 0, 1, 2, 3);
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-      ((four +=
-        __builtin_shufflevector(sums.v, sums.v, 4 * I + 4, 4 * I + 5, 4 * I + 6, 4 * I + 7)),
-       ...);
-    }(std::make_integer_sequence<int, kWidth / 4 - 1>{});
-    __builtin_memcpy(p, &four, sizeof(four));
-  }
-}
 
 // s[r][n] = q_r . k_n for up to kKeys keys, at offsets `at` from k; q rows are padded with zeros.
 template <class T, int kCount>

@@ -69,6 +69,7 @@ OMNIATTN_FN int64_t conv_sequence_of(const CausalConv& p, int64_t item, int64_t 
 struct CausalConvParams {
   CausalConv conv;
   void* y;            // (B, T, D) contiguous
+  bool past_caches;   // y is too large for them
   void* final_state;  // (N, K - 1, D) contiguous
 };
 
@@ -92,6 +93,7 @@ struct CausalConvBackwardParams {
   const void* grad_y;      // (B, T, D)
   const void* grad_final;  // (N, K - 1, D) contiguous, or null
   void* dx;                // (B, T, D) contiguous
+  bool past_caches;        // dx is too large for them
   void* dbefore;           // (N, K - 1, D) contiguous, or null
   int64_t grad_y_batch, grad_y_row;
 };

@@ -23,6 +23,13 @@ struct Steps {
   OMNIATTN_INLINE const V& operator[](int j) const { return of[j]; }
 };
 
+// Whether rows of T at y are stored past the caches, as whole aligned vectors.
+template <class T>
+bool streams(bool past_caches, const void* y, int64_t channels) {
+  return past_caches && channels * sizeof(T) % kVecBytes == 0 &&
+         reinterpret_cast<uintptr_t>(y) % kVecBytes == 0;
+}
+
 template <class T>
 struct Conv {
   const CausalConv& p;
@@ -85,6 +92,7 @@ OMNIATTN_INLINE void for_sequences(const CausalConv& p, int64_t extra, int64_t b
 template <class T>
 void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.conv.channels;
+  const bool past_caches = streams<T>(p.past_caches, p.y, n);
   for_sequences(p.conv, 0, begin, end, [&](const ConvSequence& s, int64_t first, int64_t last) {
     const Conv<T> conv{p.conv, s};
     T* const y = static_cast<T*>(p.y) + s.first * n;
@@ -98,11 +106,13 @@ void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
           if (p.conv.silu) {
             sum = lanewise([](auto v) { return activate<Activation::silu>(v).value; }, sum);
           }
-          part.store(y + (t + j) * n + i, sum);
+          T* const to = y + (t + j) * n + i;
+          past_caches ? part.stream(to, sum) : part.store(to, sum);
         }
       });
     }
   });
+  if (past_caches) stream_fence();
 }
 
 // Gradients of the rows [first, last) of one sequence.
@@ -115,6 +125,7 @@ struct BackwardRows {
   C* recent;  // g of the last K - 1 steps
   int64_t first, last;
   const int64_t n = p.conv.channels, taps = p.conv.taps, before = taps - 1;
+  const bool past_caches = streams<T>(p.past_caches, p.dx, n);
   const Conv<T> conv{p.conv, s};
 
   void run() const {
@@ -183,7 +194,8 @@ struct BackwardRows {
     for (int j = 0; j < kSteps; ++j) {
       const int64_t r = t + j;
       if (r < first || r >= last || (r < before && p.dbefore == nullptr)) continue;
-      part.store(gradient_of_row(r) + i, d[j]);
+      T* const to = gradient_of_row(r) + i;
+      past_caches&& r >= before ? part.stream(to, d[j]) : part.store(to, d[j]);
     }
   }
 
@@ -228,6 +240,7 @@ void backward(const CausalConvBackwardParams& p, void* dweight, void* dbias, voi
             first, last}
             .run();
       });
+  stream_fence();
 }
 
 void forward_any(const CausalConvParams& p, int64_t begin, int64_t end) {

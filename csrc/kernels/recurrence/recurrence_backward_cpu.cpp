@@ -87,30 +87,41 @@ struct Backward {
   void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t part) {
     const int64_t t = s.begin + first, K = p.key_width;
     const int64_t key_head = part / params.shards, shard = part % params.shards;
-    c.load(s.batch, t, n, key_head);
+    const bool same_keys = part * group > heads.first && shard > 0;
+    if (!same_keys) c.load(s.batch, t, n, key_head);
     zero_rows(drows, kRows * n, K);
     d.dk = drows, d.dq = drows.at(n);
     if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
     for (int64_t h = part * group; h < (part + 1) * group; ++h) {
-      head(s, t, s.slot + first / size, h, dstate_of(h));
+      head(s, t, s.slot + first / size, h, same_keys || h % group > 0, dstate_of(h));
     }
-    const DType dtype = params.shards == 1 ? p.dtype : sizeof(C) == 8 ? DType::f64 : DType::f32;
+    const DType dtype = params.shards == 1 ? p.dtype : kComputed<C>;
     const int64_t batches = p.boundaries == nullptr ? p.sequences : 1;
     const auto write = [&](Matrix<C> rows, void* to) {
-      store_rows(dtype, rows, n, K,
-                 out_row(dtype, p, to, shard * batches + s.batch, t, p.key_heads, key_head, K),
-                 p.key_heads * K);
+      stream_rows(dtype, rows, n, K,
+                  out_row(dtype, p, to, shard * batches + s.batch, t, p.key_heads, key_head, K),
+                  p.key_heads * K);
     };
     write(d.dk, params.dk);
     write(d.dq, params.dq);
     if (kKeys == 2) write(d.da, params.da), write(d.db, params.db);
   }
 
-  void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, Matrix<C> dstate) {
+  void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, bool same_keys,
+            Matrix<C> dstate) {
     const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V, bytes = V * size_of(p.dtype);
     const Matrix<C> grad_o = out.at(n);
+    const bool last = h + 1 == heads.end;
+    const int64_t next = last ? heads.first : h + 1, next_t = last ? t - size : t;
+    Ahead ahead{[&](int64_t i) {
+      if (next_t < s.begin) return;
+      c.fetch(batch, next_t + i, next);
+      if (params.grad_o.data != nullptr) {
+        prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), bytes);
+      }
+    }};
     c.load_update(s, t, h);
-    decay.apply(c, batch, t, h);
+    decay.apply(c, batch, t, h, same_keys, ahead);
     copy_rows(state_of<C>(p, params.states, slot, h), V, K, V, state);
     if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
     Update::values(c);
@@ -119,16 +130,7 @@ struct Backward {
     } else {
       zero_rows(grad_o, n, V);
     }
-    const bool last = h + 1 == heads.end;
-    const int64_t next = last ? heads.first : h + 1, next_t = last ? t - size : t;
-    c.meet(c.k_out, dstate, x, kKeys * n, [&](int64_t i) {
-      prefetch_row<true>(out_row(p.dtype, p, params.dv, batch, t + i, p.value_heads, h, V), bytes);
-      if (next_t < s.begin) return;
-      c.fetch(batch, next_t + i, next);
-      if (params.grad_o.data != nullptr) {
-        prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), bytes);
-      }
-    });
+    c.meet(c.k_out, dstate, x, kKeys * n, ahead);
     multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
     if constexpr (kKeys == 2) {
       multiply_lower_transposed(c.P_b, grad_o, x.at(n), n, V, Into::add);
@@ -137,11 +139,11 @@ struct Backward {
     write_values(batch, t, h);
     score_gradients(c.u, d.scores);
     if constexpr (kKeys == 2) score_gradients(c.u.at(n), d.scores_b);
-    pack_bt(dstate.data, dstate.stride, V, K, c.packed);
+    pack_columns<C>(dstate, K, V, c.packed);
     multiply(c.u, packed_panels(c.packed, V), d.made, kKeys * n, K, V, Into::set);
     // Rows of the probe come first, where there are any.
     const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
-    pack_bt(state.data, state.stride, V, K, c.packed);
+    pack_columns<C>(state, K, V, c.packed);
     multiply(out.at(skip), packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
     for (int64_t i = 0; i < K; ++i) {
       decay.decay_row(dstate.row(i), i, V);
@@ -160,18 +162,20 @@ struct Backward {
   // [dN; dP] of the updates u.
   void score_gradients(Matrix<const C> u, Matrix<C> scores) {
     const int64_t n = c.rows, V = c.V;
-    pack_bt(u.data, u.stride, V, n, c.packed);
-    if constexpr (Update::kProbe) multiply_to_lower(out, c.packed, scores, n, V);
-    multiply_to_lower(out.at(n), c.packed, scores.at(n), n, V);
+    pack_columns(u, n, V, c.packed);
+    for_blocks(n, [&](int64_t i, int64_t m) {
+      if constexpr (Update::kProbe) multiply_to_lower(out, c.packed, scores, i, m, V);
+      multiply_to_lower(out.at(n), c.packed, scores.at(n), i, m, V);
+    });
   }
 
   // dv = -de, or x without a delta, and dbeta = (v - prediction) . x.
   void write_values(int64_t batch, int64_t t, int64_t h) {
     const int64_t V = p.value_width;
     const Matrix<C> dv = c.delta ? out : x;
-    store_rows(p.dtype, dv, c.rows, V,
-               out_row(p.dtype, p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
-               c.delta ? C{-1} : C{1});
+    stream_rows(p.dtype, dv, c.rows, V,
+                out_row(p.dtype, p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
+                c.delta ? C{-1} : C{1});
     if (!c.delta || params.dbeta == nullptr) return;
     for (int64_t i = 0; i < c.rows; ++i) {
       *out_row<C>(p, params.dbeta, batch, t + i, p.value_heads, h, 1) =
@@ -203,6 +207,7 @@ void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begi
           .run(recurrence_sequence(p, i / items), first, smaller(first + params.parts, parts));
     }
   });
+  stream_fence();
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/recurrence/recurrence_decay.h"
+#include "runtime/lane_sums.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -13,19 +14,24 @@ struct ChannelDecay {
   static constexpr bool kProbe = Update::kProbe, kProbesBefore = Update::kProbesBefore;
   static constexpr bool kBonus = Update::kBonus, kTwoKeys = Update::kKeys == 2;
   Matrix<C> w, in, out;
-  Matrix<C> running;  // decayed keys
   C* end;
+  // For the backward, sums within the chunk: gradients of the stack of the probe and q and of the
+  // stack of keys, and shares of that of w_i in products of keys before row i with rows from i on.
+  Matrix<C> of_readers, of_keys, shares;
 
   ChannelDecay(const Recurrence& p, Room<C>& room) {
     const int64_t size = recurrence_chunk(p.channel_decay);
     w = room.rows(size, p.key_width);
     in = room.rows(size, p.key_width);
     out = room.rows(size, p.key_width);
-    running = room.rows(kKeys, p.key_width);
     end = room.take(p.key_width);
+    of_readers = room.rows(2 * size, p.key_width);
+    of_keys = room.rows(Update::kKeys * size, p.key_width);
+    shares = room.rows(size, p.key_width);
   }
 
-  void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
+  template <class F>
+  void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head, bool, Ahead<F>& ahead) {
     const int64_t n = c.rows;
     for_row<C>(c.K, [&](int64_t d, auto part) {
       Vec<C> product = Vec<C>(C{1});
@@ -52,8 +58,8 @@ struct ChannelDecay {
         product *= part.load(w.row(i) + d);
       }
     });
-    scores(c, c.k, c.N, c.P);
-    if constexpr (kTwoKeys) scores(c, c.k.at(n), c.N_b, c.P_b);
+    scores(c, c.k, c.N, c.P, ahead);
+    if constexpr (kTwoKeys) scores(c, c.k.at(n), c.N_b, c.P_b, ahead);
     for (int64_t i = 0; kBonus && i < n; ++i) {
       c.P.row(i)[i] = row_sum<C>(c.K, [&](int64_t d, auto part) {
         return part.load(c.q.row(i) + d) * part.load(c.bonus + d) * part.load(c.k.row(i) + d);
@@ -73,36 +79,37 @@ struct ChannelDecay {
   // chunk. What reads the state before its own token's decay has no share in that one.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& g, C* dg, int64_t stride) {
     const int64_t n = c.rows;
+    zero_rows(of_readers, 2 * n, c.K);
+    zero_rows(shares, n, c.K);
+    within_chunk(c, c.k, g.scores, of_keys);
+    if constexpr (kTwoKeys) within_chunk(c, c.k.at(n), g.scores_b, of_keys.at(n));
     for_row<C>(c.K, [&](int64_t d, auto part) {
       const auto at = [&](Matrix<const C> x, int64_t i) { return part.load(x.row(i) + d); };
       const auto add = [&](Matrix<C> x, int64_t i, Vec<C> y) {
         part.store(x.row(i) + d, at(x, i) + y);
       };
-      Vec<C> shares[recurrence_chunk(true)], entering = zero<C>(), dbonus = zero<C>();
-      for (Vec<C>& share : shares) share = zero<C>();
+      Vec<C> entering = zero<C>(), dbonus = zero<C>();
       for (int64_t i = n; i-- > 0;) {
         const Vec<C> k = at(c.k, i), q = at(c.q, i), entry = at(in, i);
         const Vec<C> before = i > 0 ? at(in, i - 1) : Vec<C>(C{1});
-        const VecPair<Vec<C>> key = sum_over_queries(c, g, i, d, part, shares);
-        const VecPair<Vec<C>> query = sum_over_keys(c, g, i, d, part);
-        Vec<C> dk = fma(at(g.made, i), at(out, i), key.first);
+        Vec<C> dk = fma(at(g.made, i), at(out, i), at(of_keys, i));
         const Vec<C> met_q = at(g.met, n + i) * (kBonus ? before : entry);
-        Vec<C> dq = met_q + query.second, met_probe = zero<C>();
+        Vec<C> dq = met_q + at(of_readers, n + i), met_probe = zero<C>();
         if constexpr (kProbe) {
           met_probe = at(g.met, i) * (kProbesBefore ? before : entry);
           if constexpr (!kProbesBefore) {
             entering = fma(at(c.probe, i), met_probe, entering);
-            dk += met_probe + query.first;
+            dk += met_probe + at(of_readers, i);
           }
         }
         if constexpr (kTwoKeys) {
-          add(g.db, i, fma(at(g.made, n + i), at(out, i), key.second));
+          add(g.db, i, fma(at(g.made, n + i), at(out, i), at(of_keys, n + i)));
         }
         if constexpr (!kBonus) entering = fma(q, met_q, entering);
-        shares[i] += entering;
+        add(shares, i, entering);
         if constexpr (kProbesBefore) {
           entering = fma(at(c.probe, i), met_probe, entering);
-          add(g.da, i, met_probe + query.first);
+          add(g.da, i, met_probe + at(of_readers, i));
         }
         if constexpr (kBonus) {
           entering = fma(q, met_q, entering);
@@ -116,130 +123,200 @@ struct ChannelDecay {
       }
       Vec<C> leaving = part.load(g.carried + d);
       for (int64_t t = 0; dg != nullptr && t < n; ++t) {
-        part.store(dg + t * stride + d, shares[t] + leaving);
+        add(shares, t, leaving);
         for (int64_t i = t; i < n * Update::kKeys; i += n) {
           leaving = fma(at(g.made, i), at(c.k_out, i), leaving);
         }
       }
       if (kBonus && g.dbonus != nullptr) part.store(g.dbonus + d, part.load(g.dbonus + d) + dbonus);
     });
+    if (dg != nullptr) {
+      stream_rows(kComputed<C>, shares, n, c.K, reinterpret_cast<char*>(dg), stride);
+    }
   }
 
  private:
-  // Keys whose scores with the probe and with q of one row are a vector.
-  static constexpr int kReaders = kProbe ? 2 : 1;
-  static constexpr int kKeys = Vec<C>::kWidth / kReaders;
+  // Keys, and vectors of their channels, that stay in registers while they decay from row to row.
+  static constexpr int kKeys = kTileAccumulators >= 16 ? 4 : 1, kVecs = kKeys == 4 ? 4 : 8;
 
-  void scores(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N, Matrix<C> P) {
+  // Calls f.operator()<kCount>(d, part) for all channels, kCount vectors from d on.
+  template <class F>
+  OMNIATTN_INLINE static void for_channels(int64_t channels, const F& f) {
+    constexpr int64_t kChannels = kVecs * Vec<C>::kWidth;
+    int64_t d = 0;
+    for (; d + kChannels <= channels; d += kChannels) f.template operator()<kVecs>(d, Whole{});
+    for_row<C>(channels - d,
+               [&](int64_t rest, auto part) { f.template operator()<1>(d + rest, part); });
+  }
+  // Calls f.operator()<kStarted>(i) for rows i from j on, before which kStarted keys have started.
+  template <class F>
+  OMNIATTN_INLINE static void for_rows_from(int64_t j, int64_t rows, const F& f) {
+    [&]<int... kStarted>(std::integer_sequence<int, kStarted...>) OMNIATTN_LAMBDA {
+      ((j + kStarted < rows ? f.template operator()<kStarted>(j + kStarted) : void()), ...);
+    }(std::make_integer_sequence<int, kKeys>{});
+    for (int64_t i = j + kKeys; i < rows; ++i) f.template operator()<kKeys>(i);
+  }
+  // The same in reverse.
+  template <class F>
+  OMNIATTN_INLINE static void for_rows_down_to(int64_t j, int64_t rows, const F& f) {
+    for (int64_t i = rows; i-- > j + kKeys;) f.template operator()<kKeys>(i);
+    [&]<int... kAfter>(std::integer_sequence<int, kAfter...>) OMNIATTN_LAMBDA {
+      ((j + kKeys - 1 - kAfter < rows
+            ? f.template operator()<kKeys - 1 - kAfter>(j + kKeys - 1 - kAfter)
+            : void()),
+       ...);
+    }(std::make_integer_sequence<int, kKeys>{});
+  }
+  template <int kCount>
+  OMNIATTN_INLINE static void clear(Vec<C> (&keys)[kKeys][kCount]) {
+#pragma GCC unroll 4
+    for (auto& key : keys) {
+#pragma GCC unroll 8
+      for (Vec<C>& x : key) x = zero<C>();
+    }
+  }
+
+  template <class F>
+  void scores(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N, Matrix<C> P,
+              Ahead<F>& ahead) const {
     if constexpr (kProbe) zero_rows(N, c.rows, c.rows);
     zero_rows(P, c.rows, c.rows);
-    for (int64_t j = 0; j < c.rows; j += kKeys) scores_of_keys(c, keys, N, P, j);
-  }
-
-  // Column j .. j + kKeys of N and P.
-  void scores_of_keys(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N, Matrix<C> P,
-                      int64_t j) {
-    const int64_t count = smaller(kKeys, c.rows - j);
-    copy_rows(keys.row(j), keys.stride, count, c.K, running);
-    for (int64_t x = count; x < kKeys; ++x) zero_rows(running.at(x), 1, c.K);
-    for (int64_t i = j; i < c.rows; ++i) {
-      i < j + kKeys ? scores_of_row<true>(c, N, P, i, j) : scores_of_row<false>(c, N, P, i, j);
+    for (int64_t j = 0; j < c.rows; j += kKeys) {
+      ahead.ask_until(smaller(j + kKeys, c.rows) / 2);
+      for_channels(c.K, [&]<int kCount>(int64_t d, auto part) {
+        scores_of_keys<kCount>(c, keys, N, P, j, d, part);
+      });
     }
   }
 
-  template <bool kDiagonal>
-  void scores_of_row(const Chunk<C>& c, Matrix<C> N, Matrix<C> P, int64_t i, int64_t j) {
-    constexpr int kWidth = Vec<C>::kWidth, kQuery = kWidth - kKeys;
-    Vec<C> scores[kWidth];
-#pragma GCC unroll 16
-    for (auto& score : scores) score = zero<C>();
-    const C *const decays = w.row(i), *const query = c.q.row(i);
-    const C* const probes = kProbe ? c.probe.row(i) : nullptr;
-    const Matrix<C> keys = running;
-    for_row<C>(c.K, [&](int64_t d, auto part) {
-      const Vec<C> decay = part.load(decays + d), q = part.load(query + d);
-      Vec<C> probe = zero<C>();
-      if constexpr (kProbe) probe = part.load(probes + d);
-#pragma GCC unroll 16
-      for (int x = 0; x < kKeys; ++x) {
-        Vec<C> key = part.load(keys.row(x) + d);
-        if constexpr (kProbesBefore) scores[x] = fma(probe, key, scores[x]);
-        if constexpr (kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);
-        if (!kDiagonal || j + x < i) {
+  // Adds to columns [j, j + kKeys) of N and P the share of kCount vectors of channels from d on.
+  template <int kCount>
+  [[gnu::noinline]] void scores_of_keys(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N,
+                                        Matrix<C> P, int64_t j, int64_t d, auto part) const {
+    Vec<C> running[kKeys][kCount];
+    clear(running);
+    const Matrix<const C> decays = w, probes = c.probe, queries = c.q;
+    for_rows_from(j, c.rows, [&]<int kStarted>(int64_t i) OMNIATTN_LAMBDA {
+      Vec<C> of_probe[kKeys], of_query[kKeys];
+#pragma GCC unroll 4
+      for (int x = 0; x < kKeys; ++x) of_probe[x] = of_query[x] = zero<C>();
+#pragma GCC unroll 8
+      for (int z = 0; z < kCount; ++z) {
+        const auto at = [&](Matrix<const C> m) OMNIATTN_LAMBDA {
+          return part.load(m.row(i) + d + z * Vec<C>::kWidth);
+        };
+        const Vec<C> decay = at(decays), query = at(queries);
+        Vec<C> probe = zero<C>();
+        if constexpr (kProbe) probe = at(probes);
+#pragma GCC unroll 4
+        for (int x = 0; x < kStarted; ++x) {
+          Vec<C>& key = running[x][z];
+          if constexpr (kProbesBefore) of_probe[x] = fma(probe, key, of_probe[x]);
+          if constexpr (kBonus) of_query[x] = fma(query, key, of_query[x]);
           key *= decay;
-          part.store(keys.row(x) + d, key);
+          if constexpr (kProbe && !kProbesBefore) of_probe[x] = fma(probe, key, of_probe[x]);
+          if constexpr (!kBonus) of_query[x] = fma(query, key, of_query[x]);
         }
-        if constexpr (kProbe && !kProbesBefore) scores[x] = fma(probe, key, scores[x]);
-        if constexpr (!kBonus) scores[kQuery + x] = fma(q, key, scores[kQuery + x]);
+        if constexpr (kStarted < kKeys) {
+          running[kStarted][z] = at(keys);
+          if constexpr (!kBonus) {
+            of_query[kStarted] = fma(query, running[kStarted][z], of_query[kStarted]);
+          }
+        }
+      }
+      if constexpr (kProbe) add_sums(N.row(i) + j, of_probe);
+      add_sums(P.row(i) + j, of_query);
+    });
+  }
+
+  OMNIATTN_INLINE static void add_sums(C* p, const Vec<C> (&x)[kKeys]) {
+    C sums[kKeys];
+    if constexpr (kKeys == 4) {
+      store_sums(sums, x);
+    } else {
+      sums[0] = reduce_add(x[0]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) p[i] += sums[i];
+  }
+
+  // The sums of `gradient` for one stack of keys and the stack of the gradients of their scores,
+  // without P_jj of a bonus.
+  void within_chunk(const Chunk<C>& c, Matrix<const C> keys, Matrix<const C> scores,
+                    Matrix<C> sums) const {
+    for (int64_t j = 0; j < c.rows; j += kKeys) {
+      for_channels(c.K, [&]<int kCount>(int64_t d, auto part) {
+        within_chunk_of_keys<kCount>(c, keys, scores, sums, j, d, part);
+      });
+    }
+  }
+
+  // Of the keys [j, j + kKeys): from row to row as they decay, what the readers have of them; then
+  // back, what they have of the readers, which decays on the way. Where both meet are the shares.
+  template <int kCount>
+  [[gnu::noinline]] void within_chunk_of_keys(const Chunk<C>& c, Matrix<const C> keys,
+                                              Matrix<const C> scores, Matrix<C> sums, int64_t j,
+                                              int64_t d, auto part) const {
+    constexpr int kWidth = Vec<C>::kWidth;
+    const int64_t n = c.rows;
+    const Matrix<const C> decays = w, probes = c.probe, queries = c.q;
+    const Matrix<C> of_probes = of_readers, of_queries = of_readers.at(n), of_decays = shares;
+    const Matrix<const C> of_n = scores, of_p = scores.at(n);
+    const auto place = [&](auto m, int64_t i, int z)
+                           OMNIATTN_LAMBDA { return m.row(i) + d + z * kWidth; };
+    Vec<C> met[recurrence_chunk(true)][kKeys][kCount];  // keys, decayed to before row j + i
+    Vec<C> x[kKeys][kCount];
+    clear(x);
+    for_rows_from(j, n, [&]<int kStarted>(int64_t i) OMNIATTN_LAMBDA {
+      const C *const dn = of_n.row(i) + j, *const dp = of_p.row(i) + j;
+#pragma GCC unroll 8
+      for (int z = 0; z < kCount; ++z) {
+        const Vec<C> decay = part.load(place(decays, i, z));
+        Vec<C> query = part.load(place(of_queries, i, z)), probe = zero<C>();
+        if constexpr (kProbe) probe = part.load(place(of_probes, i, z));
+#pragma GCC unroll 4
+        for (int r = 0; r < kStarted; ++r) {
+          Vec<C>& key = x[r][z];
+          met[i - j][r][z] = key;
+          if constexpr (kProbesBefore) probe = fma(key, Vec<C>(dn[r]), probe);
+          if constexpr (kBonus) query = fma(key, Vec<C>(dp[r]), query);
+          key *= decay;
+          if constexpr (kProbe && !kProbesBefore) probe = fma(key, Vec<C>(dn[r]), probe);
+          if constexpr (!kBonus) query = fma(key, Vec<C>(dp[r]), query);
+        }
+        if constexpr (kStarted < kKeys) {
+          x[kStarted][z] = part.load(place(keys, i, z));
+          if constexpr (!kBonus) query = fma(x[kStarted][z], Vec<C>(dp[kStarted]), query);
+        }
+        part.store(place(of_queries, i, z), query);
+        if constexpr (kProbe) part.store(place(of_probes, i, z), probe);
       }
     });
-    transpose(scores);
-    C sums[kWidth];
-#pragma GCC unroll 16
-    for (int x = 1; x < kWidth; ++x) scores[0] += scores[x];
-    store(sums, scores[0]);
-    for (int x = 0; x < kKeys && j + x <= i; ++x) {
-      if (kProbe && j + x < i) N.row(i)[j + x] = sums[x];
-      P.row(i)[j + x] = sums[kQuery + x];
-    }
-  }
-
-  // Of row i, sum over keys j of D_ij k_j times the gradients of N_ij and of P_ij, by Horner's
-  // rule.
-  OMNIATTN_INLINE VecPair<Vec<C>> sum_over_keys(const Chunk<C>& c, const ChunkGradient<C>& g,
-                                                int64_t i, int64_t d, auto part) const {
-    const int64_t n = c.rows;
-    Vec<C> of_n = zero<C>(), of_p = zero<C>();
-    for (int64_t j = 0; j <= i; ++j) {
-      const Vec<C> decay = part.load(w.row(j) + d), k = part.load(c.k.row(j) + d);
-      if (kProbe && (j < i || !kProbesBefore)) of_n *= decay;
-      if (kProbe && j < i) of_n = fma(k, Vec<C>(g.scores.row(i)[j]), of_n);
-      if (j < i || !kBonus) of_p = fma(of_p, decay, k * g.scores.row(n + i)[j]);
-      if constexpr (kTwoKeys) {
-        const Vec<C> b = part.load(c.k.row(n + j) + d);
-        if (j < i) of_n = fma(b, Vec<C>(g.scores_b.row(i)[j]), of_n);
-        of_p = fma(b, Vec<C>(g.scores_b.row(n + i)[j]), of_p);
+    clear(x);
+    for_rows_down_to(j, n, [&]<int kStarted>(int64_t i) OMNIATTN_LAMBDA {
+      const C *const dn = of_n.row(i) + j, *const dp = of_p.row(i) + j;
+#pragma GCC unroll 8
+      for (int z = 0; z < kCount; ++z) {
+        const Vec<C> decay = part.load(place(decays, i, z)), q = part.load(place(queries, i, z));
+        Vec<C> probe = zero<C>(), share = part.load(place(of_decays, i, z));
+        if constexpr (kProbe) probe = part.load(place(probes, i, z));
+#pragma GCC unroll 4
+        for (int r = 0; r < kStarted; ++r) {
+          Vec<C>& sum = x[r][z];
+          if constexpr (!kBonus) sum = fma(q, Vec<C>(dp[r]), sum);
+          if constexpr (kProbe && !kProbesBefore) sum = fma(probe, Vec<C>(dn[r]), sum);
+          sum *= decay;
+          share = fma(met[i - j][r][z], sum, share);
+          if constexpr (kProbesBefore) sum = fma(probe, Vec<C>(dn[r]), sum);
+          if constexpr (kBonus) sum = fma(q, Vec<C>(dp[r]), sum);
+        }
+        if constexpr (kStarted < kKeys) {
+          if constexpr (!kBonus) x[kStarted][z] = fma(q, Vec<C>(dp[kStarted]), x[kStarted][z]);
+          part.store(place(sums, i, z), x[kStarted][z]);
+        }
+        if constexpr (kStarted > 0) part.store(place(of_decays, i, z), share);
       }
-    }
-    return {of_n, of_p};
-  }
-
-  // Of k_j and of b_j, sum over rows i of D_ij times the gradients of N_ij times the probe and of
-  // P_ij times q_i; without P_jj of a bonus. The gradients of the decays between are added to
-  // `shares`: each is in the products of the keys, decayed up to it, with the sum from it on.
-  OMNIATTN_INLINE VecPair<Vec<C>> sum_over_queries(const Chunk<C>& c, const ChunkGradient<C>& g,
-                                                   int64_t j, int64_t d, auto part,
-                                                   Vec<C>* shares) const {
-    const int64_t n = c.rows;
-    Vec<C> decayed[recurrence_chunk(true)];  // D from j to before each row
-    Vec<C> product(C{1});
-    for (int64_t i = j + 1; i < n; ++i) {
-      decayed[i] = product;
-      product *= part.load(w.row(i) + d);
-    }
-    const Vec<C> k = part.load(c.k.row(j) + d);
-    Vec<C> b = zero<C>();
-    if constexpr (kTwoKeys) b = part.load(c.k.row(n + j) + d);
-    Vec<C> of_k = zero<C>(), of_b = zero<C>();
-    const auto read = [&](Matrix<const C> rows, int64_t i, int64_t score) {
-      const Vec<C> x = part.load(rows.row(i) + d);
-      of_k = fma(x, Vec<C>(g.scores.row(score)[j]), of_k);
-      if constexpr (kTwoKeys) of_b = fma(x, Vec<C>(g.scores_b.row(score)[j]), of_b);
-    };
-    for (int64_t i = n - 1; i > j; --i) {
-      if constexpr (!kBonus) read(c.q, i, n + i);
-      if constexpr (kProbe && !kProbesBefore) read(c.probe, i, i);
-      const Vec<C> decay = part.load(w.row(i) + d);
-      of_k *= decay;
-      if constexpr (kTwoKeys) of_b *= decay;
-      Vec<C> share = k * of_k;
-      if constexpr (kTwoKeys) share = fma(b, of_b, share);
-      shares[i] = fma(decayed[i], share, shares[i]);
-      if constexpr (kProbesBefore) read(c.probe, i, i);
-      if constexpr (kBonus) read(c.q, i, n + i);
-    }
-    if constexpr (!kBonus) read(c.q, j, n + j);
-    return {of_k, of_b};
+    });
   }
 };
 

@@ -76,8 +76,8 @@ OMNIATTN_INLINE void multiply(Input<C> a, Input<C> b, Matrix<C> c, int64_t m, in
 
 // Rows of a triangular product that are computed as one rectangle.
 constexpr int64_t kBlock = 16;
-// Rows of a product between which other work is done: two tiles.
-constexpr int64_t kStrip = 12;
+// Rows of a product between which other work is done: a tile.
+constexpr int64_t kStrip = 6;
 template <class F>
 OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
   for (int64_t i = 0; i < rows; i += kBlock) f(i, smaller(kBlock, rows - i));
@@ -98,13 +98,17 @@ template <class C>
     multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
   });
 }
-// The blocks of c = A B^T on and below the diagonal, B^T packed from rows of `width`.
+// B^T of rows of `width`, for products.
 template <class C>
-[[gnu::noinline]] void multiply_to_lower(Input<C> a, const C* packed, Matrix<C> c, int64_t rows,
-                                         int64_t width) {
-  for_blocks(rows, [&](int64_t i, int64_t m) {
-    multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
-  });
+[[gnu::noinline]] void pack_columns(Input<C> rows, int64_t count, int64_t width, C* packed) {
+  pack_bt(rows.data, rows.stride, width, count, packed, round_up(count, Vec<C>::kWidth));
+}
+// The block of c = A B^T on and below the diagonal that starts at row i, B^T packed from rows of
+// `width`.
+template <class C>
+[[gnu::noinline]] void multiply_to_lower(Input<C> a, const C* packed, Matrix<C> c, int64_t i,
+                                         int64_t m, int64_t width) {
+  multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
 }
 
 // Rows of x times factor, from one type of storage to another.
@@ -138,6 +142,10 @@ OMNIATTN_INLINE C dot(const C* a, const C* b, int64_t n) {
   return row_sum<C>(n, [&](int64_t i, auto part) { return part.load(a + i) * part.load(b + i); });
 }
 
+// The dtype of C.
+template <class C>
+constexpr DType kComputed = sizeof(C) == 8 ? DType::f64 : DType::f32;
+
 // Calls f(T{}) with the storage type of a dtype that is computed in C.
 template <class C, class F>
 OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
@@ -161,6 +169,24 @@ template <class C>
                                   int64_t stride, C factor = 1) {
   dispatch_storage<C>(dtype, [&]<class T>(T) {
     convert_rows(x.data, x.stride, rows, width, reinterpret_cast<T*>(out), stride, factor);
+  });
+}
+// The same past the caches where rows are whole vectors, for what is larger than they are and read
+// much later: it saves reading the lines first. Before others read it, stream_fence() is called.
+template <class C>
+[[gnu::noinline]] void stream_rows(DType dtype, Matrix<C> x, int64_t rows, int64_t width, char* out,
+                                   int64_t stride, C factor = 1) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  const int64_t element = size_of(dtype), vector = kWidth * element;
+  if (width % kWidth != 0 || stride * element % vector != 0 ||
+      reinterpret_cast<uintptr_t>(out) % vector != 0) {
+    return store_rows(dtype, x, rows, width, out, stride, factor);
+  }
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < rows; ++i) {
+      T* const to = reinterpret_cast<T*>(out) + i * stride;
+      for (int64_t j = 0; j < width; j += kWidth) stream(to + j, load(x.row(i) + j) * factor);
+    }
   });
 }
 
@@ -205,6 +231,19 @@ OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
   }
   asm volatile("");  // else GCC drops calls of what seems to have no effect
 }
+
+// Asks for the rows of tokens of another chunk by ask(i), a few at a time between products: they
+// are far from each other in memory, and waiting for them took up to a fourth of the time. Asked
+// for all at once, they wait for each other.
+template <class F>
+struct Ahead {
+  F ask;
+  int64_t asked = 0;
+
+  OMNIATTN_INLINE void ask_until(int64_t end) {
+    for (; asked < end; ++asked) ask(asked);
+  }
+};
 
 template <class C>
 struct Chunk {
@@ -256,20 +295,19 @@ struct Chunk {
                   Matrix<C> to, C factor = 1) const {
     load_rows(p.dtype, row_of(p.dtype, x, batch, t, head), x.step, rows, width, to, factor);
   }
-  // met = A S for `count` rows of A. In between fetch(i) is called for each i < rows, which asks
-  // for the rows of a token of another chunk: they are far from each other in memory, and waiting
-  // for them took up to a fourth of the time.
+  // met = A S for `count` rows of A, while the rest of the tokens are asked for.
   template <class F>
-  void meet(Matrix<C> a, Matrix<C> state, Matrix<C> met, int64_t count, const F& fetch) const {
-    int64_t fetched = 0;
+  void meet(Matrix<C> a, Matrix<C> state, Matrix<C> met, int64_t count, Ahead<F>& ahead) const {
+    const int64_t asked = ahead.asked;
     for (int64_t i = 0; i < count; i += kStrip) {
       const int64_t m = smaller(kStrip, count - i);
-      for (const int64_t end = (i + m) * rows / count; fetched < end; ++fetched) fetch(fetched);
+      ahead.ask_until(asked + (i + m) * (rows - asked) / count);
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
+  int64_t key_head_of(int64_t head) const { return head / (p.value_heads / p.key_heads); }
   [[gnu::noinline]] void fetch(int64_t batch, int64_t t, int64_t head) const {
-    const int64_t key_head = head / (p.value_heads / p.key_heads), element = size_of(p.dtype);
+    const int64_t key_head = key_head_of(head), element = size_of(p.dtype);
     const auto ask = [&](const StepView& x, int64_t h, int64_t width) {
       prefetch_row(row_of(p.dtype, x, batch, t, h), width * element);
     };

@@ -24,25 +24,35 @@ struct ChunkGradient {
 // One decay for all channels of a head, or none: it is taken out of the products of rows.
 template <class C>
 struct HeadDecay {
-  C *w, *in, *out;    // of each token; products from the start and to the end of the chunk
-  C *dg, *entering;   // of each token, for the backward
-  Matrix<C> between;  // D, zero above the diagonal
-  C end = 1;          // over the whole chunk
+  // Vectors of the tokens of a chunk.
+  static constexpr int kVectors = recurrence_chunk(false) / Vec<C>::kWidth;
+  C *w, *in, *out;     // of each token; products from the start and to the end of the chunk
+  C *dg, *entering;    // of each token, for the backward
+  Matrix<C> between;   // D, 1 above the diagonal
+  Matrix<C> products;  // stack of those of the probe and of q with the keys
+  C end = 1;           // over the whole chunk
 
   HeadDecay(const Recurrence& p, Room<C>& room) {
     const int64_t size = recurrence_chunk(p.channel_decay);
-    w = room.take(size), in = room.take(size), out = room.take(size);
+    w = room.take(size), in = room.take(size);
     dg = room.take(size), entering = room.take(size);
     between = room.rows(size, size);
+    products = room.rows(2 * size, size);
   }
 
-  void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
+  // Asks for half of the tokens ahead. Heads that share keys share the products of rows.
+  template <class F>
+  void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head, bool same_keys, Ahead<F>& ahead) {
     load_factors(c, batch, t, head);
     for (int64_t i = 0; i < c.rows; ++i) decay_rows(c, i);
-    pack_bt(c.k.data, c.k.stride, c.K, c.rows, c.packed);
-    if (c.delta) multiply_to_lower(c.k, c.packed, c.N, c.rows, c.K);
-    multiply_to_lower(c.q, c.packed, c.P, c.rows, c.K);
-    decay_scores(c, c.N, c.P);
+    if (!same_keys) pack_columns(c.k, c.rows, c.K, c.packed);
+    for_blocks(c.rows, [&](int64_t i, int64_t m) {
+      ahead.ask_until((i + m) / 2);
+      if (same_keys) return;
+      if (c.delta) multiply_to_lower(c.k, c.packed, products, i, m, c.K);
+      multiply_to_lower(c.q, c.packed, products.at(c.rows), i, m, c.K);
+    });
+    decay_scores(c, products, products.at(c.rows), c.N, c.P);
   }
 
   void decay_row(C* state, int64_t, int64_t width) const {
@@ -60,7 +70,7 @@ struct HeadDecay {
     const Matrix<C> of_n = d.scores, of_p = d.scores.at(n);
     const Matrix<C> as_key = d.made, as_query = d.met, dq = d.met.at(n);
     if (grad != nullptr) across(c, of_n, of_p);
-    decay_scores(c, of_n, of_p);
+    decay_scores(c, of_n, of_p, of_n, of_p);
     C leaving = 0;
     for (int64_t i = 0; i < c.K; ++i) leaving += d.carried[i];
     const bool delta = c.delta;
@@ -108,7 +118,6 @@ struct HeadDecay {
  private:
   // dg of the scores of queries from t on with keys before t: sums over columns below row t.
   void across(const Chunk<C>& c, Matrix<C> of_n, Matrix<C> of_p) {
-    constexpr int kVectors = recurrence_chunk(false) / Vec<C>::kWidth;
     Vec<C> columns[kVectors];
 #pragma GCC unroll 16
     for (auto& column : columns) column = zero<C>();
@@ -151,31 +160,33 @@ struct HeadDecay {
       w[i] = c.p.g.data != nullptr ? *row_of<C>(c.p.g, batch, t + i, head) : C{0};
     }
     for_row<C>(n, [&](int64_t i, auto part) { part.store(w + i, exp(part.load(w + i))); });
-    end = 1;
-    for (int64_t i = n; i-- > 0; end *= w[i]) out[i] = end;
-    end = 1;
-    for (int64_t i = 0; i < n; ++i) in[i] = end *= w[i];
-    for (int64_t j = 0; j < n; j += kWidth) {
-      Vec<C> row = zero<C>();
-      for (int64_t i = 0; i < n; ++i) {
-        row = select(lanes_below<C>(i - j), row * w[i],
-                     select(lanes_below<C>(i + 1 - j), Vec<C>(C{1}), zero<C>()));
-        store(between.row(i) + j, row);
+    Vec<C> row[kVectors];
+#pragma GCC unroll 16
+    for (auto& x : row) x = Vec<C>(C{1});
+    for (int64_t i = 0; i < n; ++i) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        row[v] = select(lanes_below<C>(i - v * kWidth), row[v] * w[i], Vec<C>(C{1}));
+        store(between.row(i) + v * kWidth, row[v]);
       }
+      in[i] = between.row(i)[0] * w[0];
     }
+    out = between.row(n - 1);
+    end = in[n - 1];
   }
 
   // Scores times their decays; zeros above the diagonal, and for N on it.
-  void decay_scores(const Chunk<C>& c, Matrix<C> of_n, Matrix<C> of_p) const {
+  void decay_scores(const Chunk<C>& c, Matrix<const C> from_n, Matrix<const C> from_p,
+                    Matrix<C> of_n, Matrix<C> of_p) const {
     for (int64_t i = 0; i < c.rows; ++i) {
       const int64_t end_of_block = smaller(round_up(i + 1, kBlock), c.rows);
       for (int64_t j = 0; j < end_of_block; j += Vec<C>::kWidth) {
         const Vec<C> decay = load(between.row(i) + j);
-        const auto times_decay = [&](C* x, int64_t count) {
-          store(x + j, select(lanes_below<C>(count - j), load(x + j) * decay, zero<C>()));
+        const auto times_decay = [&](const C* x, C* to, int64_t count) {
+          store(to + j, select(lanes_below<C>(count - j), load(x + j) * decay, zero<C>()));
         };
-        if (c.delta) times_decay(of_n.row(i), i);
-        times_decay(of_p.row(i), i + 1);
+        if (c.delta) times_decay(from_n.row(i), of_n.row(i), i);
+        times_decay(from_p.row(i), of_p.row(i), i + 1);
       }
     }
   }

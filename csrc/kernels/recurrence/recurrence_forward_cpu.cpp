@@ -44,8 +44,9 @@ struct Forward {
     states = room.rows(p.key_width * params.heads, p.value_width);
   }
 
-  // The heads [first, end).
-  void run(const RecurrenceSequence& s, int64_t first, int64_t end) {
+  // The heads [first_head, end).
+  void run(const RecurrenceSequence& s, int64_t first_head, int64_t end) {
+    first = first_head;
     const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
     const auto state = [&](int64_t head) { return states.at((head - first) * K); };
     for (int64_t head = first; head < end; ++head) {
@@ -54,8 +55,8 @@ struct Forward {
     for (int64_t t = 0; t < s.count; t += size) {
       for (int64_t head = first; head < end; ++head) {
         if (params.states != nullptr && t > 0) {
-          copy_rows(state(head).data, states.stride, K, V,
-                    Matrix<C>{state_of<C>(p, params.states, s.slot + t / size, head), V});
+          C* const to = state_of<C>(p, params.states, s.slot + t / size, head);
+          stream_rows(kComputed<C>, state(head), K, V, reinterpret_cast<char*>(to), V);
         }
         const Turn now{s.begin + t, head};
         const Turn next = head + 1 < end ? Turn{now.t, head + 1} : Turn{now.t + size, first};
@@ -72,25 +73,27 @@ struct Forward {
   struct Turn {
     int64_t t, head;  // first token of a chunk
   };
+  int64_t first = 0;  // head of the item
 
   void chunk(const RecurrenceSequence& s, Turn now, int64_t n, Matrix<C> state, Turn next) {
     const int64_t batch = s.batch, t = now.t, head = now.head;
-    c.load(batch, t, n, head / (p.value_heads / p.key_heads));
-    c.load_update(s, t, head);
-    decay.apply(c, batch, t, head);
     // Rows of the probe come first, where there are any.
     const Matrix<C> o = met.at(n);
     const int64_t o_stride = p.value_heads * c.V, element = size_of(p.dtype);
     char* const result = out_row(p.dtype, p, params.o, batch, t, p.value_heads, head, c.V);
-    const auto fetch = [&](int64_t i) {
+    Ahead ahead{[&](int64_t i) {
       prefetch_row<true>(result + i * o_stride * element, c.V * element);
       if (next.t + i < s.begin + s.count) c.fetch(batch, next.t + i, next.head);
-    };
+    }};
+    const bool same_keys = head > first && c.key_head_of(head) == c.key_head_of(head - 1);
+    if (!same_keys) c.load(batch, t, n, c.key_head_of(head));
+    c.load_update(s, t, head);
+    decay.apply(c, batch, t, head, same_keys, ahead);
     if constexpr (Update::kProbe) {
-      c.meet(c.probe_in, state, met, 2 * n, fetch);
+      c.meet(c.probe_in, state, met, 2 * n, ahead);
       c.error = met;
     } else {
-      c.meet(c.q_in, state, o, n, fetch);
+      c.meet(c.q_in, state, o, n, ahead);
     }
     Update::values(c);
     multiply_lower(c.P, c.u, o, n, c.V);
@@ -139,6 +142,7 @@ void forward(const RecurrenceParams& params, void* memory, int64_t begin, int64_
   choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) item<C, Decay, Update>(params, memory, i);
   });
+  stream_fence();
 }
 
 }  // namespace
