@@ -287,6 +287,14 @@ struct Backward {
     }
   }
 
+  // Lines of steps are far from each other and fall into few sets of L1: whole ones go past it.
+  OMNIATTN_INLINE static void put(T* to, auto part, Vec<C> value) {
+    constexpr int64_t kLine = 64;
+    const bool whole =
+        Vec<C>::kWidth * sizeof(T) == kLine && reinterpret_cast<uintptr_t>(to) % kLine == 0;
+    whole ? part.stream(to, value) : part.store(to, value);
+  }
+
   void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
     const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
     // Of the table of A, which is times its inverse.
@@ -296,10 +304,10 @@ struct Backward {
       const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
       const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
       const Vec<C> ddelta = fma(of(Memory::kOfDecay), unscaled, of_input * u) * of(Memory::kSlope);
-      part.store(x.row(params.du, t + j) + i, fma(of_input, of(Memory::kDt), skip * dy));
-      part.store(x.row(params.ddelta, t + j) + i, ddelta);
+      put(x.row(params.du, t + j) + i, part, fma(of_input, of(Memory::kDt), skip * dy));
+      put(x.row(params.ddelta, t + j) + i, part, ddelta);
       if (p.z.data != nullptr) {
-        part.store(x.row(params.dz, t + j) + i, of(Memory::kGate) * fma(skip, u, of(Memory::kY)));
+        put(x.row(params.dz, t + j) + i, part, of(Memory::kGate) * fma(skip, u, of(Memory::kY)));
       }
       dskip = fma(dy, u, dskip);
       dbias = dbias + ddelta;
@@ -343,6 +351,7 @@ void backward(const SelectiveBackwardParams& p, void* memory, int64_t begin, int
       Backward<T>(p, static_cast<compute_t<T>*>(memory), i).run();
     }
   });
+  stream_fence();
 }
 
 }  // namespace

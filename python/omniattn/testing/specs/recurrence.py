@@ -206,6 +206,7 @@ def _cases(**options: Any) -> tuple[Case, ...]:
         _case("grouped", 2, 33, 2, 16, 17, STATE, Hv=6, **options),
         _case("packed", 1, 150, 2, 9, 16, PACKED, N=5, **options),
         _case("strong", 1, 40, 2, 8, 6, **options),
+        _case("wide keys", 1, 20, 1, 84, 20, **options),
         _case("step", 3, 1, 2, 32, 24, STATE, **options),
         _case("nosteps", 2, 0, 2, 4, 3, STATE, **options),
         _case("nobatch", 0, 5, 2, 4, 3, **options),
