@@ -87,7 +87,7 @@ def taylor(x: Tensor) -> Tensor:
 
 #: Feature maps of linear attention by name, over the last dimension.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu1": lambda x: nnf.elu(x) + 1,
+    "elu1": lambda x: nnf.elu(x).add_(1),
     "relu": torch.relu,
     "squared_relu": lambda x: torch.relu(x).square(),
     "exp": torch.exp,
