@@ -89,9 +89,9 @@ def linear_attention(
         ValueError: a shape, device or value that does not fit.
 
     Note:
-        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided. Features
-        and, without causal, the products are torch's, whose last bits may depend on the number of
-        threads.
+        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided.
+        Features and, without causal, the products are torch's, whose last bits may depend on the
+        number of threads.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
