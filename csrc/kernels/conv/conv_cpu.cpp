@@ -195,7 +195,7 @@ struct BackwardRows {
       const int64_t r = t + j;
       if (r < first || r >= last || (r < before && p.dbefore == nullptr)) continue;
       T* const to = gradient_of_row(r) + i;
-      past_caches&& r >= before ? part.stream(to, d[j]) : part.store(to, d[j]);
+      (past_caches && r >= before) ? part.stream(to, d[j]) : part.store(to, d[j]);
     }
   }
 
@@ -240,7 +240,7 @@ void backward(const CausalConvBackwardParams& p, void* dweight, void* dbias, voi
             first, last}
             .run();
       });
-  stream_fence();
+  if (p.past_caches) stream_fence();
 }
 
 void forward_any(const CausalConvParams& p, int64_t begin, int64_t end) {

@@ -29,7 +29,7 @@ struct HeadDecay {
   C *w, *in, *out;     // of each token; products from the start and to the end of the chunk
   C *dg, *entering;    // of each token, for the backward
   Matrix<C> between;   // D, 1 above the diagonal
-  Matrix<C> products;  // stack of those of the probe and of q with the keys
+  Matrix<C> products;  // of the rows of the probe, then of q, with the keys
   C end = 1;           // over the whole chunk
 
   HeadDecay(const Recurrence& p, Room<C>& room) {

@@ -24,6 +24,7 @@ from omniattn.functional._recurrence import (
     sequence_count,
     widened,
 )
+from omniattn.reference.activation import log_sigmoid as log_sigmoid
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 from omniattn.reference.recurrence import SIGNED as SIGNED

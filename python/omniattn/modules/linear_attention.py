@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
-from omniattn.functional.recurrence import FEATURE_MAPS, SIGNED, feature_size
+from omniattn.functional.recurrence import FEATURE_MAPS, SIGNED, feature_size, log_sigmoid
 from omniattn.modules import _signatures
 from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -22,7 +22,6 @@ from omniattn.modules.recurrent import (
     RecurrentMixer,
     Result,
     fp32,
-    log_sigmoid,
     low_rank,
     zeros_of_states,
 )

@@ -225,12 +225,6 @@ def fp32(dtype: torch.dtype | None) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def log_sigmoid(x: Tensor) -> Tensor:
-    """ln(1 / (1 + e^-x)). The backward of torch's own asks whether there are any numbers, which is
-    not known in a compiled graph of the tokens that are no padding."""
-    return -nnf.softplus(-x, threshold=40)  # beyond, -x has the digits of fp64
-
-
 def draw_steps(bias: Tensor, least: float, most: float, floor: float = 0.0) -> None:
     """softplus(bias) from least to most, evenly in its logarithm, and at least `floor`."""
     dt = torch.empty_like(bias, dtype=fp32(bias.dtype))

@@ -11,12 +11,13 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional.recurrence import log_sigmoid
 from omniattn.modules import _signatures
 from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
 from omniattn.modules.mlp import GatedMLP
-from omniattn.modules.recurrent import Device, fp32, log_sigmoid, zeros_of_states
+from omniattn.modules.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.state import RecurrentState, Storage
 from omniattn.modules.state_mixer import StateMixer
 
