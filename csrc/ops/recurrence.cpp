@@ -37,13 +37,14 @@ struct Problem : SequenceProblem {
   Steps q, k, v;
   bool channel_decay;
   OptSteps g, beta, a, b;
-  OptTensor bonus, initial_state;
+  OptTensor bonus, skip, initial_state;
   double scale;
+  bool delta;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
           const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
-          const OptTensor& b_, const OptTensor& initial_state_, const OptTensor& cu_seqlens,
-          double scale_)
+          const OptTensor& b_, const OptTensor& skip_, const OptTensor& initial_state_,
+          const OptTensor& cu_seqlens, double scale_, bool delta_)
       : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
         key_heads(q_.size(2)),
         value_heads(with_dims("v", v_, 4).size(2)),
@@ -53,7 +54,8 @@ struct Problem : SequenceProblem {
         k(op, "k", k_, dtype, q_.sizes()),
         v(op, "v", v_, dtype, {batch, steps, value_heads, value_width}),
         channel_decay(g_.has_value() && g_->dim() == 4),
-        scale(scale_) {
+        scale(scale_),
+        delta(delta_) {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
             "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
             key_heads);
@@ -66,6 +68,9 @@ struct Problem : SequenceProblem {
     initial_state = state("initial_state", initial_state_);
     const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
+    require(!delta || beta_.has_value(), op, "delta needs beta, got None");
+    require(!skip_.has_value() || !(delta || bonus_.has_value() || a_.has_value()), op,
+            "skip must be None with delta, a bonus or a");
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
     require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
             "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");
@@ -74,6 +79,7 @@ struct Problem : SequenceProblem {
       b.emplace(op, "b", *b_, dtype, q_.sizes());
     }
     bonus = dense("bonus", bonus_, {sequences, value_heads, key_width});
+    skip = dense("skip", skip_, {sequences, value_heads, value_width});
   }
 
   std::array<int64_t, 4> state_sizes() const {
@@ -87,6 +93,7 @@ struct Problem : SequenceProblem {
   Recurrence params() const {
     return {.dtype = dtype,
             .channel_decay = channel_decay,
+            .delta = delta,
             .sequences = sequences,
             .steps = steps,
             .key_heads = key_heads,
@@ -102,16 +109,18 @@ struct Problem : SequenceProblem {
             .a = view_or_null(a),
             .b = view_or_null(b),
             .bonus = data_or_null(bonus),
+            .skip = data_or_null(skip),
             .initial_state = data_or_null(initial_state),
             .boundaries = packed.rows.q};
   }
 };
 
 // The public function that names an error; functions with fewer options check their own.
-std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a) {
+std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a, bool delta) {
   return a.has_value()       ? "dplr_delta_rule"
          : bonus.has_value() ? "rwkv6"
-         : beta.has_value()  ? "gated_delta_rule"
+         : delta             ? "gated_delta_rule"
+         : beta.has_value()  ? "ssd"
                              : "gated_linear_attention";
 }
 
@@ -133,14 +142,14 @@ int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
 
 // kSave: whether the backward will need states; without them `recurrence_only`.
 template <bool kSave>
-std::tuple<Tensor, Tensor, Tensor> recurrence(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const OptTensor& g, const OptTensor& beta,
-                                              const OptTensor& bonus, const OptTensor& a,
-                                              const OptTensor& b, const OptTensor& initial_state,
-                                              const OptTensor& cu_seqlens, double scale) {
+std::tuple<Tensor, Tensor, Tensor> recurrence(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
+    const OptTensor& bonus, const OptTensor& a, const OptTensor& b, const OptTensor& skip,
+    const OptTensor& initial_state, const OptTensor& cu_seqlens, double scale, bool delta) {
   const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a);
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale);
+  const std::string op = op_of(beta, bonus, a, delta);
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale,
+                  delta);
   const auto state = p.state_sizes();
   const Output o = p.result(true, p.v.tensor.sizes(), p.dtype);
   const Output final_state(true, {state.data(), state.size()}, p.acc);
@@ -211,16 +220,18 @@ class Sharded {
   OptTensor parts_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
                     const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
                     const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
-                    const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                    const Tensor& states, double scale, bool g_grad, bool beta_grad,
-                    bool bonus_grad, bool initial_state_grad) {
+                    const OptTensor& skip, const OptTensor& initial_state,
+                    const OptTensor& cu_seqlens, const Tensor& states, double scale, bool delta,
+                    bool g_grad, bool beta_grad, bool bonus_grad, bool skip_grad,
+                    bool initial_state_grad) {
   const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a) + "_backward";
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale);
+  const std::string op = op_of(beta, bonus, a, delta) + "_backward";
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale,
+                  delta);
   const Recurrence shared = p.params();
   OptSteps go;
   if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
@@ -240,6 +251,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
   const auto state = p.state_sizes();
   const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
+  const Output dskip(skip_grad && p.skip, {p.sequences, p.value_heads, p.value_width}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
   const RecurrenceBackwardParams params{.recurrence = shared,
                                         .shards = shards,
@@ -255,6 +267,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
                                         .dg = dg.data(),
                                         .dbeta = dbeta.data(),
                                         .dbonus = dbonus.data(),
+                                        .dskip = dskip.data(),
                                         .dinitial_state = dinitial.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
@@ -265,26 +278,27 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }
-  return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),      dbeta.tensor(),
-          dbonus.tensor(), da.sum(), db.sum(),    dinitial.tensor()};
+  return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),    dbeta.tensor(),
+          dbonus.tensor(), da.sum(), db.sum(),    dskip.tensor(), dinitial.tensor()};
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), states (N, Hv, K, V). The last result of the forward is the states at the starts of
-// chunks.
+// (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). The last result of the forward is the states
+// at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
-      " Tensor? b, Tensor? initial_state, Tensor? cu_seqlens, float scale)"
+      " Tensor? b, Tensor? skip, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool "
+      "delta)"
       " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(
       "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
-      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? initial_state,"
-      " Tensor? cu_seqlens, Tensor states, float scale, bool g_grad, bool beta_grad,"
-      " bool bonus_grad, bool initial_state_grad)"
+      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip,"
+      " Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float scale, bool delta,"
+      " bool g_grad, bool beta_grad, bool bonus_grad, bool skip_grad, bool initial_state_grad)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
-      " Tensor db, Tensor dinitial_state)");
+      " Tensor db, Tensor dskip, Tensor dinitial_state)");
 });
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Matrix-state recurrences over time, forward and backward. For each sequence and value head, with
 // a state S of shape (K, V) and w_t = exp(g_t):
 //
-//   S_t = diag(w_t) S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
-//   u_t = v_t                                              plain update
-//   u_t = beta_t (v_t - (diag(w_t) S_{t-1})^T k_t)         delta update, where there is a beta
+//   S_t = diag(w_t) S_{t-1} + k_t u_t^T        o_t = scale (S_t^T q_t + skip * v_t)
+//   u_t = beta_t v_t                                       plain update
+//   u_t = beta_t (v_t - (diag(w_t) S_{t-1})^T k_t)         delta update
 //
 // With a bonus, the update is plain and outputs read the state before it, which has its share in
 // their own token; with a and b, it is plain and of low rank in the state before it:
@@ -38,15 +38,17 @@ struct StepView {
 struct Recurrence {
   DType dtype;         // of q, k, v, o and their gradients
   bool channel_decay;  // g is (B, T, Hv, K) and not (B, T, Hv)
+  bool delta;          // update; there is a beta
   int64_t sequences;   // N: B, or the number of packed sequences
   int64_t steps;       // T: of each sequence, or of all packed ones
   int64_t key_heads, value_heads, key_width, value_width;  // Hk, Hv, K, V
   double scale;
   StepView q, k;              // (B, T, Hk, K)
   StepView v;                 // (B, T, Hv, V)
-  StepView g, beta;           // of A; absent: no decay, plain update
+  StepView g, beta;           // of A; absent: no decay, ones
   StepView a, b;              // (B, T, Hk, K); both or none, and only with a channel_decay
   const void* bonus;          // (N, Hv, K) of A contiguous, or null; only with a channel_decay
+  const void* skip;           // (N, Hv, V) of A contiguous, or null; only with a plain update
   const void* initial_state;  // (N, Hv, K, V) of A contiguous, or null for zeros
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
@@ -60,9 +62,9 @@ struct RecurrenceParams {
   void* states;       // (recurrence_slots, Hv, K, V) of A, or null
 };
 
-// Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta, dbonus and
-// dinitial_state may be null. With several shards dq, dk, da and db are of A and have the sums over
-// the value heads of one shard after another, (shards, B, T, Hk, K).
+// Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta, dbonus,
+// dskip and dinitial_state may be null. With several shards dq, dk, da and db are of A and have the
+// sums over the value heads of one shard after another, (shards, B, T, Hk, K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
@@ -71,8 +73,8 @@ struct RecurrenceBackwardParams {
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
   void *dq, *dk, *dv;
-  void *da, *db;                               // where there are a and b
-  void *dg, *dbeta, *dbonus, *dinitial_state;  // of A
+  void *da, *db;                                       // where there are a and b
+  void *dg, *dbeta, *dbonus, *dskip, *dinitial_state;  // of A
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);

@@ -57,8 +57,11 @@ struct Backward {
       } else {
         zero_rows(dstate_of(h), K, V);
       }
-      if (C* const dbonus = bonus_of<C>(p, params.dbonus, s.index, h)) {
+      if (C* const dbonus = head_row<C>(p, params.dbonus, s.index, h, K)) {
         zero_rows(Matrix<C>{dbonus, K}, 1, K);
+      }
+      if (C* const dskip = head_row<C>(p, params.dskip, s.index, h, V)) {
+        zero_rows(Matrix<C>{dskip, V}, 1, V);
       }
     }
     for (int64_t t = (s.count - 1) / size * size; s.count > 0 && t >= 0; t -= size) {
@@ -136,7 +139,7 @@ struct Backward {
       multiply_lower_transposed(c.P_b, grad_o, x.at(n), n, V, Into::add);
     }
     if constexpr (Update::kProbe) Update::gradient(c, x, out);
-    write_values(batch, t, h);
+    write_values(s, t, h);
     score_gradients(c.u, d.scores);
     if constexpr (kKeys == 2) score_gradients(c.u.at(n), d.scores_b);
     pack_columns<C>(dstate, K, V, c.packed);
@@ -151,7 +154,7 @@ struct Backward {
     }
     multiply<ALayout::kTransposed>(c.probe_in.at(skip), out.at(skip), dstate, K, V, rows,
                                    Into::add);
-    d.dbonus = bonus_of<C>(p, params.dbonus, s.index, h);
+    d.dbonus = head_row<C>(p, params.dbonus, s.index, h, K);
     const bool channels = p.channel_decay;
     C* const dg = params.dg == nullptr
                       ? nullptr
@@ -169,18 +172,20 @@ struct Backward {
     });
   }
 
-  // dv = -de, or x without a delta, and dbeta = (v - prediction) . x.
-  void write_values(int64_t batch, int64_t t, int64_t h) {
+  // dbeta = x . (v - prediction), without the prediction where there is no delta, and dv: -de of a
+  // delta, else as the update says.
+  void write_values(const RecurrenceSequence& s, int64_t t, int64_t h) {
     const int64_t V = p.value_width;
-    const Matrix<C> dv = c.delta ? out : x;
-    stream_rows(p.dtype, dv, c.rows, V,
-                out_row(p.dtype, p, params.dv, batch, t, p.value_heads, h, V), p.value_heads * V,
-                c.delta ? C{-1} : C{1});
-    if (!c.delta || params.dbeta == nullptr) return;
-    for (int64_t i = 0; i < c.rows; ++i) {
-      *out_row<C>(p, params.dbeta, batch, t + i, p.value_heads, h, 1) =
-          -dot(c.error.row(i), x.row(i), V);
+    for (int64_t i = 0; params.dbeta != nullptr && i < c.rows; ++i) {
+      *out_row<C>(p, params.dbeta, s.batch, t + i, p.value_heads, h, 1) =
+          c.delta ? -dot(c.error.row(i), x.row(i), V) : dot(c.v.row(i), x.row(i), V);
     }
+    if constexpr (!Update::kProbe) {
+      Update::gradient(c, x, out.at(c.rows), head_row<C>(p, params.dskip, s.index, h, V));
+    }
+    stream_rows(p.dtype, c.delta ? out : x, c.rows, V,
+                out_row(p.dtype, p, params.dv, s.batch, t, p.value_heads, h, V), p.value_heads * V,
+                c.delta ? C{-1} : C{1});
   }
 };
 

@@ -1,7 +1,7 @@
 // Backward of matrix-state recurrences on CUDA:
 //
 //   errors   what each update adds, again, by columns of each chunk from the saved states
-//   du       the gradients of updates and of states, by columns back in time over all tokens
+//   du       the gradients of updates, of v and of states, by columns back in time over all tokens
 //   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)
 //   finish   sums over value heads, channels and columns, in order
 //   bonus    sums over chunks, in order
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= p.value_width) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   const int64_t chunk = recurrence_chunk(p.channel_decay);
-  const C scale = static_cast<C>(p.scale);
+  const C scale = static_cast<C>(p.scale), skip = in.skip(column);
+  C dskip = 0;
   Column<C, R> dstate(p, in.head, column);
   dstate.load(params.grad_final_state, n);
   for (int64_t i = s.count - 1; i >= 0; --i) {
@@ -86,9 +87,15 @@ __global__ void __launch_bounds__(kThreads)
       dstate.each(
           [&](int64_t r, C& x) { x = (x - gpu::widen(k[r]) * de) * in.decay(t, r, of_head); });
     }
-    if (lane_index() == 0) found.du[at] = du;
+    dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
+    if (lane_index() != 0) continue;
+    found.du[at] = du;
+    static_cast<T*>(params.dv)[at] = gpu::narrow<T>(in.beta(t) * du + skip * scale * grad_o);
   }
   dstate.store(params.dinitial_state, n);
+  if (params.dskip != nullptr && lane_index() == 0) {
+    static_cast<C*>(params.dskip)[blockIdx.x * p.value_width + column] = dskip;
+  }
 }
 
 // Blocks: groups of tokens and key heads, one for each warp.
@@ -130,10 +137,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int64_t column = lane; column < p.value_width; column += kLanes) {
       const int64_t at = in.at(t, p.value_width) + column;
-      const C du = inside ? found.du[at] : C(0);
-      if (in.delta() && inside) dbeta += found.error[at] * du;
-      const C dv = in.delta() && inside ? in.beta(t) * du : du;
-      static_cast<T*>(params.dv)[at] = gpu::narrow<T>(dv);
+      if (!inside) {
+        static_cast<T*>(params.dv)[at] = gpu::narrow<T>(0);
+      } else if (params.dbeta != nullptr) {
+        dbeta += found.du[at] * (in.delta() ? found.error[at] : gpu::widen(in.v(t)[column]));
+      }
     }
     dg = warp_sum(dg);
     dbeta = warp_sum(dbeta);
@@ -184,7 +192,7 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& params, void* 
         const unsigned columns = blocks(ceil_div(p.value_width, int64_t{warps}));
         const unsigned threads = blocks(warps * kLanes);
         if constexpr (kUpdate != Update::bonus) {
-          const bool needed = kUpdate == Update::low_rank || p.beta.data != nullptr;
+          const bool needed = kUpdate == Update::low_rank || p.delta;
           if (needed && chunks > 0 && columns > 0) {
             GPU_LAUNCH((recurrence_errors_kernel<T, R, kUpdate>), dim3(blocks(chunks), columns),
                        threads, bytes, stream, params, found);

@@ -49,7 +49,7 @@ struct Found {
       return memory == nullptr ? nullptr : result;
     };
     const int64_t low_rank = p.a.data != nullptr, slots = recurrence_slots(p) * p.value_heads;
-    error = take(p.beta.data == nullptr && !low_rank ? 0 : heads * p.value_width);
+    error = take(!p.delta && !low_rank ? 0 : heads * p.value_width);
     du = take(heads * p.value_width);
     dc = take(low_rank * heads * p.value_width);
     da = take(low_rank * heads * p.key_width);

@@ -215,11 +215,21 @@ OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64
   return static_cast<C*>(const_cast<void*>(x)) +
          (n * p.value_heads + head) * p.key_width * p.value_width;
 }
-// The row of a bonus (N, Hv, K); null where there is none.
+// The row of a bonus or skip (N, Hv, width); null where there is none.
 template <class C>
-OMNIATTN_INLINE C* bonus_of(const Recurrence& p, auto* bonus, int64_t n, int64_t head) {
-  return bonus == nullptr ? nullptr
-                          : static_cast<C*>(bonus) + (n * p.value_heads + head) * p.key_width;
+OMNIATTN_INLINE C* head_row(const Recurrence& p, auto* x, int64_t n, int64_t head, int64_t width) {
+  return x == nullptr ? nullptr : static_cast<C*>(x) + (n * p.value_heads + head) * width;
+}
+// o += skip v.
+template <class C>
+[[gnu::noinline]] void add_skip(const C* skip, Input<C> v, Matrix<C> o, int64_t rows,
+                                int64_t width) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for_row<C>(width, [&](int64_t j, auto part) {
+      part.store(o.row(i) + j,
+                 fma(part.load(skip + j), part.load(v.row(i) + j), part.load(o.row(i) + j)));
+    });
+  }
 }
 
 // Brings the row of a token into L2, to read or to write it.
@@ -259,11 +269,11 @@ struct Chunk {
   Matrix<const C> u;               // rows of updates: stack of those of k, and c of b
   C* beta;                         // -1 of an update of low rank
   Matrix<C> updates;               // u where it is not v itself
-  const C* bonus;                  // of a head
+  const C *bonus, *skip;           // of a head
   C* packed;                       // one matrix for products
 
   [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
-      : p(params), K(p.key_width), V(p.value_width), delta(p.beta.data != nullptr) {
+      : p(params), K(p.key_width), V(p.value_width), delta(p.delta) {
     const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
     if (!in_place()) loaded_k = room.rows(keys, K), loaded_q = room.rows(size, K);
     probe_in = q_in = room.rows(2 * size, K);
@@ -275,7 +285,8 @@ struct Chunk {
       N_b = room.rows(size, size);
       P_b = room.rows(size, size);
     }
-    if (!in_place() || delta) updates = room.rows(keys, V);
+    if (!in_place()) loaded_v = room.rows(keys, V);
+    updates = delta || scales() ? room.rows(keys, V) : loaded_v;
     beta = room.take(size);
     packed = room.take(packed_size);
   }
@@ -319,15 +330,19 @@ struct Chunk {
   }
   // What an update has for one value head; u is v, or where it will be.
   [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
-    v = rows_of(p.v, s.batch, t, head, V, updates);
-    u = delta ? updates : v;
-    for (int64_t i = 0; delta && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
+    v = rows_of(p.v, s.batch, t, head, V, loaded_v);
+    u = delta || scales() ? updates : v;
+    const bool given = p.beta.data != nullptr;
+    for (int64_t i = 0; given && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
     for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;
-    bonus = bonus_of<const C>(p, p.bonus, s.index, head);
+    bonus = head_row<const C>(p, p.bonus, s.index, head, K);
+    skip = head_row<const C>(p, p.skip, s.index, head, V);
   }
+  // Whether a plain update has a beta.
+  bool scales() const { return !delta && p.beta.data != nullptr; }
 
  private:
-  Matrix<C> loaded_q, loaded_k, loaded_probe;  // what is not read in place
+  Matrix<C> loaded_q, loaded_k, loaded_v, loaded_probe;  // what is not read in place
 
   bool low_rank() const { return p.a.data != nullptr; }
   // Inputs of C are read where they are, which saves a tenth of the time of long sequences; not

@@ -64,12 +64,18 @@ struct Head {
   // What reads the state before its update.
   __device__ __forceinline__ const T* probe(int64_t t) const { return kLowRank ? a(t) : k(t); }
   __device__ __forceinline__ const T* v(int64_t t) const { return row<T>(p.v, t, head); }
-  __device__ __forceinline__ C beta(int64_t t) const { return *row<C>(p.beta, t, head); }
-  __device__ __forceinline__ bool delta() const {
-    return kUpdate == Update::value && p.beta.data != nullptr;
+  // The factor of what an update adds.
+  __device__ __forceinline__ C beta(int64_t t) const {
+    return p.beta.data == nullptr ? C(1) : *row<C>(p.beta, t, head);
   }
-  __device__ __forceinline__ C bonus(int64_t r) const {
-    return static_cast<const C*>(p.bonus)[(sequence * p.value_heads + head) * p.key_width + r];
+  __device__ __forceinline__ bool delta() const { return kUpdate == Update::value && p.delta; }
+  __device__ __forceinline__ C bonus(int64_t r) const { return of_head(p.bonus, p.key_width, r); }
+  __device__ __forceinline__ C skip(int64_t column) const {
+    return p.skip == nullptr ? C(0) : of_head(p.skip, p.value_width, column);
+  }
+  // Of x (N, Hv, width).
+  __device__ __forceinline__ C of_head(const void* x, int64_t width, int64_t i) const {
+    return static_cast<const C*>(x)[(sequence * p.value_heads + head) * width + i];
   }
 
   // The decays of a token: of all channels, or 1 where each has its own.
@@ -146,10 +152,8 @@ __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& s
       predicted += (Head<T, kUpdate>::kLowRank ? before : x) * gpu::widen(probe[r]);
   });
   C u = gpu::widen(in.v(t)[column]), found = 0;
-  if (in.delta()) {
-    found = u - warp_sum(predicted);
-    u = in.beta(t) * found;
-  }
+  if (in.delta()) u = found = u - warp_sum(predicted);
+  u *= in.beta(t);
   if constexpr (Head<T, kUpdate>::kLowRank) found = warp_sum(predicted);
   const T* const b = Head<T, kUpdate>::kLowRank ? in.b(t) : nullptr;
   state.each([&](int64_t r, C& x) {

@@ -98,6 +98,7 @@ struct Forward {
     Update::values(c);
     multiply_lower(c.P, c.u, o, n, c.V);
     if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
+    if (c.skip != nullptr) add_skip(c.skip, c.v, o, n, c.V);
     store_rows(p.dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(state.row(d), d, c.V);
     multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, Update::kKeys * n, Into::add);

@@ -19,7 +19,7 @@ void choose(const Recurrence& p, const F& f) {
     };
     if (p.a.data != nullptr) return with(LowRankUpdate{});
     if (p.bonus != nullptr) return with(BonusUpdate{});
-    p.beta.data != nullptr ? with(DeltaUpdate{}) : with(PlainUpdate{});
+    p.delta ? with(DeltaUpdate{}) : with(PlainUpdate{});
   });
 }
 

@@ -24,7 +24,7 @@ struct Element {
   __device__ Element(const Head<T, kUpdate>& in, const RecurrenceBackwardParams& params,
                      const Found<C>& found, int64_t t, int64_t column) {
     const int64_t at = in.at(t, in.p.value_width) + column;
-    u = in.delta() ? in.beta(t) * found.error[at] : gpu::widen(in.v(t)[column]);
+    u = in.beta(t) * (in.delta() ? found.error[at] : gpu::widen(in.v(t)[column]));
     de = in.delta() ? in.beta(t) * found.du[at] : C(0);
     if constexpr (kUpdate == Update::low_rank) de = -found.dc[at], c = found.error[at];
     grad_o = params.grad_o.data == nullptr

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kFewSteps = 4;
 
 // A token's rows of K: its decay, its keys, and the probe and query as they meet the state. One
-// number each for beta, and for what the output has of u and c.
+// number each for beta, and for what the output, without its scale, has of u and c.
 template <class C, class Update>
 struct Step {
   static constexpr bool kTwoKeys = Update::kKeys == 2;
@@ -36,8 +36,7 @@ struct Step {
     if (kTwoKeys) read(p.a, key_head, p.key_width, probe), read(p.b, key_head, p.key_width, b);
     const C* const asks = kTwoKeys ? probe : k;
     const C* const g = p.g.data != nullptr ? row_of<C>(p.g, batch, t, head) : nullptr;
-    const C* const bonus = bonus_of<const C>(p, p.bonus, s.index, head);
-    const C scale = static_cast<C>(p.scale);
+    const C* const bonus = head_row<const C>(p, p.bonus, s.index, head, p.key_width);
     const Vec<C> of_head = exp(Vec<C>(g != nullptr && !p.channel_decay ? *g : C{0}));
     for_row<C>(p.key_width, [&](int64_t d, auto part) {
       const Vec<C> decay = p.channel_decay ? exp(part.load(g + d)) : of_head;
@@ -46,14 +45,14 @@ struct Step {
         const Vec<C> x = part.load(asks + d);
         part.store(probe + d, Update::kProbesBefore ? x : x * decay);
       }
-      const Vec<C> x = part.load(q + d) * scale;
+      const Vec<C> x = part.load(q + d);
       part.store(query + d, Update::kBonus ? x : x * decay);
     });
     const auto output_of = [&](const C* row) {
-      return scale * row_sum<C>(p.key_width, [&](int64_t d, auto part) {
-               const Vec<C> x = part.load(row + d) * part.load(q + d);
-               return Update::kBonus ? x * part.load(bonus + d) : x;
-             });
+      return row_sum<C>(p.key_width, [&](int64_t d, auto part) {
+        const Vec<C> x = part.load(row + d) * part.load(q + d);
+        return Update::kBonus ? x * part.load(bonus + d) : x;
+      });
     };
     of_u = output_of(k);
     if constexpr (kTwoKeys) of_c = output_of(b);
@@ -79,7 +78,7 @@ struct Step {
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) {
       const Vec<C> value = part.load(v + j + x * kWidth);
-      u[x] = Update::kProbe && !kTwoKeys ? (value - predicted[x]) * beta : value;
+      u[x] = (Update::kProbe && !kTwoKeys ? value - predicted[x] : value) * beta;
       if constexpr (kTwoKeys) result[x] = fma(predicted[x], Vec<C>(of_c), result[x]);
       part.store(o + j + x * kWidth, fma(u[x], Vec<C>(of_u), result[x]));
     }
@@ -103,6 +102,7 @@ void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, 
   constexpr int kVecs = 4, kWidth = Vec<C>::kWidth;
   const Recurrence& p = params.recurrence;
   const int64_t V = p.value_width;
+  const C* const skip = head_row<const C>(p, p.skip, s.index, head, V);
   for (int64_t t = s.begin; t < s.begin + s.count; ++t, state = final_state) {
     step.load(p, s, t, head);
     int64_t j = 0;
@@ -112,8 +112,10 @@ void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, 
     for_row<C>(V - j, [&](int64_t i, auto part) {
       step.template columns<1>(p, state, final_state, j + i, part);
     });
-    store_rows(p.dtype, Matrix<C>{step.o, 0}, 1, V,
-               out_row(p.dtype, p, params.o, s.batch, t, p.value_heads, head, V), 0);
+    const Matrix<C> v{step.v, 0}, o{step.o, 0};
+    if (skip != nullptr) add_skip(skip, v, o, 1, V);
+    store_rows(p.dtype, o, 1, V, out_row(p.dtype, p, params.o, s.batch, t, p.value_heads, head, V),
+               0, static_cast<C>(p.scale));
   }
 }
 

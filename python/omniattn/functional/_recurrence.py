@@ -116,7 +116,7 @@ def delta(
     if l2norm and q.shape[-1] > 0:
         sequence_count(op, q, cu_seqlens)
         q, k = (unit_rows(t, backend) for t in cleared(cu_seqlens, q, k))
-    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta)
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta, delta=True)
 
 
 def low_rank(
@@ -175,6 +175,8 @@ def run(
     bonus: Tensor | None = None,
     a: Tensor | None = None,
     b: Tensor | None = None,
+    skip: Tensor | None = None,
+    delta: bool = False,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of checked tensors, and its final state."""
@@ -191,7 +193,7 @@ def run(
         q, k = repeated(q, count), repeated(k, count)
         a, b = (t if t is None else repeated(t, count) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
-    o, state = call(q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale)
+    o, state = call(q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale, delta)
     return o, state
 
 

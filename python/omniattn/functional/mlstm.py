@@ -124,9 +124,19 @@ def mlstm(
     # Values and the ones of the normaliser take the factors of the keys, whose rows stay as they
     # are; they are not rounded before the division.
     dtype, wide = v.dtype, widen(v)
-    taken = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
-    taken = taken * (factor * scale)[..., None]
-    o, state = run(op, widen(q), widen(k), taken, decay, 1.0, matrix, cu_seqlens, backend)
+    values = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
+    o, state = run(
+        op,
+        widen(q),
+        widen(k),
+        values,
+        decay,
+        1.0,
+        matrix,
+        cu_seqlens,
+        backend,
+        beta=factor * scale,
+    )
     den = torch.maximum(o[..., -1:].abs(), inverse_exp(maxima)[..., None]) + eps
     return (o[..., :-1] / den).to(dtype), (state[..., :-1], state[..., -1], m)
 

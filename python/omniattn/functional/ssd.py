@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -80,7 +79,7 @@ def ssd(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        The kernels are those of `gated_linear_attention`, with q = C, k = B, v = dt x, g = dt A.
+        The kernels are those of `gated_linear_attention`, with q = C, k = B, v = x, g = dt A.
         Like there, a NaN or infinity in x or dt may also reach outputs of up to 15 steps before its
         own. y is rounded once. Gradients flow to all tensors, from y and from the final state. Only
         the gate silu(z) is torch's, whose last bits may depend on the number of threads; all else
@@ -106,7 +105,7 @@ def ssd(
     require_decaying(op, "A", A)
     dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
     count = sequence_count(op, x, cu_seqlens, "x")
-    wide, dt = cleared(cu_seqlens, widen(x), dt)
+    (dt,) = cleared(cu_seqlens, dt)
     if dt_bias is not None:
         dt = dt + widened(op, "dt_bias", dt_bias, x, ((heads,),), "x")
     require_bool(op, "dt_softplus", dt_softplus)
@@ -117,31 +116,32 @@ def ssd(
         dt = dt.clamp(least, largest)
     if D is not None:
         D = widened(op, "D", D, x, ((heads,), (heads, size)), "x")
-        D = D if D.ndim == 2 else D[:, None]
+        D = (D if D.ndim == 2 else D[:, None]).expand(count, heads, size)
     if z is not None:
         z = cast_like(op, "z", z, x, "x")
         require_strided(op, "z", z)
         require_shape(op, "z", z, tuple(x.shape))
+    rows = C, B, x
+    if z is not None:  # y is rounded once, after the gate
+        rows = widen(C), widen(B), widen(x)
     if initial_state is not None:
         shape = (count, heads, size, B.shape[3])
         initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x").mT
     y, state = run(
         op,
-        widen(C),
-        widen(B),
-        wide * dt[..., None],
+        *rows,
         dt * A,
         1.0,
         initial_state,
         cu_seqlens,
         backend,
+        beta=dt,
+        skip=D,
         q_name="C",
     )
-    if D is not None:
-        y = torch.addcmul(y, wide, D)
     if z is not None:
-        y = y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))
-    return y.to(x.dtype), state.mT
+        y = (y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))).to(x.dtype)
+    return y, state.mT
 
 
 def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:

@@ -84,6 +84,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "norm_rope": ("qk_norm_rotary",),
     "recurrence": (
         "gated_linear_attention",
+        "ssd",
         "gated_delta_rule",
         "rwkv6",
         "dplr_delta_rule",
@@ -101,7 +102,10 @@ _WHICH: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "gated_norm": lambda given: given.get("z") is not None,
     "norm": lambda given: bool(given.get("center")),
     "recurrence": lambda given: max(
-        i * (given.get(name) is not None) for i, name in enumerate(("q", "beta", "bonus", "a"))
+        given.get("beta") is not None,
+        2 * bool(given.get("delta")),
+        3 * (given.get("bonus") is not None),
+        4 * (given.get("a") is not None),
     ),
 }
 

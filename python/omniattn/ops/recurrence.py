@@ -29,7 +29,8 @@ def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | N
     return _states(steps // chunk + cu_seqlens.shape[0] - 1, q, v)
 
 
-#: (q, k, v, g, beta, bonus, a, b, initial_state, cu_seqlens, scale) -> (o, final_state)
+#: (q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale, delta)
+#: -> (o, final_state)
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={
@@ -41,7 +42,7 @@ recurrence = DifferentiableOp(
     private=("states",),
     formula=reference.recurrence,
     fold=Fold(
-        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "initial_state"),
+        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "initial_state"),
         when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )

@@ -11,30 +11,30 @@ from torch.nn import functional as nnf
 
 from omniattn.reference.precision import compute_dtype, widen
 
-#: g, beta, bonus, a and b of calls that have none.
-_NONE = (None,) * 5
-
 
 def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    bonus: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    skip: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float = 1.0,
+    delta: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o_t = scale S_t^T q_t, S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final states.
+    """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
+    states.
 
-    u_t = v_t, or with beta what the decayed state S' lacks: u_t = beta_t (v_t - S'^T k_t). With a
-    and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t of
+    u_t = beta_t v_t, or with `delta` of what the decayed state S' lacks: beta_t (v_t - S'^T k_t).
+    With a and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t of
     R = S_{t-1} + diag(bonus) k_t u_t^T. q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv)
-    or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), states (N, Hv, K, V). With cu_seqlens the
-    one row holds N sequences, each with a state of its own.
+    or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). With
+    cu_seqlens the one row holds N sequences, each with a state of its own.
     """
     dtype = compute_dtype(q)
     group = v.shape[2] // max(q.shape[2], 1)
@@ -52,8 +52,10 @@ def recurrence(
             gt = g[:, t].to(dtype)
             new = new * (gt if gt.dim() == 3 else gt[..., None]).exp()[..., None]
         u = wide_v[:, t]
+        if delta:
+            u = u - (new * kt).sum(-2)
         if beta is not None:
-            u = beta[:, t, :, None].to(dtype) * (u - (new * kt).sum(-2))
+            u = beta[:, t, :, None].to(dtype) * u
         added = kt * u[..., None, :]
         read = new = new + added
         if low_rank:
@@ -61,7 +63,10 @@ def recurrence(
             read = new = new + bt * (state * at).sum(-2, keepdim=True)
         if bonus is not None:
             read = state + bonus.to(dtype)[..., None] * added
-        o = (read * qt).sum(-2) * scale
+        o = (read * qt).sum(-2)
+        if skip is not None:
+            o = o + skip.to(dtype) * wide_v[:, t]
+        o = o * scale
         if cu_seqlens is None:
             state = new
         else:
@@ -72,8 +77,9 @@ def recurrence(
     if not outputs:  # gradients are zeros, not absent
         gates = (t.to(dtype) for t in (g, beta) if t is not None)
         nothing = sum(t.sum() for t in (*rows, *gates))
-        if bonus is not None:
-            nothing = nothing + bonus[..., :0].to(dtype).sum()
+        for of_heads in (bonus, skip):
+            if of_heads is not None:
+                nothing = nothing + of_heads[..., :0].to(dtype).sum()
         return (wide_v + nothing).to(v.dtype), state + nothing
     return torch.stack(outputs, 1).to(v.dtype), state
 
@@ -131,7 +137,7 @@ def linear_attention(
     values = widen(v)
     if normalize:
         values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
-    o, state = recurrence(q, k, values, g, *_NONE[1:], initial_state, cu_seqlens, 1.0)
+    o, state = recurrence(q, k, values, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     if not causal:
         o = _read(q, state, cu_seqlens)
     if normalize:
@@ -162,7 +168,9 @@ def gated_linear_attention(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t."""
-    return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, _scale(q, scale))
+    return recurrence(
+        q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_scale(q, scale)
+    )
 
 
 def retention(
@@ -185,16 +193,16 @@ def retention(
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)
         gamma = 1 - torch.exp2(-5 - heads)
     g = gamma.to(compute_dtype(v)).log().expand(v.shape[:3])
-    scale = _scale(q, scale)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "scale": _scale(q, scale)}
     if not normalize:
-        return recurrence(q, k, v, g, *_NONE[1:], initial_state, cu_seqlens, scale)
+        return recurrence(q, k, v, g, initial_state=initial_state, **options)
     one = widen(v).new_ones(*v.shape[:3], 1)
     state, powers = initial_state, None
     if initial_state is not None:
         state, powers = initial_state[:, :, :-1], initial_state[:, :, -1:, -1:]
     wide = torch.cat((widen(v), one), -1)
-    o, state = recurrence(q, k, wide, g, *_NONE[1:], state, cu_seqlens, scale)
-    p, last = recurrence(one, one, one, g, *_NONE[1:], powers, cu_seqlens, 1.0)
+    o, state = recurrence(q, k, wide, g, initial_state=state, **options)
+    p, last = recurrence(one, one, one, g, initial_state=powers, cu_seqlens=cu_seqlens)
     inside = p > 0  # not in tokens of no sequence
     o = o / torch.where(inside, p, 1).sqrt()
     o = o[..., :-1] / o[..., -1:].detach().abs().clamp(min=1)
@@ -220,7 +228,17 @@ def delta_rule(
             (widen(t) * torch.rsqrt(widen(t).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype)
             for t in (q, k)
         )
-    return recurrence(q, k, v, g, beta, *_NONE[2:], initial_state, cu_seqlens, _scale(q, scale))
+    return recurrence(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=_scale(q, scale),
+        delta=True,
+    )
 
 
 def gated_delta_rule(
@@ -245,8 +263,16 @@ def rwkv6(
     g = w.expand(*v.shape[:3], r.shape[-1])
     count = r.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     bonus = u.expand(count, *u.shape)
-    scale = _scale(r, scale)
-    return recurrence(r, k, v, g, None, bonus, None, None, initial_state, cu_seqlens, scale)
+    return recurrence(
+        r,
+        k,
+        v,
+        g,
+        bonus=bonus,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=_scale(r, scale),
+    )
 
 
 def dplr_delta_rule(
@@ -262,8 +288,17 @@ def dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T, o_t = scale S_t^T q_t."""
-    scale = _scale(q, scale)
-    return recurrence(q, k, v, g, None, None, a, b, initial_state, cu_seqlens, scale)
+    return recurrence(
+        q,
+        k,
+        v,
+        g,
+        a=a,
+        b=b,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=_scale(q, scale),
+    )
 
 
 def rwkv7(
@@ -314,9 +349,14 @@ def ssd(
         step = nnf.softplus(step)
     step = step.clamp(*dt_limit)
     before = None if initial_state is None else initial_state.mT
-    gates = (step * A.to(wide.dtype), *_NONE[1:])
-    taken = wide * step[..., None]
-    y, state = recurrence(widen(C), widen(B), taken, *gates, before, cu_seqlens, 1.0)
+    y, state = recurrence(
+        widen(C),
+        widen(B),
+        wide * step[..., None],
+        step * A.to(wide.dtype),
+        initial_state=before,
+        cu_seqlens=cu_seqlens,
+    )
     if D is not None:
         if cu_seqlens is not None:
             wide = torch.where(in_sequences(cu_seqlens, x.shape[1])[:, None, None], wide, 0)
