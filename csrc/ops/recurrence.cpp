@@ -70,7 +70,7 @@ struct Problem : SequenceProblem {
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
     require(!delta || beta_.has_value(), op, "delta needs beta, got None");
     require(!skip_.has_value() || !(delta || bonus_.has_value() || a_.has_value()), op,
-            "skip must be None with delta, a bonus or a");
+            "skip and any of delta, bonus and a must not be given together");
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
     require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
             "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");

@@ -30,7 +30,8 @@ def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | N
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale, delta)
-#: -> (o, final_state)
+#: -> (o, final_state), as reference.recurrence: beta multiplies v, or with `delta` what the state
+#: lacks of it; skip * v is added to outputs.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={
