@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= p.value_width) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   const int64_t chunk = recurrence_chunk(p.channel_decay);
-  const C scale = static_cast<C>(p.scale), skip = in.skip(column);
+  const C scale = static_cast<C>(p.scale);
   C dskip = 0;
   Column<C, R> dstate(p, in.head, column);
   dstate.load(params.grad_final_state, n);
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads)
     dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
     if (lane_index() != 0) continue;
     found.du[at] = du;
-    static_cast<T*>(params.dv)[at] = gpu::narrow<T>(in.beta(t) * du + skip * scale * grad_o);
+    const C dv = in.beta(t) * du + in.skipped(column, scale * grad_o);
+    static_cast<T*>(params.dv)[at] = gpu::narrow<T>(dv);
   }
   dstate.store(params.dinitial_state, n);
   if (params.dskip != nullptr && lane_index() == 0) {

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (kUpdate != Update::bonus) {
       state.each([&](int64_t r, C& x) { sum += x * gpu::widen(q[r]); });
     }
-    sum = warp_sum(sum) + in.skip(column) * gpu::widen(in.v(t)[column]);
+    sum = warp_sum(sum) + in.skipped(column, gpu::widen(in.v(t)[column]));
     sum *= static_cast<C>(p.scale);
     if (lane_index() == 0) {
       static_cast<T*>(params.o)[in.at(t, p.value_width) + column] = gpu::narrow<T>(sum);

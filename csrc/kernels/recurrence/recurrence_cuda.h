@@ -70,8 +70,9 @@ struct Head {
   }
   __device__ __forceinline__ bool delta() const { return kUpdate == Update::value && p.delta; }
   __device__ __forceinline__ C bonus(int64_t r) const { return of_head(p.bonus, p.key_width, r); }
-  __device__ __forceinline__ C skip(int64_t column) const {
-    return p.skip == nullptr ? C(0) : of_head(p.skip, p.value_width, column);
+  // skip x, which is no product where there is no skip: x may be infinite.
+  __device__ __forceinline__ C skipped(int64_t column, C x) const {
+    return p.skip == nullptr ? C(0) : of_head(p.skip, p.value_width, column) * x;
   }
   // Of x (N, Hv, width).
   __device__ __forceinline__ C of_head(const void* x, int64_t width, int64_t i) const {
