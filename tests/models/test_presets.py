@@ -158,6 +158,15 @@ def test_from_hf_rejects_what_it_does_not_compute(name, option, value):
         type(SMALL[name]).from_hf(config)
 
 
+@pytest.mark.parametrize(("name", "other"), [("mamba", "falcon-mamba"), ("gpt2", "jamba")])
+def test_from_hf_rejects_configs_of_other_architectures(name, other):
+    """FalconMamba's has all options of Mamba's, and norms that this does not compute."""
+    theirs = SMALL[other].to_hf()
+    message = f"model_type must be '{name}', got model_type='{theirs.model_type}'"
+    with pytest.raises(NotImplementedError, match=message):
+        type(SMALL[name]).from_hf(theirs)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "changes"),
     [

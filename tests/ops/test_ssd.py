@@ -169,6 +169,7 @@ def call(**changed):
         ({"dt_softplus": 1}, TypeError, r"dt_softplus must be True or False, got dt_softplus=1"),
         ({"dt_limit": 0.1}, TypeError, r"dt_limit must be \(least, largest\), got dt_limit=0.1"),
         ({"dt_limit": (2.0, 1.0)}, ValueError, r"dt_limit must be .*, got dt_limit=\(2.0, 1.0\)"),
+        ({"dt_limit": (math.inf, math.inf)}, ValueError, r"dt_limit must be .*\(inf, inf\)"),
         ({"dt_limit": (0.0, math.nan)}, ValueError, r"dt_limit must be .*, got dt_limit=nan"),
         ({"dt_limit": (-math.inf, math.inf)}, ValueError, r"begin at 0 or above without dt_softp"),
         ({"dt_limit": (-math.inf,) * 2, "dt_softplus": True}, ValueError, r"dt_limit=-inf"),

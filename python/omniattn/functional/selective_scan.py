@@ -123,8 +123,7 @@ def selective_scan(
     C = _weights(op, "C", C, u, A, is_complex)
     if B.ndim == C.ndim == 4 and B.shape[2] != C.shape[2]:
         raise ValueError(
-            f"{op}: C must have the groups of B, got C.shape={tuple(C.shape)}, "
-            f"B.shape={tuple(B.shape)}"
+            f"{op}: C must have the groups of B, got {C.shape[2]} groups of C, {B.shape[2]} of B"
         )
     if D is not None:
         D = widened(op, "D", D, u, ((channels,),), "u")

@@ -175,6 +175,6 @@ def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tu
     for bound in (least, largest):
         if bound != math.inf:
             require_number(op, "dt_limit", bound, 0)
-    if least > largest:
+    if least > largest or least == math.inf:
         raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
     return float(least), float(largest)

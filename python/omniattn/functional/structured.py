@@ -142,6 +142,8 @@ def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
 
 
 def _terms_like(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor:
-    t = _real(op, name, t, like, like_name)
-    require_shape(op, name, t, tuple(like.shape))
-    return t
+    pairs = _real(op, name, t, like, like_name)
+    if pairs.shape != like.shape:
+        wanted = like.shape[:-1] if t.is_complex() else like.shape
+        require_shape(op, name, t, tuple(wanted))
+    return pairs

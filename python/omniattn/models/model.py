@@ -210,11 +210,20 @@ class ModelConfig(ABC):
         """From a config of transformers.
 
         Raises:
-            NotImplementedError: for an option that ours does not have.
+            NotImplementedError: for a config of another architecture, or an option that ours does
+                not have.
             ValueError: for an unknown rotary scaling.
         """
         if cls.hf is None:
             raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
+        import transformers
+
+        wanted_type = getattr(transformers, cls.hf.model).config_class.model_type
+        if config.model_type != wanted_type:
+            raise NotImplementedError(
+                f"{cls.__name__}: model_type must be {wanted_type!r}, "
+                f"got model_type={config.model_type!r}"
+            )
         ids = [(name, getattr(config, name)) for name in TOKEN_IDS if hasattr(config, name)]
         found = cls.from_dict(cls.hf.from_hf(config) | {"token_ids": ids})
         for name, wanted in cls.hf.required(found).items():
