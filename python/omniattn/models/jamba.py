@@ -86,6 +86,7 @@ class JambaConfig(Decoder.Config):
         conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
     )
 
+    num_layers: int = 8  # so that one has attention
     num_heads: int = 6
     num_kv_heads: int = 2
     hidden_dim: int = 512

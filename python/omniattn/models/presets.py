@@ -169,7 +169,9 @@ TRAINED: dict[str, ModelConfig] = {
     "xlstm": _xlstm(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
     # Half of the published period, so that four layers have all kinds.
-    "jamba": JambaConfig(attention_period=4, attention_offset=2, hidden_dim=256, experts=4),
+    "jamba": JambaConfig(
+        num_layers=4, attention_period=4, attention_offset=2, hidden_dim=256, experts=4
+    ),
     "samba": _samba(),
     "zamba2": Zamba2Config(),
     "longformer": _sparse(
