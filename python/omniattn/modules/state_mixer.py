@@ -103,8 +103,8 @@ def read(
         got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
         raise ValueError(
             f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
-            "which tell padding from tokens, because a recurrence reads every token, "
-            f"got mask={shown(mask)}, {got}, past={past}"
+            "which tell padding from tokens, because a recurrence reads every token (pass several "
+            f"sequences as a jagged nested tensor), got mask={shown(mask)}, {got}, past={past}"
         )
     assert isinstance(mask, Tensor)
     real = mask[:, 0, 0, past:]
