@@ -36,7 +36,16 @@ myst_heading_anchors = 3
 suppress_warnings = ["ref.python"]
 
 CONTENTS = {
-    "Guides": ["migration", "hf", "hybrids", "state_space", "caches", "distributed", "export", "precision"],
+    "Guides": [
+        "migration",
+        "hf",
+        "hybrids",
+        "state_space",
+        "caches",
+        "distributed",
+        "export",
+        "precision",
+    ],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
     "Support and speed": [
         *("ops", "variants", "benchmarks", "goals", "accuracy", "cuda", "cuda_resources")
