@@ -288,8 +288,8 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
-      " Tensor? b, Tensor? skip, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool "
-      "delta)"
+      " Tensor? b, Tensor? skip, Tensor? initial_state, Tensor? cu_seqlens, float scale,"
+      " bool delta)"
       " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
       dstate.each(
           [&](int64_t r, C& x) { x = (x - gpu::widen(k[r]) * de) * in.decay(t, r, of_head); });
     }
-    dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
+    if (params.dskip != nullptr) dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
     if (lane_index() != 0) continue;
     found.du[at] = du;
     const C dv = in.beta(t) * du + in.skipped(column, scale * grad_o);

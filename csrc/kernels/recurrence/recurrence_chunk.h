@@ -340,6 +340,10 @@ struct Chunk {
   }
   // Whether a plain update has a beta.
   bool scales() const { return !delta && p.beta.data != nullptr; }
+  // Rows of V times their beta.
+  [[gnu::noinline]] void times_beta(Input<C> x, Matrix<C> to) const {
+    for (int64_t i = 0; i < rows; ++i) convert_rows(x.row(i), 0, 1, V, to.row(i), 0, beta[i]);
+  }
 
  private:
   Matrix<C> loaded_q, loaded_k, loaded_v, loaded_probe;  // what is not read in place

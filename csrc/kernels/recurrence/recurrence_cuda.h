@@ -69,14 +69,14 @@ struct Head {
     return p.beta.data == nullptr ? C(1) : *row<C>(p.beta, t, head);
   }
   __device__ __forceinline__ bool delta() const { return kUpdate == Update::value && p.delta; }
-  __device__ __forceinline__ C bonus(int64_t r) const { return of_head(p.bonus, p.key_width, r); }
+  __device__ __forceinline__ C bonus(int64_t r) const { return head_row(p.bonus, p.key_width)[r]; }
   // skip x, which is no product where there is no skip: x may be infinite.
   __device__ __forceinline__ C skipped(int64_t column, C x) const {
-    return p.skip == nullptr ? C(0) : of_head(p.skip, p.value_width, column) * x;
+    return p.skip == nullptr ? C(0) : head_row(p.skip, p.value_width)[column] * x;
   }
-  // Of x (N, Hv, width).
-  __device__ __forceinline__ C of_head(const void* x, int64_t width, int64_t i) const {
-    return static_cast<const C*>(x)[(sequence * p.value_heads + head) * width + i];
+  // The row of a bonus or skip (N, Hv, width).
+  __device__ __forceinline__ const C* head_row(const void* x, int64_t width) const {
+    return static_cast<const C*>(x) + (sequence * p.value_heads + head) * width;
   }
 
   // The decays of a token: of all channels, or 1 where each has its own.

@@ -1,5 +1,5 @@
 // What an update does in a chunk: it makes the rows u that are added to the state, and turns their
-// gradients into those of v and beta. Constants say which rows it has:
+// gradients into those of v and beta. Its constants tell what it reads and adds:
 //
 //   kProbe          the update reads the state, as `probe`
 //   kProbesBefore   before its token's decay
@@ -23,27 +23,17 @@ struct PlainUpdate {
 
   template <class C>
   static void values(Chunk<C>& c) {
-    for (int64_t i = 0; c.scales() && i < c.rows; ++i) {
-      convert_rows(c.v.row(i), 0, 1, c.V, c.updates.row(i), 0, c.beta[i]);
-    }
+    if (c.scales()) c.times_beta(c.v, c.updates);
   }
 
-  // dv of x, the gradient of u, in its place, and `dskip` added to.
+  // Turns x, the gradient of u, into dv, and adds to dskip, which may be null.
   template <class C>
   [[gnu::noinline]] static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> grad_o,
                                          C* dskip) {
-    for (int64_t i = 0; i < c.rows; ++i) {
-      C* const dv = x.row(i);
-      if (c.scales()) convert_rows(dv, 0, 1, c.V, dv, 0, c.beta[i]);
-      if (c.skip == nullptr) continue;
-      const C *const v = c.v.row(i), *const d = grad_o.row(i), *const skip = c.skip;
-      for_row<C>(c.V, [=](int64_t j, auto part) {
-        const Vec<C> of_o = part.load(d + j);
-        part.store(dv + j, fma(part.load(skip + j), of_o, part.load(dv + j)));
-        if (dskip != nullptr) {
-          part.store(dskip + j, fma(of_o, part.load(v + j), part.load(dskip + j)));
-        }
-      });
+    if (c.scales()) c.times_beta(x, x);
+    if (c.skip != nullptr) add_skip(c.skip, grad_o, x, c.rows, c.V);
+    for (int64_t i = 0; dskip != nullptr && i < c.rows; ++i) {
+      add_skip(grad_o.row(i), c.v.at(i), Matrix<C>{dskip, 0}, 1, c.V);
     }
   }
 };
