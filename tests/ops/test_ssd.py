@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from recurrence_cases import draw
+from recurrence_cases import decays, draw, pairwise, qkv
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
 from omniattn.functional._steps import ssd_inplace
+from omniattn.ops import recurrence as ops
 
 BACKENDS = [None, "reference"]
 
@@ -42,6 +43,23 @@ def test_dual_form(backend, groups):
     tensors = sizes(groups=groups)
     y, _ = F.ssd(*tensors, backend=backend)
     torch.testing.assert_close(y, dual(*tensors))
+
+
+@pytest.mark.parametrize("steps", [3, 70])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_factors_of_values_and_skips(decay, steps):
+    """o = sum_s R_ts beta_s v_s + skip * v_t by itself, with each kind of decay."""
+    q, k, v = (t[:, :steps] for t in qkv())
+    beta, skip = draw(2, 70, 2, seed=4)[:, :steps], draw(2, 2, v.shape[-1], seed=5)
+    g = decays(2, 70, 2, 8)[:, :steps]
+    given = {"none": None, "head": g[..., 0].contiguous(), "channel": g}[decay]
+    exact = {"none": torch.zeros_like(g), "head": g[..., :1].expand_as(g), "channel": g}[decay]
+    leaves = [t.requires_grad_() for t in (q, k, v, beta, skip)]
+    o, _ = ops.recurrence(q, k, v, given, beta, None, None, None, skip, None, None, 8**-0.5, False)
+    expected = pairwise(q, k, beta[..., None] * v, exact) + 8**-0.5 * skip[:, None] * v
+    torch.testing.assert_close(o, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), leaves) for t in (o, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -143,7 +143,5 @@ def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
 
 def _terms_like(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor:
     pairs = _real(op, name, t, like, like_name)
-    if pairs.shape != like.shape:
-        wanted = like.shape[:-1] if t.is_complex() else like.shape
-        require_shape(op, name, t, tuple(wanted))
+    require_shape(op, name, t, tuple(like.shape[:-1] if t.is_complex() else like.shape))
     return pairs

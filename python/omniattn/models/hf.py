@@ -55,6 +55,13 @@ class Counterpart:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     conversions: Sequence[Conversion] = ()
 
+    @property
+    def config_class(self) -> Any:
+        """The class of the configs of `model`."""
+        import transformers
+
+        return getattr(transformers, self.model).config_class
+
     def required(self, ours: Any) -> dict[str, Any]:
         """Options that a config of theirs must have to compute what ours does."""
         named = {theirs: getattr(ours, name) for name, theirs in self.options.items()}

@@ -199,11 +199,8 @@ class ModelConfig(ABC):
         Raises:
             NotImplementedError: for an architecture or option that transformers does not have.
         """
-        import transformers
-
-        kind = getattr(transformers, self.counterpart.model).config_class
         ids = {name: list(i) if isinstance(i, tuple) else i for name, i in self.token_ids}
-        return kind(**self.counterpart.to_hf(self), **ids)
+        return self.counterpart.config_class(**self.counterpart.to_hf(self), **ids)
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
@@ -216,12 +213,10 @@ class ModelConfig(ABC):
         """
         if cls.hf is None:
             raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
-        import transformers
-
-        wanted_type = getattr(transformers, cls.hf.model).config_class.model_type
-        if config.model_type != wanted_type:
+        model_type = cls.hf.config_class.model_type
+        if config.model_type != model_type:
             raise NotImplementedError(
-                f"{cls.__name__}: model_type must be {wanted_type!r}, "
+                f"{cls.__name__}: model_type must be {model_type!r}, "
                 f"got model_type={config.model_type!r}"
             )
         ids = [(name, getattr(config, name)) for name in TOKEN_IDS if hasattr(config, name)]
