@@ -37,14 +37,19 @@ struct Problem : SequenceProblem {
   Steps q, k, v;
   bool channel_decay;
   OptSteps g, beta, a, b;
+  OptSteps least;
   OptTensor bonus, skip, initial_state;
   double scale;
   bool delta;
+  FeatureMap features;
+  bool normalize;
+  double eps;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
           const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
-          const OptTensor& b_, const OptTensor& skip_, const OptTensor& initial_state_,
-          const OptTensor& cu_seqlens, double scale_, bool delta_)
+          const OptTensor& b_, const OptTensor& skip_, const OptTensor& least_,
+          const OptTensor& initial_state_, const OptTensor& cu_seqlens, double scale_, bool delta_,
+          int64_t features_, bool normalize_, double eps_)
       : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
         key_heads(q_.size(2)),
         value_heads(with_dims("v", v_, 4).size(2)),
@@ -55,7 +60,10 @@ struct Problem : SequenceProblem {
         v(op, "v", v_, dtype, {batch, steps, value_heads, value_width}),
         channel_decay(g_.has_value() && g_->dim() == 4),
         scale(scale_),
-        delta(delta_) {
+        delta(delta_),
+        features(static_cast<FeatureMap>(features_)),
+        normalize(normalize_),
+        eps(eps_) {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
             "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
             key_heads);
@@ -65,12 +73,23 @@ struct Problem : SequenceProblem {
       g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads});
     }
     if (beta_.has_value()) beta.emplace(op, "beta", *beta_, acc, Sizes{batch, steps, value_heads});
+    if (least_.has_value())
+      least.emplace(op, "least", *least_, acc, Sizes{batch, steps, value_heads});
     initial_state = state("initial_state", initial_state_);
     const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
     require(!delta || beta_.has_value(), op, "delta needs beta, got None");
-    require(!skip_.has_value() || !(delta || bonus_.has_value() || a_.has_value()), op,
+    const bool plain = !(delta || bonus_.has_value() || a_.has_value());
+    require(!skip_.has_value() || plain, op,
             "skip and any of delta, bonus and a must not be given together");
+    require(features_ >= 0 && features_ < kFeatureMapCount, op, "feature_map must be in [0, ",
+            kFeatureMapCount, "), got ", features_);
+    require(features == FeatureMap::identity || plain, op,
+            "feature_map must be 0 with any of delta, bonus and a, got ", features_);
+    require(!normalize || (plain && !skip_.has_value()), op,
+            "normalize and any of delta, bonus, a and skip must not be given together");
+    require(normalize || !least_.has_value(), op, "least needs normalize, got normalize=false");
+    require(eps >= 0, op, "eps must be >= 0, got ", eps);
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
     require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
             "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");
@@ -83,11 +102,12 @@ struct Problem : SequenceProblem {
   }
 
   std::array<int64_t, 4> state_sizes() const {
-    return {sequences, value_heads, key_width, value_width};
+    return {sequences, value_heads, key_width, value_width + normalize};
   }
   int64_t state_bytes() const { return key_width * value_width * size_of(acc); }
   OptTensor state(const char* name, const OptTensor& t) const {
-    return dense(name, t, {sequences, value_heads, key_width, value_width});
+    const auto sizes = state_sizes();
+    return dense(name, t, {sizes.data(), sizes.size()});
   }
 
   Recurrence params() const {
@@ -110,16 +130,22 @@ struct Problem : SequenceProblem {
             .b = view_or_null(b),
             .bonus = data_or_null(bonus),
             .skip = data_or_null(skip),
+            .features = features,
+            .normalize = normalize,
+            .least = view_or_null(least),
+            .eps = eps,
             .initial_state = data_or_null(initial_state),
             .boundaries = packed.rows.q};
   }
 };
 
 // The public function that names an error; functions with fewer options check their own.
-std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a, bool delta) {
+std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a, bool delta,
+                  bool normalize) {
   return a.has_value()       ? "dplr_delta_rule"
          : bonus.has_value() ? "rwkv6"
          : delta             ? "gated_delta_rule"
+         : normalize         ? "linear_attention"
          : beta.has_value()  ? "ssd"
                              : "gated_linear_attention";
 }
@@ -145,17 +171,17 @@ template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
     const OptTensor& bonus, const OptTensor& a, const OptTensor& b, const OptTensor& skip,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, double scale, bool delta) {
+    const OptTensor& least, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+    double scale, bool delta, int64_t feature_map, bool normalize, double eps) {
   const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a, delta);
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale,
-                  delta);
+  const std::string op = op_of(beta, bonus, a, delta, normalize);
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
+                  scale, delta, feature_map, normalize, eps);
   const auto state = p.state_sizes();
   const Output o = p.result(true, p.v.tensor.sizes(), p.dtype);
   const Output final_state(true, {state.data(), state.size()}, p.acc);
   const Recurrence shared = p.params();
-  const Output states(kSave, {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width},
-                      p.acc);
+  const Output states(kSave, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc);
   const int64_t heads = parts_of_item(p, p.value_heads, p.state_bytes());
   const RecurrenceParams params{.recurrence = shared,
                                 .heads = heads,
@@ -163,7 +189,9 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
                                 .final_state = final_state.data(),
                                 .states = states.data()};
   if constexpr (kOnCuda) {
-    require_launched(p.op, launch_recurrence(params, stream()));
+    const Tensor memory =
+        scratch(ceil_div(recurrence_bytes(shared), size_of(DType::f64)), DType::f64);
+    require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceKernels& kernels = recurrence_kernels();
     run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
@@ -220,24 +248,25 @@ class Sharded {
   OptTensor parts_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
                     const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
                     const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
-                    const OptTensor& skip, const OptTensor& initial_state,
+                    const OptTensor& skip, const OptTensor& least, const OptTensor& initial_state,
                     const OptTensor& cu_seqlens, const Tensor& states, double scale, bool delta,
-                    bool g_grad, bool beta_grad, bool bonus_grad, bool skip_grad,
-                    bool initial_state_grad) {
+                    int64_t feature_map, bool normalize, double eps, bool g_grad, bool beta_grad,
+                    bool bonus_grad, bool skip_grad, bool least_grad, bool initial_state_grad) {
   const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a, delta) + "_backward";
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale,
-                  delta);
+  const std::string op = op_of(beta, bonus, a, delta, normalize) + "_backward";
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
+                  scale, delta, feature_map, normalize, eps);
   const Recurrence shared = p.params();
   OptSteps go;
   if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
+  const auto state = p.state_sizes();
   require_dense(p.op, "states", states, p.acc,
-                {recurrence_slots(shared), p.value_heads, p.key_width, p.value_width});
+                {recurrence_slots(shared), state[1], state[2], state[3]});
   const auto like = [&](bool wanted, const OptSteps& x, DType type) {
     return p.result(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
   };
@@ -249,7 +278,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const Sharded da(p, true, p.a, shards), db(p, true, p.b, shards);
   const Output dv = like(true, p.v, p.dtype);
   const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
-  const auto state = p.state_sizes();
+  const Output dleast = like(least_grad, p.least, p.acc);
   const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
   const Output dskip(skip_grad && p.skip, {p.sequences, p.value_heads, p.value_width}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
@@ -268,6 +297,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
                                         .dbeta = dbeta.data(),
                                         .dbonus = dbonus.data(),
                                         .dskip = dskip.data(),
+                                        .dleast = dleast.data(),
                                         .dinitial_state = dinitial.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
@@ -278,27 +308,29 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }
-  return {dq.sum(),        dk.sum(), dv.tensor(), dg.tensor(),    dbeta.tensor(),
-          dbonus.tensor(), da.sum(), db.sum(),    dskip.tensor(), dinitial.tensor()};
+  return {dq.sum(), dk.sum(), dv.tensor(),    dg.tensor(),     dbeta.tensor(),   dbonus.tensor(),
+          da.sum(), db.sum(), dskip.tensor(), dleast.tensor(), dinitial.tensor()};
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). The last result of the forward is the states
+// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 with normalize. The
+// last result of the forward is the states
 // at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
-      " Tensor? b, Tensor? skip, Tensor? initial_state, Tensor? cu_seqlens, float scale,"
-      " bool delta)"
+      " Tensor? b, Tensor? skip, Tensor? least, Tensor? initial_state, Tensor? cu_seqlens,"
+      " float scale, bool delta, int feature_map, bool normalize, float eps)"
       " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(
       "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
-      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip,"
+      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip, Tensor? least,"
       " Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float scale, bool delta,"
-      " bool g_grad, bool beta_grad, bool bonus_grad, bool skip_grad, bool initial_state_grad)"
+      " int feature_map, bool normalize, float eps, bool g_grad, bool beta_grad, bool bonus_grad,"
+      " bool skip_grad, bool least_grad, bool initial_state_grad)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
-      " Tensor db, Tensor dskip, Tensor dinitial_state)");
+      " Tensor db, Tensor dskip, Tensor dleast, Tensor dinitial_state)");
 });
 
 }  // namespace

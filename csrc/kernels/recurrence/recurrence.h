@@ -11,6 +11,11 @@
 //   o_t = scale (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t
 //   S_t = diag(w_t) S_{t-1} + k_t v_t^T + b_t c_t^T        c_t = S_{t-1}^T a_t
 //
+// A plain update may have features phi(q) and phi(k) in place of q and k, and outputs that are
+// divided by the sum of their weights, an output of values 1 whose state is one more column z:
+//
+//   z_t = diag(w_t) z_{t-1} + beta_t k_t        o_t = scale S_t^T q_t / divisor(z_t . q_t)
+//
 // Value head h reads key head h / (Hv / Hk) of q, k, a and b. The CPU works on chunks of tokens, in
 // which the products are matrix products; CUDA goes from token to token with a column of the state
 // in the registers of a warp. Every factor of a decay is a product of w's, never the exponential of
@@ -25,6 +30,7 @@
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
 #include "semantics/arith.h"
+#include "semantics/linear_attention.h"
 
 namespace omniattn {
 
@@ -43,28 +49,35 @@ struct Recurrence {
   int64_t steps;       // T: of each sequence, or of all packed ones
   int64_t key_heads, value_heads, key_width, value_width;  // Hk, Hv, K, V
   double scale;
-  StepView q, k;              // (B, T, Hk, K)
-  StepView v;                 // (B, T, Hv, V)
-  StepView g, beta;           // of A; absent: no decay, ones
-  StepView a, b;              // (B, T, Hk, K); both or none, and only with a channel_decay
-  const void* bonus;          // (N, Hv, K) of A contiguous, or null; only with a channel_decay
-  const void* skip;           // (N, Hv, V) of A contiguous, or null; only with a plain update
-  const void* initial_state;  // (N, Hv, K, V) of A contiguous, or null for zeros
+  StepView q, k;        // (B, T, Hk, K)
+  StepView v;           // (B, T, Hv, V)
+  StepView g, beta;     // of A; absent: no decay, ones
+  StepView a, b;        // (B, T, Hk, K); both or none, and only with a channel_decay
+  const void* bonus;    // (N, Hv, K) of A contiguous, or null; only with a channel_decay
+  const void* skip;     // (N, Hv, V) of A contiguous, or null; only with a plain update
+  FeatureMap features;  // of q and k; only with a plain update
+  bool normalize;       // divided by sums; only with a plain update and without a skip
+  StepView least;       // of divisors, (B, T, Hv) of A, or absent
+  double eps;
+  const void* initial_state;  // (N, Hv, K, W) of A contiguous, or null for zeros
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
+
+  // Columns of a state, W: V, and the one of the sums.
+  OMNIATTN_FN int64_t state_width() const { return value_width + normalize; }
 };
 
 struct RecurrenceParams {
   Recurrence recurrence;
   int64_t heads;      // value heads of an item of the CPU
   void* o;            // (B, T, Hv, V) contiguous
-  void* final_state;  // (N, Hv, K, V) of A contiguous
-  void* states;       // (recurrence_slots, Hv, K, V) of A, or null
+  void* final_state;  // (N, Hv, K, W) of A contiguous
+  void* states;       // (recurrence_slots, Hv, K W) of A, or null: as the backward reads them
 };
 
 // Outputs are contiguous and have the shapes of what they are gradients of; dg, dbeta, dbonus,
-// dskip and dinitial_state may be null. With several shards dq, dk, da and db are of A and have the
-// sums over the value heads of one shard after another, (shards, B, T, Hk, K).
+// dskip, dleast and dinitial_state may be null. With several shards dq, dk, da and db are of A and
+// have the sums over the value heads of one shard after another, (shards, B, T, Hk, K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
@@ -73,8 +86,8 @@ struct RecurrenceBackwardParams {
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
   void *dq, *dk, *dv;
-  void *da, *db;                                       // where there are a and b
-  void *dg, *dbeta, *dbonus, *dskip, *dinitial_state;  // of A
+  void *da, *db;                                                // where there are a and b
+  void *dg, *dbeta, *dbonus, *dskip, *dleast, *dinitial_state;  // of A
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);
@@ -119,11 +132,11 @@ struct RecurrenceBackwardKernels {
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_backward_kernels)
 
-// On CUDA rows of o, and of gradients, that are in no sequence are zeroed by the kernels.
-Status launch_recurrence(const RecurrenceParams& p, Stream stream);
-
-// The bytes that a backward works in; depends on shapes only.
+// The bytes that kernels work in on CUDA; they depend on shapes only.
+int64_t recurrence_bytes(const Recurrence& p);
 int64_t recurrence_backward_bytes(const Recurrence& p);
+// Rows of o, and of gradients, that are in no sequence are zeroed by the kernels.
+Status launch_recurrence(const RecurrenceParams& p, void* memory, Stream stream);
 Status launch_recurrence_backward(const RecurrenceBackwardParams& p, void* memory, Stream stream);
 
 }  // namespace omniattn

@@ -9,6 +9,7 @@
 //
 // de is the gradient of the prediction probe_in S + N u; that of S' stays in memory of the thread.
 #include "kernels/recurrence/recurrence_policy.h"
+#include "kernels/recurrence/recurrence_sums.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -25,19 +26,26 @@ struct Backward {
   Room<C> room;
   Chunk<C> c;
   Decay decay;
+  Sums<C> sums;
   Matrix<C> x, out;          // see above; [de; do]
   Matrix<C> state, dstates;  // S, and dS' of each value head of the item
+  Matrix<C> dcolumns{};      // of z, likewise
   Matrix<C> drows;           // [dk; dq; da; db], sums over the group
   ChunkGradient<C> d;
 
   Backward(const RecurrenceBackwardParams& y, void* memory)
-      : params(y), room(memory), c(p, room, packed_size(y.recurrence)), decay(p, room) {
+      : params(y),
+        room(memory),
+        c(p, room, packed_size(y.recurrence)),
+        decay(p, room),
+        sums(p, room) {
     const int64_t K = p.key_width, V = p.value_width;
     c.error = room.rows(size, V);
     x = room.rows(kKeys * size, V);
     out = room.rows(2 * size, V);
     state = room.rows(K, V);
     dstates = room.rows(K * group * params.parts, V);
+    if (p.normalize) dcolumns = room.rows(group * params.parts, K);
     drows = room.rows(kRows * size, K);
     d.scores = room.rows(2 * size, size);
     if (kKeys == 2) d.scores_b = room.rows(2 * size, size);
@@ -53,9 +61,11 @@ struct Backward {
     heads = {first * group, end * group};
     for (int64_t h = heads.first; h < heads.end; ++h) {
       if (params.grad_final_state != nullptr) {
-        copy_rows(state_of<C>(p, params.grad_final_state, s.index, h), V, K, V, dstate_of(h));
+        load_state(p, state_of<C>(p, params.grad_final_state, s.index, h), dstate_of(h),
+                   dcolumn_of(h));
       } else {
         zero_rows(dstate_of(h), K, V);
+        if (p.normalize) zero_rows(Matrix<C>{dcolumn_of(h), 0}, 1, K);
       }
       if (C* const dbonus = head_row<C>(p, params.dbonus, s.index, h, K)) {
         zero_rows(Matrix<C>{dbonus, K}, 1, K);
@@ -70,8 +80,8 @@ struct Backward {
       }
     }
     for (int64_t h = heads.first; params.dinitial_state != nullptr && h < heads.end; ++h) {
-      copy_rows(dstate_of(h).data, dstates.stride, K, V,
-                Matrix<C>{state_of<C>(p, params.dinitial_state, s.index, h), V});
+      store_state(p, dstate_of(h), dcolumn_of(h),
+                  state_of<C>(p, params.dinitial_state, s.index, h));
     }
   }
 
@@ -81,6 +91,7 @@ struct Backward {
   } heads;  // of the item
 
   Matrix<C> dstate_of(int64_t h) const { return dstates.at((h - heads.first) * p.key_width); }
+  C* dcolumn_of(int64_t h) const { return dcolumns.row(h - heads.first); }
   static int64_t packed_size(const Recurrence& p) {
     const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
     const int64_t of_rows = packed_elements<C>(larger(K, V), size);
@@ -96,8 +107,10 @@ struct Backward {
     d.dk = drows, d.dq = drows.at(n);
     if (kKeys == 2) d.da = drows.at(2 * n), d.db = drows.at(3 * n);
     for (int64_t h = part * group; h < (part + 1) * group; ++h) {
-      head(s, t, s.slot + first / size, h, same_keys || h % group > 0, dstate_of(h));
+      head(s, t, s.slot + first / size, h, same_keys || h % group > 0);
     }
+    of_features(p.features, c.k, d.dk, n, K);
+    of_features(p.features, c.q, d.dq, n, K);
     const DType dtype = params.shards == 1 ? p.dtype : kComputed<C>;
     const int64_t batches = p.boundaries == nullptr ? p.sequences : 1;
     const auto write = [&](Matrix<C> rows, void* to) {
@@ -110,10 +123,10 @@ struct Backward {
     if (kKeys == 2) write(d.da, params.da), write(d.db, params.db);
   }
 
-  void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, bool same_keys,
-            Matrix<C> dstate) {
+  void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, bool same_keys) {
     const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V, bytes = V * size_of(p.dtype);
-    const Matrix<C> grad_o = out.at(n);
+    const Matrix<C> grad_o = out.at(n), dstate = dstate_of(h);
+    const C *const saved = state_of<C>(p, params.states, slot, h), *const z = saved + K * V;
     const bool last = h + 1 == heads.end;
     const int64_t next = last ? heads.first : h + 1, next_t = last ? t - size : t;
     Ahead ahead{[&](int64_t i) {
@@ -125,13 +138,17 @@ struct Backward {
     }};
     c.load_update(s, t, h);
     decay.apply(c, batch, t, h, same_keys, ahead);
-    copy_rows(state_of<C>(p, params.states, slot, h), V, K, V, state);
+    copy_rows(saved, V, K, V, state);
     if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
     Update::values(c);
     if (params.grad_o.data != nullptr) {
       c.load_input(params.grad_o, batch, t, h, V, grad_o, static_cast<C>(p.scale));
     } else {
       zero_rows(grad_o, n, V);
+    }
+    if (p.normalize) {
+      sums.find(c, z, batch, t, h);
+      sums.divide(c, grad_o);
     }
     c.meet(c.k_out, dstate, x, kKeys * n, ahead);
     multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
@@ -148,10 +165,20 @@ struct Backward {
     const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
     pack_columns<C>(state, K, V, c.packed);
     multiply(out.at(skip), packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
+    if (p.normalize) {
+      const auto of_tokens = [&](void* to) {
+        return to == nullptr ? nullptr : out_row<C>(p, to, batch, t, p.value_heads, h, 1);
+      };
+      sums.gradient(c, d, z, dcolumn_of(h), of_tokens(params.dleast), of_tokens(params.dbeta),
+                    p.value_heads);
+      decay.decay_column(dcolumn_of(h), K);
+    }
     for (int64_t i = 0; i < K; ++i) {
       decay.decay_row(dstate.row(i), i, V);
       d.carried[i] = dot(state.row(i), dstate.row(i), V);
+      if (p.normalize) d.carried[i] += z[i] * dcolumn_of(h)[i];
     }
+    if (p.normalize) sums.retreat(c, dcolumn_of(h));
     multiply<ALayout::kTransposed>(c.probe_in.at(skip), out.at(skip), dstate, K, V, rows,
                                    Into::add);
     d.dbonus = head_row<C>(p, params.dbonus, s.index, h, K);

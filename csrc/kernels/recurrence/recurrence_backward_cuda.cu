@@ -1,6 +1,8 @@
 // Backward of matrix-state recurrences on CUDA:
 //
-//   errors   what each update adds, again, by columns of each chunk from the saved states
+//   errors   what each update adds, again, by columns of each chunk from the saved states; of
+//            linear attention the undivided outputs
+//   divide   their gradients and those of divisors
 //   du       the gradients of updates, of v and of states, by columns back in time over all tokens
 //   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)
 //   finish   sums over value heads, channels and columns, in order
@@ -19,14 +21,51 @@ __global__ void __launch_bounds__(kThreads)
   const Recurrence& p = params.recurrence;
   const int64_t column = warp_index(blockIdx.y);
   const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
-  if (column >= p.value_width || s.count == 0) return;
+  if (column >= p.state_width() || s.count == 0) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
+  C* const to = kUpdate == Update::linear ? found.undivided : found.error;
   Column<C, R> state(p, in.head, column);
   state.load(params.states, s.slot);
   for (int64_t t = s.begin; t < s.begin + s.count; ++t) {
-    const C error = advance(in, state, t, column);
-    if (lane_index() == 0) found.error[in.at(t, p.value_width) + column] = error;
+    C value = advance(in, state, t, column);
+    if constexpr (kUpdate == Update::linear) value = output(in, state, t);
+    if (lane_index() == 0) to[in.at(t, p.state_width()) + column] = value;
   }
+}
+
+// Blocks: groups of tokens and value heads, one for each warp.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_divide_backward_kernel(const __grid_constant__ RecurrenceBackwardParams params,
+                                      const __grid_constant__ Found<compute_t<T>> found,
+                                      int64_t items) {
+  using C = compute_t<T>;
+  const Recurrence& p = params.recurrence;
+  const int64_t item = warp_index(blockIdx.x), t = item / p.value_heads % p.steps;
+  if (item >= items) return;
+  C* const dleast = static_cast<C*>(params.dleast);
+  if (!in_a_sequence(p, t)) {
+    if (dleast != nullptr && lane_index() == 0) dleast[item] = 0;
+    return;
+  }
+  const auto in = head_of_row<T>(p, item);
+  C* const x = found.undivided + item * p.state_width();
+  Divisor<C> divisor{1, 0, 0};
+  if (p.normalize) divisor = in.divisor_of(t, x[p.value_width]);
+  const T* const grad_o =
+      params.grad_o.data == nullptr ? nullptr : in.template row<T>(params.grad_o, t, in.head);
+  const C factor = static_cast<C>(p.scale) / divisor.value;
+  C all = 0;
+  for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
+    const C dx = grad_o == nullptr ? C(0) : factor * gpu::widen(grad_o[column]);
+    all += dx * x[column];
+    x[column] = dx;
+  }
+  const C of_divisor = -warp_sum(all) / divisor.value;
+  __syncwarp();  // all lanes have read the sum
+  if (lane_index() != 0 || !p.normalize) return;
+  x[p.value_width] = of_divisor * divisor.by_sum;
+  if (dleast != nullptr) dleast[item] = of_divisor * divisor.by_least;
 }
 
 // Blocks: value heads of sequences, columns.
@@ -38,10 +77,10 @@ __global__ void __launch_bounds__(kThreads)
   const Recurrence& p = params.recurrence;
   const int64_t n = blockIdx.x / p.value_heads, column = warp_index(blockIdx.y);
   const RecurrenceSequence s = checked_sequence(p, n);
-  if (column >= p.value_width) return;
+  if (column >= p.state_width()) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   const int64_t chunk = recurrence_chunk(p.channel_decay);
-  const C scale = static_cast<C>(p.scale);
+  const C scale = scale_of<C, kUpdate>(p);
   C dskip = 0;
   Column<C, R> dstate(p, in.head, column);
   dstate.load(params.grad_final_state, n);
@@ -50,12 +89,10 @@ __global__ void __launch_bounds__(kThreads)
     if (i == s.count - 1 || (i + 1) % chunk == 0) {
       dstate.store(found.dstates, s.slot + i / chunk);
     }
-    const C grad_o = params.grad_o.data == nullptr
-                         ? C(0)
-                         : gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
-    const T *const q = in.q(t), *const k = in.k(t);
+    const C grad_o = grad_output(in, params, found, t, column);
+    const auto *const q = in.q(t), *const k = in.k(t);
     const C of_head = in.head_decay(t);
-    const int64_t at = in.at(t, p.value_width) + column;
+    const int64_t at = in.at(t, p.state_width()) + column;
     C du = 0;
     if constexpr (kUpdate == Update::low_rank) {
       const T *const a = in.a(t), *const b = in.b(t);
@@ -90,8 +127,9 @@ __global__ void __launch_bounds__(kThreads)
     if (params.dskip != nullptr) dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
     if (lane_index() != 0) continue;
     found.du[at] = du;
+    if (column == p.value_width) continue;
     const C dv = in.beta(t) * du + in.skipped(column, scale * grad_o);
-    static_cast<T*>(params.dv)[at] = gpu::narrow<T>(dv);
+    static_cast<T*>(params.dv)[in.at(t, p.value_width) + column] = gpu::narrow<T>(dv);
   }
   dstate.store(params.dinitial_state, n);
   if (params.dskip != nullptr && lane_index() == 0) {
@@ -110,25 +148,29 @@ __global__ void __launch_bounds__(kThreads)
   if (item >= items) return;
   const int64_t token = item / p.key_heads, key_head = item % p.key_heads;
   const int64_t group = p.value_heads / p.key_heads, first = key_head * group;
-  const int64_t batch = token / p.steps, t = token % p.steps;
+  const int64_t t = token % p.steps;
   const bool inside = in_a_sequence(p, t);
   const int lane = lane_index();
+  const auto keys = head_of_row<T>(p, token * p.value_heads + first);
   for (int64_t r = lane; r < p.key_width; r += kLanes) {
-    const auto add = [&](const C* of_heads, void* to) {
+    const auto slope = [&](const auto* features) {
+      return p.features == FeatureMap::identity || !inside ? C(1) : keys.slope(features[r]);
+    };
+    const auto add = [&](const C* of_heads, void* to, C factor) {
       C sum = 0;
       for (int64_t h = first; inside && h < first + group; ++h) {
         sum += of_heads[(token * p.value_heads + h) * p.key_width + r];
       }
-      static_cast<T*>(to)[item * p.key_width + r] = gpu::narrow<T>(sum);
+      static_cast<T*>(to)[item * p.key_width + r] = gpu::narrow<T>(sum * factor);
     };
-    add(found.dq, params.dq);
-    add(found.dk, params.dk);
+    add(found.dq, params.dq, slope(keys.q(t)));
+    add(found.dk, params.dk, slope(keys.k(t)));
     if (p.a.data == nullptr) continue;
-    add(found.da, params.da);
-    add(found.db, params.db);
+    add(found.da, params.da, C(1));
+    add(found.db, params.db, C(1));
   }
   for (int64_t h = first; h < first + group; ++h) {
-    const Head<T> in(p, {.index = 0, .batch = batch, .begin = 0, .count = 0, .slot = 0}, h);
+    const auto in = head_of_row<T>(p, token * p.value_heads + h);
     C dg = 0, dbeta = 0;
     for (int64_t r = lane; params.dg != nullptr && r < p.key_width; r += kLanes) {
       const int64_t at = in.at(t, p.key_width) + r;
@@ -136,12 +178,12 @@ __global__ void __launch_bounds__(kThreads)
       if (p.channel_decay) static_cast<C*>(params.dg)[at] = x;
       dg += x;
     }
-    for (int64_t column = lane; column < p.value_width; column += kLanes) {
-      const int64_t at = in.at(t, p.value_width) + column;
-      if (!inside) {
-        static_cast<T*>(params.dv)[at] = gpu::narrow<T>(0);
-      } else if (params.dbeta != nullptr) {
-        dbeta += found.du[at] * (in.delta() ? found.error[at] : gpu::widen(in.v(t)[column]));
+    for (int64_t column = lane; column < p.state_width(); column += kLanes) {
+      const int64_t at = in.at(t, p.state_width()) + column;
+      if (inside && params.dbeta != nullptr) {
+        dbeta += found.du[at] * (p.delta ? found.error[at] : in.value(t, column));
+      } else if (!inside && column < p.value_width) {
+        static_cast<T*>(params.dv)[in.at(t, p.value_width) + column] = gpu::narrow<T>(0);
       }
     }
     dg = warp_sum(dg);
@@ -178,9 +220,10 @@ int64_t recurrence_backward_bytes(const Recurrence& p) {
   return bytes;
 }
 
-Status launch_recurrence_backward(const RecurrenceBackwardParams& params, void* memory,
+Status launch_recurrence_backward(const RecurrenceBackwardParams& given, void* memory,
                                   Stream stream) {
-  const Recurrence& p = params.recurrence;
+  RecurrenceBackwardParams params = given;
+  Recurrence& p = params.recurrence;
   const int64_t states = p.sequences * p.value_heads;
   const int64_t chunks = p.sequences == 0 ? 0 : recurrence_slots(p) * p.value_heads;
   const int64_t batch = p.boundaries != nullptr ? 1 : p.sequences;
@@ -188,16 +231,22 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& params, void* 
   dispatch(p.dtype, [&]<class T>(T) {
     using C = compute_t<T>;
     const Found<C> found(p, memory);
+    p = with_features<T>(p, found.features, stream);
     with_update(p, [&]<Update kUpdate>() {
       with_column<C>(p, [&]<int R>(int warps, size_t bytes) {
-        const unsigned columns = blocks(ceil_div(p.value_width, int64_t{warps}));
+        const unsigned columns = blocks(ceil_div(p.state_width(), int64_t{warps}));
         const unsigned threads = blocks(warps * kLanes);
         if constexpr (kUpdate != Update::bonus) {
-          const bool needed = kUpdate == Update::low_rank || p.delta;
+          const bool needed = kUpdate != Update::value || p.delta;
           if (needed && chunks > 0 && columns > 0) {
             GPU_LAUNCH((recurrence_errors_kernel<T, R, kUpdate>), dim3(blocks(chunks), columns),
                        threads, bytes, stream, params, found);
           }
+        }
+        if (kUpdate == Update::linear && rows_of(p) > 0) {
+          GPU_LAUNCH(recurrence_divide_backward_kernel<T>,
+                     blocks(ceil_div(rows_of(p), int64_t{kWarps})), kThreads, 0, stream, params,
+                     found, rows_of(p));
         }
         if (states > 0 && columns > 0) {
           GPU_LAUNCH((recurrence_du_kernel<T, R, kUpdate>), dim3(blocks(states), columns), threads,

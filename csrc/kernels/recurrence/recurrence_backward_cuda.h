@@ -33,7 +33,9 @@ __device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p,
 // What the kernels of the backward tell each other, of the accumulator type.
 template <class C>
 struct Found {
-  C *error, *du;    // (B, T, Hv, V); error of delta updates, or c of low rank
+  C *error, *du;    // (B, T, Hv, W); error of delta updates, or c of low rank
+  C* features;      // of linear attention: of q, then of k
+  C* undivided;     // (B, T, Hv, W): its outputs, then their gradients
   C* dc;            // of low rank
   C *dq, *dk, *dg;  // (B, T, Hv, K) of each value head
   C *da, *db;       // of low rank
@@ -42,7 +44,7 @@ struct Found {
   int64_t bytes;
 
   __host__ Found(const Recurrence& p, void* memory) : bytes(0) {
-    const int64_t heads = (p.boundaries != nullptr ? 1 : p.sequences) * p.steps * p.value_heads;
+    const int64_t heads = rows_of(p);
     const auto take = [&](int64_t count) {
       C* const result = reinterpret_cast<C*>(static_cast<char*>(memory) + bytes);
       bytes += count * static_cast<int64_t>(sizeof(C));
@@ -50,7 +52,9 @@ struct Found {
     };
     const int64_t low_rank = p.a.data != nullptr, slots = recurrence_slots(p) * p.value_heads;
     error = take(!p.delta && !low_rank ? 0 : heads * p.value_width);
-    du = take(heads * p.value_width);
+    du = take(heads * p.state_width());
+    features = take(2 * feature_count(p));
+    undivided = take(is_linear(p) ? heads * p.state_width() : 0);
     dc = take(low_rank * heads * p.value_width);
     da = take(low_rank * heads * p.key_width);
     db = take(low_rank * heads * p.key_width);
@@ -58,9 +62,24 @@ struct Found {
     dq = take(heads * p.key_width);
     dk = take(heads * p.key_width);
     dg = take(p.g.data == nullptr ? 0 : heads * p.key_width);
-    dstates = take(slots * p.key_width * p.value_width);
+    dstates = take(slots * p.key_width * p.state_width());
   }
 };
+
+// The gradient of an output of the state: of the undivided one, or of o without the scale.
+template <class T, Update kUpdate>
+__device__ __forceinline__ compute_t<T> grad_output(const Head<T, kUpdate>& in,
+                                                    const RecurrenceBackwardParams& params,
+                                                    const Found<compute_t<T>>& found, int64_t t,
+                                                    int64_t column) {
+  if (kUpdate == Update::linear) return found.undivided[in.at(t, in.p.state_width()) + column];
+  if (params.grad_o.data == nullptr) return 0;
+  return gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
+}
+template <class C, Update kUpdate>
+__device__ __forceinline__ C scale_of(const Recurrence& p) {
+  return kUpdate == Update::linear ? C(1) : static_cast<C>(p.scale);
+}
 
 }  // namespace
 }  // namespace omniattn

@@ -72,6 +72,11 @@ struct ChannelDecay {
     for_row<C>(width,
                [=](int64_t j, auto part) { part.store(state + j, part.load(state + j) * factor); });
   }
+  void decay_column(C* z, int64_t rows) const {
+    for_row<C>(rows, [=, this](int64_t d, auto part) {
+      part.store(z + d, part.load(z + d) * part.load(end + d));
+    });
+  }
 
   // As in HeadDecay, the gradient of a factor is a sum over the products that it is in, without
   // differences: `entering` of the state at the start with what reads it later, `leaving` of

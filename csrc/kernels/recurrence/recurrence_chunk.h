@@ -200,7 +200,7 @@ OMNIATTN_INLINE const char* row_of(DType dtype, const StepView& x, int64_t batch
   return static_cast<const char*>(x.data) +
          (batch * x.batch + t * x.step + head * x.head) * size_of(dtype);
 }
-// The row of a result (B, T, H, D), likewise, and of a state (N, Hv, K, V).
+// The row of a result (B, T, H, D), likewise, and of a state (N, Hv, K, W).
 template <class C>
 OMNIATTN_INLINE C* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
                            int64_t head, int64_t width) {
@@ -213,13 +213,78 @@ OMNIATTN_INLINE char* out_row(DType dtype, const Recurrence& p, void* x, int64_t
 template <class C>
 OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64_t head) {
   return static_cast<C*>(const_cast<void*>(x)) +
-         (n * p.value_heads + head) * p.key_width * p.value_width;
+         (n * p.value_heads + head) * p.key_width * p.state_width();
 }
 // The row of a bonus or skip (N, Hv, width); null where there is none.
 template <class C>
 OMNIATTN_INLINE C* head_row(const Recurrence& p, auto* x, int64_t n, int64_t head, int64_t width) {
   return x == nullptr ? nullptr : static_cast<C*>(x) + (n * p.value_heads + head) * width;
 }
+// A state (K, W) to its columns of V and that of the sums, where there is one, and back.
+template <class C>
+[[gnu::noinline]] void load_state(const Recurrence& p, const C* from, Matrix<C> state, C* z) {
+  const int64_t width = p.state_width();
+  copy_rows(from, width, p.key_width, p.value_width, state);
+  for (int64_t d = 0; p.normalize && d < p.key_width; ++d) z[d] = from[d * width + p.value_width];
+}
+template <class C>
+[[gnu::noinline]] void store_state(const Recurrence& p, Matrix<C> state, const C* z, C* to) {
+  const int64_t width = p.state_width();
+  copy_rows<C>(state.data, state.stride, p.key_width, p.value_width, {to, width});
+  for (int64_t d = 0; p.normalize && d < p.key_width; ++d) to[d * width + p.value_width] = z[d];
+}
+
+// x becomes its features.
+template <class C>
+[[gnu::noinline]] void to_features(FeatureMap map, Matrix<C> x, int64_t rows, int64_t width) {
+  const auto each = [&](auto f) {
+    for (int64_t i = 0; i < rows; ++i) {
+      C* const row = x.row(i);
+      for_row<C>(width, [=](int64_t j, auto part) { part.store(row + j, f(part.load(row + j))); });
+    }
+  };
+  const Vec<C> none = zero<C>();
+  switch (map) {
+    case FeatureMap::identity:
+      return;
+    case FeatureMap::elu1:
+      return each([=](Vec<C> y) { return select(y > none, y + C{1}, exp(y)); });
+    case FeatureMap::relu:
+      return each([=](Vec<C> y) { return max(none, y); });
+    case FeatureMap::squared_relu:
+      return each([=](Vec<C> y) { return max(none, y) * max(none, y); });
+    case FeatureMap::exp:
+      return each([](Vec<C> y) { return exp(y); });
+  }
+}
+// d, the gradient of features x, becomes that of what they are of.
+template <class C>
+[[gnu::noinline]] void of_features(FeatureMap map, Input<C> x, Matrix<C> d, int64_t rows,
+                                   int64_t width) {
+  const auto each = [&](auto slope) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const C* const value = x.row(i);
+      C* const row = d.row(i);
+      for_row<C>(width, [=](int64_t j, auto part) {
+        part.store(row + j, part.load(row + j) * slope(part.load(value + j)));
+      });
+    }
+  };
+  const Vec<C> none = zero<C>(), one(C{1});
+  switch (map) {
+    case FeatureMap::identity:
+      return;
+    case FeatureMap::elu1:
+      return each([=](Vec<C> y) { return min(one, y); });
+    case FeatureMap::relu:
+      return each([=](Vec<C> y) { return select(y > none, one, none); });
+    case FeatureMap::squared_relu:
+      return each([=](Vec<C> y) { return C{2} * sqrt(y); });
+    case FeatureMap::exp:
+      return each([](Vec<C> y) { return y; });
+  }
+}
+
 // o += skip v.
 template <class C>
 [[gnu::noinline]] void add_skip(const C* skip, Input<C> v, Matrix<C> o, int64_t rows,
@@ -267,7 +332,7 @@ struct Chunk {
   Matrix<C> N, P, N_b, P_b;        // the latter two of b in the place of k
   Matrix<C> error;                 // what the state predicts, of a delta update minus v
   Matrix<const C> u;               // rows of updates: stack of those of k, and c of b
-  C* beta;                         // -1 of an update of low rank
+  C* beta;                         // of updates of values and sums; -1 of one of low rank
   Matrix<C> updates;               // u where it is not v itself
   const C *bonus, *skip;           // of a head
   C* packed;                       // one matrix for products
@@ -275,7 +340,7 @@ struct Chunk {
   [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
       : p(params), K(p.key_width), V(p.value_width), delta(p.delta) {
     const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
-    if (!in_place()) loaded_k = room.rows(keys, K), loaded_q = room.rows(size, K);
+    if (!keys_in_place()) loaded_k = room.rows(keys, K), loaded_q = room.rows(size, K);
     probe_in = q_in = room.rows(2 * size, K);
     k_out = room.rows(keys, K);
     N = room.rows(size, size);
@@ -295,12 +360,12 @@ struct Chunk {
   [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     q_in = probe_in.at(n);
-    probe = k = rows_of(p.k, batch, t, key_head, K, loaded_k);
+    probe = k = features_of(p.k, batch, t, key_head, loaded_k);
     if (low_rank()) {
       load_input(p.b, batch, t, key_head, K, loaded_k.at(n));
       probe = rows_of(p.a, batch, t, key_head, K, loaded_probe);
     }
-    q = rows_of(p.q, batch, t, key_head, K, loaded_q);
+    q = features_of(p.q, batch, t, key_head, loaded_q);
   }
   void load_input(const StepView& x, int64_t batch, int64_t t, int64_t head, int64_t width,
                   Matrix<C> to, C factor = 1) const {
@@ -334,7 +399,7 @@ struct Chunk {
     u = delta || scales() ? updates : v;
     const bool given = p.beta.data != nullptr;
     for (int64_t i = 0; given && i < rows; ++i) beta[i] = *row_of<C>(p.beta, s.batch, t + i, head);
-    for (int64_t i = 0; low_rank() && i < rows; ++i) beta[i] = -1;
+    for (int64_t i = 0; !given && i < rows; ++i) beta[i] = low_rank() ? -1 : 1;
     bonus = head_row<const C>(p, p.bonus, s.index, head, K);
     skip = head_row<const C>(p, p.skip, s.index, head, V);
   }
@@ -352,6 +417,14 @@ struct Chunk {
   // Inputs of C are read where they are, which saves a tenth of the time of long sequences; not
   // with a second key, where keys and updates are stacks.
   bool in_place() const { return size_of(p.dtype) == sizeof(C) && !low_rank(); }
+  bool keys_in_place() const { return in_place() && p.features == FeatureMap::identity; }
+  Matrix<const C> features_of(const StepView& x, int64_t batch, int64_t t, int64_t head,
+                              Matrix<C> to) const {
+    if (keys_in_place()) return rows_of(x, batch, t, head, K, to);
+    load_input(x, batch, t, head, K, to);
+    to_features(p.features, to, rows, K);
+    return to;
+  }
   Matrix<const C> rows_of(const StepView& x, int64_t batch, int64_t t, int64_t head, int64_t width,
                           Matrix<C> to) const {
     if (in_place()) return {row_of<C>(x, batch, t, head), x.step};

@@ -4,15 +4,17 @@
 namespace omniattn {
 namespace {
 
-// Blocks: value heads of sequences, columns.
+// Blocks: value heads of sequences, columns. Outputs that are divided go to `undivided`
+// (B, T, Hv, W) with the sums of their weights.
 template <class T, int R, Update kUpdate>
 __global__ void __launch_bounds__(kThreads)
-    recurrence_forward_kernel(const __grid_constant__ RecurrenceParams params) {
+    recurrence_forward_kernel(const __grid_constant__ RecurrenceParams params,
+                              compute_t<T>* undivided) {
   using C = compute_t<T>;
   const Recurrence& p = params.recurrence;
   const int64_t n = blockIdx.x / p.value_heads, column = warp_index(blockIdx.y);
   const RecurrenceSequence s = checked_sequence(p, n);
-  if (column >= p.value_width) return;
+  if (column >= p.state_width()) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
   const int64_t chunk = recurrence_chunk(p.channel_decay);
   Column<C, R> state(p, in.head, column);
@@ -20,26 +22,43 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = 0; i < s.count; ++i) {
     const int64_t t = s.begin + i;
     if (i % chunk == 0) state.store(params.states, s.slot + i / chunk);
-    const T* const q = in.q(t);
     C sum = 0;
     if constexpr (kUpdate == Update::bonus) {
-      const T* const k = in.k(t);
+      const T *const k = in.k(t), *const q = in.q(t);
       const C v = gpu::widen(in.v(t)[column]);
       state.each([&](int64_t r, C& x) {
         sum += (x + in.bonus(r) * gpu::widen(k[r]) * v) * gpu::widen(q[r]);
       });
+      sum = warp_sum(sum);
     }
     advance(in, state, t, column);
-    if constexpr (kUpdate != Update::bonus) {
-      state.each([&](int64_t r, C& x) { sum += x * gpu::widen(q[r]); });
+    if constexpr (kUpdate != Update::bonus) sum = output(in, state, t);
+    if (lane_index() != 0) continue;
+    if (kUpdate == Update::linear && p.normalize) {
+      undivided[in.at(t, p.state_width()) + column] = sum;
+      continue;
     }
-    sum = warp_sum(sum) + in.skipped(column, gpu::widen(in.v(t)[column]));
-    sum *= static_cast<C>(p.scale);
-    if (lane_index() == 0) {
-      static_cast<T*>(params.o)[in.at(t, p.value_width) + column] = gpu::narrow<T>(sum);
-    }
+    sum = static_cast<C>(p.scale) * (sum + in.skipped(column, gpu::widen(in.v(t)[column])));
+    static_cast<T*>(params.o)[in.at(t, p.value_width) + column] = gpu::narrow<T>(sum);
   }
   state.store(params.final_state, n);
+}
+
+// Blocks: groups of tokens and value heads, one for each warp.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_divide_kernel(const __grid_constant__ RecurrenceParams params,
+                             const compute_t<T>* undivided, int64_t items) {
+  using C = compute_t<T>;
+  const Recurrence& p = params.recurrence;
+  const int64_t item = warp_index(blockIdx.x), t = item / p.value_heads % p.steps;
+  if (item >= items || !in_a_sequence(p, t)) return;
+  const auto in = head_of_row<T>(p, item);
+  const C* const x = undivided + item * p.state_width();
+  const C factor = static_cast<C>(p.scale) / in.divisor_of(t, x[p.value_width]).value;
+  for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
+    static_cast<T*>(params.o)[item * p.value_width + column] = gpu::narrow<T>(factor * x[column]);
+  }
 }
 
 // Zeros the rows of o that are in no sequence. Blocks: tokens.
@@ -56,22 +75,38 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status launch_recurrence(const RecurrenceParams& params, Stream stream) {
-  const Recurrence& p = params.recurrence;
-  if (p.value_heads == 0 || p.value_width == 0) return nullptr;
+int64_t recurrence_bytes(const Recurrence& p) {
+  int64_t bytes = 0;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    const int64_t undivided = p.normalize ? rows_of(p) * p.state_width() : 0;
+    bytes = (2 * feature_count(p) + undivided) * sizeof(C);
+  });
+  return bytes;
+}
+
+Status launch_recurrence(const RecurrenceParams& given, void* memory, Stream stream) {
+  RecurrenceParams params = given;
+  Recurrence& p = params.recurrence;
+  if (p.value_heads == 0 || p.state_width() == 0) return nullptr;
   const int64_t items = p.sequences * p.value_heads;
   dispatch(p.dtype, [&]<class T>(T) {
     if (p.boundaries != nullptr && p.steps > 0) {
       GPU_LAUNCH(recurrence_clear_kernel<T>, blocks(p.steps), kThreads, 0, stream, params);
     }
     if (items == 0) return;
+    auto* const features = static_cast<compute_t<T>*>(memory);
+    auto* const undivided = features + 2 * feature_count(p);
+    p = with_features<T>(p, features, stream);
     with_column<compute_t<T>>(p, [&]<int R>(int warps, size_t bytes) {
-      const dim3 grid(blocks(items), blocks(ceil_div(p.value_width, int64_t{warps})));
+      const dim3 grid(blocks(items), blocks(ceil_div(p.state_width(), int64_t{warps})));
       with_update(p, [&]<Update kUpdate>() {
         GPU_LAUNCH((recurrence_forward_kernel<T, R, kUpdate>), grid, blocks(warps * kLanes), bytes,
-                   stream, params);
+                   stream, params, undivided);
       });
     });
+    if (!p.normalize) return;
+    GPU_LAUNCH(recurrence_divide_kernel<T>, blocks(ceil_div(rows_of(p), int64_t{kWarps})), kThreads,
+               0, stream, params, undivided, rows_of(p));
   });
   return gpu::launch_status();
 }

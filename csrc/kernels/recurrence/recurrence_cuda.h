@@ -10,8 +10,10 @@
 namespace omniattn {
 namespace {
 
-// The updates of recurrence.h that have kernels of their own; plain and delta share theirs.
-enum class Update { value, bonus, low_rank };
+// The updates of recurrence.h that have kernels of their own; plain and delta share theirs. The one
+// of linear attention is plain, with features, with divisors, or both. Its q and k are features, of
+// the accumulator type.
+enum class Update { value, linear, bonus, low_rank };
 
 constexpr int kLanes = 32, kWarps = 4;
 constexpr unsigned kThreads = kLanes * kWarps;
@@ -41,7 +43,9 @@ __device__ __forceinline__ bool in_a_sequence(const Recurrence& p, int64_t t) {
 template <class T, Update kUpdate = Update::value>
 struct Head {
   using C = compute_t<T>;
+  using Key = std::conditional_t<kUpdate == Update::linear, C, T>;
   static constexpr bool kBonus = kUpdate == Update::bonus, kLowRank = kUpdate == Update::low_rank;
+  static constexpr bool kLinear = kUpdate == Update::linear;
 
   const Recurrence& p;
   int64_t sequence, batch, head, key_head;
@@ -57,13 +61,56 @@ struct Head {
   __device__ __forceinline__ const S* row(const StepView& x, int64_t t, int64_t h) const {
     return static_cast<const S*>(x.data) + batch * x.batch + t * x.step + h * x.head;
   }
-  __device__ __forceinline__ const T* q(int64_t t) const { return row<T>(p.q, t, key_head); }
-  __device__ __forceinline__ const T* k(int64_t t) const { return row<T>(p.k, t, key_head); }
+  __device__ __forceinline__ const Key* q(int64_t t) const { return row<Key>(p.q, t, key_head); }
+  __device__ __forceinline__ const Key* k(int64_t t) const { return row<Key>(p.k, t, key_head); }
   __device__ __forceinline__ const T* a(int64_t t) const { return row<T>(p.a, t, key_head); }
   __device__ __forceinline__ const T* b(int64_t t) const { return row<T>(p.b, t, key_head); }
   // What reads the state before its update.
-  __device__ __forceinline__ const T* probe(int64_t t) const { return kLowRank ? a(t) : k(t); }
+  __device__ __forceinline__ const Key* probe(int64_t t) const {
+    if constexpr (kLowRank) return a(t);
+    return k(t);
+  }
   __device__ __forceinline__ const T* v(int64_t t) const { return row<T>(p.v, t, head); }
+  // What a column has of it: 1 of the sums.
+  __device__ __forceinline__ C value(int64_t t, int64_t column) const {
+    if (kLinear && column == p.value_width) return 1;
+    return gpu::widen(v(t)[column]);
+  }
+  // Features, and the slope of one that is x.
+  __device__ __forceinline__ C feature(C x) const {
+    switch (p.features) {
+      case FeatureMap::identity:
+        break;
+      case FeatureMap::elu1:
+        return x > 0 ? x + 1 : exp(x);
+      case FeatureMap::relu:
+        return x < 0 ? C(0) : x;
+      case FeatureMap::squared_relu:
+        return x < 0 ? C(0) : x * x;
+      case FeatureMap::exp:
+        return exp(x);
+    }
+    return x;
+  }
+  __device__ __forceinline__ C slope(C x) const {
+    switch (p.features) {
+      case FeatureMap::identity:
+        break;
+      case FeatureMap::elu1:
+        return x < 1 ? x : C(1);
+      case FeatureMap::relu:
+        return x > 0 ? C(1) : C(0);
+      case FeatureMap::squared_relu:
+        return 2 * sqrt(x);
+      case FeatureMap::exp:
+        return x;
+    }
+    return 1;
+  }
+  __device__ __forceinline__ Divisor<C> divisor_of(int64_t t, C sum) const {
+    const C* const least = p.least.data == nullptr ? nullptr : row<C>(p.least, t, head);
+    return divisor(sum, least, static_cast<C>(p.eps));
+  }
   // The factor of what an update adds.
   __device__ __forceinline__ C beta(int64_t t) const {
     return p.beta.data == nullptr ? C(1) : *row<C>(p.beta, t, head);
@@ -91,6 +138,16 @@ struct Head {
     return ((batch * p.steps + t) * p.value_heads + head) * width;
   }
 };
+
+// Rows of the value heads of all tokens, and the head of one of them.
+__host__ __device__ __forceinline__ int64_t rows_of(const Recurrence& p) {
+  return (p.boundaries != nullptr ? 1 : p.sequences) * p.steps * p.value_heads;
+}
+template <class T>
+__device__ __forceinline__ Head<T, Update::linear> head_of_row(const Recurrence& p, int64_t row) {
+  const int64_t batch = row / p.value_heads / p.steps;
+  return {p, {.index = 0, .batch = batch, .begin = 0, .count = 0, .slot = 0}, row % p.value_heads};
+}
 
 // A column of a state, spread over a warp: R rows per lane in registers, or any number in shared
 // memory where R is 0.
@@ -130,7 +187,7 @@ class Column {
 
  private:
   __device__ __forceinline__ int64_t place(int64_t n, int64_t r) const {
-    return ((n * p_.value_heads + head_) * p_.key_width + r) * p_.value_width + column_;
+    return ((n * p_.value_heads + head_) * p_.key_width + r) * p_.state_width() + column_;
   }
 
   const Recurrence& p_;
@@ -143,7 +200,7 @@ class Column {
 template <class T, Update kUpdate, class C, int R>
 __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t,
                                      int64_t column) {
-  const T *const k = in.k(t), *const probe = in.probe(t);
+  const auto *const k = in.k(t), *const probe = in.probe(t);
   const C of_head = in.head_decay(t);
   C predicted = 0;
   state.each([&](int64_t r, C& x) {
@@ -152,7 +209,7 @@ __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& s
     if constexpr (!Head<T, kUpdate>::kBonus)
       predicted += (Head<T, kUpdate>::kLowRank ? before : x) * gpu::widen(probe[r]);
   });
-  C u = gpu::widen(in.v(t)[column]), found = 0;
+  C u = in.value(t, column), found = 0;
   if (in.delta()) u = found = u - warp_sum(predicted);
   u *= in.beta(t);
   if constexpr (Head<T, kUpdate>::kLowRank) found = warp_sum(predicted);
@@ -162,6 +219,19 @@ __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& s
     if constexpr (Head<T, kUpdate>::kLowRank) x += gpu::widen(b[r]) * found;
   });
   return found;
+}
+
+// The output of a column that has come to token t, without its scale.
+template <class T, Update kUpdate, class C, int R>
+__device__ __forceinline__ C output(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t) {
+  const auto* const q = in.q(t);
+  C sum = 0;
+  state.each([&](int64_t r, C& x) { sum += x * gpu::widen(q[r]); });
+  return warp_sum(sum);
+}
+
+__host__ __device__ __forceinline__ bool is_linear(const Recurrence& p) {
+  return p.normalize || p.features != FeatureMap::identity;
 }
 
 unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
@@ -176,11 +246,47 @@ void with_column(const Recurrence& p, const F& f) {
   }
 }
 
+// Numbers of features of q, and as many of k.
+int64_t feature_count(const Recurrence& p) {
+  const int64_t batch = p.boundaries != nullptr ? 1 : p.sequences;
+  return is_linear(p) ? batch * p.steps * p.key_heads * p.key_width : 0;
+}
+// Blocks: groups of tokens and key heads, one for each warp.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_features_kernel(const __grid_constant__ Recurrence p, compute_t<T>* features,
+                               int64_t items) {
+  const int64_t item = warp_index(blockIdx.x), token = item / p.key_heads, t = token % p.steps;
+  if (item >= items || !in_a_sequence(p, t)) return;
+  const int64_t group = p.value_heads / p.key_heads, head = item % p.key_heads * group;
+  const Head<T> in(p, {.index = 0, .batch = token / p.steps, .begin = 0, .count = 0, .slot = 0},
+                   head);
+  for (int64_t r = lane_index(); r < p.key_width; r += kLanes) {
+    const int64_t at = item * p.key_width + r;
+    features[at] = in.feature(gpu::widen(in.q(t)[r]));
+    features[items * p.key_width + at] = in.feature(gpu::widen(in.k(t)[r]));
+  }
+}
+// Of linear attention, with the features in the places of q and k.
+template <class T>
+Recurrence with_features(const Recurrence& p, compute_t<T>* features, Stream stream) {
+  const int64_t count = feature_count(p);
+  if (count == 0) return p;
+  const int64_t items = count / p.key_width, row = p.key_heads * p.key_width;
+  GPU_LAUNCH(recurrence_features_kernel<T>, blocks(ceil_div(items, int64_t{kWarps})), kThreads, 0,
+             stream, p, features, items);
+  Recurrence result = p;
+  result.q = {features, p.steps * row, row, p.key_width};
+  result.k = {features + count, p.steps * row, row, p.key_width};
+  return result;
+}
+
 // Calls f with the update of a call.
 template <class F>
 void with_update(const Recurrence& p, const F& f) {
   if (p.a.data != nullptr) return f.template operator()<Update::low_rank>();
   if (p.bonus != nullptr) return f.template operator()<Update::bonus>();
+  if (is_linear(p)) return f.template operator()<Update::linear>();
   f.template operator()<Update::value>();
 }
 

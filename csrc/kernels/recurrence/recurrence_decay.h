@@ -60,6 +60,7 @@ struct HeadDecay {
     for_row<C>(width,
                [=](int64_t j, auto part) { part.store(state + j, part.load(state + j) * factor); });
   }
+  void decay_column(C* z, int64_t rows) const { decay_row(z, 0, rows); }
 
   // The factor of token t is in all products from before t to t or later: those of a state at the
   // start, of a key before t with the state at the end, and of such a key with a query from t on.

@@ -3,6 +3,7 @@
 // apart, and all heads of a chunk together are read at three times the rate.
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_steps.h"
+#include "kernels/recurrence/recurrence_sums.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -16,9 +17,10 @@ const C* state_before(const RecurrenceParams& params, const RecurrenceSequence& 
   const int64_t K = p.key_width, V = p.value_width;
   const bool given = p.initial_state != nullptr;
   C* const from = state_of<C>(p, given ? p.initial_state : params.final_state, s.index, head);
-  if (!given) zero_rows(Matrix<C>{from, V}, K, V);
+  if (!given) zero_rows(Matrix<C>{from, p.state_width()}, K, p.state_width());
   if (params.states != nullptr && s.count > 0) {
-    copy_rows(from, V, K, V, Matrix<C>{state_of<C>(p, params.states, s.slot, head), V});
+    C* const saved = state_of<C>(p, params.states, s.slot, head);
+    load_state(p, from, Matrix<C>{saved, V}, saved + K * V);
   }
   return from;
 }
@@ -32,16 +34,20 @@ struct Forward {
   Room<C> room;
   Chunk<C> c;
   Decay decay;
-  Matrix<C> met;     // [probe_in; q_in] S
-  Matrix<C> states;  // of the heads of the item
+  Sums<C> sums;
+  Matrix<C> met;        // [probe_in; q_in] S
+  Matrix<C> states;     // of the heads of the item
+  Matrix<C> columns{};  // their z
 
   Forward(const RecurrenceParams& x, void* memory)
       : params(x),
         room(memory),
         c(p, room, packed_elements<C>(p.key_width, recurrence_chunk(p.channel_decay))),
-        decay(p, room) {
+        decay(p, room),
+        sums(p, room) {
     met = room.rows(2 * recurrence_chunk(p.channel_decay), p.value_width);
     states = room.rows(p.key_width * params.heads, p.value_width);
+    if (p.normalize) columns = room.rows(params.heads, p.key_width);
   }
 
   // The heads [first_head, end).
@@ -50,13 +56,14 @@ struct Forward {
     const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
     const auto state = [&](int64_t head) { return states.at((head - first) * K); };
     for (int64_t head = first; head < end; ++head) {
-      copy_rows(state_before<C>(params, s, head), V, K, V, state(head));
+      load_state(p, state_before<C>(params, s, head), state(head), columns.row(head - first));
     }
     for (int64_t t = 0; t < s.count; t += size) {
       for (int64_t head = first; head < end; ++head) {
         if (params.states != nullptr && t > 0) {
           C* const to = state_of<C>(p, params.states, s.slot + t / size, head);
           stream_rows(kComputed<C>, state(head), K, V, reinterpret_cast<char*>(to), V);
+          if (p.normalize) copy_rows<C>(columns.row(head - first), 0, 1, K, {to + K * V, 0});
         }
         const Turn now{s.begin + t, head};
         const Turn next = head + 1 < end ? Turn{now.t, head + 1} : Turn{now.t + size, first};
@@ -64,8 +71,8 @@ struct Forward {
       }
     }
     for (int64_t head = first; head < end; ++head) {
-      copy_rows(state(head).data, states.stride, K, V,
-                Matrix<C>{state_of<C>(p, params.final_state, s.index, head), V});
+      store_state(p, state(head), columns.row(head - first),
+                  state_of<C>(p, params.final_state, s.index, head));
     }
   }
 
@@ -99,6 +106,13 @@ struct Forward {
     multiply_lower(c.P, c.u, o, n, c.V);
     if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
     if (c.skip != nullptr) add_skip(c.skip, c.v, o, n, c.V);
+    C* const z = columns.row(head - first);
+    if (p.normalize) {
+      sums.find(c, z, batch, t, head);
+      sums.divide(c, o);
+      decay.decay_column(z, c.K);
+      sums.advance(c, z);
+    }
     store_rows(p.dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(state.row(d), d, c.V);
     multiply<ALayout::kTransposed>(c.k_out, c.u, state, c.K, c.V, Update::kKeys * n, Into::add);
@@ -120,7 +134,8 @@ void item(const RecurrenceParams& params, void* memory, int64_t index) {
       Step<C, Update> step(p, room);
       steps(params, s, step, from, to, head);
     } else if (from != to) {
-      copy_rows(from, p.value_width, p.key_width, p.value_width, Matrix<C>{to, p.value_width});
+      copy_rows(from, p.state_width(), p.key_width, p.state_width(),
+                Matrix<C>{to, p.state_width()});
     }
   }
 }

@@ -24,12 +24,10 @@ struct Element {
   __device__ Element(const Head<T, kUpdate>& in, const RecurrenceBackwardParams& params,
                      const Found<C>& found, int64_t t, int64_t column) {
     const int64_t at = in.at(t, in.p.value_width) + column;
-    u = in.beta(t) * (in.delta() ? found.error[at] : gpu::widen(in.v(t)[column]));
+    u = in.beta(t) * (in.delta() ? found.error[at] : in.value(t, column));
     de = in.delta() ? in.beta(t) * found.du[at] : C(0);
     if constexpr (kUpdate == Update::low_rank) de = -found.dc[at], c = found.error[at];
-    grad_o = params.grad_o.data == nullptr
-                 ? C(0)
-                 : gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
+    grad_o = grad_output(in, params, found, t, column);
   }
 };
 
@@ -44,7 +42,7 @@ struct Row {
   const Found<C>& found;
   const RecurrenceSequence& s;
   const int64_t r;
-  const C scale = static_cast<C>(in.p.scale);
+  const C scale = scale_of<C, kUpdate>(in.p);
   const int lane = lane_index(), count = static_cast<int>(s.count);
   // Of the query, the probe and the keys k and b, and scale u . do, the share of a query's own k.
   C dq = 0, dprobe = 0, dkey = 0, db = 0, share = 0;
@@ -160,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
                            const __grid_constant__ Found<compute_t<T>> found) {
   using C = compute_t<T>;
   const Recurrence& p = params.recurrence;
-  const int64_t r = warp_index(blockIdx.y), width = p.value_width;
+  const int64_t r = warp_index(blockIdx.y), width = p.state_width();
   const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
   if (r >= p.key_width || s.count == 0) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);

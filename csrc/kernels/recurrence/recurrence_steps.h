@@ -18,6 +18,7 @@ struct Step {
   C *w, *k, *b, *probe, *q, *query;
   C *v, *o;  // of V
   C beta, of_u, of_c;
+  const C* least;
 
   Step(const Recurrence& p, Room<C>& room) {
     w = room.take(p.key_width), k = room.take(p.key_width), b = room.take(p.key_width);
@@ -32,6 +33,8 @@ struct Step {
     };
     read(p.k, key_head, p.key_width, k);
     read(p.q, key_head, p.key_width, q);
+    to_features(p.features, Matrix<C>{k, 0}, 1, p.key_width);
+    to_features(p.features, Matrix<C>{q, 0}, 1, p.key_width);
     read(p.v, head, p.value_width, v);
     if (kTwoKeys) read(p.a, key_head, p.key_width, probe), read(p.b, key_head, p.key_width, b);
     const C* const asks = kTwoKeys ? probe : k;
@@ -57,6 +60,7 @@ struct Step {
     of_u = output_of(k);
     if constexpr (kTwoKeys) of_c = output_of(b);
     beta = p.beta.data != nullptr ? *row_of<C>(p.beta, batch, t, head) : C{1};
+    least = p.least.data != nullptr ? row_of<C>(p.least, batch, t, head) : nullptr;
   }
 
   // kVecs vectors of columns from j on, the accesses by `part`.
@@ -64,13 +68,14 @@ struct Step {
   OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, int64_t j,
                                auto part) const {
     constexpr int kWidth = Vec<C>::kWidth;
+    const int64_t width = p.state_width();
     Vec<C> predicted[kVecs], result[kVecs], u[kVecs];
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) predicted[x] = result[x] = zero<C>();
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
-        const Vec<C> state = part.load(from + d * p.value_width + j + x * kWidth);
+        const Vec<C> state = part.load(from + d * width + j + x * kWidth);
         if constexpr (Update::kProbe) predicted[x] = fma(state, Vec<C>(probe[d]), predicted[x]);
         result[x] = fma(state, Vec<C>(query[d]), result[x]);
       }
@@ -85,12 +90,23 @@ struct Step {
     for (int64_t d = 0; d < p.key_width; ++d) {
 #pragma GCC unroll 4
       for (int x = 0; x < kVecs; ++x) {
-        const int64_t at = d * p.value_width + j + x * kWidth;
+        const int64_t at = d * width + j + x * kWidth;
         Vec<C> added = u[x] * k[d];
         if constexpr (kTwoKeys) added = fma(predicted[x], Vec<C>(b[d]), added);
         part.store(to + at, fma(part.load(from + at), Vec<C>(w[d]), added));
       }
     }
+  }
+
+  // Divides the output by the sum of its weights, whose column of the state takes the token in.
+  void divide(const Recurrence& p, const C* from, C* to) const {
+    C sum = 0;
+    for (int64_t d = 0; d < p.key_width; ++d) {
+      const int64_t at = d * p.state_width() + p.value_width;
+      sum += q[d] * (to[at] = from[at] * w[d] + beta * k[d]);
+    }
+    const C factor = 1 / divisor(sum, least, static_cast<C>(p.eps)).value;
+    convert_rows(o, 0, 1, p.value_width, o, 0, factor);
   }
 };
 
@@ -114,6 +130,7 @@ void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, 
     });
     const Matrix<C> v{step.v, 0}, o{step.o, 0};
     if (skip != nullptr) add_skip(skip, v, o, 1, V);
+    if (p.normalize) step.divide(p, state, final_state);
     store_rows(p.dtype, o, 1, V, out_row(p.dtype, p, params.o, s.batch, t, p.value_heads, head, V),
                0, static_cast<C>(p.scale));
   }

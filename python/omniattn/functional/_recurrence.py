@@ -176,13 +176,17 @@ def run(
     a: Tensor | None = None,
     b: Tensor | None = None,
     skip: Tensor | None = None,
+    least: Tensor | None = None,
     delta: bool = False,
+    feature_map: str = "identity",
+    normalize: bool = False,
+    eps: float = 0.0,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of checked tensors, and its final state."""
     sequences = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
-        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
+        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
@@ -193,7 +197,10 @@ def run(
         q, k = repeated(q, count), repeated(k, count)
         a, b = (t if t is None else repeated(t, count) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
-    o, state = call(q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale, delta)
+    o, state = call(
+        *(q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta),
+        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps),
+    )
     return o, state
 
 

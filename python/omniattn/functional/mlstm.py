@@ -19,7 +19,6 @@ from omniattn.functional._recurrence import (
     widened,
 )
 from omniattn.ops import scan as ops
-from omniattn.reference.precision import widen
 from omniattn.reference.scan import FORGET_GATES, inverse_exp
 
 __all__ = ["mlstm"]
@@ -122,23 +121,23 @@ def mlstm(
     (f,) = cleared(cu_seqlens, f)
     decay, factor, maxima, m = gates(FORGET_GATES[forget_gate](f), i, m, cu_seqlens)
     # Values and the ones of the normaliser take the factors of the keys, whose rows stay as they
-    # are; they are not rounded before the division.
-    dtype, wide = v.dtype, widen(v)
-    values = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
+    # are.
     o, state = run(
         op,
-        widen(q),
-        widen(k),
-        values,
+        q,
+        k,
+        v,
         decay,
         1.0,
         matrix,
         cu_seqlens,
         backend,
         beta=factor * scale,
+        least=inverse_exp(maxima),
+        normalize=True,
+        eps=eps,
     )
-    den = torch.maximum(o[..., -1:].abs(), inverse_exp(maxima)[..., None]) + eps
-    return (o[..., :-1] / den).to(dtype), (state[..., :-1], state[..., -1], m)
+    return o, (state[..., :-1], state[..., -1], m)
 
 
 def _parts(

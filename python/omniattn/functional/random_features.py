@@ -20,9 +20,9 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import over_sequences, token_wise
 from omniattn.functional._packed import Packed
-from omniattn.functional._recurrence import require_heads, sequence_count, widened
+from omniattn.functional._recurrence import require_heads, run, sequence_count, widened
 from omniattn.functional.gemm import linear
-from omniattn.functional.recurrence import gated_linear_attention, totals
+from omniattn.functional.recurrence import totals
 from omniattn.reference.precision import compute_dtype, widen
 
 __all__ = ["orthogonal_gaussian", "random_feature_attention", "random_features"]
@@ -253,8 +253,6 @@ def random_feature_attention(
     a_q, f_q = log_features(op, q, weight, kind, scale)
     a_k, f_k = log_features(op, k, weight, kind, scale)
     before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
-    wide = widen(v)
-    ones = torch.cat((wide, wide.new_ones(*v.shape[:3], 1)), -1)
     with torch.no_grad():
         largest = None if before is None else before[1]
         shift, decay, last = _shifts(a_k, causal, feature_eps > 0, largest, packed)
@@ -264,25 +262,19 @@ def random_feature_attention(
         phi_q, phi_k = phi_q * f_q, phi_k * f_k
     if feature_eps > 0:
         phi_q, phi_k = phi_q + feature_eps, phi_k + feature_eps
+    least = eps if kind in _SIGNED else 0.0
     if causal:
-        o, s = gated_linear_attention(
-            phi_q,
-            phi_k,
-            ones,
-            decay,
-            scale=1.0,
-            initial_state=None if before is None else before[0],
-            cu_seqlens=cu_seqlens,
-            backend=backend,
+        state = None if before is None else before[0]
+        o, s = run(
+            *(op, phi_q, phi_k, widen(v), decay, 1.0, state, cu_seqlens, backend),
+            normalize=True,
+            eps=least,
         )
     else:
-        o, s = totals(op, phi_q, phi_k, ones, cu_seqlens, backend, ordered=True)
-    o, den = o[..., :-1], o[..., -1:]
-    if kind in _SIGNED:
-        den = torch.where(den.abs() < eps, torch.where(den < 0, -eps, eps), den)
-    if cu_seqlens is not None:
-        den = torch.where(packed.inside[:, None, None], den, 1.0)
-    return (o / den).to(v.dtype), (s, last)
+        o, s = totals(
+            op, phi_q, phi_k, widen(v), cu_seqlens, backend, divide=True, eps=least, ordered=True
+        )
+    return o.to(v.dtype), (s, last)
 
 
 def _product(y: Tensor, weight: Tensor) -> Tensor:

@@ -24,10 +24,12 @@ from omniattn.functional._recurrence import (
     sequence_count,
     widened,
 )
+from omniattn.ops.recurrence import FEATURE_MAPS as _FUSED
 from omniattn.reference.activation import log_sigmoid as log_sigmoid
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
 from omniattn.reference.recurrence import SIGNED as SIGNED
+from omniattn.reference.recurrence import divisor
 
 __all__ = [
     "gated_linear_attention",
@@ -90,9 +92,10 @@ def linear_attention(
         ValueError: a shape, device or value that does not fit.
 
     Note:
-        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided.
-        Features and, without causal, the products are torch's, whose last bits may depend on the
-        number of threads.
+        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided. The
+        kernels compute "elu1", "relu", "squared_relu" and "exp" themselves where causal, without
+        scale and beta. Other features and, without causal, the products are torch's, whose last
+        bits may depend on the number of threads.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
@@ -114,40 +117,41 @@ def linear_attention(
     require_bool(op, "normalize", divide)
     require_number(op, "eps", eps, 0)
     k, v = require_heads(op, q, k, v)
-    # Features of half inputs stay in fp32, as do sums until they are divided.
-    dtype, q, k, v = v.dtype, widen(q), widen(k), widen(v)
+    if not causal:
+        for name, t in (("initial_state", initial_state), ("g", g)):
+            if t is not None:
+                raise ValueError(
+                    f"{op}: {name} must be None where causal=False, got {name}.shape="
+                    f"{tuple(t.shape)}"
+                )
     sequence_count(op, q, cu_seqlens)
-    q, k = cleared(cu_seqlens, q, k)
+    dtype, features = v.dtype, "identity"
     if scale is not None:
         require_number(op, "scale", scale, 0)
-        q, k = q * scale**0.5, k * scale**0.5
-    q, k = phi(q), phi(k)
+    if causal and scale is None and beta is None and feature_map in _FUSED:
+        features = feature_map
+    else:  # features of half inputs stay in fp32
+        q, k, v = widen(q), widen(k), widen(v)
+        q, k = cleared(cu_seqlens, q, k)
+        if scale is not None:
+            q, k = q * scale**0.5, k * scale**0.5
+        q, k = phi(q), phi(k)
     if beta is not None:
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
         (beta,) = cleared(cu_seqlens, beta)
         k = k * (beta if beta.ndim == 4 else beta[..., None])
     if g is not None:
         g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
-    if divide:
-        v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     if causal:
-        o, state = run(op, q, k, v, g, 1.0, initial_state, cu_seqlens, backend)
+        o, state = run(
+            *(op, q, k, v, g, 1.0, initial_state, cu_seqlens, backend),
+            feature_map=features,
+            normalize=divide,
+            eps=eps,
+        )
     else:
-        if initial_state is not None:
-            raise ValueError(
-                f"{op}: initial_state must be None where causal=False, got "
-                f"initial_state.shape={tuple(initial_state.shape)}"
-            )
-        if g is not None:
-            raise ValueError(
-                f"{op}: g must be None where causal=False, got g.shape={tuple(g.shape)}"
-            )
         use_reference(op, backend, q)
-        o, state = totals(op, q, k, v, cu_seqlens, backend)
-    if divide:
-        o, den = o[..., :-1], o[..., -1:]
-        tiny = den.abs() < eps
-        o = o / torch.where(tiny, torch.where(den < 0, -eps, eps), den)
+        o, state = totals(op, q, k, v, cu_seqlens, backend, divide=divide, eps=eps)
     return o.to(dtype), state
 
 
@@ -302,6 +306,9 @@ def totals(
     v: Tensor,
     cu_seqlens: Tensor | None,
     backend: str | None,
+    *,
+    divide: bool = False,
+    eps: float = 0.0,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Every token reads the state after the last one of its sequence: o, states. Where sums are
@@ -309,8 +316,17 @@ def totals(
     if cu_seqlens is None and not ordered:
         group = v.shape[2] // max(1, q.shape[2])
         q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
+        if divide:
+            v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
         states = torch.einsum("bthk,bthv->bhkv", k, v)
-        return torch.einsum("bthk,bhkv->bthv", q, states), states
-    _, states = run(op, q, k, v, None, 1.0, None, cu_seqlens, backend)
-    nothing = torch.zeros_like(k)
-    return run(op, q, nothing, v, None, 1.0, states, cu_seqlens, backend)
+        o = torch.einsum("bthk,bhkv->bthv", q, states)
+        return (o[..., :-1] / divisor(o[..., -1:], None, eps) if divide else o), states
+    # Outputs of the first pass are not read; 1 keeps their divisors from 0.
+    _, states = run(
+        *(op, q, k, v, None, 1.0, None, cu_seqlens, backend), normalize=divide, eps=1.0
+    )
+    return run(
+        *(op, q, torch.zeros_like(k), v, None, 1.0, states, cu_seqlens, backend),
+        normalize=divide,
+        eps=eps,
+    )

@@ -85,13 +85,13 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "recurrence": (
         "gated_linear_attention",
         "ssd",
+        "linear_attention",
         "gated_delta_rule",
         "rwkv6",
         "dplr_delta_rule",
         "rwkv7",
         "delta_rule",
         "kimi_delta_attention",
-        "linear_attention",
         "retention",
     ),
     "rope": ("apply_rotary",),
@@ -103,9 +103,10 @@ _WHICH: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "norm": lambda given: bool(given.get("center")),
     "recurrence": lambda given: max(
         given.get("beta") is not None,
-        2 * bool(given.get("delta")),
-        3 * (given.get("bonus") is not None),
-        4 * (given.get("a") is not None),
+        2 * bool(given.get("normalize")),
+        3 * bool(given.get("delta")),
+        4 * (given.get("bonus") is not None),
+        5 * (given.get("a") is not None),
     ),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from omniattn import reference
@@ -9,41 +11,57 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["recurrence"]
+__all__ = ["FEATURE_MAPS", "recurrence"]
+
+#: The feature maps that kernels have; the place of each is its number in
+#: csrc/semantics/linear_attention.h.
+FEATURE_MAPS = ("identity", "elu1", "relu", "squared_relu", "exp")
 
 
-def _states(rows: int, q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty((rows, v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q))
+def _states(rows: int, q: Tensor, v: Tensor, normalize: bool) -> Tensor:
+    width = v.shape[3] + normalize
+    return q.new_empty((rows, v.shape[2], q.shape[3], width), dtype=compute_dtype(q))
 
 
-def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _states(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q, v)
+def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: bool) -> Tensor:
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _states(rows, q, v, normalize)
 
 
-def _chunk_starts(q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _chunk_starts(
+    q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, normalize: bool
+) -> Tensor:
     """As recurrence_slots in csrc/kernels/recurrence/recurrence.h."""
     chunk = 16 if g is not None and g.dim() == 4 else 32
     batch, steps = q.shape[:2]
     if cu_seqlens is None:
-        return _states(batch * ((steps + chunk - 1) // chunk), q, v)
-    return _states(steps // chunk + cu_seqlens.shape[0] - 1, q, v)
+        return _states(batch * ((steps + chunk - 1) // chunk), q, v, normalize)
+    return _states(steps // chunk + cu_seqlens.shape[0] - 1, q, v, normalize)
 
 
-#: (q, k, v, g, beta, bonus, a, b, skip, initial_state, cu_seqlens, scale, delta)
-#: -> (o, final_state), as reference.recurrence: beta multiplies v, or with `delta` what the state
-#: lacks of it; skip * v is added to outputs.
+def _formula(*args: Any) -> tuple[Tensor, Tensor]:
+    *given, feature_map, normalize, eps = args
+    return reference.recurrence(*given, FEATURE_MAPS[feature_map], normalize, eps)
+
+
+#: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
+#: feature_map, normalize, eps) -> (o, final_state), as reference.recurrence: beta multiplies v, or
+#: with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides them by
+#: sums of weights, with `least` and eps.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={
         "o": lambda v: v.new_empty(v.shape),
         "final_state": _final_state,
         "states": _chunk_starts,
-        "dinitial_state": lambda q, v, cu_seqlens: _final_state(q, v, cu_seqlens),
+        "dinitial_state": lambda q, v, cu_seqlens, normalize: _final_state(
+            q, v, cu_seqlens, normalize
+        ),
     },
     private=("states",),
-    formula=reference.recurrence,
+    formula=_formula,
     fold=Fold(
-        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "initial_state"),
+        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "least", "initial_state"),
         when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )

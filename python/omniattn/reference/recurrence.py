@@ -22,10 +22,14 @@ def recurrence(
     a: Tensor | None = None,
     b: Tensor | None = None,
     skip: Tensor | None = None,
+    least: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float = 1.0,
     delta: bool = False,
+    feature_map: str = "identity",
+    normalize: bool = False,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
     states.
@@ -35,13 +39,19 @@ def recurrence(
     R = S_{t-1} + diag(bonus) k_t u_t^T. q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv)
     or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). With
     cu_seqlens the one row holds N sequences, each with a state of its own.
+
+    The features of q and k take their place. With `normalize` outputs are divided by the `divisor`
+    of the sum of their weights, which is the output of a last column of v of ones, and of states.
     """
     dtype = compute_dtype(q)
     group = v.shape[2] // max(q.shape[2], 1)
+    q, k = (FEATURE_MAPS[feature_map](t.to(dtype)) for t in (q, k))
     rows = [t.to(dtype).repeat_interleave(group, 2) for t in (q, k, a, b) if t is not None]
     wide_v = v.to(dtype)
+    if normalize:
+        wide_v = torch.cat((wide_v, wide_v.new_ones(*v.shape[:3], 1)), -1)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = v.new_zeros((count, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
+    state = wide_v.new_zeros(count, v.shape[2], q.shape[3], wide_v.shape[3])
     if initial_state is not None:
         state = state + initial_state.to(dtype)
     outputs = []
@@ -66,7 +76,6 @@ def recurrence(
         o = (read * qt).sum(-2)
         if skip is not None:
             o = o + skip.to(dtype) * wide_v[:, t]
-        o = o * scale
         if cu_seqlens is None:
             state = new
         else:
@@ -75,13 +84,30 @@ def recurrence(
             o = torch.where(inside, o, 0).sum(0, keepdim=True)
         outputs.append(o)
     if not outputs:  # gradients are zeros, not absent
-        gates = (t.to(dtype) for t in (g, beta) if t is not None)
+        gates = (t.to(dtype) for t in (g, beta, least) if t is not None)
         nothing = sum(t.sum() for t in (*rows, *gates))
         for of_heads in (bonus, skip):
             if of_heads is not None:
                 nothing = nothing + of_heads[..., :0].to(dtype).sum()
-        return (wide_v + nothing).to(v.dtype), state + nothing
-    return torch.stack(outputs, 1).to(v.dtype), state
+        return (v + nothing).to(v.dtype), state + nothing
+    o = torch.stack(outputs, 1)
+    if normalize:
+        o, sums = o[..., :-1], o[..., -1:]
+        found = divisor(sums, None if least is None else least.to(dtype)[..., None], eps)
+        if cu_seqlens is not None:
+            inside = in_sequences(cu_seqlens, q.shape[1])
+            found = torch.where(inside[:, None, None], found, 1)
+        o = o / found
+    return (scale * o).to(v.dtype), state
+
+
+def divisor(sums: Tensor, least: Tensor | None, eps: float) -> Tensor:
+    """The size of a sum of weights, at least `least`, plus eps; or where that is None the sum, with a
+    size of at least eps."""
+    if least is not None:
+        return torch.maximum(sums.abs(), least) + eps
+    bound = torch.where(sums < 0, -eps, eps).to(sums.dtype)
+    return torch.where(sums.abs() < eps, bound, sums)
 
 
 def taylor(x: Tensor) -> Tensor:
@@ -141,9 +167,7 @@ def linear_attention(
     if not causal:
         o = _read(q, state, cu_seqlens)
     if normalize:
-        o, den = o[..., :-1], o[..., -1:]
-        least = torch.where(den < 0, -eps, eps).to(den.dtype)
-        o = o / torch.where(den.abs() < eps, least, den)
+        o = o[..., :-1] / divisor(o[..., -1:], None, eps)
     return o.to(v.dtype), state
 
 

@@ -1,0 +1,37 @@
+// Features of linear attention, and what its outputs are divided by.
+#pragma once
+
+#include <cstdint>
+
+#include "semantics/macros.h"
+
+namespace omniattn {
+
+// Numbered as in python/omniattn/ops/recurrence.py. The slope of each is known from its value.
+enum class FeatureMap : int32_t {
+  identity = 0,
+  elu1 = 1,  // elu(x) + 1: e^x up to 0, x + 1 from there on
+  relu = 2,
+  squared_relu = 3,
+  exp = 4,
+};
+inline constexpr int64_t kFeatureMapCount = 5;
+
+// What an output is divided by, and its slopes in the sum of weights and in the least divisor: the
+// size of the sum, at least `least`, plus eps; without a `least` (null) the sum itself, with a size
+// of at least eps.
+template <class C>
+struct Divisor {
+  C value, by_sum, by_least;
+};
+template <class C>
+OMNIATTN_FN Divisor<C> divisor(C sum, const C* least, C eps) {
+  const bool negative = sum < C(0), given = least != nullptr;
+  const C size = negative ? -sum : sum, bound = given ? *least : eps;
+  const bool small = size < bound;  // not of NaN
+  const C value = small ? bound : size, sign = negative ? C(-1) : C(1);
+  if (given) return {value + eps, small ? C(0) : sign, small ? C(1) : C(0)};
+  return {sign * value, small ? C(0) : C(1), C(0)};
+}
+
+}  // namespace omniattn
