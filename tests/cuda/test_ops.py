@@ -82,11 +82,11 @@ STATES = tuple(
     if spec.family == "recurrence" and spec.name != "rwkv7"
     for case in ("tiny", "grouped", "packed", "step", "nosteps")
 )
-#: A decay for each channel, the delta rule, a bonus, low rank, a skip, value heads that share keys,
-#: packed sequences.
+#: A decay for each channel, the delta rule, a bonus, low rank, a skip, features and divisors, value
+#: heads that share keys, packed sequences.
 FEW_STATES = (
     *(f"-kimi_delta_attention-{case}-" for case in ("tiny", "grouped", "packed")),
-    *("-rwkv6-packed-", "-dplr_delta_rule-grouped-", "-ssd-packed-"),
+    *("-rwkv6-packed-", "-dplr_delta_rule-grouped-", "-ssd-packed-", "-linear_attention-packed-"),
 )
 SCANS = tuple(
     f"-{spec.name}-{case}-"

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from recurrence_cases import decays, draw, pairwise, qkv
-from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
@@ -206,73 +205,6 @@ def test_strong_decays(least):
             grads, torch.autograd.grad(expected.square().sum(), wide), strict=True
         ):
             torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "feature_map", ["elu1", "relu", "squared_relu", "exp", "softmax", "taylor"]
-)
-def test_linear_attention_is_a_mean(feature_map):
-    q, k, v = qkv()
-    q, k = q.abs(), k.abs()  # so that no denominator of relu is 0
-    phi = {
-        "elu1": lambda x: nnf.elu(x) + 1,
-        "relu": torch.relu,
-        "squared_relu": lambda x: torch.relu(x) ** 2,
-        "exp": torch.exp,
-        "softmax": lambda x: x.softmax(-1),
-        "taylor": None,
-    }[feature_map]
-    if phi is None:
-        u = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-        weight = 1 + u + u * u / 2
-    else:
-        weight = torch.einsum("bihd,bjhd->bhij", phi(q), phi(k))
-    for causal in (True, False):
-        w = weight.tril() if causal else weight
-        expected = torch.einsum("bhij,bjhv->bihv", w / w.sum(-1, keepdim=True), v)
-        o, _ = F.linear_attention(q, k, v, feature_map=feature_map, causal=causal)
-        torch.testing.assert_close(o, expected)
-
-
-def test_linear_attention_of_a_function():
-    q, k, v = qkv()
-    phi = lambda x: torch.cat((x.sin(), x.cos()), -1)  # noqa: E731
-    weight = torch.einsum("bihd,bjhd->bhij", phi(q / 2), phi(k / 2)).tril()
-    o, state = F.linear_attention(q, k, v, feature_map=phi, scale=0.25)
-    torch.testing.assert_close(o, torch.einsum("bhij,bjhv->bihv", weight, v))
-    assert state.shape == (2, 2, 16, 5)
-
-
-def test_gates_of_linear_attention():
-    """A mean whose weights decay, for each feature: token by token."""
-    q, k, v = qkv()
-    g, beta = decays(*k.shape), draw(*k.shape).sigmoid()
-    num, den, every = 0, 0, []
-    for t in range(k.shape[1]):
-        new = beta[:, t] * (nnf.elu(k[:, t]) + 1)
-        num = g[:, t, :, :, None].exp() * num + new[..., None] * v[:, t, :, None]
-        den = g[:, t].exp() * den + new
-        phi = nnf.elu(q[:, t]) + 1
-        expected = torch.einsum("bhk,bhkv->bhv", phi, num) / (phi * den).sum(-1, keepdim=True)
-        every.append(expected)
-    o, _ = F.linear_attention(q, k, v, g=g, beta=beta)
-    torch.testing.assert_close(o, torch.stack(every, 1))
-
-
-def test_gates_of_linear_attention_are_checked():
-    q, k, v = qkv()
-    with pytest.raises(ValueError, match=r"beta must have shape .*, got beta.shape=\(2,\)"):
-        F.linear_attention(q, k, v, beta=torch.ones(2))
-    with pytest.raises(ValueError, match=r"g must be None where causal=False, got g.shape="):
-        F.linear_attention(q, k, v, g=decays(*k.shape), causal=False)
-
-
-def test_small_denominators_keep_their_sign():
-    q, k, v = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), -1e-9), torch.ones(1, 1, 1, 1)
-    o, _ = F.linear_attention(q, k, v, feature_map="identity", normalize=True, eps=1e-3)
-    torch.testing.assert_close(o.item(), 1e-6)
-    o, _ = F.linear_attention(q, -k, v, feature_map="identity", normalize=True, eps=1e-3)
-    torch.testing.assert_close(o.item(), 1e-6)
 
 
 def test_gated_delta_rule_of_transformers():

@@ -9,8 +9,8 @@ from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
+from omniattn.functional._recurrence import run
 from omniattn.functional._steps import ssd_inplace
-from omniattn.ops import recurrence as ops
 
 BACKENDS = [None, "reference"]
 
@@ -55,7 +55,7 @@ def test_factors_of_values_and_skips(decay, steps):
     given = {"none": None, "head": g[..., 0].contiguous(), "channel": g}[decay]
     exact = {"none": torch.zeros_like(g), "head": g[..., :1].expand_as(g), "channel": g}[decay]
     leaves = [t.requires_grad_() for t in (q, k, v, beta, skip)]
-    o, _ = ops.recurrence(q, k, v, given, beta, None, None, None, skip, None, None, 8**-0.5, False)
+    o, _ = run("op", q, k, v, given, None, None, None, None, beta=beta, skip=skip)
     expected = pairwise(q, k, beta[..., None] * v, exact) + 8**-0.5 * skip[:, None] * v
     torch.testing.assert_close(o, expected)
     ours, theirs = (torch.autograd.grad(t.square().sum(), leaves) for t in (o, expected))

@@ -104,7 +104,7 @@ Status launch_recurrence(const RecurrenceParams& given, void* memory, Stream str
                    stream, params, undivided);
       });
     });
-    if (!p.normalize) return;
+    if (!p.normalize || rows_of(p) == 0) return;
     GPU_LAUNCH(recurrence_divide_kernel<T>, blocks(ceil_div(rows_of(p), int64_t{kWarps})), kThreads,
                0, stream, params, undivided, rows_of(p));
   });

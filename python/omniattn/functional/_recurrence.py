@@ -213,8 +213,10 @@ def _copies(heads: int, v_heads: int) -> int:
 
 
 def repeated(t: Tensor, count: int) -> Tensor:
-    """Heads of (B, T, H, K), each `count` times; a single one takes no memory."""
-    return t if count == 1 else t[:, :, :, None].expand(-1, -1, -1, count, -1).flatten(2, 3)
+    """Heads of (B, T, H, ..), each `count` times; a single one takes no memory."""
+    if count == 1:
+        return t
+    return t[:, :, :, None].expand(-1, -1, -1, count, *t.shape[3:]).flatten(2, 3)
 
 
 def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:

@@ -19,6 +19,7 @@ from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
     cleared,
     log_decays,
+    repeated,
     require_heads,
     run,
     sequence_count,
@@ -93,9 +94,9 @@ def linear_attention(
 
     Note:
         Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided. The
-        kernels compute "elu1", "relu", "squared_relu" and "exp" themselves where causal, without
-        scale and beta. Other features and, without causal, the products are torch's, whose last
-        bits may depend on the number of threads.
+        kernels compute "elu1", "relu", "squared_relu" and "exp" themselves where causal, without a
+        scale and a beta of features. Other features and, without causal, the products are torch's,
+        whose last bits may depend on the number of threads.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
@@ -128,7 +129,8 @@ def linear_attention(
     dtype, features = v.dtype, "identity"
     if scale is not None:
         require_number(op, "scale", scale, 0)
-    if causal and scale is None and beta is None and feature_map in _FUSED:
+    of_heads = beta is not None and beta.ndim == 3  # factors of values do as well as of keys
+    if causal and scale is None and (beta is None or of_heads) and feature_map in _FUSED:
         features = feature_map
     else:  # features of half inputs stay in fp32
         q, k, v = widen(q), widen(k), widen(v)
@@ -138,13 +140,17 @@ def linear_attention(
         q, k = phi(q), phi(k)
     if beta is not None:
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
-        (beta,) = cleared(cu_seqlens, beta)
-        k = k * (beta if beta.ndim == 4 else beta[..., None])
+        if causal and of_heads:
+            beta = repeated(beta, v.shape[2] // max(1, q.shape[2]))
+        else:
+            (beta,) = cleared(cu_seqlens, beta)
+            k, beta = k * (beta[..., None] if of_heads else beta), None
     if g is not None:
         g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
     if causal:
         o, state = run(
             *(op, q, k, v, g, 1.0, initial_state, cu_seqlens, backend),
+            beta=beta,
             feature_map=features,
             normalize=divide,
             eps=eps,
@@ -322,9 +328,7 @@ def totals(
         o = torch.einsum("bthk,bhkv->bthv", q, states)
         return (o[..., :-1] / divisor(o[..., -1:], None, eps) if divide else o), states
     # Outputs of the first pass are not read; 1 keeps their divisors from 0.
-    _, states = run(
-        *(op, q, k, v, None, 1.0, None, cu_seqlens, backend), normalize=divide, eps=1.0
-    )
+    _, states = run(*(op, q, k, v, None, 1.0, None, cu_seqlens, backend), normalize=divide, eps=1.0)
     return run(
         *(op, q, torch.zeros_like(k), v, None, 1.0, states, cu_seqlens, backend),
         normalize=divide,

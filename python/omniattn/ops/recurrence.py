@@ -46,8 +46,8 @@ def _formula(*args: Any) -> tuple[Tensor, Tensor]:
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
 #: feature_map, normalize, eps) -> (o, final_state), as reference.recurrence: beta multiplies v, or
-#: with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides them by
-#: sums of weights, with `least` and eps.
+#: with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides them
+#: by sums of weights, with `least` and eps.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={

@@ -102,12 +102,12 @@ def recurrence(
 
 
 def divisor(sums: Tensor, least: Tensor | None, eps: float) -> Tensor:
-    """The size of a sum of weights, at least `least`, plus eps; or where that is None the sum, with a
-    size of at least eps."""
+    """The size of a sum of weights, at least `least`, plus eps; or where that is None the sum, with
+    a size of at least eps."""
     if least is not None:
         return torch.maximum(sums.abs(), least) + eps
-    bound = torch.where(sums < 0, -eps, eps).to(sums.dtype)
-    return torch.where(sums.abs() < eps, bound, sums)
+    sign = 1 - 2 * (sums < 0).to(sums.dtype)  # where(sums < 0, -eps, eps) would be float32
+    return torch.where(sums.abs() < eps, sign * eps, sums)
 
 
 def taylor(x: Tensor) -> Tensor:
