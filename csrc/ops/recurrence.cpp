@@ -67,14 +67,13 @@ struct Problem : SequenceProblem {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
             "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
             key_heads);
-    if (channel_decay) {
-      g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads, key_width});
-    } else if (g_.has_value()) {
-      g.emplace(op, "g", *g_, acc, Sizes{batch, steps, value_heads});
-    }
-    if (beta_.has_value()) beta.emplace(op, "beta", *beta_, acc, Sizes{batch, steps, value_heads});
-    if (least_.has_value())
-      least.emplace(op, "least", *least_, acc, Sizes{batch, steps, value_heads});
+    const std::array<int64_t, 4> channels{batch, steps, value_heads, key_width};
+    const auto of_heads = [&](OptSteps& to, const char* name, const OptTensor& t, size_t dims) {
+      if (t.has_value()) to.emplace(op, name, *t, acc, Sizes(channels.data(), dims));
+    };
+    of_heads(g, "g", g_, channel_decay ? 4 : 3);
+    of_heads(beta, "beta", beta_, 3);
+    of_heads(least, "least", least_, 3);
     initial_state = state("initial_state", initial_state_);
     const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
@@ -314,8 +313,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
 // (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 with normalize. The
-// last result of the forward is the states
-// at the starts of chunks.
+// last result of the forward is the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"

@@ -175,6 +175,7 @@ struct Backward {
     }
     for (int64_t i = 0; i < K; ++i) {
       decay.decay_row(dstate.row(i), i, V);
+      if (params.dg == nullptr) continue;
       d.carried[i] = dot(state.row(i), dstate.row(i), V);
       if (p.normalize) d.carried[i] += z[i] * dcolumn_of(h)[i];
     }

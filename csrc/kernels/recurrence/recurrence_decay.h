@@ -12,7 +12,8 @@ namespace {
 // What the backward of a chunk knows when it comes to the decay. `scores` is the stack of the
 // gradients of N and P without their decays, `scores_b` that of N_b and P_b, `met` that of the
 // products of the gradients with the state at the start, `made` the product of u with the gradient
-// of the state at the end; `carried` has for each row of that state its product with its gradient.
+// of the state at the end; `carried` has for each row of that state its product with its gradient,
+// where a gradient of g is wanted.
 template <class C>
 struct ChunkGradient {
   Matrix<C> scores, scores_b, met, made;
@@ -56,6 +57,7 @@ struct HeadDecay {
   }
 
   void decay_row(C* state, int64_t, int64_t width) const {
+    if (end == 1) return;
     const Vec<C> factor(end);
     for_row<C>(width,
                [=](int64_t j, auto part) { part.store(state + j, part.load(state + j) * factor); });
@@ -73,7 +75,7 @@ struct HeadDecay {
     if (grad != nullptr) across(c, of_n, of_p);
     decay_scores(c, of_n, of_p, of_n, of_p);
     C leaving = 0;
-    for (int64_t i = 0; i < c.K; ++i) leaving += d.carried[i];
+    for (int64_t i = 0; grad != nullptr && i < c.K; ++i) leaving += d.carried[i];
     const bool delta = c.delta;
     for (int64_t i = 0; i < n; ++i) {
       const C *const k = c.k.row(i), *const q = c.q.row(i);
@@ -92,7 +94,7 @@ struct HeadDecay {
         return sum;
       });
       dg[i] += leaving;
-      leaving += dot(c.k.row(i), as_key.row(i), c.K);
+      if (grad != nullptr) leaving += dot(c.k.row(i), as_key.row(i), c.K);
     }
     C sum = 0;
     for (int64_t i = n; grad != nullptr && i-- > 0;)
