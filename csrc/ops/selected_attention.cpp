@@ -11,6 +11,7 @@
 #include "ops/registry.h"
 #include "ops/stage.h"
 #include "runtime/denormals.h"
+#include "runtime/measured_isa.h"
 
 namespace omniattn::ops::attention {
 namespace {
@@ -138,25 +139,37 @@ void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, 
             });
 }
 
+// Few rows, which leave most of a tile of 16 empty, pay for it where blocks of keys are packed for
+// all lists, and not where keys are few or gathered for each.
+Isa isa_of(const SelectedLists& s, const AttentionProblem& p) {
+  constexpr int64_t kRows = 8, kKeys = 32;
+  const int64_t rows = selected_rows(s, p);
+  const int64_t keys = smaller(s.count, ceil_div(p.tk, s.block_size)) * s.block_size;
+  const bool few = rows < kRows && (s.gathered || s.block_size < kKeys);
+  return isa_for(MeasuredOp::attention, few ? accumulator(p.dtype) : p.dtype,
+                 rows * keys * (p.d + p.dv));
+}
+
 void run_forward_cpu(SelectedForwardParams f) {
   const AttentionProblem& p = f.attention.problem;
+  const Isa isa = isa_of(f.lists, p);
   Tensor packed;
   if (!f.lists.gathered) {
     packed = scratch(forward_workspace_elements(p), accumulator(p.dtype));
     f.attention.workspace = packed.mutable_data_ptr();
-    const auto pack = attention_forward_kernels(p.dtype).pack;
+    const auto pack = attention_forward_kernels_on(isa, p.dtype).pack;
     parallel_ranges(pack_items(p), 1, [&](int64_t begin, int64_t end) {
       const FlushDenormals flush;
       pack(f.attention, nullptr, begin, end);
     });
   }
-  run_kernel(selected_forward_kernels(p.dtype).forward, f, selected_items(f.lists, p),
+  run_kernel(selected_forward_kernels_on(isa, p.dtype).forward, f, selected_items(f.lists, p),
              selected_forward_scratch(f));
 }
 
 void run_backward_cpu(SelectedBackwardParams b) {
   const AttentionProblem& p = b.attention.problem;
-  const auto& kernels = selected_backward_kernels(p.dtype);
+  const auto& kernels = selected_backward_kernels_on(isa_of(b.lists, p), p.dtype);
   const DType acc = accumulator(p.dtype);
   b.attention.splits = selected_splits(b.lists, p);
   Tensor packed, sink_parts;
