@@ -18,6 +18,7 @@ from omniattn.functional import (
     linear_cross_entropy,
     mlp,
     moe_experts,
+    selected_attention,
 )
 from omniattn.ops import _precision, level_choice
 from omniattn.ops import gemm as ops
@@ -386,6 +387,31 @@ def test_experts_run_on_the_level_of_their_size(use_tiles_from, dtype):
         use_tiles_from("moe_experts", least)
         for found, right in zip(gradients(by_experts, tensors, index), expected, strict=True):
             assert torch.equal(found, right)
+
+
+@half_types
+@pytest.mark.parametrize(
+    ("rows", "block_size", "vectors"),
+    [(4, 1, True), (8, 1, False), (4, 16, True), (4, 32, False), (16, 16, False)],
+)
+def test_lists_of_few_rows_run_on_vectors(use_tiles_from, rows, block_size, vectors, dtype):
+    """Unless blocks of many keys are packed for all lists."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 70, rows, 64, generator=generator).to(dtype)
+    k, v = (torch.randn(1, 64, 1, 64, generator=generator).to(dtype) for _ in "kv")
+    blocks = torch.randint(64 // block_size, (1, 1, 70, 2), generator=generator)
+
+    def results():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        y = selected_attention(*leaves, blocks, block_size=block_size)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    use_tiles_from("attention", 0)
+    found = results()
+    with testing.isa(BELOW):
+        below = results()
+    same = [torch.equal(a, b) for a, b in zip(found, below, strict=True)]
+    assert all(same) if vectors or not TILES_OF[dtype] else not any(same)
 
 
 @pytest.mark.parametrize(("op", "isa"), [(2, 0), (-1, 0), (0, 9), (0, -1)])
