@@ -2,7 +2,7 @@
 // once, which is nearly all of the cost.
 #pragma once
 
-#include "kernels/recurrence/recurrence_chunk.h"
+#include "kernels/recurrence/recurrence_rows.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

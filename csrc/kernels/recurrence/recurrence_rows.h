@@ -1,0 +1,178 @@
+// Rows of the tensors of a call, and states, to matrices of the accumulator type and back.
+#pragma once
+
+#include "kernels/recurrence/recurrence.h"
+#include "kernels/recurrence/recurrence_matrix.h"
+#include "runtime/assert.h"
+#include "runtime/dispatch.h"
+
+namespace omniattn::OMNIATTN_ISA {
+namespace {
+
+// The dtype of C.
+template <class C>
+constexpr DType kComputed = sizeof(C) == 8 ? DType::f64 : DType::f32;
+
+// Calls f(T{}) with the storage type of a dtype that is computed in C.
+template <class C, class F>
+OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
+  dispatch(dtype, [&]<class T>(T x) {
+    if constexpr (std::is_same_v<compute_t<T>, C>) return f(x);
+    OMNIATTN_FAIL("rows of a dtype that is computed in another type");
+  });
+}
+
+// Rows of the dtype of a call to rows of C and back. Only these two know this dtype: everything
+// else is compiled once for all dtypes that are computed in C.
+template <class C>
+[[gnu::noinline]] void load_rows(DType dtype, const char* x, int64_t stride, int64_t rows,
+                                 int64_t width, Matrix<C> out, C factor = 1) {
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    convert_rows(reinterpret_cast<const T*>(x), stride, rows, width, out.data, out.stride, factor);
+  });
+}
+template <class C>
+[[gnu::noinline]] void store_rows(DType dtype, Matrix<C> x, int64_t rows, int64_t width, char* out,
+                                  int64_t stride, C factor = 1) {
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    convert_rows(x.data, x.stride, rows, width, reinterpret_cast<T*>(out), stride, factor);
+  });
+}
+// The same past the caches where rows are whole vectors, for what is larger than they are and read
+// much later: it saves reading the lines first. Before others read it, stream_fence() is called.
+template <class C>
+[[gnu::noinline]] void stream_rows(DType dtype, Matrix<C> x, int64_t rows, int64_t width, char* out,
+                                   int64_t stride, C factor = 1) {
+  constexpr int kWidth = Vec<C>::kWidth;
+  const int64_t element = size_of(dtype), vector = kWidth * element;
+  if (width % kWidth != 0 || stride * element % vector != 0 ||
+      reinterpret_cast<uintptr_t>(out) % vector != 0) {
+    return store_rows(dtype, x, rows, width, out, stride, factor);
+  }
+  dispatch_storage<C>(dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < rows; ++i) {
+      T* const to = reinterpret_cast<T*>(out) + i * stride;
+      for (int64_t j = 0; j < width; j += kWidth) stream(to + j, load(x.row(i) + j) * factor);
+    }
+  });
+}
+
+// The row of an input, of C and of the dtype of the call.
+template <class C>
+OMNIATTN_INLINE const C* row_of(const StepView& x, int64_t batch, int64_t t, int64_t head) {
+  return static_cast<const C*>(x.data) + batch * x.batch + t * x.step + head * x.head;
+}
+OMNIATTN_INLINE const char* row_of(DType dtype, const StepView& x, int64_t batch, int64_t t,
+                                   int64_t head) {
+  return static_cast<const char*>(x.data) +
+         (batch * x.batch + t * x.step + head * x.head) * size_of(dtype);
+}
+// The row of a result (B, T, H, D), likewise, and of a state (N, Hv, K, W).
+template <class C>
+OMNIATTN_INLINE C* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
+                           int64_t head, int64_t width) {
+  return static_cast<C*>(x) + ((batch * p.steps + t) * heads + head) * width;
+}
+OMNIATTN_INLINE char* out_row(DType dtype, const Recurrence& p, void* x, int64_t batch, int64_t t,
+                              int64_t heads, int64_t head, int64_t width) {
+  return out_row<char>(p, x, batch, t, heads, head, width * size_of(dtype));
+}
+template <class C>
+OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64_t head) {
+  return static_cast<C*>(const_cast<void*>(x)) +
+         (n * p.value_heads + head) * p.key_width * p.state_width();
+}
+// The row of a bonus or skip (N, Hv, width); null where there is none.
+template <class C>
+OMNIATTN_INLINE C* head_row(const Recurrence& p, auto* x, int64_t n, int64_t head, int64_t width) {
+  return x == nullptr ? nullptr : static_cast<C*>(x) + (n * p.value_heads + head) * width;
+}
+// A state (K, W) to its columns of V and that of the sums, where there is one, and back.
+template <class C>
+[[gnu::noinline]] void load_state(const Recurrence& p, const C* from, Matrix<C> state, C* z) {
+  const int64_t width = p.state_width();
+  copy_rows(from, width, p.key_width, p.value_width, state);
+  for (int64_t d = 0; p.normalize && d < p.key_width; ++d) z[d] = from[d * width + p.value_width];
+}
+template <class C>
+[[gnu::noinline]] void store_state(const Recurrence& p, Matrix<C> state, const C* z, C* to) {
+  const int64_t width = p.state_width();
+  copy_rows<C>(state.data, state.stride, p.key_width, p.value_width, {to, width});
+  for (int64_t d = 0; p.normalize && d < p.key_width; ++d) to[d * width + p.value_width] = z[d];
+}
+
+// x becomes its features.
+template <class C>
+[[gnu::noinline]] void to_features(FeatureMap map, Matrix<C> x, int64_t rows, int64_t width) {
+  const auto each = [&](auto f) {
+    for (int64_t i = 0; i < rows; ++i) {
+      C* const row = x.row(i);
+      for_row<C>(width, [=](int64_t j, auto part) { part.store(row + j, f(part.load(row + j))); });
+    }
+  };
+  const Vec<C> none = zero<C>();
+  switch (map) {
+    case FeatureMap::identity:
+      return;
+    case FeatureMap::elu1:
+      return each([=](Vec<C> y) { return select(y > none, y + C{1}, exp(y)); });
+    case FeatureMap::relu:
+      return each([=](Vec<C> y) { return max(none, y); });
+    case FeatureMap::squared_relu:
+      return each([=](Vec<C> y) { return max(none, y) * max(none, y); });
+    case FeatureMap::exp:
+      return each([](Vec<C> y) { return exp(y); });
+  }
+}
+// d, the gradient of features x, becomes that of what they are of.
+template <class C>
+[[gnu::noinline]] void of_features(FeatureMap map, Input<C> x, Matrix<C> d, int64_t rows,
+                                   int64_t width) {
+  const auto each = [&](auto slope) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const C* const value = x.row(i);
+      C* const row = d.row(i);
+      for_row<C>(width, [=](int64_t j, auto part) {
+        part.store(row + j, part.load(row + j) * slope(part.load(value + j)));
+      });
+    }
+  };
+  const Vec<C> none = zero<C>(), one(C{1});
+  switch (map) {
+    case FeatureMap::identity:
+      return;
+    case FeatureMap::elu1:
+      return each([=](Vec<C> y) { return min(one, y); });
+    case FeatureMap::relu:
+      return each([=](Vec<C> y) { return select(y > none, one, none); });
+    case FeatureMap::squared_relu:
+      return each([=](Vec<C> y) { return C{2} * sqrt(y); });
+    case FeatureMap::exp:
+      return each([](Vec<C> y) { return y; });
+  }
+}
+
+// o += skip v.
+template <class C>
+[[gnu::noinline]] void add_skip(const C* skip, Input<C> v, Matrix<C> o, int64_t rows,
+                                int64_t width) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for_row<C>(width, [&](int64_t j, auto part) {
+      part.store(o.row(i) + j,
+                 fma(part.load(skip + j), part.load(v.row(i) + j), part.load(o.row(i) + j)));
+    });
+  }
+}
+
+// Brings the row of a token into L2, to read or to write it.
+template <bool kWrite = false>
+OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  for (int64_t j = 0; j < bytes; j += kLine) {
+    __builtin_prefetch(static_cast<const char*>(row) + j, kWrite, 2);
+  }
+  asm volatile("");  // else GCC drops calls of what seems to have no effect
+}
+
+}  // namespace
+}  // namespace omniattn::OMNIATTN_ISA
