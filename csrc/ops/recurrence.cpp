@@ -2,6 +2,7 @@
 #include "kernels/recurrence/recurrence.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include <string>
 #include <tuple>
@@ -88,7 +89,7 @@ struct Problem : SequenceProblem {
     require(!normalize || (plain && !skip_.has_value()), op,
             "normalize and any of delta, bonus, a and skip must not be given together");
     require(normalize || !least_.has_value(), op, "least needs normalize, got normalize=false");
-    require(eps >= 0, op, "eps must be >= 0, got ", eps);
+    require(eps >= 0 && std::isfinite(eps), op, "eps must be finite and >= 0, got ", eps);
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
     require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
             "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");

@@ -66,7 +66,9 @@ def test_gates_of_linear_attention_are_checked():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r"beta must have shape .*, got beta.shape=\(2,\)"):
         F.linear_attention(q, k, v, beta=torch.ones(2))
-    with pytest.raises(ValueError, match=r"g must be None where causal=False, got g.shape="):
+    with pytest.raises(
+        ValueError, match=r"g must be None where causal=False, got g=Tensor of shape"
+    ):
         F.linear_attention(q, k, v, g=decays(*k.shape), causal=False)
 
 
@@ -168,6 +170,52 @@ def test_extreme_inputs_of_features(feature_map):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [9e37, 3e38])
+@pytest.mark.parametrize("steps", [1, 9])
+def test_sums_whose_inverse_is_no_normal_number(steps, size):
+    q, v = torch.full((1, steps, 1, 1), size), torch.full((1, steps, 1, 1), 0.5)
+    k = torch.zeros(1, steps, 1, 1)
+    k[:, 0] = 1
+    o, _ = F.linear_attention(q, k, v, feature_map="relu")
+    torch.testing.assert_close(o, v)
+
+
+def test_sums_are_not_rounded_under_autocast():
+    inputs = [t.float() for t in qkv()]
+    for causal in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o, _ = F.linear_attention(*inputs, causal=causal)
+        assert torch.equal(o, F.linear_attention(*inputs, causal=causal)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"beta": "x"}, TypeError, "beta must be a torch.Tensor, got beta='x'"),
+        ({"feature_map": lambda x: None}, TypeError, "a torch.Tensor, got feature_map"),
+        ({"feature_map": lambda x: x[:, 1:]}, ValueError, r"of shape \(2, 70, 2, K'\), got"),
+        ({"feature_map": lambda x: x[:, :, :1]}, ValueError, r"of shape \(2, 70, 2, K'\), got"),
+        ({"feature_map": lambda x: x.half()}, TypeError, "of dtype torch.float64, got"),
+    ],
+)
+def test_errors(changed, error, message, causal):
+    with pytest.raises(error, match=f"linear_attention: .*{message}"):
+        F.linear_attention(*qkv(), causal=causal, **changed)
+
+
+def test_feature_maps_of_unlike_sizes_are_refused():
+    sizes = iter((4, 3))
+    with pytest.raises(ValueError, match="as many features of k as of q, got 3 and 4"):
+        F.linear_attention(*qkv(), feature_map=lambda x: x[..., : next(sizes)])
+
+
+@pytest.mark.parametrize("name", ["g", "initial_state"])
+def test_what_only_causal_calls_take(name):
+    with pytest.raises(ValueError, match=f"{name} must be None where causal=False, got {name}="):
+        F.linear_attention(*qkv(), causal=False, **{name: [1]})
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -178,7 +226,8 @@ def test_extreme_inputs_of_features(feature_map):
         ({"normalize": True, "skip": torch.ones(2, 2, 5)}, "normalize and any of delta"),
         ({"least": torch.ones(2, 70, 2)}, "least needs normalize, got normalize=false"),
         ({"normalize": True, "least": torch.ones(2, 70, 1)}, "least must have shape"),
-        ({"normalize": True, "eps": -1.0}, "eps must be >= 0, got -1"),
+        ({"normalize": True, "eps": -1.0}, "eps must be finite and >= 0, got -1"),
+        ({"normalize": True, "eps": float("inf")}, "eps must be finite and >= 0, got inf"),
         ({"normalize": True, "initial_state": torch.zeros(2, 2, 8, 5)}, "initial_state must"),
     ],
 )

@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kThreads)
   if (p.normalize) divisor = in.divisor_of(t, x[p.value_width]);
   const T* const grad_o =
       params.grad_o.data == nullptr ? nullptr : in.template row<T>(params.grad_o, t, in.head);
-  const C factor = static_cast<C>(p.scale) / divisor.value;
+  const C scale = static_cast<C>(p.scale);
   C all = 0;
   for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
-    const C dx = grad_o == nullptr ? C(0) : factor * gpu::widen(grad_o[column]);
+    const C dx = grad_o == nullptr ? C(0) : scale * gpu::widen(grad_o[column]) / divisor.value;
     all += dx * x[column];
     x[column] = dx;
   }

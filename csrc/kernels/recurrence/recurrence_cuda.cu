@@ -55,9 +55,10 @@ __global__ void __launch_bounds__(kThreads)
   if (item >= items || !in_a_sequence(p, t)) return;
   const auto in = head_of_row<T>(p, item);
   const C* const x = undivided + item * p.state_width();
-  const C factor = static_cast<C>(p.scale) / in.divisor_of(t, x[p.value_width]).value;
+  const C scale = static_cast<C>(p.scale), divisor = in.divisor_of(t, x[p.value_width]).value;
   for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
-    static_cast<T*>(params.o)[item * p.value_width + column] = gpu::narrow<T>(factor * x[column]);
+    static_cast<T*>(params.o)[item * p.value_width + column] =
+        gpu::narrow<T>(scale * (x[column] / divisor));
   }
 }
 

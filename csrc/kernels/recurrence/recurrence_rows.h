@@ -152,6 +152,15 @@ template <class C>
   }
 }
 
+// A row over a number, times the inverse but for numbers so large that theirs is flushed to 0.
+template <class C>
+OMNIATTN_INLINE void divide_row(C* x, C divisor, int64_t width) {
+  const C inverse = 1 / divisor;
+  if (inverse != 0) return convert_rows(x, 0, 1, width, x, 0, inverse);
+  for_row<C>(width,
+             [=](int64_t j, auto part) { part.store(x + j, part.load(x + j) / Vec<C>(divisor)); });
+}
+
 // o += skip v.
 template <class C>
 [[gnu::noinline]] void add_skip(const C* skip, Input<C> v, Matrix<C> o, int64_t rows,

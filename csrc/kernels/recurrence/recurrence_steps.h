@@ -105,8 +105,7 @@ struct Step {
       const int64_t at = d * p.state_width() + p.value_width;
       sum += q[d] * (to[at] = from[at] * w[d] + beta * k[d]);
     }
-    const C factor = 1 / divisor(sum, least, static_cast<C>(p.eps)).value;
-    convert_rows(o, 0, 1, p.value_width, o, 0, factor);
+    divide_row(o, divisor(sum, least, static_cast<C>(p.eps)).value, p.value_width);
   }
 };
 

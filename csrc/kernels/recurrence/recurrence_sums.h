@@ -33,13 +33,13 @@ OMNIATTN_INLINE void add_to_rows(const C* factors, const C* x, Matrix<C> rows, i
 template <class C>
 struct Sums {
   const Recurrence& p;
-  C *inverse, *by_sum, *by_least;  // of each token: 1 / divisor and its slopes
-  C* of_sum;                       // the gradient
+  C *divisors, *by_sum, *by_least;  // of each token, and their slopes
+  C* of_sum;                        // the gradient
 
   Sums(const Recurrence& params, Room<C>& room) : p(params) {
     if (!p.normalize) return;
     const int64_t size = recurrence_chunk(p.channel_decay);
-    inverse = room.take(size), by_sum = room.take(size), by_least = room.take(size);
+    divisors = room.take(size), by_sum = room.take(size), by_least = room.take(size);
     of_sum = room.take(size);
   }
 
@@ -51,11 +51,11 @@ struct Sums {
       const C* const least =
           p.least.data == nullptr ? nullptr : row_of<C>(p.least, batch, t + i, head);
       const Divisor<C> found = divisor(sum, least, static_cast<C>(p.eps));
-      inverse[i] = 1 / found.value, by_sum[i] = found.by_sum, by_least[i] = found.by_least;
+      divisors[i] = found.value, by_sum[i] = found.by_sum, by_least[i] = found.by_least;
     }
   }
   void divide(const Chunk<C>& c, Matrix<C> x) const {
-    for (int64_t i = 0; i < c.rows; ++i) convert_rows(x.row(i), 0, 1, c.V, x.row(i), 0, inverse[i]);
+    for (int64_t i = 0; i < c.rows; ++i) divide_row(x.row(i), divisors[i], c.V);
   }
   // z, decayed over the chunk, comes to its end.
   void advance(const Chunk<C>& c, C* z) const { add_rows<C>(c.beta, c.k_out, c.rows, c.K, z); }
@@ -70,7 +70,7 @@ struct Sums {
     const Matrix<C> of_p = d.scores.at(n), met = d.met.at(n);
     for (int64_t i = 0; i < n; ++i) {
       const C all = dot(c.P.row(i), of_p.row(i), i + 1) + dot(c.q_in.row(i), met.row(i), c.K);
-      const C of_divisor = -all * inverse[i];
+      const C of_divisor = -all / divisors[i];
       of_sum[i] = of_divisor * by_sum[i];
       if (dleast != nullptr) dleast[i * stride] = of_divisor * by_least[i];
     }

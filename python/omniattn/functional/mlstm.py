@@ -59,8 +59,9 @@ def mlstm(
         scale: of the keys, default K^-0.5.
         eps: is added to the denominator, >= 0.
         forget_gate: "sigmoid" or "exp".
-        initial_state: (C, n, m) of shapes (N, H, K, V), (N, H, K) and (N, H); None for zeros. N is
-            B, or the number of sequences.
+        initial_state: (C, n, m) of shapes (N, H, K, V), (N, H, K) and (N, H); None for zeros, in m
+            too: a first m of -inf would let the first gates alone decide the next one. N is B, or
+            the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
             (B, T, ...) bring their own boundaries, and the output has them, too.

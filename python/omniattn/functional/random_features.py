@@ -139,16 +139,18 @@ def random_features(
         >>> round(estimate.item(), 2), round((q @ k).exp().item(), 2)
         (0.87, 0.87)
     """
-    exponents, factors = log_features("random_features", x, weight, kind, scale)
+    ((exponents, factors),) = log_features("random_features", (x,), weight, kind, scale)
     features = exponents.exp() if factors is None else exponents.exp() * factors
     count = features.shape[-1] if kind not in _SIGNED else weight.shape[0]
     return features * count**-0.5
 
 
 def log_features(
-    op: str, x: Tensor, weight: Tensor, kind: str, scale: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """a and f of features ``exp(a) f / sqrt(count)``; f is None for all ones."""
+    op: str, inputs: tuple[Tensor, ...], weight: Tensor, kind: str, scale: float | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """a and f of features ``exp(a) f / sqrt(count)`` of each input, all of one dtype and size; f is
+    None for all ones."""
+    x = inputs[0]
     require_float(op, "x", x)
     require_choice(op, "kind", kind, FEATURES)
     require_float(op, "weight", weight)
@@ -162,8 +164,12 @@ def log_features(
     if scale is None:
         scale = 1.0 if kind == "exp_random" else size**-0.5
     require_number(op, "scale", scale, 0)
-    y = widen(x) * scale**0.5
-    w = _product(y, weight.to(y.dtype))
+    root, weight = scale**0.5, weight.to(compute_dtype(x))
+    return [_log_features(widen(t) * root, weight, kind) for t in inputs]
+
+
+def _log_features(y: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    w = _product(y, weight)
     if kind == "exp_random":
         return w, None
     half = y.square().sum(-1, keepdim=True) / 2
@@ -203,12 +209,14 @@ def random_feature_attention(
         kind, scale: of features, as in `random_features`.
         causal: whether tokens see earlier ones and themselves only.
         eps: the least size of the denominator of "trigonometric" and "gaussian" features, whose
-            products may be negative; smaller ones keep their sign.
-        feature_eps: is added after the exponential, which is then divided by one M for all features
-            of the keys; only if not causal: a sum of such features does not follow a later M.
-        initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features
-            and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of kinds with signs, -inf before
-            the first token. N is B, or the number of sequences.
+            products may be negative; smaller ones keep their sign. The denominator is the sum of
+            products of features that have been divided as above, without their 1 / sqrt(count).
+        feature_eps: is added to features that have been divided as above, of the keys by one M for
+            all of them; only if not causal: a sum of such features does not follow a later M.
+        initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features,
+            without their 1 / sqrt(count), and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of
+            kinds with signs, -inf before the first token, where S is 0. N is B, or the number of
+            sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
             (B, T, ...) bring their own boundaries, and the output has them, too.
@@ -250,8 +258,7 @@ def random_feature_attention(
     use_reference(op, backend, q)
     packed = Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
     q, k = packed.cleared(q), packed.cleared(k)
-    a_q, f_q = log_features(op, q, weight, kind, scale)
-    a_k, f_k = log_features(op, k, weight, kind, scale)
+    (a_q, f_q), (a_k, f_k) = log_features(op, (q, k), weight, kind, scale)
     before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
     with torch.no_grad():
         largest = None if before is None else before[1]

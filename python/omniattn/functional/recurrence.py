@@ -13,6 +13,8 @@ from omniattn.functional._checks import (
     require_choice,
     require_number,
     require_range,
+    require_tensor,
+    shown,
     use_reference,
 )
 from omniattn.functional._jagged import over_sequences
@@ -76,7 +78,8 @@ def linear_attention(
         scale: q and k are multiplied by its square root before phi; default 1.
         g: logarithms of the decays, <= 0: (B, T, Hv, K') or (B, T, Hv); only if causal.
         beta: factors of the keys' features: (B, T, H, K') or (B, T, H).
-        eps: the least size of the denominator; smaller ones keep their sign.
+        eps: the least size of the denominator; smaller ones keep their sign. Without one, a token
+            whose weights are all 0 gets NaN.
         initial_state: (N, Hv, K', V + 1), or V where nothing is divided; computed in float32
             (float64 for float64); only if causal. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
@@ -97,6 +100,9 @@ def linear_attention(
         kernels compute "elu1", "relu", "squared_relu" and "exp" themselves where causal, without a
         scale and a beta of features. Other features and, without causal, the products are torch's,
         whose last bits may depend on the number of threads.
+
+        States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
+        of up to 31 steps before its own.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
@@ -122,9 +128,10 @@ def linear_attention(
         for name, t in (("initial_state", initial_state), ("g", g)):
             if t is not None:
                 raise ValueError(
-                    f"{op}: {name} must be None where causal=False, got {name}.shape="
-                    f"{tuple(t.shape)}"
+                    f"{op}: {name} must be None where causal=False, got {name}={shown(t)}"
                 )
+    if beta is not None:
+        require_tensor(op, "beta", beta)
     sequence_count(op, q, cu_seqlens)
     dtype, features = v.dtype, "identity"
     if scale is not None:
@@ -137,7 +144,12 @@ def linear_attention(
         q, k = cleared(cu_seqlens, q, k)
         if scale is not None:
             q, k = q * scale**0.5, k * scale**0.5
-        q, k = phi(q), phi(k)
+        q, k = _features(op, phi, q), _features(op, phi, k)
+        if k.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"{op}: feature_map must give as many features of k as of q, got "
+                f"{k.shape[-1]} and {q.shape[-1]}"
+            )
     if beta is not None:
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
         if causal and of_heads:
@@ -300,6 +312,26 @@ def retention(
     return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)
 
 
+def _features(op: str, phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    features = phi(x)
+    if not isinstance(features, Tensor):
+        raise TypeError(
+            f"{op}: feature_map must give a torch.Tensor, got feature_map(x)={shown(features)}"
+        )
+    if features.ndim != 4 or features.shape[:3] != x.shape[:3]:
+        wanted = ", ".join(map(str, x.shape[:3]))
+        raise ValueError(
+            f"{op}: feature_map must give a tensor of shape ({wanted}, K'), got "
+            f"feature_map(x).shape={tuple(features.shape)}"
+        )
+    if features.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: feature_map must give a tensor of dtype {x.dtype}, got "
+            f"feature_map(x).dtype={features.dtype}"
+        )
+    return features
+
+
 def feature_size(feature_map: str, size: int) -> int:
     """The number of features of `size` numbers."""
     return 1 + size + size * size if feature_map == "taylor" else size
@@ -324,8 +356,9 @@ def totals(
         q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
         if divide:
             v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
-        states = torch.einsum("bthk,bthv->bhkv", k, v)
-        o = torch.einsum("bthk,bhkv->bthv", q, states)
+        with torch.autocast(q.device.type, enabled=False):
+            states = torch.einsum("bthk,bthv->bhkv", k, v)
+            o = torch.einsum("bthk,bhkv->bthv", q, states)
         return (o[..., :-1] / divisor(o[..., -1:], None, eps) if divide else o), states
     # Outputs of the first pass are not read; 1 keeps their divisors from 0.
     _, states = run(*(op, q, k, v, None, 1.0, None, cu_seqlens, backend), normalize=divide, eps=1.0)

@@ -40,8 +40,9 @@ def _chunk_starts(
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    *given, feature_map, normalize, eps = args
-    return reference.recurrence(*given, FEATURE_MAPS[feature_map], normalize, eps)
+    feature_map, normalize, eps = args[-3:]
+    options = {"feature_map": FEATURE_MAPS[feature_map], "normalize": normalize, "eps": eps}
+    return reference.recurrence(*args[:-3], **options)
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
