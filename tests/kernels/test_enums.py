@@ -14,6 +14,7 @@ from omniattn.functional import _attention, _mask
 from omniattn.ops import level_choice
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES
+from omniattn.ops.recurrence import FEATURE_MAPS
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -66,6 +67,10 @@ def by_name(kinds):
         (program_ops(), {op.name.lower(): int(op) for op in ProgramOp}),
         (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
+        (
+            enumerators("semantics/linear_attention.h", "FeatureMap"),
+            {name: number for number, name in enumerate(FEATURE_MAPS)},
+        ),
         (
             enumerators("runtime/measured_isa.h", "MeasuredOp"),
             {name: number for number, name in enumerate(level_choice.OPS)},
