@@ -88,6 +88,7 @@ def by_name(kinds):
         "programs",
         "activations",
         "gates",
+        "features",
         "measured",
         "isas",
     ],
