@@ -296,8 +296,15 @@ def _training(layer: torch.nn.Module, length: int) -> Provider:
     (x,) = tensors((1, length, WIDTH))
     leaves = [x.requires_grad_(), *layer.parameters()]
     grad = torch.randn(1, length, WIDTH)
-    # A loss of its own trains the indexer of DSA.
-    return lambda: torch.autograd.grad(layer(x), leaves, grad, allow_unused=True)
+
+    def train() -> object:
+        results, gradients = [layer(x)], [grad]
+        loss = getattr(layer, "auxiliary", None)  # which alone trains the indexer of DSA
+        if loss is not None:
+            results, gradients = [*results, loss], [grad, torch.ones_like(loss)]
+        return torch.autograd.grad(results, leaves, gradients)
+
+    return train
 
 
 def layer_rows() -> Iterator[Row]:

@@ -193,7 +193,7 @@ def test_sums_are_not_rounded_under_autocast():
     ("changed", "error", "message"),
     [
         ({"beta": "x"}, TypeError, "beta must be a torch.Tensor, got beta='x'"),
-        ({"feature_map": lambda x: None}, TypeError, "a torch.Tensor, got feature_map"),
+        ({"feature_map": lambda x: None}, TypeError, "give a torch.Tensor, got None"),
         ({"feature_map": lambda x: x[:, 1:]}, ValueError, r"of shape \(2, 70, 2, K'\), got"),
         ({"feature_map": lambda x: x[:, :, :1]}, ValueError, r"of shape \(2, 70, 2, K'\), got"),
         ({"feature_map": lambda x: x.half()}, TypeError, "of dtype torch.float64, got"),

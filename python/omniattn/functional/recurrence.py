@@ -144,12 +144,7 @@ def linear_attention(
         q, k = cleared(cu_seqlens, q, k)
         if scale is not None:
             q, k = q * scale**0.5, k * scale**0.5
-        q, k = _features(op, phi, q), _features(op, phi, k)
-        if k.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"{op}: feature_map must give as many features of k as of q, got "
-                f"{k.shape[-1]} and {q.shape[-1]}"
-            )
+        q, k = _features(op, phi, q, k)
     if beta is not None:
         beta = widened(op, "beta", beta, q, (tuple(k.shape[:3]), tuple(k.shape)), "q")
         if causal and of_heads:
@@ -312,24 +307,31 @@ def retention(
     return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)
 
 
-def _features(op: str, phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    features = phi(x)
-    if not isinstance(features, Tensor):
-        raise TypeError(
-            f"{op}: feature_map must give a torch.Tensor, got feature_map(x)={shown(features)}"
-        )
-    if features.ndim != 4 or features.shape[:3] != x.shape[:3]:
-        wanted = ", ".join(map(str, x.shape[:3]))
+def _features(
+    op: str, phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """phi of q and k, after checks of what a function of the caller gives."""
+    results = phi(q), phi(k)
+    for x in results:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: feature_map must give a torch.Tensor, got {shown(x)}")
+        if x.ndim != 4 or x.shape[:3] != q.shape[:3]:
+            wanted = ", ".join(map(str, q.shape[:3]))
+            raise ValueError(
+                f"{op}: feature_map must give a tensor of shape ({wanted}, K'), got one of shape "
+                f"{tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{op}: feature_map must give a tensor of dtype {q.dtype}, got one of {x.dtype}"
+            )
+    sizes = tuple(x.shape[-1] for x in results)
+    if sizes[0] != sizes[1]:
         raise ValueError(
-            f"{op}: feature_map must give a tensor of shape ({wanted}, K'), got "
-            f"feature_map(x).shape={tuple(features.shape)}"
+            f"{op}: feature_map must give as many features of k as of q, got {sizes[1]} and "
+            f"{sizes[0]}"
         )
-    if features.dtype != x.dtype:
-        raise TypeError(
-            f"{op}: feature_map must give a tensor of dtype {x.dtype}, got "
-            f"feature_map(x).dtype={features.dtype}"
-        )
-    return features
+    return results
 
 
 def feature_size(feature_map: str, size: int) -> int:
