@@ -1,7 +1,8 @@
 """omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA.
 
 `functional` has the ops, `reference` their eager definitions, `modules` and `models` build on them,
-`training` trains the models, `hf` runs Hugging Face transformers on the ops.
+`training` trains the models, `hf` runs Hugging Face transformers on the ops, `compat` has the ops
+under the names and arguments of other packages, `testing` compares them with their definitions.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from omniattn import functional, reference
 from omniattn.ops import _library
 
 if TYPE_CHECKING:
+    from omniattn import compat as compat
     from omniattn import hf as hf
     from omniattn import models, modules, training
+    from omniattn import testing as testing
 
 _library.explain_missing()
 _library.explain_layouts()
@@ -31,7 +34,7 @@ __version__ = "0.1.0"
 # Without hf, so that `from omniattn import *` needs no transformers.
 __all__ = ["functional", "models", "modules", "reference", "training"]
 
-_LAZY = ("hf", "models", "modules", "training")
+_LAZY = ("compat", "hf", "models", "modules", "testing", "training")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -101,8 +101,8 @@ class RecurrentState:
     Example:
         >>> state = RecurrentState(h=torch.zeros(2, 8))
         >>> state.advance(3, h=state["h"] + 1)
-        >>> state.length, state.nbytes
-        (3, 64)
+        >>> state, state.nbytes
+        (RecurrentState(length=3, h=(2, 8)), 64)
     """
 
     #: The kind of layer that made it, for which alone these tensors mean what they do.
@@ -114,6 +114,10 @@ class RecurrentState:
         self.length = 0
         #: Whether it has read tokens of a call that failed in a later layer.
         self.is_ahead = False
+
+    def __repr__(self) -> str:
+        shapes = "".join(f", {name}={tuple(t.shape)}" for name, t in self._tensors.items())
+        return f"RecurrentState(length={self.length}{shapes})"
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
