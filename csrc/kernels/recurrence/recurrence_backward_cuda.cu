@@ -2,7 +2,7 @@
 //
 //   errors   what each update adds, again, by columns of each chunk from the saved states; of
 //            linear attention the undivided outputs
-//   divide   their gradients and those of divisors
+//   divide   the gradients of undivided outputs and of their divisors
 //   du       the gradients of updates, of v and of states, by columns back in time over all tokens
 //   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)
 //   finish   sums over value heads, channels and columns, in order
@@ -226,8 +226,7 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& given, void* m
   Recurrence& p = params.recurrence;
   const int64_t states = p.sequences * p.value_heads;
   const int64_t chunks = p.sequences == 0 ? 0 : recurrence_slots(p) * p.value_heads;
-  const int64_t batch = p.boundaries != nullptr ? 1 : p.sequences;
-  const int64_t items = batch * p.steps * p.key_heads;
+  const int64_t items = token_count(p) * p.key_heads;
   dispatch(p.dtype, [&]<class T>(T) {
     using C = compute_t<T>;
     const Found<C> found(p, memory);

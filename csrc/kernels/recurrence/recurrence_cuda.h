@@ -139,9 +139,12 @@ struct Head {
   }
 };
 
-// Rows of the value heads of all tokens, and the head of one of them.
+// B T. Then the rows of the value heads of all tokens, and the head of one of them.
+__host__ __device__ __forceinline__ int64_t token_count(const Recurrence& p) {
+  return (p.boundaries != nullptr ? 1 : p.sequences) * p.steps;
+}
 __host__ __device__ __forceinline__ int64_t rows_of(const Recurrence& p) {
-  return (p.boundaries != nullptr ? 1 : p.sequences) * p.steps * p.value_heads;
+  return token_count(p) * p.value_heads;
 }
 template <class T>
 __device__ __forceinline__ Head<T, Update::linear> head_of_row(const Recurrence& p, int64_t row) {
@@ -248,8 +251,7 @@ void with_column(const Recurrence& p, const F& f) {
 
 // Numbers of features of q, and as many of k.
 int64_t feature_count(const Recurrence& p) {
-  const int64_t batch = p.boundaries != nullptr ? 1 : p.sequences;
-  return is_linear(p) ? batch * p.steps * p.key_heads * p.key_width : 0;
+  return is_linear(p) ? token_count(p) * p.key_heads * p.key_width : 0;
 }
 // Blocks: groups of tokens and key heads, one for each warp.
 template <class T>

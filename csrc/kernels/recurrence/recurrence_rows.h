@@ -152,7 +152,8 @@ template <class C>
   }
 }
 
-// A row over a number, times the inverse but for numbers so large that theirs is flushed to 0.
+// Divides a row by a number: multiplies it by the inverse, unless the number is so large that its
+// inverse is flushed to 0.
 template <class C>
 OMNIATTN_INLINE void divide_row(C* x, C divisor, int64_t width) {
   const C inverse = 1 / divisor;

@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// x += sum of factor_i rows_i over the rows.
+// sum += factor_i x_i, over all rows i.
 template <class C>
 [[gnu::noinline]] void add_rows(const C* factors, Input<C> x, int64_t rows, int64_t width, C* sum) {
   for_row<C>(width, [&](int64_t j, auto part) {

@@ -1,5 +1,5 @@
 // What an update does in a chunk: it makes the rows u that are added to the state, and turns their
-// gradients into those of v and beta. Its constants tell what it reads and adds:
+// gradients into those of v and beta. Its constants say what it reads and adds:
 //
 //   kProbe          the update reads the state, as `probe`
 //   kProbesBefore   before its token's decay
