@@ -8,25 +8,21 @@ from functools import partial
 
 import pytest
 import torch
+from tile_cases import ON_TILES, by_experts, experts, gradients
 
 from omniattn import config, reference, testing
 from omniattn.functional import (
     attention,
-    attention_varlen,
     glu_mlp,
     linear,
     linear_cross_entropy,
     mlp,
-    moe_experts,
-    selected_attention,
 )
-from omniattn.ops import _precision, level_choice
+from omniattn.ops import _precision
 from omniattn.ops import gemm as ops
-from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.specs.attention import qkv
 
-ON_TILES = "amx_bf16" in testing.isas()
 UNIT = 2.0**-24
 
 
@@ -207,29 +203,6 @@ def test_compiled_code_follows_the_switches(monkeypatch):
 # Experts in pieces.
 
 
-def experts(transposed=False):
-    """x, up, up_bias, down and down_bias of three experts, and the experts of tokens: two have many
-    tokens and one has four."""
-    generator = torch.Generator().manual_seed(0)
-    x, up, up_bias, down, down_bias = (
-        torch.randn(s, generator=generator)
-        for s in ((40, 48), (3, 70, 48), (3, 70), (3, 48, 70), (3, 48))
-    )
-    if transposed:
-        up, down = (t.mT.contiguous().mT for t in (up, down))
-    index = torch.arange(40)[:, None] % 2
-    index[7:11] = 2
-    return (x, up, up_bias, down, down_bias), index
-
-
-def by_experts(x, up, up_bias, down, down_bias, index, **options):
-    """Each token by one expert with weight 1, which rounds nothing."""
-    return moe_experts(
-        x, index, torch.ones(index.shape), up, down, up_bias=up_bias, down_bias=down_bias,
-        activation="relu", **options,
-    )  # fmt: skip
-
-
 def by_linear(x, up, up_bias, down, down_bias, index):
     """Those with many tokens, and 0 for the others."""
     y = torch.zeros_like(x)
@@ -238,13 +211,6 @@ def by_linear(x, up, up_bias, down, down_bias, index):
         hidden = torch.relu(linear(x[rows], up[e], up_bias[e], backend="cpu"))
         y = y.index_put((rows,), linear(hidden, down[e], down_bias[e], backend="cpu"))
     return y
-
-
-def gradients(function, tensors, index, **options):
-    """y and the gradients of all tensors."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    y = function(*leaves, index, **options)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -325,98 +291,7 @@ def test_other_numbers_of_pieces_are_refused(pieces):
             call()
 
 
-# The level of small problems.
-
-
-@pytest.fixture
-def use_tiles_from():
-    """Sets the multiply-adds from which an op uses tiles."""
-
-    def use(op, madds):
-        least = {"avx512_bf16": level_choice.NEVER, "amx_bf16": madds, "amx_fp16": madds}
-        for level, number in least.items():
-            numbers = level_choice.OPS.index(op), config.CPU_ISAS.index(level)
-            assert torch.ops.omniattn.set_least_madds(*numbers, number)
-
-    yield use
-    level_choice.install(level_choice.record_of(cpu_family()))
-
-
-#: What small problems are left to: vectors of fp32, whose results differ visibly.
-BELOW = [isa for isa in testing.isas() if isa not in level_choice.product_levels()][-1]
-
-#: Whether tiles multiply a type.
-TILES_OF = {torch.bfloat16: ON_TILES, torch.float16: "amx_fp16" in testing.isas()}
-half_types = pytest.mark.parametrize("dtype", TILES_OF, ids=str)
-
-
-@half_types
-def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from, dtype):
-    lengths = (24, 130)  # 7e4 and 2e6 multiply-adds of a head
-    ends = torch.tensor([0, 24, 154])
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(154, 2, 64, generator=generator).to(dtype) for _ in "qkv"]
-
-    def results():
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        y = attention_varlen(*leaves, ends, ends, max(lengths), max(lengths))
-        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
-
-    use_tiles_from("attention", 0)
-    on_tiles = results()
-    with testing.isa(BELOW):
-        below = results()
-    use_tiles_from("attention", 10**6)
-    for found, large, small in zip(results(), on_tiles, below, strict=True):
-        assert torch.equal(found[:24], small[:24])
-        assert torch.equal(found[24:], large[24:])
-        assert torch.equal(small[:24], large[:24]) is not TILES_OF[dtype]
-
-
-@half_types
-def test_experts_run_on_the_level_of_their_size(use_tiles_from, dtype):
-    tensors, index = experts()
-    tensors = [t.to(dtype) for t in tensors]
-    madds = math.ceil(40 / 3) * 2 * 48 * 70
-    use_tiles_from("moe_experts", 0)
-    on_tiles = gradients(by_experts, tensors, index)
-    with testing.isa(BELOW):
-        below = gradients(by_experts, tensors, index)
-    assert torch.equal(below[0], on_tiles[0]) is not TILES_OF[dtype]
-    for least, expected in [(madds, on_tiles), (madds + 1, below)]:
-        use_tiles_from("moe_experts", least)
-        for found, right in zip(gradients(by_experts, tensors, index), expected, strict=True):
-            assert torch.equal(found, right)
-
-
-@half_types
-@pytest.mark.parametrize(
-    ("rows", "block_size", "vectors"),
-    [(4, 1, True), (8, 1, False), (4, 16, True), (4, 32, False), (16, 16, False)],
-)
-def test_lists_of_few_rows_run_on_vectors(use_tiles_from, rows, block_size, vectors, dtype):
-    """Unless blocks of many keys are packed for all lists."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 70, rows, 64, generator=generator).to(dtype)
-    k, v = (torch.randn(1, 64, 1, 64, generator=generator).to(dtype) for _ in "kv")
-    blocks = torch.randint(64 // block_size, (1, 1, 70, 2), generator=generator)
-
-    def results():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        y = selected_attention(*leaves, blocks, block_size=block_size)
-        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
-
-    use_tiles_from("attention", 0)
-    found = results()
-    with testing.isa(BELOW):
-        below = results()
-    same = [torch.equal(a, b) for a, b in zip(found, below, strict=True)]
-    assert all(same) if vectors or not TILES_OF[dtype] else not any(same)
-
-
-@pytest.mark.parametrize(("op", "isa"), [(2, 0), (-1, 0), (0, 9), (0, -1)])
-def test_numbers_that_are_no_op_and_no_level_are_refused(op, isa):
-    assert not torch.ops.omniattn.set_least_madds(op, isa, 1)
+# Sizes and errors of bf16.
 
 
 @pytest.mark.parametrize("check", ["forward", "backward"])

@@ -7,8 +7,28 @@ import torch
 from torch import nn
 
 from omniattn.modules import (
+    MLSTM,
+    S4,
+    S4D,
+    SLSTM,
     DeepSeekSparseAttention,
+    DeltaAttention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    MultiScaleRetention,
+    Performer,
     RotaryEmbedding,
+    RWKV4TimeMix,
+    RWKV5TimeMix,
+    RWKV6TimeMix,
+    RWKV7TimeMix,
+    RWKVChannelMix,
+    SimpleSelectiveSSM,
 )
 
 LENGTHS = (5, 1, 9)
@@ -39,3 +59,44 @@ def sparse_latent(stage: str) -> Case:
 
 
 STD = {"init_std": 0.5}
+
+
+def block(module: nn.Module) -> Case:
+    return module, lambda x, _: module(x)
+
+
+#: Layers that read one token after another.
+RECURRENT = {
+    "linear": LinearAttention.Config(16, 2),
+    "linear-both": LinearAttention.Config(16, 2, causal=False),
+    "delta-attention": DeltaAttention.Config(16, 2, gates="heads", gates_of="x"),
+    "performer": Performer.Config(16, 2),
+    "performer-both": Performer.Config(16, 2, causal=False, kind="hyperbolic"),
+    "gla": GatedLinearAttention.Config(16, 2),
+    "retention": MultiScaleRetention.Config(16, 4, normalize=True, conv_size=2),
+    "delta": DeltaNet.Config(16, 2),
+    "gated-delta": GatedDeltaNet.Config(16, 2, num_v_heads=4),
+    "kda": KimiDeltaAttention.Config(16, 2),
+    "rwkv4": RWKV4TimeMix.Config(16),
+    "rwkv5": RWKV5TimeMix.Config(16, head_dim=8),
+    "rwkv6": RWKV6TimeMix.Config(16, head_dim=8),
+    "rwkv7": RWKV7TimeMix.Config(16, head_dim=8),
+    "rwkv-channel": RWKVChannelMix.Config(16),
+    "mlstm": MLSTM.Config(16, 2, inner_dim=16),
+    "slstm": SLSTM.Config(16, 2),
+    "mamba": Mamba.Config(16, 3),
+    "mamba2": Mamba2.Config(16, 4, headdim=8),
+    "selective-ssm": SimpleSelectiveSSM.Config(16, 3),
+    "s4": S4.Config(16, 4),
+    "s4d": S4D.Config(16, 4),
+}
+
+
+def recurrent(name: str) -> Case:
+    layer = RECURRENT[name].build(dtype=DTYPE)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    if name != "retention":
+        return block(layer)
+    rotary = RotaryEmbedding(RotaryEmbedding.Config(4))
+    return layer, lambda x, at: layer(x, rope=rotary(at))
