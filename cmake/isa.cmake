@@ -5,7 +5,8 @@
 
 # The table of csrc/runtime/isa.h: OMNIATTN_ISAS are the levels that have all kernels,
 # OMNIATTN_PRODUCT_ISAS those that have products only; OMNIATTN_FLAGS_<isa> asks the compiler for the
-# extensions of a level and of all before it, and tiles.h for those of OMNIATTN_TILE_ISAS.
+# extensions of a level and of all before it, and tiles.h for those of OMNIATTN_TILE_ISAS, of which
+# OMNIATTN_BF16_TILE_ISAS multiply bf16.
 set(isa_table "${CMAKE_CURRENT_LIST_DIR}/../csrc/runtime/isa.h")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${isa_table}")
 file(READ "${isa_table}" isa_table)
@@ -13,6 +14,7 @@ string(REGEX MATCHALL "level\\([a-z0-9_]+, [^,]+,[^,]+,[^,)]*__VA_ARGS__" isa_ta
 set(OMNIATTN_ISAS "")
 set(OMNIATTN_PRODUCT_ISAS "")
 set(OMNIATTN_TILE_ISAS "")
+set(OMNIATTN_BF16_TILE_ISAS "")
 set(flags "")
 set(tuning_avx512 -mprefer-vector-width=512)
 foreach(level IN LISTS isa_table)
@@ -29,6 +31,9 @@ foreach(level IN LISTS isa_table)
       list(APPEND extensions -DOMNIATTN_TILES)
     endif()
     list(APPEND OMNIATTN_TILE_ISAS ${isa})
+    if(operands MATCHES "bf16")
+      list(APPEND OMNIATTN_BF16_TILE_ISAS ${isa})
+    endif()
   endif()
   list(APPEND flags ${extensions} ${tuning_${isa}})
   set(OMNIATTN_FLAGS_${isa} ${flags})
@@ -67,15 +72,19 @@ function(omniattn_isa_library target isa flags)
   target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
 endfunction()
 
-# omniattn_isa_libraries(prefix [SOURCES source...] [PRODUCTS source...]): <prefix>_<isa> for each ISA,
-# of those that have products only from the sources of PRODUCTS; their objects in <prefix>_OBJECTS.
+# omniattn_isa_libraries(prefix [SOURCES source...] [PRODUCTS source...] [BF16_TILES source...]):
+# <prefix>_<isa> for each ISA, of those that have products only from the sources of PRODUCTS, of that
+# with tiles of bf16 from those of BF16_TILES as well; their objects in <prefix>_OBJECTS.
 function(omniattn_isa_libraries prefix)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;PRODUCTS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;PRODUCTS;BF16_TILES")
   set(objects "")
   foreach(isa ${OMNIATTN_ISAS} ${OMNIATTN_PRODUCT_ISAS})
     set(sources ${arg_PRODUCTS})
     if(isa IN_LIST OMNIATTN_ISAS)
       list(APPEND sources ${arg_SOURCES})
+    endif()
+    if(isa IN_LIST OMNIATTN_BF16_TILE_ISAS)
+      list(APPEND sources ${arg_BF16_TILES})
     endif()
     omniattn_isa_library(${prefix}_${isa} ${isa} "${OMNIATTN_FLAGS_${isa}}" ${sources})
     list(APPEND objects $<TARGET_OBJECTS:${prefix}_${isa}>)
@@ -83,7 +92,7 @@ function(omniattn_isa_libraries prefix)
   set(${prefix}_OBJECTS ${objects} PARENT_SCOPE)
 endfunction()
 
-# omniattn_add_kernels(SOURCES ... PRODUCTS ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
+# omniattn_add_kernels(SOURCES ... PRODUCTS ... BF16_TILES ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
 function(omniattn_add_kernels)
   add_library(kernels_dispatch OBJECT csrc/runtime/cpu_isa.cpp)
   target_link_libraries(kernels_dispatch PRIVATE omniattn_options)

@@ -166,6 +166,12 @@ int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
   return parts;
 }
 
+// The kernels for a call; `tiles` is null where the machine has none.
+template <class Kernels>
+const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kernels& others) {
+  return tiles != nullptr && recurrence_on_tiles(p) ? *tiles : others;
+}
+
 // kSave: whether the backward will need states; without them `recurrence_only`.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(
@@ -193,7 +199,8 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
         scratch(ceil_div(recurrence_bytes(shared), size_of(DType::f64)), DType::f64);
     require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const RecurrenceKernels& kernels = recurrence_kernels();
+    const RecurrenceKernels& kernels =
+        on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels());
     run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
               kernels.forward);
   }
@@ -304,7 +311,8 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
         scratch(ceil_div(recurrence_backward_bytes(shared), size_of(DType::f64)), DType::f64);
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const RecurrenceBackwardKernels& kernels = recurrence_backward_kernels();
+    const RecurrenceBackwardKernels& kernels =
+        on_tiles_or(shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels());
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }

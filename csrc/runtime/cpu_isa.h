@@ -50,6 +50,10 @@ int32_t tile_state();
   if (OMNIATTN_HAS(level) && has_products(Isa::level, factors)) {           \
     table = &isa_##level::name##_table;                                     \
   }
+#define OMNIATTN_CHOOSE_BF16_TILE_TABLE(level, operands, present, Type, name)             \
+  if constexpr (multiplies_on_tiles(Isa::level) && multiplies(Isa::level, DType::bf16)) { \
+    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;                          \
+  }
 #define OMNIATTN_HAS(level) (levels >> static_cast<int32_t>(Isa::level) & 1) != 0
 
 // name(): the table for the active ISA.
@@ -71,3 +75,12 @@ int32_t tile_state();
     return *table;                                                 \
   }                                                                \
   inline const Type& name(DType factors) { return name##_on(active_isa(), factors); }
+// name(): for kernels that only the level with tiles of bf16 has; null where it is not active.
+#define OMNIATTN_BF16_TILE_KERNEL_TABLE(Type, name)                      \
+  OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)                \
+  inline const Type* name() {                                            \
+    [[maybe_unused]] const uint32_t levels = levels_up_to(active_isa()); \
+    const Type* table = nullptr;                                         \
+    OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_BF16_TILE_TABLE, Type, name)     \
+    return table;                                                        \
+  }

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(1800)  # of processes that run many tests
 OPS = {
     "attention": ("attention", "scaled_dot_product_attention", "na2d"),
     "sequences": ("attention_varlen", "attention_cached", "selected_attention"),
+    "recurrences": ("delta_rule", "gated_delta_rule", "gated_linear_attention", "retention", "ssd"),
     "products": (
         *("moe_experts", "linear", "glu_mlp", "mlp"),
         *("linear_cross_entropy", "linear_log_prob", "linear_jsd"),
@@ -58,7 +59,7 @@ def test_kernels_pass_the_specs(run_with_library, group, level):
 @needs_software
 def test_tiles_pass_their_own_tests(run_with_library):
     skip_where_it_runs("amx_fp16")
-    files = "test_tiles", "test_tiles_by_size", "test_tiles_fp16"
+    files = "test_tiles", "test_tiles_by_size", "test_tiles_fp16", "test_recurrence_tiles"
     run_with_library(LIBRARY, "", *files, OMNIATTN_CPU_ISA="amx_fp16")
 
 

@@ -8,7 +8,10 @@ import torch
 from omniattn.testing import registry
 from omniattn.testing.properties import _results
 
-OPS = ("attention", "attention_varlen", "selected_attention", "moe_experts", "linear", "glu_mlp")
+OPS = (
+    *("attention", "attention_varlen", "selected_attention", "moe_experts", "linear", "glu_mlp"),
+    *("gated_delta_rule", "ssd"),
+)
 
 
 def main() -> None:

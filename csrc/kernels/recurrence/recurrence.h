@@ -65,6 +65,7 @@ struct Recurrence {
 
   // Columns of a state, W: V, and the one of the sums.
   OMNIATTN_FN int64_t state_width() const { return value_width + normalize; }
+  OMNIATTN_FN int64_t key_head_of(int64_t head) const { return head / (value_heads / key_heads); }
 };
 
 struct RecurrenceParams {
@@ -115,6 +116,14 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
   return {n, 0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
 }
 
+// Calls that are faster on tiles, where the machine has them: of factors as they are, and of more
+// than half a chunk.
+OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
+  const bool plain_rows = !p.channel_decay && p.features == FeatureMap::identity && !p.normalize;
+  const int64_t tokens = p.boundaries == nullptr ? p.steps : p.steps / larger(p.sequences, 1);
+  return p.dtype == DType::bf16 && plain_rows && tokens > recurrence_chunk(false) / 2;
+}
+
 struct RecurrenceKernels {
   // Item n ceil(Hv / heads) + i is part i of the value heads of sequence n. `memory` has
   // bytes(params.recurrence, params.heads) bytes.
@@ -122,6 +131,8 @@ struct RecurrenceKernels {
   void (*forward)(const RecurrenceParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
+// For calls that recurrence_on_tiles() names.
+OMNIATTN_BF16_TILE_KERNEL_TABLE(RecurrenceKernels, recurrence_tile_kernels)
 
 struct RecurrenceBackwardKernels {
   // Part h shards + s of a sequence is key head h with shard s of its value heads, whose gradients
@@ -131,6 +142,7 @@ struct RecurrenceBackwardKernels {
   void (*backward)(const RecurrenceBackwardParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_backward_kernels)
+OMNIATTN_BF16_TILE_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_tile_backward_kernels)
 
 // The bytes that kernels work in on CUDA; they depend on shapes only.
 int64_t recurrence_bytes(const Recurrence& p);

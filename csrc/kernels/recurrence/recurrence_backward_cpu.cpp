@@ -8,6 +8,7 @@
 //   dS = e^(G_C) dS' + probe_in^T de + q_in^T do
 //
 // de is the gradient of the prediction probe_in S + N u; that of S' stays in memory of the thread.
+#include "kernels/recurrence/recurrence_backward.h"
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_sums.h"
 #include "runtime/denormals.h"
@@ -21,8 +22,8 @@ struct Backward {
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
   const int64_t size = recurrence_chunk(p.channel_decay);
-  // Value heads of a part.
-  const int64_t group = p.key_heads > 0 ? p.value_heads / (p.key_heads * params.shards) : 0;
+  const int64_t group = group_of(params);
+  const HeadRange heads;
   Room<C> room;
   Chunk<C> c;
   Decay decay;
@@ -33,8 +34,9 @@ struct Backward {
   Matrix<C> drows;           // [dk; dq; da; db], sums over the group
   ChunkGradient<C> d;
 
-  Backward(const RecurrenceBackwardParams& y, void* memory)
+  Backward(const RecurrenceBackwardParams& y, void* memory, HeadRange heads_)
       : params(y),
+        heads(heads_),
         room(memory),
         c(p, room, packed_size(y.recurrence)),
         decay(p, room),
@@ -54,49 +56,12 @@ struct Backward {
     d.carried = room.take(K);
   }
 
-  // All of a sequence, for the parts [first, end) of the value heads, which take turns as in the
-  // forward.
-  void run(const RecurrenceSequence& s, int64_t first, int64_t end) {
-    const int64_t K = p.key_width, V = p.value_width;
-    heads = {first * group, end * group};
-    for (int64_t h = heads.first; h < heads.end; ++h) {
-      if (params.grad_final_state != nullptr) {
-        load_state(p, state_of<C>(p, params.grad_final_state, s.index, h), dstate_of(h),
-                   dcolumn_of(h));
-      } else {
-        zero_rows(dstate_of(h), K, V);
-        if (p.normalize) zero_rows(Matrix<C>{dcolumn_of(h), 0}, 1, K);
-      }
-      if (C* const dbonus = head_row<C>(p, params.dbonus, s.index, h, K)) {
-        zero_rows(Matrix<C>{dbonus, K}, 1, K);
-      }
-      if (C* const dskip = head_row<C>(p, params.dskip, s.index, h, V)) {
-        zero_rows(Matrix<C>{dskip, V}, 1, V);
-      }
-    }
-    for (int64_t t = (s.count - 1) / size * size; s.count > 0 && t >= 0; t -= size) {
-      for (int64_t part = first; part < end; ++part) {
-        chunk(s, t, smaller(size, s.count - t), part);
-      }
-    }
-    for (int64_t h = heads.first; params.dinitial_state != nullptr && h < heads.end; ++h) {
-      store_state(p, dstate_of(h), dcolumn_of(h),
-                  state_of<C>(p, params.dinitial_state, s.index, h));
-    }
+  void load(int64_t h, const C* from) {
+    if (from != nullptr) return load_state(p, from, dstate_of(h), dcolumn_of(h));
+    zero_rows(dstate_of(h), p.key_width, p.value_width);
+    if (p.normalize) zero_rows(Matrix<C>{dcolumn_of(h), 0}, 1, p.key_width);
   }
-
- private:
-  struct {
-    int64_t first, end;
-  } heads;  // of the item
-
-  Matrix<C> dstate_of(int64_t h) const { return dstates.at((h - heads.first) * p.key_width); }
-  C* dcolumn_of(int64_t h) const { return dcolumns.row(h - heads.first); }
-  static int64_t packed_size(const Recurrence& p) {
-    const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
-    const int64_t of_rows = packed_elements<C>(larger(K, V), size);
-    return larger(of_rows, packed_elements<C>(V, K));
-  }
+  void store(int64_t h, C* to) { store_state(p, dstate_of(h), dcolumn_of(h), to); }
 
   void chunk(const RecurrenceSequence& s, int64_t first, int64_t n, int64_t part) {
     const int64_t t = s.begin + first, K = p.key_width;
@@ -123,6 +88,15 @@ struct Backward {
     if (kKeys == 2) write(d.da, params.da), write(d.db, params.db);
   }
 
+ private:
+  Matrix<C> dstate_of(int64_t h) const { return dstates.at((h - heads.first) * p.key_width); }
+  C* dcolumn_of(int64_t h) const { return dcolumns.row(h - heads.first); }
+  static int64_t packed_size(const Recurrence& p) {
+    const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
+    const int64_t of_rows = packed_elements<C>(larger(K, V), size);
+    return larger(of_rows, packed_elements<C>(V, K));
+  }
+
   void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, bool same_keys) {
     const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V, bytes = V * size_of(p.dtype);
     const Matrix<C> grad_o = out.at(n), dstate = dstate_of(h);
@@ -131,7 +105,7 @@ struct Backward {
     const int64_t next = last ? heads.first : h + 1, next_t = last ? t - size : t;
     Ahead ahead{[&](int64_t i) {
       if (next_t < s.begin) return;
-      c.fetch(batch, next_t + i, next);
+      prefetch_token<C>(p, batch, next_t + i, next);
       if (params.grad_o.data != nullptr) {
         prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), bytes);
       }
@@ -222,7 +196,7 @@ int64_t bytes(const Recurrence& p, int64_t shards, int64_t parts) {
   choose(p, [&]<class C, class Decay, class Update>() {
     RecurrenceBackwardParams params{};
     params.recurrence = p, params.shards = shards, params.parts = parts;
-    result = Backward<C, Decay, Update>(params, nullptr).room.bytes();
+    result = Backward<C, Decay, Update>(params, nullptr, {}).room.bytes();
   });
   return result;
 }
@@ -230,14 +204,12 @@ int64_t bytes(const Recurrence& p, int64_t shards, int64_t parts) {
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const Recurrence& p = params.recurrence;
-  const int64_t parts = p.key_heads * params.shards, items = ceil_div(parts, params.parts);
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * items);
+  OMNIATTN_ASSERT_ITEMS(begin, end,
+                        p.sequences * ceil_div(p.key_heads * params.shards, params.parts));
   OMNIATTN_ASSERT_HAS(memory, bytes(p, params.shards, params.parts));
   choose(p, [&]<class C, class Decay, class Update>() {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i % items * params.parts;
-      Backward<C, Decay, Update>(params, memory)
-          .run(recurrence_sequence(p, i / items), first, smaller(first + params.parts, parts));
+      backward_item<C, Backward<C, Decay, Update>>(params, memory, i);
     }
   });
   stream_fence();

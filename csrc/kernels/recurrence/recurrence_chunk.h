@@ -93,18 +93,7 @@ struct Chunk {
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
-  int64_t key_head_of(int64_t head) const { return head / (p.value_heads / p.key_heads); }
-  [[gnu::noinline]] void fetch(int64_t batch, int64_t t, int64_t head) const {
-    const int64_t key_head = key_head_of(head), element = size_of(p.dtype);
-    const auto ask = [&](const StepView& x, int64_t h, int64_t width) {
-      prefetch_row(row_of(p.dtype, x, batch, t, h), width * element);
-    };
-    ask(p.q, key_head, K);
-    ask(p.k, key_head, K);
-    if (low_rank()) ask(p.a, key_head, K), ask(p.b, key_head, K);
-    ask(p.v, head, V);
-    if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), K * sizeof(C));
-  }
+  int64_t key_head_of(int64_t head) const { return p.key_head_of(head); }
   // What an update has for one value head; u is v, or where it will be.
   [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
     v = rows_of(p.v, s.batch, t, head, V, loaded_v);

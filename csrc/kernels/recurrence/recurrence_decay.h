@@ -22,29 +22,62 @@ struct ChunkGradient {
   C* dbonus;
 };
 
+// Products of one decay for all channels, or of none, over the tokens of a chunk. Places past its
+// last token count as tokens that do not decay.
+template <class C>
+struct HeadFactors {
+  static constexpr int64_t kSize = recurrence_chunk(false);
+  // Vectors of the tokens of a chunk.
+  static constexpr int kVectors = kSize / Vec<C>::kWidth;
+  C *w, *in, *out;    // of each token; products from the start and to the end of the chunk
+  Matrix<C> between;  // D, 1 above the diagonal
+  C end = 1;          // over the whole chunk
+
+  explicit HeadFactors(Room<C>& room) {
+    w = room.take(kSize), in = room.take(kSize);
+    between = room.rows(kSize, kSize);
+    out = between.row(kSize - 1);
+  }
+
+  [[gnu::noinline]] void load(const Recurrence& p, int64_t batch, int64_t t, int64_t head,
+                              int64_t count) {
+    constexpr int kWidth = Vec<C>::kWidth;
+    for (int64_t i = 0; i < kSize; ++i) {
+      w[i] = i < count && p.g.data != nullptr ? *row_of<C>(p.g, batch, t + i, head) : C{0};
+    }
+    for (int64_t i = 0; i < kSize; i += kWidth) store(w + i, exp(OMNIATTN_ISA::load(w + i)));
+    Vec<C> row[kVectors];
+#pragma GCC unroll 16
+    for (auto& x : row) x = Vec<C>(C{1});
+    for (int64_t i = 0; i < kSize; ++i) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        row[v] = select(lanes_below<C>(i - v * kWidth), row[v] * w[i], Vec<C>(C{1}));
+        store(between.row(i) + v * kWidth, row[v]);
+      }
+      in[i] = between.row(i)[0] * w[0];
+    }
+    end = in[kSize - 1];
+  }
+};
+
 // One decay for all channels of a head, or none: it is taken out of the products of rows.
 template <class C>
-struct HeadDecay {
-  // Vectors of the tokens of a chunk.
-  static constexpr int kVectors = recurrence_chunk(false) / Vec<C>::kWidth;
-  C *w, *in, *out;     // of each token; products from the start and to the end of the chunk
+struct HeadDecay : HeadFactors<C> {
+  using HeadFactors<C>::between, HeadFactors<C>::in, HeadFactors<C>::out, HeadFactors<C>::end;
+  using HeadFactors<C>::kVectors, HeadFactors<C>::kSize;
   C *dg, *entering;    // of each token, for the backward
-  Matrix<C> between;   // D, 1 above the diagonal
   Matrix<C> products;  // of the rows of the probe, then of q, with the keys
-  C end = 1;           // over the whole chunk
 
-  HeadDecay(const Recurrence& p, Room<C>& room) {
-    const int64_t size = recurrence_chunk(p.channel_decay);
-    w = room.take(size), in = room.take(size);
-    dg = room.take(size), entering = room.take(size);
-    between = room.rows(size, size);
-    products = room.rows(2 * size, size);
+  HeadDecay(const Recurrence&, Room<C>& room) : HeadFactors<C>(room) {
+    dg = room.take(kSize), entering = room.take(kSize);
+    products = room.rows(2 * kSize, kSize);
   }
 
   // Asks for half of the tokens ahead. Heads that share keys share the products of rows.
   template <class F>
   void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head, bool same_keys, Ahead<F>& ahead) {
-    load_factors(c, batch, t, head);
+    this->load(c.p, batch, t, head, c.rows);
     for (int64_t i = 0; i < c.rows; ++i) decay_rows(c, i);
     if (!same_keys) pack_columns(c.k, c.rows, c.K, c.packed);
     for_blocks(c.rows, [&](int64_t i, int64_t m) {
@@ -154,28 +187,6 @@ struct HeadDecay {
       part.store(q_in + d, part.load(q + d) * before);
       part.store(k_out + d, part.load(k + d) * after);
     });
-  }
-
-  void load_factors(const Chunk<C>& c, int64_t batch, int64_t t, int64_t head) {
-    constexpr int kWidth = Vec<C>::kWidth;
-    const int64_t n = c.rows;
-    for (int64_t i = 0; i < n; ++i) {
-      w[i] = c.p.g.data != nullptr ? *row_of<C>(c.p.g, batch, t + i, head) : C{0};
-    }
-    for_row<C>(n, [&](int64_t i, auto part) { part.store(w + i, exp(part.load(w + i))); });
-    Vec<C> row[kVectors];
-#pragma GCC unroll 16
-    for (auto& x : row) x = Vec<C>(C{1});
-    for (int64_t i = 0; i < n; ++i) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        row[v] = select(lanes_below<C>(i - v * kWidth), row[v] * w[i], Vec<C>(C{1}));
-        store(between.row(i) + v * kWidth, row[v]);
-      }
-      in[i] = between.row(i)[0] * w[0];
-    }
-    out = between.row(n - 1);
-    end = in[n - 1];
   }
 
   // Scores times their decays; zeros above the diagonal, and for N on it.

@@ -183,6 +183,19 @@ OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
   }
   asm volatile("");  // else GCC drops calls of what seems to have no effect
 }
+// The same for all that a token of a value head reads.
+template <class C>
+[[gnu::noinline]] void prefetch_token(const Recurrence& p, int64_t batch, int64_t t, int64_t head) {
+  const int64_t key_head = p.key_head_of(head), element = size_of(p.dtype);
+  const auto ask = [&](const StepView& x, int64_t h, int64_t width) {
+    prefetch_row(row_of(p.dtype, x, batch, t, h), width * element);
+  };
+  ask(p.q, key_head, p.key_width);
+  ask(p.k, key_head, p.key_width);
+  if (p.a.data != nullptr) ask(p.a, key_head, p.key_width), ask(p.b, key_head, p.key_width);
+  ask(p.v, head, p.value_width);
+  if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), p.key_width * sizeof(C));
+}
 
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA
