@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from baselines import BASELINES
 from baselines.scan import slstm as slstm_loop
-from goal import PASSES, Provider, Row, called_once, provider, tensors
+from goal import BF16, PASSES, Provider, Row, called_once, provider, tensors
 from goal_products import CHANNEL_CHUNK, delta, low_rank, plain
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from omniattn import functional
+from omniattn import functional, testing
 from omniattn.testing.spec import Function, Pass
 from omniattn.testing.timing import once
 
@@ -111,6 +113,36 @@ def delta_rows() -> Iterator[Row]:
                 yield replace(row, **called_once(theirs)) if slow else row
                 if op != "gated_delta_rule":
                     yield Row(row.name, pass_, run, gated, "gated_delta_rule", 1.1)
+
+
+def tile_rows() -> Iterator[Row]:
+    """The gated delta rule of bf16 on AMX tiles, against transformers' chunks and our vectors."""
+    if "amx_bf16" not in testing.isas():
+        tqdm.write("recurrence tiles: no rows, the machine has no AMX")
+        return
+
+    def on_vectors(run: Provider) -> object:
+        with testing.isa("avx512"):
+            return run()
+
+    for dim, goals in ((64, (10, 14)), (128, (13, 17))):
+        named = inputs(LENGTH, dim, "g", "beta")
+        named = {name: t if name == "g" else t.to(BF16) for name, t in named.items()}
+        for pass_, times in zip(PASSES, goals, strict=True):
+            run = provider(pass_, named, functional.gated_delta_rule)
+            row = Row(
+                f"tiles gated_delta_rule N{LENGTH} H{HEADS} D{dim}",
+                pass_,
+                run,
+                provider(pass_, named, BASELINES["gated_delta_rule"]["hf"]),
+                "transformers' chunks",
+                1 / times,
+                dtype=BF16,
+                flops=delta((1, LENGTH, HEADS, dim), dim, 32)[pass_],
+                same=True,
+            )
+            yield row
+            yield replace(row, yardstick=partial(on_vectors, run), against="avx512", goal=1.0)
 
 
 def gated_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "scan lengths": goal_scans.length_rows,
     "recurrences": goal_recurrences.rows,
     "recurrence lengths": goal_recurrences.length_rows,
+    "recurrence tiles": goal_recurrences.tile_rows,
     "patterns": goal_sparse.pattern_rows,
     "pattern lengths": goal_sparse.length_rows,
     "selected": goal_sparse.selected_rows,

@@ -52,12 +52,13 @@ def step(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], tuple[Te
 
 
 def same_results(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Raises unless outputs and gradients are those of ours, to rounding of fp32."""
+    """Raises unless outputs and gradients are those of ours, to rounding of their dtype."""
     if len(found) != len(want):
         raise AssertionError(f"{name} gives {len(found)} results, ours {len(want)}")
     for got, of_ours in zip(found, want, strict=True):
         size = float(of_ours.detach().abs().max()) if of_ours.numel() else 0.0
-        torch.testing.assert_close(got, of_ours, rtol=1e-3, atol=1e-4 * size + 1e-6)
+        rtol = max(1e-3, 2 * torch.finfo(got.dtype).eps)
+        torch.testing.assert_close(got, of_ours, rtol=rtol, atol=rtol / 10 * size + 1e-6)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -21,7 +21,7 @@ struct TileBackward {
   float* dstates;                      // dS' of the heads
   float* state;                        // S, of a delta update
   float *of_key, *of_update, *inside;  // of each panel: k S, k dS', P^T do
-  Panel error, u[2], du, de[2];
+  Panel error, u[2], du, de[2], dv[2];
   float* dbetas;                                    // 32 vectors, whose sums are dbeta
   Panel dscores[2][2];                              // of N and P, each in two panels
   Panel met_q[2], met_k[2], made[2], dq[2], dk[2];  // of a block: (32 channels, 32 tokens)
@@ -56,8 +56,8 @@ struct TileBackward {
     du = take_panel(room, kTokens);
     dbetas = room.take(kRows);
     for (int i = 0; i < 2; ++i) {
-      for (Panel* panel : {&u[i], &de[i], &dscores[0][i], &dscores[1][i], &met_q[i], &met_k[i],
-                           &made[i], &dq[i], &dk[i]}) {
+      for (Panel* panel : {&u[i], &de[i], &dv[i], &dscores[0][i], &dscores[1][i], &met_q[i],
+                           &met_k[i], &made[i], &dq[i], &dk[i]}) {
         *panel = take_panel(room, kTokens);
       }
       grad_q[i] = take_panel(room, c.steps * kTileTerms);
@@ -133,10 +133,12 @@ struct TileBackward {
     }
     const float* const skip = head_row<const float>(p, p.skip, s.index, h, V);
     float* const dskip = head_row<float>(p, params.dskip, s.index, h, V);
-    bf16* const dv = out_row<bf16>(p, params.dv, batch, t, p.value_heads, h, V);
+    const int64_t stride = p.value_heads * V;
+    const RowsOut values(out_row<bf16>(p, params.dv, batch, t, p.value_heads, h, V), stride, V);
     for (int64_t b = 0; b < blocks; ++b) {
-      for (int half = 0; half < 2; ++half) update(v, grad_o, skip, dskip, dv, 2 * b + half, half);
+      for (int half = 0; half < 2; ++half) update(v, grad_o, skip, dskip, 2 * b + half, half);
       pack_block(grad_o, b);
+      for (int64_t i = 0; i < n; ++i) values.set(i, b * kTileTerms, dv[0].at(i), dv[1].at(i));
     }
     for (int64_t i = 0; params.dbeta != nullptr && i < n; ++i) {
       *out_row<float>(p, params.dbeta, batch, t + i, p.value_heads, h, 1) =
@@ -158,11 +160,10 @@ struct TileBackward {
       add_products(c.query_channels, c.steps, from_q.after(i), panel);
     }
     if (params.dg == nullptr) return;
-    const int64_t stride = p.value_heads;
     float* const to = out_row<float>(p, params.dg, batch, t, p.value_heads, h, 1);
     float sum = 0;
     for (int64_t i = 0; i < n; ++i) dg[i] += carried, carried += leaving[i];
-    for (int64_t i = n; i-- > 0;) to[i * stride] = dg[i] + (sum += entering[i]);
+    for (int64_t i = n; i-- > 0;) to[i * p.value_heads] = dg[i] + (sum += entering[i]);
   }
 
   // P^T as A, times the scale.
@@ -184,7 +185,7 @@ struct TileBackward {
   }
 
   // Products of a panel: k S, k dS' and scale P^T do.
-  [[gnu::noinline]] void meet(const TokenRows& grad_o, Panel dstate, int64_t i) {
+  [[gnu::noinline]] void meet(TokenRows grad_o, Panel dstate, int64_t i) {
     const Factor<1> keys = c.readers;
     if constexpr (kDelta) {
       const Panel from = in_panels(state).panel(i);
@@ -200,10 +201,10 @@ struct TileBackward {
   }
 
   // u, de, dv and shares of dbeta and dskip of a panel, in the half of a block.
-  [[gnu::noinline]] void update(const TokenRows& v, const TokenRows& grad_o, const float* skip,
-                                float* dskip, bf16* dv, int64_t i, int half) {
+  [[gnu::noinline]] void update(TokenRows v, TokenRows grad_o, const float* skip, float* dskip,
+                                int64_t i, int half) {
     const float *const in = c.decay.in, *const out = c.decay.out, *const beta = c.beta;
-    const int64_t j = i * kPanel, left = p.value_width - j, stride = p.value_heads * p.value_width;
+    const int64_t j = i * kPanel, left = p.value_width - j;
     const Panel x = u[half], dx = du, e = kDelta ? error : x, d = de[half];
     for (int64_t t = 0; t < kTokens; ++t) {
       const VecF value = v.at(t, j);
@@ -226,18 +227,19 @@ struct TileBackward {
       VecF dvalue = kDelta ? -d.at(t) : dx.at(t) * beta[t];
       if (skip != nullptr) dvalue = fma(factor, grad, dvalue);
       if (dskip != nullptr) of_skip = fma(grad, v.at(t, j), of_skip);
-      store_n(dv + t * stride + j, dvalue, left);
+      dv[half].set(t, dvalue);
     }
     if (dskip != nullptr) store_n(dskip + j, load_n(dskip + j, left) + of_skip * scale, left);
-    pack_columns(1, from_q.after(i),
-                 [&](int64_t t) OMNIATTN_LAMBDA { return grad_o.at(t, j) * (scale * in[t]); });
+    pack_columns(1, from_q.after(i), [=, scale = scale](int64_t t) OMNIATTN_LAMBDA {
+      return grad_o.at(t, j) * (scale * in[t]);
+    });
     if constexpr (kDelta) {
       pack_columns(1, from_k.after(i), [=](int64_t t) OMNIATTN_LAMBDA { return d.at(t) * in[t]; });
     }
   }
 
   // Rows of do, u and de of a block as operands.
-  [[gnu::noinline]] void pack_block(const TokenRows& grad_o, int64_t b) {
+  [[gnu::noinline]] void pack_block(TokenRows grad_o, int64_t b) {
     for (int64_t t = 0; t < kTokens; ++t) {
       store_row_pieces(rows, 0, t, u[0].at(t), u[1].at(t));
       store_pairs(do_rows.tile(b, 0, t / kPanel) + t % kPanel * kTileTerms,
@@ -363,15 +365,18 @@ struct TileBackward {
   // Rows of tokens from gradients (K, 32 tokens).
   template <class T>
   [[gnu::noinline]] void write_rows(const Panel (&x)[2], T* to) const {
-    const int64_t stride = p.key_heads * p.key_width;
+    const RowsOut<T> out(to, p.key_heads * p.key_width, p.key_width);
     for (int half = 0; half < 2; ++half) {
-      for (int64_t d = 0; d < p.key_width; d += kPanel) {
-        VecF block[kPanel];
+      for (int64_t d = 0; d < p.key_width; d += kTileTerms) {
+        VecF first[kPanel], second[kPanel];
 #pragma GCC unroll 16
-        for (int i = 0; i < kPanel; ++i) block[i] = x[half].at(d + i);
-        transpose(block);
+        for (int i = 0; i < kPanel; ++i) {
+          first[i] = x[half].at(d + i), second[i] = x[half].at(d + kPanel + i);
+        }
+        transpose(first);
+        transpose(second);
         for (int64_t i = 0; i < smaller(kPanel, c.rows - half * kPanel); ++i) {
-          store_n(to + (half * kPanel + i) * stride + d, block[i], p.key_width - d);
+          out.set(half * kPanel + i, d, first[i], second[i]);
         }
       }
     }
@@ -396,6 +401,7 @@ void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begi
     p.delta ? backward_item<float, TileBackward<true>>(params, memory, i)
             : backward_item<float, TileBackward<false>>(params, memory, i);
   }
+  stream_fence();
 }
 
 }  // namespace

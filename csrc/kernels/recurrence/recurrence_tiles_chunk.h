@@ -7,7 +7,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows of a chunk in a tensor of bf16; zeros past the last token and the last column.
+// The rows of a chunk in a tensor of bf16; zeros past the last token and the last column. Passed by
+// value: its sizes are read once, and not again after each store.
 struct TokenRows {
   const bf16* data;
   int64_t stride, count, width;
@@ -19,7 +20,9 @@ struct TokenRows {
         count(x.data == nullptr ? 0 : n),
         width(width_) {}
 
-  OMNIATTN_INLINE VecF at(int64_t i, int64_t j) const { return load_n(row(i) + j, left(i, j)); }
+  OMNIATTN_INLINE VecF at(int64_t i, int64_t j) const {
+    return i < count ? load_n(data + i * stride + j, width - j) : VecF(0.0f);
+  }
   // 32 terms from d on; and 16 columns of rows i and i + 1.
   OMNIATTN_INLINE PairVec terms(int64_t i, int64_t d) const {
     return load_terms_n(row(i) + d, left(i, d));
@@ -31,6 +34,27 @@ struct TokenRows {
  private:
   OMNIATTN_INLINE const bf16* row(int64_t i) const { return data + (i < count ? i : 0) * stride; }
   OMNIATTN_INLINE int64_t left(int64_t i, int64_t j) const { return i < count ? width - j : 0; }
+};
+
+// Writes 32 columns of rows of a result that is read much later: past the caches where they are
+// whole lines, as stream_rows.
+template <class T>
+struct RowsOut {
+  T* data;
+  int64_t stride, width;
+  bool whole;
+
+  RowsOut(T* to, int64_t stride_, int64_t width_)
+      : data(to),
+        stride(stride_),
+        width(width_),
+        whole(width_ % (2 * kPanel) == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {}
+  OMNIATTN_INLINE void set(int64_t i, int64_t j, VecF x, VecF y) const {
+    T* const to = data + i * stride + j;
+    if (whole) return stream(to, x), stream(to + kPanel, y);
+    store_n(to, x, width - j);
+    if (j + kPanel < width) store_n(to + kPanel, y, width - j - kPanel);
+  }
 };
 
 // A state (K, V) in panels (K, 16), with zeros up to whole steps of K and past V.
@@ -195,7 +219,7 @@ struct TileChunk {
   }
 
   // Rows of A from those of a tensor, and its columns as rows of A.
-  OMNIATTN_INLINE static void set_rows(const TokenRows& x, Factor<1> to, int64_t steps) {
+  OMNIATTN_INLINE static void set_rows(TokenRows x, Factor<1> to, int64_t steps) {
     for (int64_t i = 0; i < kTokens; ++i) {
       for (int64_t s = 0; s < steps; ++s) {
         store_pairs(to.tile(s, 0, i / kPanel) + i % kPanel * kTileTerms,
@@ -205,8 +229,8 @@ struct TileChunk {
   }
 
  private:
-  void set_rows(const TokenRows& x, Factor<1> to) const { set_rows(x, to, steps); }
-  void set_channels(const TokenRows& x, Factor<1> to) const {
+  void set_rows(TokenRows x, Factor<1> to) const { set_rows(x, to, steps); }
+  void set_channels(TokenRows x, Factor<1> to) const {
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t i = 0; i < 2; ++i) {
         transpose_tile(to.tile(s, 0, i), [&](int64_t pair) OMNIATTN_LAMBDA {

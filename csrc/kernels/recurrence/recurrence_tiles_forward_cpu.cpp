@@ -95,7 +95,7 @@ struct TileForward {
     }
   }
 
-  [[gnu::noinline]] void update(const TokenRows& v, int64_t i) const {
+  [[gnu::noinline]] void update(TokenRows v, int64_t i) const {
     const int64_t j = i * kPanel;
     const float *const in = c.decay.in, *const out = c.decay.out, *const beta = c.beta;
     const Panel of_k = met_of(i), e = error, x = u;
@@ -112,7 +112,7 @@ struct TileForward {
   }
 
   // o = scale (e^G (q S) + P u + skip v)
-  [[gnu::noinline]] void write(const TokenRows& v, const float* skip, int64_t i, bf16* o) const {
+  [[gnu::noinline]] void write(TokenRows v, const float* skip, int64_t i, bf16* o) const {
     const int64_t j = i * kPanel, left = p.value_width - j;
     const Panel inside = met_of(i), of_q{inside.row(kTokens)};
     const VecF factor = skip == nullptr ? VecF(0.0f) : load_n(skip + j, left);
