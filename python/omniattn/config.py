@@ -7,8 +7,8 @@ from pathlib import Path
 
 CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_fp16")
 
-#: Highest CPU instruction set to use (`OMNIATTN_CPU_ISA`); None: the best of the machine.
-CPU_ISA = os.environ.get("OMNIATTN_CPU_ISA")
+#: Highest CPU instruction set to use (`OMNIATTN_CPU_ISA`); None, or empty: the best of the machine.
+CPU_ISA = os.environ.get("OMNIATTN_CPU_ISA") or None
 if CPU_ISA is not None and CPU_ISA not in CPU_ISAS:
     raise ImportError(f"omniattn: OMNIATTN_CPU_ISA must be one of {CPU_ISAS}, got {CPU_ISA!r}")
 

@@ -41,6 +41,7 @@ CASES = [
     ),
     (lambda: F.attention(Q, Q, Q, softcap=math.nan), "attention: softcap .* >= 0, got softcap=nan"),
     (lambda: F.attention(Q, Q, Q, scale=ARRAY), "attention: scale must be a finite number, got"),
+    (lambda: F.attention(Q, Q, Q, scale=True), "attention: scale must be .* got scale=True"),
     (
         lambda: F.attention(Q, Q, Q, softcap=1e-40),
         r"attention: scale, softcap and scale / softcap must be below 1.7e\+38 unless q is float64",

@@ -208,6 +208,11 @@ def test_cap_on_the_instruction_set_is_read_from_the_environment():
     program = "import omniattn, torch; print(torch.ops.omniattn.cpu_isa())"
     env = os.environ | {"OMNIATTN_CPU_ISA": "baseline"}
     assert run(sys.executable, "-c", program, env=env).strip() == "0"
+    unset = {name: value for name, value in env.items() if name != "OMNIATTN_CPU_ISA"}
+    found = [
+        run(sys.executable, "-c", program, env=x) for x in (unset, env | {"OMNIATTN_CPU_ISA": ""})
+    ]
+    assert found[0] == found[1]
     env["OMNIATTN_CPU_ISA"] = "sse9"
     failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
     assert failed.returncode != 0

@@ -264,8 +264,9 @@ def require_number(
     below: float = math.inf,
 ) -> None:
     """`value` must be finite, in [least, most] and in (above, below), and an int must fit into 64
-    bits, as torch takes no other; 0-d tensors are allowed."""
-    known, number = isinstance(value, _NUMBERS), value
+    bits, as torch takes no other; 0-d tensors are allowed, True and False are not."""
+    is_bool = isinstance(value, bool)
+    known, number = isinstance(value, _NUMBERS) and not is_bool, value
     if not known and getattr(value, "ndim", None) == 0:
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
