@@ -13,6 +13,7 @@ import torch
 
 from omniattn import functional, testing
 from omniattn.ops import level_choice
+from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
 
@@ -50,8 +51,9 @@ MATRIX = {
     "mapped": ("few", None),
     "mapped_pairs": ("few", None),
 }
-#: Errors beyond the budget by 3 to 7 % on levels that multiply bf16 in pairs or tiles: selected
-#: attention rounds the weights of each of its branches to bf16, which eager code does not.
+#: Errors beyond the budget by 3 to 7 % where no crossing is on record, so that levels that multiply
+#: bf16 in pairs or tiles are used at any size: selected attention rounds the weights of each of its
+#: branches to bf16, which eager code does not.
 ROUNDED_WEIGHTS = {
     "forward-routed_block_attention-dropout-B1Tq40Tk40H4G1D16R1-bf16",
     "forward-nsa_attention-dropout-B2Tq50Tk50H4G2D8-bf16",
@@ -63,6 +65,12 @@ SLOW = {"mapped_pairs"}
 
 #: Properties of gradients.
 DERIVED = {"backward", "expanded_gradient", "gradcheck", "checkpointed", "transforms"}
+
+
+def rounds_small_products():
+    record = level_choice.record_of(cpu_family())
+    least = record["ops"]["attention"]["least"] if record is not None else {}
+    return any(least.get(name, 0) == 0 for name in level_choice.product_levels(BF16))
 
 
 def matrix():
@@ -79,7 +87,7 @@ def matrix():
                     if found := {pattern for pattern in SELECTED if pattern.search(label)}:
                         useless -= found
                         marks = [pytest.mark.slow] if name in SLOW else []
-                        if label in ROUNDED_WEIGHTS and level_choice.product_levels(BF16):
+                        if label in ROUNDED_WEIGHTS and rounds_small_products():
                             marks.append(pytest.mark.xfail(reason="weights in bf16", strict=False))
                         yield pytest.param(
                             PROPERTIES[name], spec, case, dtype, id=label, marks=marks
