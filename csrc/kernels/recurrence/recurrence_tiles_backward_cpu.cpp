@@ -4,6 +4,7 @@
 #include "kernels/recurrence/recurrence_backward.h"
 #include "kernels/recurrence/recurrence_tiles_chunk.h"
 #include "runtime/denormals.h"
+#include "runtime/transpose.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -21,6 +22,7 @@ struct TileBackward {
   float* dstates;                      // dS' of the heads
   float* state;                        // S, of a delta update
   float *of_key, *of_update, *inside;  // of each panel: k S, k dS', P^T do
+  Panel turned[2];                     // scale P^T
   Panel error, u[2], du, de[2], dv[2];
   float* dbetas;                                    // 32 vectors, whose sums are dbeta
   Panel dscores[2][2];                              // of N and P, each in two panels
@@ -31,7 +33,7 @@ struct TileBackward {
   Factor<2> columns;       // of a panel of a state
   Factor<1> do_columns;    // of a panel
   Factor<2> P_transposed;  // scale P^T as A
-  Factor<2> rows;          // a block of u as A
+  Factor<2> rows;          // of what becomes B, as A
   Factor<1> do_rows;       // do as A, do^T as B
   Factor<1> do_transposed;
   Factor<2> de_rows, de_transposed, u_transposed;
@@ -56,8 +58,8 @@ struct TileBackward {
     du = take_panel(room, kTokens);
     dbetas = room.take(kRows);
     for (int i = 0; i < 2; ++i) {
-      for (Panel* panel : {&u[i], &de[i], &dv[i], &dscores[0][i], &dscores[1][i], &met_q[i],
-                           &met_k[i], &made[i], &dq[i], &dk[i]}) {
+      for (Panel* panel : {&turned[i], &u[i], &de[i], &dv[i], &dscores[0][i], &dscores[1][i],
+                           &met_q[i], &met_k[i], &made[i], &dq[i], &dk[i]}) {
         *panel = take_panel(room, kTokens);
       }
       grad_q[i] = take_panel(room, c.steps * kTileTerms);
@@ -168,19 +170,14 @@ struct TileBackward {
 
   // P^T as A, times the scale.
   [[gnu::noinline]] void transpose_scores() const {
-    VecF block[2][2][kPanel];
-    for (int half = 0; half < 2; ++half) {
-      for (int part = 0; part < 2; ++part) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kPanel; ++i) {
-          block[part][half][i] = c.P[part].at(half * kPanel + i) * scale;
-        }
-        transpose(block[part][half]);
+    for (int part = 0; part < 2; ++part) {
+      for (int half = 0; half < 2; ++half) {
+        store_transposed(c.P[part].row(half * kPanel), kPanel, kPanel, kPanel, scale,
+                         turned[half].row(part * kPanel), kPanel);
       }
     }
     for (int64_t i = 0; i < kTokens; ++i) {
-      const auto& row = block[i / kPanel];
-      store_row_pieces(P_transposed, 0, i, row[0][i % kPanel], row[1][i % kPanel]);
+      store_row_pieces(P_transposed, 0, i, turned[0].at(i), turned[1].at(i));
     }
   }
 

@@ -214,7 +214,7 @@ def gated_linear_attention(
         derivatives go through the eager definition.
 
         Steps are computed as products of matrices, 16 and more at a time. So a NaN or infinity may
-        also reach outputs of up to 15 steps before its own; finite inputs have no such effect.
+        also reach outputs of up to 31 steps before its own; finite inputs have no such effect.
 
         On the CPU a g above 0, by which states would grow, is an error. It is not looked for on a
         GPU, which would have to be waited for, nor while a call is traced or compiled. NaN is no

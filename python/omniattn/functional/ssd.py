@@ -81,10 +81,10 @@ def ssd(
     Note:
         Runs the kernels of `gated_linear_attention` with q = C, k = B, v = x and g = dt A, which
         also multiply v by dt and add D x. As there, a NaN or infinity in x or dt may also reach
-        outputs of up to 15 steps before its own. y is rounded once. Gradients flow to all tensors,
-        from y and from the final state. Only the gate silu(z) is torch's, whose last bits may
-        depend on the number of threads; all else does not. Second and forward-mode derivatives go
-        through the eager definition.
+        outputs of up to 31 steps before its own. y is rounded once. Gradients flow to all tensors,
+        from y and from the final state. Only the gate silu(z) is torch's, whose last bits, and so
+        those of gradients, may depend on the number of threads; without z nothing does. Second and
+        forward-mode derivatives go through the eager definition.
 
     Reference:
         Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
