@@ -21,8 +21,9 @@ struct HeadRange {
 // Item `index`, chunk by chunk, by Form{params, memory, heads} with the gradients of the states of
 // its heads:
 //
-//   load(head, from), store(head, to)    such a gradient from its tensor, or zeros from null, and
-//   back chunk(s, first, n, part)             n tokens from a token of the sequence on, of a part
+//   load(head, from)           such a gradient from its tensor, or zeros from null
+//   store(head, to)            back
+//   chunk(s, first, n, part)   n tokens of a part, from token `first` of the sequence on
 template <class C, class Form>
 void backward_item(const RecurrenceBackwardParams& params, void* memory, int64_t index) {
   const Recurrence& p = params.recurrence;

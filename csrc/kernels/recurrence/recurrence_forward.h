@@ -31,9 +31,10 @@ struct Turn {
 
 // The heads [first, end) of a sequence, chunk by chunk, by a form with the states of its heads:
 //
-//   load(head, from), save(head, to), store(head, to)    a state from its tensor, to those saved,
-//   back chunk(s, now, n, next)                               n tokens of a head, with the turn
-//   after it
+//   load(head, from)         a state from its tensor
+//   save(head, to)           to those saved for the backward
+//   store(head, to)          back to its tensor
+//   chunk(s, now, n, next)   n tokens of a head, and the turn after it
 template <class C, class Form>
 void run_chunks(Form& form, const RecurrenceParams& params, const RecurrenceSequence& s,
                 int64_t first, int64_t end) {

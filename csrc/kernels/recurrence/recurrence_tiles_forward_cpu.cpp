@@ -15,12 +15,15 @@ struct TileForward {
   const Recurrence& p = params.recurrence;
   Room<float> room;
   TileChunk c;
-  const int64_t first, panels;  // head of the item; of values
-  float* states;                // of its heads
-  float* met;  // of each panel: what the readers have of the state; P u over that of k
+  const int64_t first;   // head of the item
+  const int64_t panels;  // of values
+  float* states;         // of the heads
+  // Of each panel: what the readers have of the state; later P u in the place of what k has.
+  float* met;
   Panel error, u;
   Factor<2> state_columns[2];  // a panel of the state as B, and the next one
-  Factor<2> P, updates;        // as A; u of each panel as B
+  Factor<2> P;                 // as A
+  Factor<2> updates;           // u of each panel as B
   Factor<3> leaving;           // the same, decayed to the end of the chunk
 
   TileForward(const RecurrenceParams& x, void* memory, int64_t first_head)
