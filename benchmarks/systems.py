@@ -57,7 +57,8 @@ def same_results(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...])
         raise AssertionError(f"{name} gives {len(found)} results, ours {len(want)}")
     for got, of_ours in zip(found, want, strict=True):
         size = float(of_ours.detach().abs().max()) if of_ours.numel() else 0.0
-        rtol = max(1e-3, 2 * torch.finfo(got.dtype).eps)
+        rounding = torch.finfo(got.dtype).eps if got.is_floating_point() else 0.0
+        rtol = max(1e-3, 2 * rounding)
         torch.testing.assert_close(got, of_ours, rtol=rtol, atol=rtol / 10 * size + 1e-6)
 
 

@@ -103,6 +103,7 @@ def test_half_layers_keep_their_systems(name):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @PARAMETERS
 def test_compiled_without_breaks(name, backend):
+    torch._dynamo.reset()  # or the layers of other tests count as compilations of this one
     layer = made(name, torch.float32)
     u = inputs(torch.float32).requires_grad_()
     leaves = [u, *layer.parameters()]
@@ -117,7 +118,7 @@ def test_compiled_without_breaks(name, backend):
 
 @PARAMETERS
 def test_compiled_with_padding(name):
-    torch._dynamo.reset()  # or the layers of other tests count as compilations of this one
+    torch._dynamo.reset()
     layer, u = made(name), inputs()
     mask = torch.arange(STEPS) < torch.tensor([STEPS, 2])[:, None, None, None]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
