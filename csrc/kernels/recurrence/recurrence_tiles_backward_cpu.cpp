@@ -126,6 +126,7 @@ struct TileBackward {
     c.load_head(batch, t, h);
     const TokenRows v(p.v, batch, t, n, h, V), grad_o(params.grad_o, batch, t, n, h, V);
     transpose_scores();
+    TileChunk::set_rows(grad_o, blocks, do_rows);
     for (int64_t i = 0; i < panels; ++i) {
       ahead.ask_until((i + 1) * n / panels);
       meet(grad_o, dstate.panel(i), i);
@@ -139,7 +140,7 @@ struct TileBackward {
     const RowsOut values(out_row<bf16>(p, params.dv, batch, t, p.value_heads, h, V), stride, V);
     for (int64_t b = 0; b < blocks; ++b) {
       for (int half = 0; half < 2; ++half) update(v, grad_o, skip, dskip, 2 * b + half, half);
-      pack_block(grad_o, b);
+      pack_block(b);
       for (int64_t i = 0; i < n; ++i) values.set(i, b * kTileTerms, dv[0].at(i), dv[1].at(i));
     }
     for (int64_t i = 0; params.dbeta != nullptr && i < n; ++i) {
@@ -236,11 +237,9 @@ struct TileBackward {
   }
 
   // Rows of do, u and de of a block as operands.
-  [[gnu::noinline]] void pack_block(TokenRows grad_o, int64_t b) {
+  [[gnu::noinline]] void pack_block(int64_t b) {
     for (int64_t t = 0; t < kTokens; ++t) {
       store_row_pieces(rows, 0, t, u[0].at(t), u[1].at(t));
-      store_pairs(do_rows.tile(b, 0, t / kPanel) + t % kPanel * kTileTerms,
-                  grad_o.terms(t, b * kTileTerms));
       if constexpr (kDelta) store_row_pieces(de_rows, b, t, de[0].at(t), de[1].at(t));
     }
     rows_to_columns(rows, u_transposed.after(b), 0);

@@ -130,8 +130,8 @@ struct TileChunk {
     rows = n;
     const TokenRows k(p.k, batch, t, n, key_head, p.key_width);
     const TokenRows q(p.q, batch, t, n, key_head, p.key_width);
-    if (readers.tiles == 4) set_rows(k, readers);
-    set_rows(q, queries());
+    if (readers.tiles == 4) set_rows(k, steps, readers);
+    set_rows(q, steps, queries());
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t i = 0; i < 2; ++i) {
         transpose_tile(key_columns.tile(s, 0, i), [&](int64_t row) OMNIATTN_LAMBDA {
@@ -218,8 +218,8 @@ struct TileChunk {
     }
   }
 
-  // Rows of A from those of a tensor, and its columns as rows of A.
-  OMNIATTN_INLINE static void set_rows(TokenRows x, Factor<1> to, int64_t steps) {
+  // Rows of a tensor as rows of A.
+  OMNIATTN_INLINE static void set_rows(TokenRows x, int64_t steps, Factor<1> to) {
     for (int64_t i = 0; i < kTokens; ++i) {
       for (int64_t s = 0; s < steps; ++s) {
         store_pairs(to.tile(s, 0, i / kPanel) + i % kPanel * kTileTerms,
@@ -229,7 +229,7 @@ struct TileChunk {
   }
 
  private:
-  void set_rows(TokenRows x, Factor<1> to) const { set_rows(x, to, steps); }
+  // Columns of a tensor, which are channels, as rows of A.
   void set_channels(TokenRows x, Factor<1> to) const {
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t i = 0; i < 2; ++i) {
