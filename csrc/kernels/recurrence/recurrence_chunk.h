@@ -93,7 +93,6 @@ struct Chunk {
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
-  int64_t key_head_of(int64_t head) const { return p.key_head_of(head); }
   // What an update has for one value head; u is v, or where it will be.
   [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
     v = rows_of(p.v, s.batch, t, head, V, loaded_v);

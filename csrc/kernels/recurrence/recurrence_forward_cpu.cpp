@@ -55,8 +55,8 @@ struct Forward {
       prefetch_row<true>(result + i * o_stride * element, c.V * element);
       if (next.t + i < s.begin + s.count) prefetch_token<C>(p, batch, next.t + i, next.head);
     }};
-    const bool same_keys = head > first && c.key_head_of(head) == c.key_head_of(head - 1);
-    if (!same_keys) c.load(batch, t, n, c.key_head_of(head));
+    const bool same_keys = head > first && p.key_head_of(head) == p.key_head_of(head - 1);
+    if (!same_keys) c.load(batch, t, n, p.key_head_of(head));
     c.load_update(s, t, head);
     decay.apply(c, batch, t, head, same_keys, ahead);
     if constexpr (Update::kProbe) {

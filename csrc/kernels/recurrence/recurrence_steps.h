@@ -27,7 +27,7 @@ struct Step {
   }
 
   void load(const Recurrence& p, const RecurrenceSequence& s, int64_t t, int64_t head) {
-    const int64_t key_head = head / (p.value_heads / p.key_heads), batch = s.batch;
+    const int64_t key_head = p.key_head_of(head), batch = s.batch;
     const auto read = [&](const StepView& x, int64_t h, int64_t width, C* to) {
       load_rows(p.dtype, row_of(p.dtype, x, batch, t, h), 0, 1, width, Matrix<C>{to, 0});
     };
