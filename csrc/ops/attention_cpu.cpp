@@ -261,14 +261,14 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
         {"rows", takes_decode_path,
          [](const AttentionWeightsParams& w) {
            run<AttentionWeightsParams>(
-               attention_weights_kernels().few_rows, {&w, 1},
+               attention_few_weights_kernels().weights, {&w, 1},
                [](const AttentionWeightsParams& x) { return few_rows_items(x.problem); },
                few_rows_scratch_elements(w.problem));
          }},
         {"blocks", [](const AttentionProblem&) { return true; },
          [](const AttentionWeightsParams& w) {
            run<AttentionWeightsParams>(
-               attention_weights_kernels().weights, {&w, 1},
+               attention_weights_kernels_on(isa_of(w.problem), w.problem.dtype).weights, {&w, 1},
                [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
                weights_scratch_elements(w.problem));
          }},
@@ -342,7 +342,7 @@ void run_select(AttentionSelectParams x) {
   set_interpreter(x.problem);
   const Tensor table = expand_table(x.problem);
   run<AttentionSelectParams>(
-      attention_select_kernels().select, {&x, 1},
+      attention_select_kernels_on(isa_of(x.problem), x.problem.dtype).select, {&x, 1},
       [](const AttentionSelectParams& y) { return forward_items(y.problem); },
       select_scratch_elements(x.problem));
 }

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.timeout(1800)  # of processes that run many tests
 
 #: In processes of about the same time, which `pytest -n` runs beside each other.
 OPS = {
-    "attention": ("attention", "scaled_dot_product_attention", "na2d"),
+    "attention": (
+        *("attention", "scaled_dot_product_attention", "na2d"),
+        *("attention_weights", "select_attention"),
+    ),
     "sequences": ("attention_varlen", "attention_cached", "selected_attention"),
     "recurrences": ("delta_rule", "gated_delta_rule", "gated_linear_attention", "retention", "ssd"),
     "products": (
@@ -36,6 +39,7 @@ PROPERTIES = {
 DTYPES = {"amx_bf16": ("bf16", "bfloat16"), "amx_fp16": ("f16", "float16")}
 FUZZED = (
     *("attention_raw", "attention_backward", "selected_attention_raw"),
+    *("attention_weights", "attention_select"),
     *("linear_raw", "linear_backward", "moe_raw", "moe_backward"),
 )
 

@@ -301,6 +301,24 @@ def test_prefill_of_latent_attention(check):
     PROPERTIES[check](testing.registry()["attention"], case, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("attention_weights", {"causal": True}),
+        ("attention_weights", {"causal": True, "softcap": 3.0, "column_sums": True}),
+        ("attention_weights", {"window_size": (70, 3), "column_sums": True}),
+        ("select_attention", {"causal": True}),
+        ("select_attention", {"energy": "dot", "scale": -0.5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [33, 64])
+def test_weights_and_selection(op, options, d):
+    """Of several blocks of queries and keys."""
+    case = qkv("blocks", 1, 210, 333, 4, 2, d, **options)
+    PROPERTIES["forward"](testing.registry()[op], case, torch.bfloat16)
+
+
 def test_errors_of_peaked_attention_are_at_most_torchs():
     """Mean squares against fp64. The largest weight of a row must be 1, which bf16 holds exactly: a
     maximum that lags behind costs a tenth."""

@@ -10,7 +10,7 @@ from omniattn.testing.properties import _results
 
 OPS = (
     *("attention", "attention_varlen", "selected_attention", "moe_experts", "linear", "glu_mlp"),
-    *("gated_delta_rule", "ssd"),
+    *("attention_weights", "select_attention", "gated_delta_rule", "ssd"),
 )
 
 

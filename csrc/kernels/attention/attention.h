@@ -11,8 +11,8 @@
 //             key split, and finish adds these up in order
 //
 // 16-bit floats are widened when they are packed, and all arithmetic is in compute_t<T>. Only where
-// the ISA has a dot product of bf16, forward and backward multiply bf16 operands with it, after
-// rounding P and dS. Every number depends on shapes and values only, not on the number of threads
+// the ISA multiplies 16-bit operands, blocks of queries are multiplied as they are, and P and dS
+// after rounding. Every number depends on shapes and values only, not on the number of threads
 // or the order of items.
 #pragma once
 
@@ -354,8 +354,10 @@ struct AttentionBackwardKernels {
 struct AttentionWeightsKernels {
   // weights_items, weights_scratch_elements
   AttentionKernel<AttentionWeightsParams> weights;
+};
+struct AttentionFewWeightsKernels {
   // few_rows_items, few_rows_scratch_elements; of problems that take the decode path
-  AttentionKernel<AttentionWeightsParams> few_rows;
+  AttentionKernel<AttentionWeightsParams> weights;
 };
 
 struct AttentionSelectKernels {
@@ -366,7 +368,8 @@ struct AttentionSelectKernels {
 OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
 OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
 OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
-OMNIATTN_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
-OMNIATTN_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
+OMNIATTN_KERNEL_TABLE(AttentionFewWeightsKernels, attention_few_weights_kernels)
+OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
 
 }  // namespace omniattn

@@ -49,8 +49,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
   const int64_t count = x.queries.end - x.queries.begin;
-  pack_rows<T>(row_of<T>(p.q, x.b, x.queries.begin, x.h), p.q.stride_t, count, p.d,
-               kKeepsQueries<T> ? A(1) : query_factor<A>(p, x.h), rows.q(x.row));
+  pack_queries<T>(p, x.b, x.h, x.queries, rows.q(x.row));
   const int64_t stat = (x.b * p.hq + x.h) * p.lse_stride + x.queries.begin;  // index in lse
   const A* const lse = static_cast<const A*>(params.lse) + stat;
   const A* const tail = static_cast<const A*>(params.lse_tail) + stat;

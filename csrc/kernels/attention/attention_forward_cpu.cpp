@@ -121,9 +121,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   A* const l = arena.take(kQueryBlock * V::kWidth);
   A* const registers = arena.take(program_elements(p));
   const DistanceTerms<A> distances(p, b, h, arena.take(distance_elements(p)));
-  const A factor = query_factor<A>(p, h);
-  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d,
-               kKeepsQueries<T> ? A(1) : factor, q);
+  const A product_factor = pack_queries<T>(p, b, h, queries, q);
   fill_zero(o, rows * width);
   fill_zero(l, rows * V::kWidth);
   const A first = initial_maximum<A>(p, h);
@@ -142,7 +140,7 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
       if constexpr (!kKeepsQueries<T>) distances.template add<T>(part, q, s);
       softmax_tile<M>(SoftmaxTile<A>{p, part, b, h, s, o + row * width, m + row,
                                      l + row * V::kWidth, registers},
-                      kKeepsQueries<T> ? factor : A(1));
+                      product_factor);
       accumulate_keys(part, reinterpret_cast<const computed_t<M>*>(s),
                       kKeyBlock * (sizeof(A) / sizeof(computed_t<M>)),
                       packed.v + keys.begin * width, width, round_up(p.dv, 16), o + row * width,

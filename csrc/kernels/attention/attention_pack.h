@@ -80,6 +80,16 @@ void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols
 template <class T>
 constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
 
+// Queries of a head as operands, without the factor that is returned, which their products lack.
+template <class T, class M>
+compute_t<T> pack_queries(const AttentionProblem& p, int64_t b, int64_t h, Range queries, M* to) {
+  using A = compute_t<T>;
+  const A factor = query_factor<A>(p, h);
+  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, queries.end - queries.begin, p.d,
+               kKeepsQueries<T> ? A(1) : factor, to);
+  return kKeepsQueries<T> ? factor : A(1);
+}
+
 // Elements of one packed column.
 template <class M>
 OMNIATTN_INLINE int64_t packed_depth(int64_t d) {

@@ -31,20 +31,20 @@ void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
 template <class T>
 void select_item(const AttentionSelectParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;
+  using M = operand_t<T>;
   const AttentionProblem& p = params.problem;
   const int64_t blocks = query_block_count(p), head = item / blocks;
-  const int64_t b = head / p.hq, h = head % p.hq, ldq = padded_row(p.d);
+  const int64_t b = head / p.hq, h = head % p.hq;
   const Range queries = block(item % blocks, kQueryBlock, p.tq);
   const int64_t rows = queries.end - queries.begin;
 
   Arena<A> arena{static_cast<A*>(scratch), select_scratch_elements(p)};
-  A* const kt = arena.take(kKeyBlock * p.d);
-  A* const q = arena.take(kQueryBlock * ldq);
+  M* const kt = reinterpret_cast<M*>(arena.take(kKeyBlock * p.d));
+  M* const q = reinterpret_cast<M*>(arena.take(kQueryBlock * padded_row(p.d)));
   A* const s = arena.take(kQueryBlock * kKeyBlock);
   A* const registers = arena.take(program_elements(p));
   const DistanceTerms<A> distances(p, b, h, arena.take(distance_elements(p)));
-  pack_rows<T>(row_of<T>(p.q, b, queries.begin, h), p.q.stride_t, rows, p.d, query_factor<A>(p, h),
-               q);
+  const A product_factor = pack_queries<T>(p, b, h, queries, q);
   Best<A> best[kQueryBlock];
   for (Best<A>& row : best) row = {negative_infinity<A>(), -1};
 
@@ -53,14 +53,15 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
     const Range keys = plan.keys;
     pack_keys_as_columns(row_of<T>(p.k, b, keys.begin, kv_head(h, p.hq, p.hkv)), p.k.stride_t, p.d,
                          keys.end - keys.begin, kKeyBlock, kt);
-    multiply_by_keys(plan, q, ldq, p.d, kt, s, bias_rows(p, b, h, plan));
-    distances.template add<T>(plan, q, s);
+    multiply_by_keys(plan, q, operand_row<M>(p.d), p.d, kt, s, bias_rows(p, b, h, plan));
+    if constexpr (!kKeepsQueries<T>) distances.template add<T>(plan, q, s);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t g = r / kRowGroup;
       if (is_empty(plan.columns[g])) continue;
       const RowScore<A> score{
           p,        b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
           registers};
+      scale_row(s + r * kKeyBlock, plan.columns[g], product_factor);
       select_row(score, s + r * kKeyBlock, plan.columns[g], best[r]);
     }
   }
@@ -73,6 +74,7 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
 }
 
 void select_keys(const AttentionSelectParams& p, void* scratch, int64_t begin, int64_t end) {
+  const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) select_item<decltype(type)>(p, scratch, i);
   });
