@@ -39,7 +39,7 @@ PROPERTIES = {
 DTYPES = {"amx_bf16": ("bf16", "bfloat16"), "amx_fp16": ("f16", "float16")}
 FUZZED = (
     *("attention_raw", "attention_backward", "selected_attention_raw"),
-    *("attention_weights", "attention_select"),
+    *("attention_weights_raw", "attention_select"),
     *("linear_raw", "linear_backward", "moe_raw", "moe_backward"),
 )
 
