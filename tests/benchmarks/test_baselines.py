@@ -1,6 +1,7 @@
 """The baselines that the benchmarks time against."""
 
 import pytest
+import run
 import torch
 from baselines import BASELINES
 
@@ -32,3 +33,14 @@ def test_baselines_compute_the_same(op):
             ):
                 expected = call.run(spec.reference)
                 torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_fit_the_sizes_that_are_checked():
+    cases = 0
+    for spec in registry().values():
+        for case in (benchmark.case for benchmark in spec.benchmarks):
+            if "mask" in case.options:
+                shortened = run.shortened(case, run.LONGEST_CHECK)
+                spec.call(shortened, torch.float32).run(spec.public)
+                cases += 1
+    assert cases > 5
