@@ -133,7 +133,7 @@ enum class ALayout { kRows, kTransposed };
 
 // lda is in elements for row-major A, in columns (pairs where A has them) for transposed A.
 template <class T, ALayout kLayout = ALayout::kRows, class A = T>
-void gemm_tile(const A* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
+void gemm_tile(const A* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate);
 
 namespace {

@@ -131,7 +131,7 @@ OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, const TileArgs
 
 // All of C.
 template <class T, ALayout kLayout>
-void multiply_in_vectors(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc,
+void multiply_in_vectors(const T* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int64_t ldc,
                          int64_t m, int64_t n, int64_t k, bool accumulate) {
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   TileArgs<T> args{a, lda, b.data, b.row_stride, c, ldc, k, kWidth, accumulate};
@@ -150,7 +150,7 @@ void multiply_in_vectors(const T* a, int64_t lda, Panels<T> b, compute_t<T>* c, 
 }  // namespace
 
 template <class T, ALayout kLayout, class A>
-void gemm_tile(const A* a, int64_t lda, Panels<T> b, compute_t<T>* c, int64_t ldc, int64_t m,
+void gemm_tile(const A* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate) {
   if (m <= 0) return;
   OMNIATTN_ASSERT(n >= 0 && k >= 0 && (m == 1 || ldc >= n));

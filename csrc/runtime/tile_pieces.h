@@ -93,11 +93,11 @@ inline void split_columns_to_tiles(const float* a, int64_t lda, int64_t rows, in
 }
 
 // A strip of rows of C over at most kPieceDepth terms: C (+)= down * (A B).
-inline void multiply_strip_of_pieces(const TileOperand<f16>& a, Panels<f16> b, const float* down,
-                                     float* c, int64_t ldc, int64_t rows, int64_t n, int64_t k,
-                                     bool accumulate) {
+inline void multiply_strip_of_pieces(const TileOperand<f16>& a, const Panels<f16>& b, int64_t term,
+                                     const float* down, float* c, int64_t ldc, int64_t rows,
+                                     int64_t n, int64_t k, bool accumulate) {
   alignas(64) float sums[kStripRows * kStripRows];
-  for_blocks(a, b, n, k, [&](const BlockProduct<f16>& product, int64_t col, int64_t cols) {
+  for_blocks(a, b, term, n, k, [&](const BlockProduct<f16>& product, int64_t col, int64_t cols) {
     multiply_tiles_of_block<2>(product, rows, cols, sums, kStripRows);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < cols; i += VecF::kWidth) {
@@ -110,8 +110,8 @@ inline void multiply_strip_of_pieces(const TileOperand<f16>& a, Panels<f16> b, c
 }
 
 template <ALayout kLayout>
-void multiply_pieces_on_tiles(const float* a, int64_t lda, Panels<f16> b, float* c, int64_t ldc,
-                              int64_t m, int64_t n, int64_t k, bool accumulate) {
+void multiply_pieces_on_tiles(const float* a, int64_t lda, const Panels<f16>& b, float* c,
+                              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate) {
   if (n <= 0) return;
   alignas(64) f16 pieces[2 * kStripRows * kPieceDepth];
   alignas(64) float down[kStripRows];
@@ -125,8 +125,8 @@ void multiply_pieces_on_tiles(const float* a, int64_t lda, Panels<f16> b, float*
       } else {
         split_rows_to_tiles(a + row * lda + first, lda, rows, depth, pieces, down);
       }
-      multiply_strip_of_pieces(packed_tiles(pieces), b.at(first, 0), down, c + row * ldc, ldc, rows,
-                               n, depth, accumulate || first > 0);
+      multiply_strip_of_pieces(packed_tiles(pieces), b, first, down, c + row * ldc, ldc, rows, n,
+                               depth, accumulate || first > 0);
     }
     first += depth;
   } while (first < k);

@@ -88,9 +88,13 @@ struct TileBlock {
 
 // One block of C and what it is made of. B of the last terms, if they are no whole step, is `tail`.
 // A step of A has kPieces steps of tiles, which are multiplied with the same B (tile_pieces.h).
+//
+// Operands are passed by reference down to here. Copies of them are wider loads than the stores
+// before, which the CPU does not forward: they wait until all older stores are in L1, those of
+// tiles, too, and cost a tenth of short products.
 template <class H>
 struct BlockProduct {
-  TileOperand<H> a, b, tail;
+  const TileOperand<H>&a, &b, &tail;
   int64_t steps;
   bool has_tail, accumulate;
   const float* next;  // the block of C that follows, to prefetch; null: none
@@ -201,26 +205,30 @@ OMNIATTN_INLINE bool reads_in_place(const void* a, int64_t lda) {
   return address % 64 == 0 && lda % 32 == 0 && lda / 32 % 32 != 0;
 }
 
-// Calls f(product, first column, columns) for the blocks of a strip of rows of C.
+// Calls f(product, first column, columns) for the blocks of a strip of rows of C, whose terms are
+// those of B from `term` on.
 template <class H, class F>
-OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, Panels<H> b, int64_t n, int64_t k,
-                                const F& f) {
-  alignas(64) H tail[2 * kTileElements];
+OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, const Panels<H>& b, int64_t term,
+                                int64_t n, int64_t k, const F& f) {
+  alignas(64) H last[2 * kTileElements];
+  const TileOperand<H> tail = packed_tiles(static_cast<const H*>(last));
   const int64_t steps = k / kTileTerms, left = k % kTileTerms;
   for (int64_t col = 0; col < n; col += kStripRows) {
     const int64_t cols = smaller(kStripRows, n - col), in_panel = col % kPanelCols<H>;
-    const H* const first = b.data + (col / kPanelCols<H> * b.panel_stride + in_panel) * 2;
+    const H* const first = b.at(term, col - in_panel).data + 2 * in_panel;
     const TileOperand<H> columns{first, 2 * b.row_stride, kTileTerms * b.row_stride, kTileTerms};
-    if (left > 0) copy_tail_of_b(columns.after(steps), left, cols, tail);
-    f(BlockProduct<H>{a, columns, packed_tiles(tail), steps, left > 0, false, nullptr}, col, cols);
+    if (left > 0) copy_tail_of_b(columns.after(steps), left, cols, last);
+    BlockProduct<H> product{a, columns, tail, steps, left > 0, false, nullptr};
+    f(product, col, cols);
   }
 }
 
 // A strip over at most kTileDepth terms. `following` is the next strip of C, or null.
 template <class H>
-void multiply_strip(const TileOperand<H>& a, Panels<H> b, float* c, int64_t ldc, int64_t rows,
-                    int64_t n, int64_t k, bool accumulate, const float* following) {
-  for_blocks(a, b, n, k, [&](BlockProduct<H> product, int64_t col, int64_t cols) OMNIATTN_LAMBDA {
+void multiply_strip(const TileOperand<H>& a, const Panels<H>& b, int64_t term, float* c,
+                    int64_t ldc, int64_t rows, int64_t n, int64_t k, bool accumulate,
+                    const float* following) {
+  const auto multiply = [&](BlockProduct<H>& product, int64_t col, int64_t cols) OMNIATTN_LAMBDA {
     product.accumulate = accumulate;
     if (accumulate) product.next = col + kStripRows < n ? c + col + kStripRows : following;
     if (rows % kTileRowsOfC == 0 && cols % kTileRowsOfC == 0) {
@@ -228,12 +236,13 @@ void multiply_strip(const TileOperand<H>& a, Panels<H> b, float* c, int64_t ldc,
     } else {
       multiply_partial_block(product, rows, cols, c + col, ldc);
     }
-  });
+  };
+  for_blocks(a, b, term, n, k, multiply);
 }
 
 template <ALayout kLayout, class H>
-void multiply_on_tiles(const H* a, int64_t lda, Panels<H> b, float* c, int64_t ldc, int64_t m,
-                       int64_t n, int64_t k, bool accumulate) {
+void multiply_on_tiles(const H* a, int64_t lda, const Panels<H>& b, float* c, int64_t ldc,
+                       int64_t m, int64_t n, int64_t k, bool accumulate) {
   if (n <= 0) return;
   alignas(64) H copy[kStripRows * kTileDepth];
   int64_t first = 0;
@@ -253,8 +262,8 @@ void multiply_on_tiles(const H* a, int64_t lda, Panels<H> b, float* c, int64_t l
         }
       }
       const bool is_last = row + kStripRows >= m;
-      multiply_strip(strip, b.at(first, 0), c + row * ldc, ldc, rows, n, depth,
-                     accumulate || first > 0, is_last ? nullptr : c + (row + kStripRows) * ldc);
+      multiply_strip(strip, b, first, c + row * ldc, ldc, rows, n, depth, accumulate || first > 0,
+                     is_last ? nullptr : c + (row + kStripRows) * ldc);
     }
     first += depth;
   } while (first < k);

@@ -316,7 +316,7 @@ OMNIATTN_INLINE void for_key_ranges(const TilePlan& plan, const F& f) {
 template <class M>
 void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y, int64_t ldy,
                         int64_t width, compute_t<M>* sum, int64_t ld) {
-  const auto multiply = [&](Panels<M> b, int64_t column, int64_t columns) {
+  const auto multiply = [&](const Panels<M>& b, int64_t column, int64_t columns) {
     for_key_ranges(plan, [&](Range keys, Range rows) {
       gemm_tile<M, ALayout::kTransposed>(x + rows.begin * kKeyBlock + keys.begin, kKeyBlock,
                                          b.at(rows.begin, 0), sum + keys.begin * ld + column, ld,

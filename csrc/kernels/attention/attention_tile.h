@@ -50,7 +50,7 @@ OMNIATTN_INLINE Range rows_seeing(const TilePlan& plan, Range keys) {
 
 // gemm_tile, with fetch() before each register tile.
 template <class M, class F>
-void gemm_tile_fetching(const M* a, int64_t lda, Panels<M> b, compute_t<M>* c, int64_t ldc,
+void gemm_tile_fetching(const M* a, int64_t lda, const Panels<M>& b, compute_t<M>* c, int64_t ldc,
                         int64_t m, int64_t n, int64_t k, bool accumulate, const F& fetch) {
   constexpr int64_t kCols = kPanelCols<M>;
   for (int64_t col = 0; col < n; col += kCols) {
@@ -100,7 +100,7 @@ constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
 template <class M>
 void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t ldy, Range keys,
                       int64_t rows, int64_t cols, compute_t<M>* sum, int64_t ld) {
-  const auto multiply = [&](int64_t key, int64_t count, Panels<M> b) {
+  const auto multiply = [&](int64_t key, int64_t count, const Panels<M>& b) {
     gemm_tile<M>(x + key, ldx, b, sum, ld, rows, cols, count, true);
   };
   const auto rows_from = [&](int64_t key) { return row_panels(y + key * ldy, ldy); };

@@ -115,8 +115,8 @@ void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64
 // C block (+)= rows of A in fp32 times the packed block of B; bf16 narrows them.
 template <class T>
 void multiply_computed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
-                            int64_t depth, int64_t cols, const Workspace<T>& work, Panels<T> b,
-                            float* c, int64_t ldc, bool accumulate) {
+                            int64_t depth, int64_t cols, const Workspace<T>& work,
+                            const Panels<T>& b, float* c, int64_t ldc, bool accumulate) {
   const auto* const a = static_cast<const float*>(p.a);
   if constexpr (kSplits<T>) {
     const float* const first = p.a_transposed ? a + k * p.lda + row : a + row * p.lda + k;
