@@ -5,10 +5,11 @@
 // with w > 0. A state is the numerator and the denominator times e^-max, and max; the state of no
 // steps is (0, 0, -1e38). The arithmetic is in scan_rules.h.
 //
-// Few channels are not split over time as well. A step of a vector takes as long alone as beside
-// others, so a split only helps idle threads, and its first pass, for the states at the splits, is
-// half of the work again. With 64 channels, the least of an item, the scan is an eighth of its
-// layer's time (2 threads of an Emerald Rapids), of which a split would save at most a third.
+// A sequence with few channels is not split over time. One vector needs the same time for a step
+// as each of several, so a split only helps idle threads, and its first pass, which finds the
+// states at the splits, adds half of the work. With 64 channels, the fewest of an item, the scan
+// takes an eighth of its layer's time (2 threads, Emerald Rapids); a split would save at most a
+// third of that.
 #pragma once
 
 #include <type_traits>
