@@ -186,6 +186,10 @@ def test_linear_attention():
     torch.testing.assert_close(
         compat.chunk_linear_attn(q, k, v, scale=0.3, normalize=False)[0], plain
     )
+    half = [t.bfloat16() for t in (q, k, v)]  # the result alone is rounded, not the scaled q
+    o, _ = compat.chunk_linear_attn(*half, scale=0.3, normalize=False)
+    want, _ = compat.chunk_linear_attn(*(t.double() for t in half), scale=0.3, normalize=False)
+    torch.testing.assert_close(o.double(), want, rtol=1.02 * 2**-8, atol=1e-5)
     o, (matrix, total) = compat.chunk_linear_attn(q, k, v, output_final_state=True)
     torch.testing.assert_close(o, divided)
     torch.testing.assert_close(matrix, torch.einsum("bthk,bthv->bhkv", k, v))

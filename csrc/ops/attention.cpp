@@ -282,12 +282,20 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
   return out;
 }
 
+// Logits that are compared and weigh nothing: as scale q.k, which a factor of log2(e) would round.
+Score in_natural_units(const Score& s, double scale) {
+  return s.transform == ScoreKind::none
+             ? Score{scale, 0.0, 1.0, true, s.transform, s.normaliser}
+             : Score{s.pre, s.chain, s.chain, true, s.transform, s.normaliser};
+}
+
 std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,
                                             OptInts mask, OptInts score, Floats params) {
   const DeviceScope scope(q);
-  const Call call = check_keys("select_attention", q, k, std::move(aux), std::move(mask),
-                               std::move(score), params);
-  const AttentionProblem& p = call.problem;
+  Call call = check_keys("select_attention", q, k, std::move(aux), std::move(mask),
+                         std::move(score), params);
+  AttentionProblem& p = call.problem;
+  p.score = in_natural_units(p.score, params[0]);
   const Tensor index = torch::stable::new_empty(q, call.lse_sizes, ScalarType::Long);
   const Tensor top = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (index.numel() > 0) {

@@ -87,13 +87,15 @@ struct SelectedCall {
              .query_block = x.query_block,
              .block_size = x.block_size,
              .causal = x.causal,
-             .gathered = false};
+             .gathered = false,
+             .shared = false};
     if (p.hq == 0 || p.tq == 0) return;
     // Packing pays where the keys that items read are more than all keys.
     const int64_t items = items_per_head(lists, p) * (group_size(p) / list_heads(lists, p));
     const int64_t blocks = std::min(lists.count, ceil_div(p.tk, x.block_size));
     lists.gathered = x.block_size < kGatheredBlock || x.block_size % 2 != 0 ||
                      items * blocks * x.block_size < 2 * p.tk;
+    if constexpr (!kOnCuda) lists.shared = shares_items(lists, p);
   }
 
   void check_indices(const SelectedOptions& x) {
@@ -139,13 +141,16 @@ void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, 
             });
 }
 
-// Few rows, which leave most of a tile of 16 empty, pay for it where blocks of keys are packed for
-// all lists, and not where keys are few or gathered for each.
+// Few rows leave most of a tile of 16 empty. They pay for it where blocks of keys are packed for
+// all lists, and not where keys are few or gathered for each; where rows of several lists meet a
+// block, vectors and tiles take as long for about 32 rows and 64 keys.
 Isa isa_of(const SelectedLists& s, const AttentionProblem& p) {
-  constexpr int64_t kRows = 8, kKeys = 32;
-  const int64_t rows = selected_rows(s, p);
-  const int64_t keys = smaller(s.count, ceil_div(p.tk, s.block_size)) * s.block_size;
-  const bool few = rows < kRows && (s.gathered || s.block_size < kKeys);
+  constexpr int64_t kRows = 8, kKeys = 32, kPairs = 32 * 64;
+  const int64_t keys = smaller(smaller(s.count, ceil_div(p.tk, s.block_size)) * s.block_size, p.tk);
+  const int64_t all = selected_rows(s, p),
+                rows = s.shared ? ceil_div(all * keys, larger(1, p.tk)) : all;
+  const bool few = s.shared ? rows * smaller(s.block_size, kKeyBlock) < kPairs
+                            : rows < kRows && (s.gathered || s.block_size < kKeys);
   return isa_for(MeasuredOp::attention, few ? accumulator(p.dtype) : p.dtype,
                  rows * keys * (p.d + p.dv));
 }

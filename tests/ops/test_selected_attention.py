@@ -98,6 +98,45 @@ def test_hidden_keys_are_not_read(block_size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("block_size", "query_block"), [(16, 1), (64, 1), (64, 5), (200, 20)])
+def test_rows_of_many_lists_meet(block_size: int, query_block: int, dtype: torch.dtype) -> None:
+    """Several items, whose rows meet blocks that few, many and all of them name, some twice."""
+    length = 450
+    q, k, v = (t.to(dtype).requires_grad_() for t in qkv(2, length, length, 3, 1))
+    index = lists(2, 3, -(-length // query_block), -(-length // block_size), 2)
+    index = torch.cat((index, index.masked_fill(index > 1, -1)), -1)  # twice: they count twice
+    options = {"block_size": block_size, "query_block": query_block, "causal": True}
+    got = selected_attention(q, k, v, index, **options)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    seen = selected_keys(index[..., :2], block_size, query_block, (length, length))
+    again = selected_keys(index[..., 2:], block_size, query_block, (length, length))
+    bias = again.double().log1p().masked_fill(~seen, -math.inf)
+    want = attention(*wide, bias=bias, causal=True)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(got.double(), want, **tolerance)
+    weight = torch.randn_like(got)
+    found = torch.autograd.grad(got, (q, k, v), weight)
+    for a, b in zip(found, torch.autograd.grad(want, wide, weight.double()), strict=True):
+        scale = b.abs().max() if dtype == torch.bfloat16 else 1
+        torch.testing.assert_close(a.double() / scale, b / scale, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_later_keys_are_not_read(dtype: torch.dtype) -> None:
+    """NaN after any query does not reach it, though the next queries of its item see it."""
+    q, k, v = (t.to(dtype) for t in qkv(1, 120, 120, 2, 1))
+    index = torch.stack((torch.arange(120) // 64, torch.full((120,), -1)), -1)[None, None]
+    want = selected_attention(q, k, v, index, block_size=64, causal=True)
+    for last in (0, 31, 63, 64, 100):
+        late = [t.clone() for t in (k, v)]
+        for t in late:
+            t[:, last + 1 :] = math.nan
+        got = selected_attention(q, *late, index, block_size=64, causal=True)
+        torch.testing.assert_close(got[:, : last + 1], want[:, : last + 1], rtol=0, atol=0)
+        assert got[:, last + 1 :].isnan().all()
+
+
 def test_latents_are_values() -> None:
     """MLA in its absorbed form: v is a view of the first columns of k."""
     latent = torch.randn(1, 50, 1, 24)

@@ -49,6 +49,23 @@ def test_the_first_of_equal_keys_answers(dtype):
         assert torch.equal(out[:, :, ::2], v[:, 131:132])
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("energy", ["l2", "dot"])
+def test_energies_without_rounding_are_compared_without(energy, dtype):
+    """Of small integers: ties between all keys, and a theta that is an energy."""
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-3, 4, (1, t, 1, 64), generator=make).to(dtype) for t in (100, 500))
+    v = torch.stack((torch.arange(500) // 100, torch.arange(500) % 100), -1)[None, :, None]
+    energies = -torch.einsum("bihd,bjhd->ij", q.double(), k.double())
+    if energy == "l2":
+        energies = (q.double() - k[0, :, 0].double()).square().sum(-1)[0] / 2
+    least = energies.amin(-1)
+    first = (energies == least[:, None]).int().argmax(-1)
+    theta = least.sort().values[50].item()
+    got = select_attention(q, k, v.to(dtype), energy=energy, scale=1.0, theta=theta)
+    assert torch.equal(got[0, :, 0], v[0, first, 0].to(dtype) * (least <= theta)[:, None])
+
+
 def test_the_gradient_of_half_keys_is_rounded_once():
     def gradient(dtype):
         q, k, v = ((t + 4).bfloat16().to(dtype) for t in qkv(tk=70))
@@ -103,3 +120,8 @@ WRONG = [
 def test_errors_name_argument_and_value(options, message):
     with pytest.raises(ValueError, match="select_attention: " + message):
         select_attention(*qkv(3, 3), **options)
+
+
+def test_ste_is_a_bool():
+    with pytest.raises(TypeError, match="select_attention: ste must be True or False"):
+        select_attention(*qkv(3, 3), ste="no")

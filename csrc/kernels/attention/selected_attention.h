@@ -4,16 +4,18 @@
 // one.
 //
 // An item is a list with as many of its queries as fill a tile; its rows are (query, head), so that
-// 16 heads that share a list multiply as 16 rows. On the CPU an item walks its own list in both
-// passes, 128 keys at a time:
+// 16 heads that share a list multiply as 16 rows. On the CPU an item walks its keys in both passes,
+// at most 128 at a time:
 //
 //   packed    keys of whole blocks are read where they lie, packed once for all items
+//   shared    the same for lists of few rows: an item has the lists of several hundred rows, whose
+//             results stay in L2, and walks the blocks that they name, each with the rows that name
+//             it, so that tiles are full
 //   gathered  single keys, and lists that name few of the keys, are copied, a tile at a time
 //
 // In the backward an owner, a kv head and every splits-th of its items, adds dK and dV to a buffer
-// of its own, and finish adds these up in order. So no list is inverted: with 16 rows for each key
-// the additions to dK and dV are as cheap as any product, and dQ needs no buffers. (On CUDA, where
-// owners are thousands, the lists are inverted, see selected_attention_cuda.cu.)
+// of its own, and finish adds these up in order; dQ needs no buffers. (On CUDA, where owners are
+// thousands, the lists are inverted, see selected_attention_cuda.cu.)
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -22,6 +24,8 @@
 namespace omniattn {
 
 constexpr int64_t kGatheredBlock = 16;  // blocks of fewer keys are gathered
+constexpr int64_t kSharedRows = 512;    // most rows of an item of several lists, and
+constexpr int64_t kSharedItems = 32;    // how many items a call has before they get so many
 
 // (B | 1, heads, query blocks, count), unit stride over the entries of a list; -1: none.
 struct SelectedLists {
@@ -31,7 +35,7 @@ struct SelectedLists {
   int64_t heads;  // with lists of their own: 1, Hkv or Hq
   int64_t count, query_block, block_size;
   bool causal;
-  bool gathered;  // on the CPU
+  bool gathered, shared;  // on the CPU
 };
 
 // The n-th block of a list that begins at `list`; -1 also for what lies outside of the keys.
@@ -46,45 +50,77 @@ OMNIATTN_FN int64_t selected_block(const SelectedLists& s, const AttentionProble
 OMNIATTN_FN int64_t list_heads(const SelectedLists& s, const AttentionProblem& p) {
   return p.hq / (s.heads > p.hkv ? s.heads : p.hkv);
 }
+// Whether items of several lists fill tiles better. With their own list alone, rows meet several
+// blocks in a tile of 128 keys.
+OMNIATTN_FN bool shares_items(const SelectedLists& s, const AttentionProblem& p) {
+  const int64_t rows = smaller(s.query_block, p.tq) * list_heads(s, p);
+  return !s.gathered && rows <= s.block_size / 4;
+}
+OMNIATTN_FN int64_t item_heads(const SelectedLists& s, const AttentionProblem& p) {
+  return s.shared ? group_size(p) : list_heads(s, p);
+}
+// Queries that fill an item.
+OMNIATTN_FN int64_t item_fill(const SelectedLists& s, const AttentionProblem& p) {
+  const int64_t share = p.batch * p.hq * p.tq / kSharedItems;
+  const int64_t shared = smaller(larger(share, kQueryBlock), kSharedRows);
+  return larger(1, (s.shared ? shared : kQueryBlock) / item_heads(s, p));
+}
+// Lists of consecutive queries in an item. One may also be cut into several items.
+OMNIATTN_FN int64_t lists_per_item(const SelectedLists& s, const AttentionProblem& p) {
+  return s.shared ? larger(1, item_fill(s, p) / s.query_block) : 1;
+}
+// Items are cut from this many queries.
+OMNIATTN_FN int64_t item_span(const SelectedLists& s, const AttentionProblem& p) {
+  return s.query_block * lists_per_item(s, p);
+}
 OMNIATTN_FN int64_t queries_per_item(const SelectedLists& s, const AttentionProblem& p) {
-  const int64_t fill = kQueryBlock / list_heads(s, p), limit = smaller(s.query_block, p.tq);
-  return larger(1, smaller(fill, limit));
+  return larger(1, smaller(item_fill(s, p), smaller(item_span(s, p), p.tq)));
 }
 OMNIATTN_FN int64_t selected_rows(const SelectedLists& s, const AttentionProblem& p) {
-  return round_up(queries_per_item(s, p) * list_heads(s, p), 2);
+  return round_up(queries_per_item(s, p) * item_heads(s, p), 2);
 }
-OMNIATTN_FN int64_t items_per_list(const SelectedLists& s, const AttentionProblem& p) {
-  return ceil_div(smaller(s.query_block, p.tq), queries_per_item(s, p));
+// Of a tile: all of an item, unless it has several lists.
+OMNIATTN_FN int64_t selected_tile_rows(const SelectedLists& s, const AttentionProblem& p) {
+  return s.shared ? smaller(selected_rows(s, p), kQueryBlock) : selected_rows(s, p);
+}
+OMNIATTN_FN int64_t items_per_span(const SelectedLists& s, const AttentionProblem& p) {
+  return ceil_div(smaller(item_span(s, p), p.tq), queries_per_item(s, p));
 }
 OMNIATTN_FN int64_t list_count(const SelectedLists& s, const AttentionProblem& p) {
   return ceil_div(p.tq, s.query_block);  // of a batch entry and head
 }
-// Of one head or group of heads; the last list may leave items without queries.
+// Of one head or group of heads; the last span may leave items without queries.
 OMNIATTN_FN int64_t items_per_head(const SelectedLists& s, const AttentionProblem& p) {
-  return list_count(s, p) * items_per_list(s, p);
+  return ceil_div(p.tq, item_span(s, p)) * items_per_span(s, p);
 }
 OMNIATTN_FN int64_t selected_items(const SelectedLists& s, const AttentionProblem& p) {
-  return p.batch * (p.hq / list_heads(s, p)) * items_per_head(s, p);
+  return p.batch * (p.hq / item_heads(s, p)) * items_per_head(s, p);
+}
+
+// The first entry of a list in indices.
+OMNIATTN_FN int64_t list_of(const SelectedLists& s, const AttentionProblem& p, int64_t b,
+                            int64_t head, int64_t query) {
+  const int64_t own = s.heads == 1 ? 0 : head / (p.hq / s.heads);
+  return b * s.stride_b + own * s.stride_h + query / s.query_block * s.stride_q;
 }
 
 struct SelectedItem {
   int64_t b, kv_head, first_head, heads;
   Range queries;
-  int64_t list;  // of its first entry in indices
+  int64_t list;  // of its first query and head
 };
 // Item n of a batch entry and the heads from first_head on.
 OMNIATTN_FN SelectedItem selected_item(const SelectedLists& s, const AttentionProblem& p, int64_t b,
                                        int64_t first_head, int64_t n) {
-  const int64_t list = n / items_per_list(s, p), size = queries_per_item(s, p);
-  const int64_t begin = list * s.query_block + n % items_per_list(s, p) * size;
-  const int64_t end = smaller((list + 1) * s.query_block, p.tq);
-  const int64_t head = s.heads == 1 ? 0 : first_head / (p.hq / s.heads);
+  const int64_t span = n / items_per_span(s, p), size = queries_per_item(s, p);
+  const int64_t begin = span * item_span(s, p) + n % items_per_span(s, p) * size;
+  const int64_t end = smaller((span + 1) * item_span(s, p), p.tq);
   return {b,
           kv_head(first_head, p.hq, p.hkv),
           first_head,
-          list_heads(s, p),
+          item_heads(s, p),
           {begin, smaller(begin + size, end)},
-          b * s.stride_b + head * s.stride_h + list * s.stride_q};
+          list_of(s, p, b, first_head, begin)};
 }
 
 // Keys from here on are hidden from a query.
@@ -108,23 +144,28 @@ static_assert(std::is_trivially_copyable_v<SelectedBackwardParams>);
 
 // Sizes of memory are in elements of the compute type.
 
-// The keys and values of a tile, and their operands: K^T, V^T, and K or V as rows.
-OMNIATTN_FN int64_t gathered_elements(const SelectedLists& s, const AttentionProblem& p) {
-  return s.gathered ? kKeyBlock * (2 * (p.d + p.dv) + padded_row(larger(p.d, p.dv))) : 0;
+// Gathered: the keys and values of a tile, and their operands: K^T, V^T, and K or V as rows.
+// Shared: the lists of an item by the blocks that they name.
+OMNIATTN_FN int64_t tile_key_elements(const SelectedLists& s, const AttentionProblem& p) {
+  if (s.gathered) return kKeyBlock * (2 * (p.d + p.dv) + padded_row(larger(p.d, p.dv)));
+  if (!s.shared) return 0;
+  const int64_t lists = lists_per_item(s, p) * (group_size(p) / list_heads(s, p));
+  return ceil_div(p.tk, s.block_size) + 1 + lists * s.count;
 }
-// q, S and O tiles, m and the lanes of l, gathered keys.
+// q and O, m and the lanes of l; S, and q and O of a tile; its keys.
 OMNIATTN_FN int64_t selected_forward_scratch(const SelectedForwardParams& x) {
   const AttentionProblem& p = x.attention.problem;
-  return selected_rows(x.lists, p) * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 1 + 16) +
-         gathered_elements(x.lists, p);
+  const int64_t row = padded_row(p.d) + padded_row(p.dv);
+  return selected_rows(x.lists, p) * (row + 1 + 16) +
+         selected_tile_rows(x.lists, p) * (row + kKeyBlock) + tile_key_elements(x.lists, p);
 }
-// q and dO, both also as pairs of rows, dQ, the P and dS tiles, Delta, shift, the factor of a row,
-// gathered keys and their dK or dV.
+// q and dO, both also as pairs of rows, and dQ, of an item and of a tile; Delta, shift, the factor
+// of a row; P and dS; the keys of a tile and their dK or dV.
 OMNIATTN_FN int64_t selected_backward_scratch(const SelectedBackwardParams& x) {
   const AttentionProblem& p = x.attention.problem;
-  return selected_rows(x.lists, p) *
-             (3 * padded_row(p.d) + 2 * padded_row(p.dv) + 2 * kKeyBlock + 3) +
-         gathered_elements(x.lists, p) +
+  const int64_t row = 3 * padded_row(p.d) + 2 * padded_row(p.dv);
+  return selected_rows(x.lists, p) * (row + 3) +
+         selected_tile_rows(x.lists, p) * (row + 2 * kKeyBlock) + tile_key_elements(x.lists, p) +
          (x.lists.gathered ? kKeyBlock * padded_row(larger(p.d, p.dv)) : 0);
 }
 // K^T, V^T and K of all kv heads.

@@ -70,6 +70,7 @@ struct BackwardKeys {
   M *kt, *vt, *k;
   T* rows = nullptr;
   A* sums = nullptr;
+  int32_t* lists = nullptr;  // memory of ListsOfBlocks
 
   BackwardKeys(const SelectedBackwardParams& params, int64_t head, Arena<A>& arena) {
     const AttentionProblem& p = params.attention.problem;
@@ -80,6 +81,7 @@ struct BackwardKeys {
       rows = reinterpret_cast<T*>(arena.take(kKeyBlock * larger(p.d, p.dv)));
       sums = arena.take(kKeyBlock * padded_row(larger(p.d, p.dv)));
     } else {
+      lists = reinterpret_cast<int32_t*>(arena.take(tile_key_elements(params.lists, p)));
       const PackedKeys<T> packed(p, params.packed, head);
       kt = packed.kt;
       vt = packed.vt;
@@ -96,36 +98,78 @@ struct BackwardKeys {
   }
 };
 
-// What an item keeps of its rows.
+// x_q and dO times the factor of its row of P, see QueryRows, the same as right factors, and dQ.
+template <class T>
+struct GradientRows {
+  using A = compute_t<T>;
+  using M = operand_t<T>;
+  M *q, *grad_out, *q_pairs, *grad_pairs;
+  A* grad_q;
+
+  GradientRows(const AttentionProblem& p, int64_t rows, Arena<A>& arena) {
+    const auto take = [&](int64_t cols) {
+      return reinterpret_cast<M*>(arena.take(rows * padded_row(cols)));
+    };
+    q = q_pairs = take(p.d);
+    grad_out = grad_pairs = take(p.dv);
+    if constexpr (kKeepsQueries<T>) {
+      q_pairs = take(p.d);
+      grad_pairs = take(p.dv);
+    }
+    grad_q = arena.take(rows * padded_row(p.d));
+  }
+};
+
+// What an item keeps of its rows, and what a tile needs of its own.
 template <class T>
 struct BackwardRows {
   using A = compute_t<T>;
   using M = operand_t<T>;
-  int64_t count, capacity, ldq, ldo;
-  int64_t row_q, row_o;     // of q and grad_out
-  M *q, *grad_out;          // x_q and dO times the factor of its row of P, see QueryRows
-  M *q_pairs, *grad_pairs;  // the same as right factors
-  A *grad_q, *weights, *ds, *delta, *shift, *factor;
+  int64_t count, tile_capacity, ldq, ldo;
+  int64_t row_q, row_o;  // of q and grad_out
+  GradientRows<T> item, tile;
+  A *delta, *shift, *factor;
+  A *weights, *ds;
 
-  BackwardRows(const SelectedBackwardParams& params, Arena<A>& arena)
+  BackwardRows(const SelectedBackwardParams& params, const AttentionProblem& p, Arena<A>& arena)
       : count(0),
-        capacity(selected_rows(params.lists, params.attention.problem)),
-        ldq(padded_row(params.attention.problem.d)),
-        ldo(padded_row(params.attention.problem.dv)),
-        row_q(operand_row<M>(params.attention.problem.d)),
-        row_o(operand_row<M>(params.attention.problem.dv)) {
-    q = q_pairs = reinterpret_cast<M*>(arena.take(capacity * ldq));
-    grad_out = grad_pairs = reinterpret_cast<M*>(arena.take(capacity * ldo));
+        tile_capacity(selected_tile_rows(params.lists, p)),
+        ldq(padded_row(p.d)),
+        ldo(padded_row(p.dv)),
+        row_q(operand_row<M>(p.d)),
+        row_o(operand_row<M>(p.dv)),
+        item(p, selected_rows(params.lists, p), arena),
+        tile(p, tile_capacity, arena) {
+    weights = arena.take(tile_capacity * kKeyBlock);
+    ds = arena.take(tile_capacity * kKeyBlock);
+    delta = arena.take(selected_rows(params.lists, p));
+    shift = arena.take(selected_rows(params.lists, p));
+    factor = arena.take(selected_rows(params.lists, p));
+  }
+
+  // The operands of the rows of a tile: where they lie, or copies.
+  GradientRows<T> of(const RowTile& picked) const {
+    GradientRows<T> own = tile;
+    own.q = rows_of_tile(picked, item.q, row_q, ldq, tile.q);
+    own.grad_out = rows_of_tile(picked, item.grad_out, row_o, ldo, tile.grad_out);
     if constexpr (kKeepsQueries<T>) {
-      q_pairs = reinterpret_cast<M*>(arena.take(capacity * ldq));
-      grad_pairs = reinterpret_cast<M*>(arena.take(capacity * ldo));
+      // A second row of a pair that is not of the tile could be NaN.
+      if (picked.consecutive && picked.first % 2 == 0 &&
+          (picked.count % 2 == 0 || picked.first + picked.count == count)) {
+        own.q_pairs = item.q_pairs + picked.first * ldq;
+        own.grad_pairs = item.grad_pairs + picked.first * ldo;
+      } else {
+        pack_pairs(own, picked.count);
+      }
+    } else {
+      own.q_pairs = own.q;
+      own.grad_pairs = own.grad_out;
     }
-    grad_q = arena.take(capacity * ldq);
-    weights = arena.take(capacity * kKeyBlock);
-    ds = arena.take(capacity * kKeyBlock);
-    delta = arena.take(capacity);
-    shift = arena.take(capacity);
-    factor = arena.take(capacity);
+    return own;
+  }
+  void pack_pairs(const GradientRows<T>& rows, int64_t number) const {
+    pack_rows(rows.q, row_q, number, ldq, rows.q_pairs, ldq, ldq);
+    pack_rows(rows.grad_out, row_o, number, ldo, rows.grad_pairs, ldo, ldo);
   }
 };
 
@@ -135,9 +179,10 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
   using A = compute_t<T>;
   using V = Vec<A>;
   const AttentionProblem& p = params.problem;
-  rows.count = (item.queries.end - item.queries.begin) * item.heads;
-  pack_item_rows<T>(p.q, item, p.d, kKeepsQueries<T> ? A(1) : static_cast<A>(p.score.pre), rows.q);
-  fill_zero(rows.grad_q, rows.count * rows.ldq);
+  rows.count = item_rows(item);
+  pack_item_rows<T>(p.q, item, p.d, kKeepsQueries<T> ? A(1) : static_cast<A>(p.score.pre),
+                    rows.item.q);
+  fill_zero(rows.item.grad_q, rows.count * rows.ldq);
   for_item_rows(item, [&](int64_t r, int64_t query, int64_t h) {
     const int64_t stat = (item.b * p.hq + h) * p.lse_stride + query;
     const Lse<A> lse{static_cast<const A*>(params.lse)[stat],
@@ -145,7 +190,7 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
     const auto [shift, exponent] = softmax_backward_shift(p.score, lse);
     const A factor = exp2(V(exponent)).v[0];
     const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
-    auto* const grad = rows.grad_out + r * rows.row_o;
+    auto* const grad = rows.item.grad_out + r * rows.row_o;
     pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv,
                  kSplits<operand_t<T>> ? A(1) : factor, grad);
     const T* const out = row_of<T>(params.out, item.b, query, h);
@@ -162,20 +207,18 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
       static_cast<A*>(params.part_sinks)[stat] = -exp2(V(distance)).v[0] * rows.delta[r];
     }
   });
-  if constexpr (kKeepsQueries<T>) {
-    pack_rows(rows.q, rows.row_q, rows.count, rows.ldq, rows.q_pairs, rows.ldq, rows.ldq);
-    pack_rows(rows.grad_out, rows.row_o, rows.count, rows.ldo, rows.grad_pairs, rows.ldo, rows.ldo);
-  }
+  if constexpr (kKeepsQueries<T>) rows.pack_pairs(rows.item, rows.count);
 }
 
-// Turns q.k and dP of a row into the weights after dropout and dx.
+// Turns q.k and dP of row r, number n of a tile, into the weights after dropout and dx.
 template <class T>
 void gradient_row(const AttentionProblem& p, const KeyTile& tile,
-                  const RowScore<compute_t<T>>& score, const BackwardRows<T>& rows, int64_t r) {
+                  const RowScore<compute_t<T>>& score, const BackwardRows<T>& rows, int64_t n,
+                  int64_t r) {
   using A = compute_t<T>;
   using V = Vec<A>;
   const Range columns = tile.padded_columns();
-  A *const weights = rows.weights + r * kKeyBlock, *const ds = rows.ds + r * kKeyBlock;
+  A *const weights = rows.weights + n * kKeyBlock, *const ds = rows.ds + n * kKeyBlock;
   A slope[kKeyBlock];  // of the transform
   scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
   score.to_logits(weights, columns, slope);
@@ -183,17 +226,17 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   drop_row(p, score.b, score.h, score.q, tile, ds);
   const V mean(rows.delta[r]);
   with_weight(p.score, rows.shift[r], [&](auto weight) {
-    for_columns<A>(columns, [&](int64_t n) {
-      const auto w = weight(load(weights + n));
-      store(weights + n, w.value);
-      store(ds + n, w.slope * (load(ds + n) - mean));
+    for_columns<A>(columns, [&](int64_t c) {
+      const auto w = weight(load(weights + c));
+      store(weights + c, w.value);
+      store(ds + c, w.slope * (load(ds + c) - mean));
     });
   });
   score.hide(ds, columns, A(0));  // a hidden key may hold anything, and 0 * NaN is NaN
   drop_row(p, score.b, score.h, score.q, tile, weights);
   if constexpr (kSplits<operand_t<T>>) scale_row(weights, columns, rows.factor[r]);
   if (p.score.transform == ScoreKind::none) return;
-  for_columns<A>(columns, [&](int64_t n) { store(ds + n, load(ds + n) * load(slope + n)); });
+  for_columns<A>(columns, [&](int64_t c) { store(ds + c, load(ds + c) * load(slope + c)); });
 }
 
 // Adds X^T Y, where X is (rows x keys of a tile), 16-bit numbers in pairs of rows, and Y has `rows`
@@ -222,69 +265,89 @@ void add_to_keys(const KeyTile& tile, const computed_t<operand_t<T>>* x, int64_t
 }
 
 template <class T>
-void gradient_rows(const AttentionProblem& p, const SelectedItem& item, const KeyTile& tile,
-                   const Visibility& visible, const BackwardRows<T>& rows) {
-  for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
-    const RowScore<compute_t<T>> score{p,      item.b, h, q, 0, visible.of(q - item.queries.begin),
-                                       nullptr};
-    gradient_row<T>(p, tile, score, rows, r);
+void gradient_rows(const SelectedBackwardParams& params, const SelectedItem& item,
+                   const KeyTile& keys, const RowTile& tile, const BackwardRows<T>& rows) {
+  const AttentionProblem& p = params.attention.problem;
+  Visibility visible(params.lists, p, keys, item.queries.begin + tile[0] / item.heads);
+  for_tile_rows(item, tile, [&](int64_t n, int64_t r, int64_t q, int64_t h) {
+    const RowScore<compute_t<T>> score{p, item.b, h, q, 0, visible.of(q), nullptr};
+    gradient_row<T>(p, keys, score, rows, n, r);
   });
 }
 
-// The products of the weights and dS of few rows with keys where they lie.
 template <class T>
-void add_in_place(const AttentionProblem& p, const KeysInPlace<T>& keys, const KeyTile& tile,
-                  const KeySums<compute_t<T>>& sums, const BackwardRows<T>& rows) {
+void gradient_tile(const SelectedBackwardParams& params, const SelectedItem& item,
+                   const KeyTile& keys, const RowTile& tile, const BackwardKeys<T>& operands,
+                   const KeySums<compute_t<T>>& sums, const BackwardRows<T>& rows) {
+  using A = compute_t<T>;
+  const AttentionProblem& p = params.attention.problem;
+  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
+  const GradientRows<T> own = rows.of(tile);
+  multiply_by_tile(keys, own.q, rows.row_q, tile.count, p.d, operands.kt, rows.weights);
+  multiply_by_tile(keys, own.grad_out, rows.row_o, tile.count, p.dv, operands.vt, rows.ds);
+  gradient_rows(params, item, keys, tile, rows);
+  const A factor = static_cast<A>(p.score.pre);
+  const auto x = tile_operands<T>(rows.weights, rows.ds, tile.count, rows.tile_capacity, factor);
+  add_to_keys<T>(keys, x.weights, tile.count, own.grad_pairs, rows.ldo, width_v, operands.sums,
+                 sums.v);
+  add_to_rows(tile, rows.item.grad_q, rows.ldq, own.grad_q, [&](A* grad_q) {
+    accumulate_tile(keys, x.dq, kKeyBlock, tile.count, operands.k, rows.ldq, width_k, grad_q);
+  });
+  scale_for_keys<T>(rows.ds, tile.count, factor);
+  add_to_keys<T>(keys, x.dk, tile.count, own.q_pairs, rows.ldq, width_k, operands.sums, sums.k);
+}
+
+// A tile of few rows with keys where they lie.
+template <class T>
+void gradient_in_place(const SelectedBackwardParams& params, const SelectedItem& item,
+                       const KeyTile& keys, const RowTile& all, const KeySums<compute_t<T>>& sums,
+                       const BackwardRows<T>& rows) {
+  const AttentionProblem& p = params.attention.problem;
+  KeysInPlace<T> placed(p, item);
+  placed.set(p, keys);
+  placed.dot(p, rows.item.q, rows.row_q, rows.count, rows.weights);
+  dot_rows_at(rows.item.grad_out, rows.row_o, rows.count, placed.v, placed.at_v, placed.count, p.dv,
+              rows.ds, kKeyBlock, [](int64_t) {});
+  gradient_rows(params, item, keys, all, rows);
   int64_t at[kKeyBlock];
-  for (int64_t n = 0; n < keys.count; ++n) at[n] = tile.position[n] * sums.ldv;
-  add_rows_at(rows.weights, kKeyBlock, rows.count, rows.grad_out, rows.row_o, round_up(p.dv, 16),
-              at, keys.count, sums.v);
-  for (int64_t n = 0; n < keys.count; ++n) at[n] = tile.position[n] * sums.ldk;
-  add_rows_at(rows.ds, kKeyBlock, rows.count, rows.q, rows.row_q, round_up(p.d, 16), at, keys.count,
-              sums.k);
-  weigh_rows_at(rows.ds, kKeyBlock, rows.count, keys.k, keys.at_k, keys.count, p.d, rows.grad_q,
-                rows.ldq);
+  for (int64_t n = 0; n < placed.count; ++n) at[n] = keys.position[n] * sums.ldv;
+  add_rows_at(rows.weights, kKeyBlock, rows.count, rows.item.grad_out, rows.row_o,
+              round_up(p.dv, 16), at, placed.count, sums.v);
+  for (int64_t n = 0; n < placed.count; ++n) at[n] = keys.position[n] * sums.ldk;
+  add_rows_at(rows.ds, kKeyBlock, rows.count, rows.item.q, rows.row_q, round_up(p.d, 16), at,
+              placed.count, sums.k);
+  weigh_rows_at(rows.ds, kKeyBlock, rows.count, placed.k, placed.at_k, placed.count, p.d,
+                rows.item.grad_q, rows.ldq);
 }
 
 template <class T>
 void gradient_item(const SelectedBackwardParams& params, const SelectedItem& item,
-                   const BackwardKeys<T>& keys, const KeySums<compute_t<T>>& sums,
+                   const BackwardKeys<T>& operands, const KeySums<compute_t<T>>& sums,
                    BackwardRows<T>& rows) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.attention.problem;
-  const int64_t width_k = round_up(p.d, 16), width_v = round_up(p.dv, 16);
   start_rows(params.attention, item, rows);
-  const bool in_place = reads_in_place<T>(params.lists, rows.count);
-  KeysInPlace<T> placed(p, item);
-  KeyTile tile;
-  Visibility visible;
-  for (KeyTiles tiles(params.lists, p, item); tiles.next(tile);) {
-    visible.set(params.lists, p, item, tile);
-    if constexpr (!kKeepsQueries<T>) {
-      if (in_place) {
-        placed.set(p, tile);
-        placed.dot(p, rows.q, rows.row_q, rows.count, rows.weights);
-        dot_rows_at(rows.grad_out, rows.row_o, rows.count, placed.v, placed.at_v, placed.count,
-                    p.dv, rows.ds, kKeyBlock, [](int64_t) {});
-        gradient_rows(p, item, tile, visible, rows);
-        add_in_place(p, placed, tile, sums, rows);
-        continue;
+  const auto visit = [&](const KeyTile& keys, const RowTile& tile) {
+    gradient_tile(params, item, keys, tile, operands, sums, rows);
+  };
+  if (params.lists.shared) {
+    for_shared_tiles(params.lists, p, item, operands.lists, visit);
+  } else {
+    const RowTile all(rows.count);
+    KeyTile keys;
+    for (KeyTiles next(params.lists, p, item); next.next(keys);) {
+      if constexpr (!kKeepsQueries<T>) {
+        if (reads_in_place<T>(params.lists, rows.count)) {
+          gradient_in_place(params, item, keys, all, sums, rows);
+          continue;
+        }
       }
+      if (params.lists.gathered) operands.gather(p, item, keys);
+      visit(keys, all);
     }
-    if (params.lists.gathered) keys.gather(p, item, tile);
-    multiply_by_tile(tile, rows.q, rows.row_q, rows.count, p.d, keys.kt, rows.weights);
-    multiply_by_tile(tile, rows.grad_out, rows.row_o, rows.count, p.dv, keys.vt, rows.ds);
-    gradient_rows(p, item, tile, visible, rows);
-    const A factor = static_cast<A>(p.score.pre);
-    const auto x = tile_operands<T>(rows.weights, rows.ds, rows.count, rows.capacity, factor);
-    add_to_keys<T>(tile, x.weights, rows.count, rows.grad_pairs, rows.ldo, width_v, keys.sums,
-                   sums.v);
-    accumulate_tile(tile, x.dq, kKeyBlock, rows.count, keys.k, rows.ldq, width_k, rows.grad_q);
-    scale_for_keys<T>(rows.ds, rows.count, factor);
-    add_to_keys<T>(tile, x.dk, rows.count, rows.q_pairs, rows.ldq, width_k, keys.sums, sums.k);
   }
   for_item_rows(item, [&](int64_t r, int64_t q, int64_t h) {
-    store_row(rows.grad_q + r * rows.ldq, static_cast<A>(p.score.pre * p.score.chain), p.d,
+    store_row(rows.item.grad_q + r * rows.ldq, static_cast<A>(p.score.pre * p.score.chain), p.d,
               row_of<T>(params.attention.grad_q, item.b, q, h));
   });
 }
@@ -298,11 +361,11 @@ void owner_item(const SelectedBackwardParams& params, void* scratch, int64_t n) 
   const int64_t head = n % kv_head_items(p), split = n / kv_head_items(p);
   Arena<A> arena{static_cast<A*>(scratch), selected_backward_scratch(params)};
   const BackwardKeys<T> keys(params, head, arena);
-  BackwardRows<T> rows(params, arena);
+  BackwardRows<T> rows(params, p, arena);
   const KeySums<A> sums(params.attention, head, split);
   fill_zero(sums.k, p.tk * (sums.ldk + sums.ldv));
   const int64_t b = head / p.hkv, first = head % p.hkv * group_size(p);
-  for (int64_t h = first; h < first + group_size(p); h += list_heads(lists, p)) {
+  for (int64_t h = first; h < first + group_size(p); h += item_heads(lists, p)) {
     for (int64_t i = split; i < items_per_head(lists, p); i += params.attention.splits) {
       const SelectedItem item = selected_item(lists, p, b, h, i);
       if (!is_empty(item.queries)) gradient_item<T>(params, item, keys, sums, rows);

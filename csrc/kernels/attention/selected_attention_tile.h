@@ -1,5 +1,5 @@
-// Tiles of selected keys (see selected_attention.h): which keys they hold, their operands, and what
-// their queries see of them.
+// Tiles of selected keys (see selected_attention.h): their keys and rows, what these see of those,
+// and their operands.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -19,9 +19,38 @@ struct KeyTile {
   int64_t position[kKeyBlock];  // of the key in each column
 
   OMNIATTN_INLINE Range padded_columns() const { return {0, round_up(columns, 16)}; }
+  OMNIATTN_INLINE void clear() { columns = spans = 0; }
+  OMNIATTN_INLINE void add(int64_t key, int64_t count) {
+    span[spans++] = {key, columns, count};
+    for (int64_t n = 0; n < count; ++n) position[columns + n] = key + n;
+    columns += count;
+  }
 };
 
-// Walks the keys of an item that one of its queries may see, in the order of its list.
+// Rows of an item: `count` from `first` on, or those that are listed.
+struct RowTile {
+  int64_t first = 0, count = 0;
+  bool consecutive = true;
+  int64_t listed[kQueryBlock];
+
+  RowTile() = default;
+  explicit RowTile(int64_t rows) : count(rows) {}
+
+  OMNIATTN_INLINE int64_t operator[](int64_t n) const {
+    return consecutive ? first + n : listed[n];
+  }
+  OMNIATTN_INLINE void add(int64_t row) {
+    if (count == 0) first = row;
+    consecutive = row == first + count && (consecutive || count == 0);
+    listed[count++] = row;
+  }
+};
+
+OMNIATTN_INLINE int64_t item_rows(const SelectedItem& item) {
+  return (item.queries.end - item.queries.begin) * item.heads;
+}
+
+// Walks the keys of the list of an item that one of its queries may see, in the order of the list.
 struct KeyTiles {
   const SelectedLists& s;
   const AttentionProblem& p;
@@ -34,7 +63,7 @@ struct KeyTiles {
       : s(lists), p(problem), item(of), end(selected_end(lists, problem, of.queries.end - 1)) {}
 
   bool next(KeyTile& tile) {
-    tile.columns = tile.spans = 0;
+    tile.clear();
     if (s.block_size == 1) return next_keys(tile);
     while (tile.columns < kKeyBlock) {
       if (is_empty(left)) {
@@ -47,9 +76,7 @@ struct KeyTiles {
       const int64_t room = kKeyBlock - tile.columns;
       const int64_t all = left.end - left.begin, count = all <= room ? all : room / 2 * 2;
       if (count == 0) break;
-      tile.span[tile.spans++] = {left.begin, tile.columns, count};
-      for (int64_t n = 0; n < count; ++n) tile.position[tile.columns + n] = left.begin + n;
-      tile.columns += count;
+      tile.add(left.begin, count);
       left.begin += count;
     }
     return tile.columns > 0;
@@ -72,29 +99,127 @@ struct KeyTiles {
   }
 };
 
-// Which keys of a tile each query of an item sees.
-struct Visibility {
-  bool masked;  // some column is hidden from some query
-  uint64_t words[kQueryBlock][kMaskWords];
+// The lists of an item that has several, by the blocks that they name: a counting sort.
+struct ListsOfBlocks {
+  struct List {
+    Range queries, heads;  // of the item
+  };
+  const SelectedLists& s;
+  const AttentionProblem& p;
+  const SelectedItem& item;
+  int64_t blocks, heads, groups;  // heads that share a list, and how many such groups there are
+  int32_t *ends, *lists;          // after the lists of each block, which are in order
 
-  void set(const SelectedLists& s, const AttentionProblem& p, const SelectedItem& item,
-           const KeyTile& tile) {
-    const Range columns = tile.padded_columns();
-    int64_t last = 0;
-    for (int64_t n = 0; n < tile.columns; ++n) last = larger(last, tile.position[n] + 1);
-    masked = columns.end != tile.columns || last > selected_end(s, p, item.queries.begin);
-    if (!masked) return;
-    for (int64_t q = item.queries.begin; q < item.queries.end; ++q) {
-      uint64_t* const word = words[q - item.queries.begin];
-      for (int64_t w = 0; w < kMaskWords; ++w) word[w] = 0;
-      const int64_t end = selected_end(s, p, q);
-      for (int64_t n = 0; n < tile.columns; ++n) {
-        word[n / 64] |= uint64_t{tile.position[n] < end} << (n % 64);
+  // memory: tile_key_elements.
+  ListsOfBlocks(const SelectedLists& selected, const AttentionProblem& problem,
+                const SelectedItem& of, int32_t* memory)
+      : s(selected),
+        p(problem),
+        item(of),
+        blocks(ceil_div(problem.tk, selected.block_size)),
+        heads(list_heads(selected, problem)),
+        groups(of.heads / heads),
+        ends(memory),
+        lists(memory + blocks + 1) {
+    for (int64_t n = 0; n <= blocks; ++n) ends[n] = 0;
+    for_entries([&](int64_t block, int64_t) { ++ends[block + 1]; });
+    for (int64_t n = 1; n <= blocks; ++n) ends[n] += ends[n - 1];
+    for_entries(
+        [&](int64_t block, int64_t list) { lists[ends[block]++] = static_cast<int32_t>(list); });
+  }
+  // Those of a block, as indices of `lists`.
+  Range of(int64_t block) const { return {block == 0 ? 0 : ends[block - 1], ends[block]}; }
+  List operator[](int64_t list) const {
+    const int64_t query = (item.queries.begin / s.query_block + list / groups) * s.query_block;
+    const int64_t head = item.first_head + list % groups * heads;
+    return {intersect({query, query + s.query_block}, item.queries), {head, head + heads}};
+  }
+
+ private:
+  // f(block, list) for the blocks that a query of a list may see.
+  template <class F>
+  void for_entries(const F& f) {
+    const int64_t count =
+        ceil_div(item.queries.end, s.query_block) - item.queries.begin / s.query_block;
+    for (int64_t list = 0; list < count * groups; ++list) {
+      const List at = (*this)[list];
+      const int64_t end = selected_end(s, p, at.queries.end - 1);
+      const int64_t first = list_of(s, p, item.b, at.heads.begin, at.queries.begin);
+      for (int64_t n = 0; n < s.count; ++n) {
+        const int64_t block = selected_block(s, p, first, n);
+        if (block >= 0 && block * s.block_size < end) f(block, list);
       }
     }
   }
-  OMNIATTN_INLINE const uint64_t* of(int64_t query) const {
-    return masked ? words[query] : nullptr;
+};
+
+// f(keys, rows) for tiles of an item of several lists. Rows that see a part of a block do so with
+// those of their list alone: the other keys are not read for them.
+template <class F>
+void for_shared_tiles(const SelectedLists& s, const AttentionProblem& p, const SelectedItem& item,
+                      int32_t* memory, const F& f) {
+  const ListsOfBlocks lists(s, p, item, memory);
+  const int64_t capacity = selected_tile_rows(s, p);
+  KeyTile keys;
+  RowTile rows;
+  const auto visit = [&](Range seen) {
+    for (int64_t key = seen.begin; key < seen.end && rows.count > 0; key += kKeyBlock) {
+      keys.clear();
+      keys.add(key, smaller(kKeyBlock, seen.end - key));
+      f(keys, rows);
+    }
+    rows.count = 0;
+  };
+  for (int64_t n = 0; n < lists.blocks; ++n) {
+    const Range block{n * s.block_size, smaller((n + 1) * s.block_size, p.tk)};
+    Range seen = block;
+    int64_t part = -1;  // first query of the lists whose rows see a part of the block
+    for (int64_t entry = lists.of(n).begin; entry < lists.of(n).end; ++entry) {
+      const auto list = lists[lists.lists[entry]];
+      const bool whole = selected_end(s, p, list.queries.begin) >= block.end;
+      const int64_t own = whole ? -1 : list.queries.begin;
+      if (own != part) visit(seen);
+      part = own;
+      seen.end = smaller(block.end, selected_end(s, p, list.queries.end - 1));
+      for (int64_t q = list.queries.begin; q < list.queries.end; ++q) {
+        for (int64_t h = list.heads.begin; h < list.heads.end; ++h) {
+          if (rows.count == capacity) visit(seen);
+          rows.add((q - item.queries.begin) * item.heads + h - item.first_head);
+        }
+      }
+    }
+    visit(seen);
+  }
+}
+
+// Which keys of a tile each query of an item sees.
+struct Visibility {
+  const SelectedLists& s;
+  const AttentionProblem& p;
+  const KeyTile& tile;
+  bool masked;  // some column is hidden from some query
+  int64_t query = -1;
+  uint64_t words[kMaskWords];
+
+  // `first` is the first query of the tile.
+  Visibility(const SelectedLists& lists, const AttentionProblem& problem, const KeyTile& keys,
+             int64_t first)
+      : s(lists), p(problem), tile(keys) {
+    int64_t last = 0;
+    for (int64_t n = 0; n < tile.columns; ++n) last = larger(last, tile.position[n] + 1);
+    masked = tile.padded_columns().end != tile.columns || last > selected_end(s, p, first);
+  }
+  OMNIATTN_INLINE const uint64_t* of(int64_t of_query) {
+    if (!masked) return nullptr;
+    if (query != of_query) {
+      for (int64_t w = 0; w < kMaskWords; ++w) words[w] = 0;
+      const int64_t end = selected_end(s, p, of_query);
+      for (int64_t n = 0; n < tile.columns; ++n) {
+        words[n / 64] |= uint64_t{tile.position[n] < end} << (n % 64);
+      }
+      query = of_query;
+    }
+    return words;
   }
 };
 
@@ -210,6 +335,32 @@ void accumulate_tile(const KeyTile& tile, const computed_t<M>* x, int64_t ldx, i
   }
 }
 
+// Operands of the rows of a tile, with row stride ld: where they lie, or copies of `cols` elements,
+// which padded_row makes a multiple of 16.
+template <class M>
+M* rows_of_tile(const RowTile& tile, M* from, int64_t ld, int64_t cols, M* copies) {
+  if (tile.consecutive) return from + tile.first * ld;
+  for (int64_t n = 0; n < tile.count; ++n) {
+    const M* const row = from + tile[n] * ld;
+    for (int64_t c = 0; c < cols; c += 16) {
+      __builtin_memcpy(copies + n * ld + c, row + c, 16 * sizeof(M));
+    }
+  }
+  return copies;
+}
+
+// Calls f(sums) to add to the rows of a tile: where they lie, or to zeros that are added to them.
+template <class A, class F>
+void add_to_rows(const RowTile& tile, A* to, int64_t width, A* zeros, const F& f) {
+  if (tile.consecutive) return f(to + tile.first * width);
+  fill_zero(zeros, tile.count * width);
+  f(zeros);
+  for (int64_t n = 0; n < tile.count; ++n) {
+    A *const row = to + tile[n] * width, *const sum = zeros + n * width;
+    for_columns<A>({0, width}, [&](int64_t c) { store(row + c, load(row + c) + load(sum + c)); });
+  }
+}
+
 // Copies the rows (query, head) of an item, of x (B, Tq, Hq, cols).
 template <class T, class M>
 void pack_item_rows(const HeadView& x, const SelectedItem& item, int64_t cols, compute_t<T> factor,
@@ -227,6 +378,16 @@ OMNIATTN_INLINE void for_item_rows(const SelectedItem& item, const F& f) {
   int64_t row = 0;
   for (int64_t q = item.queries.begin; q < item.queries.end; ++q) {
     for (int64_t h = item.first_head; h < item.first_head + item.heads; ++h) f(row++, q, h);
+  }
+}
+
+// Those of a tile: f(number in the tile, row, query, head).
+template <class F>
+OMNIATTN_INLINE void for_tile_rows(const SelectedItem& item, const RowTile& tile, const F& f) {
+  const auto heads = static_cast<uint32_t>(item.heads);
+  for (int64_t n = 0; n < tile.count; ++n) {
+    const auto row = static_cast<uint32_t>(tile[n]);
+    f(n, row, item.queries.begin + row / heads, item.first_head + row % heads);
   }
 }
 

@@ -46,24 +46,27 @@ def _linear(
     reverse: bool = False,
 ) -> tuple[Tensor, Any]:
     require_inputs(op, scale, q=q, k=k, v=v)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if normalize and initial_state is not None:
+    given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "reverse": reverse}
+    if not normalize:
+        given |= {"scale": scale, "output_final_state": output_final_state}
+        decays = widen(q).new_zeros(v.shape[:3])
+        return run(op, functional.gated_linear_attention, (q, k, v, decays), given)
+    if initial_state is not None:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         matrix, total = pair
         sums = matrix.new_zeros(matrix.shape[:-1]) if total is None else total.squeeze(1)
-        initial_state = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
+        given["initial_state"] = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
+    # A scale of q cancels, but for what fla adds to the denominator.
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale == 0:
+        q = q * 0
     call = partial(
-        functional.linear_attention, feature_map="identity", normalize=normalize, eps=1e-10
+        functional.linear_attention,
+        feature_map="identity",
+        normalize=True,
+        eps=1e-10 / (abs(scale) or 1),
     )
-    given = {
-        "initial_state": initial_state,
-        "output_final_state": output_final_state or normalize,
-        "cu_seqlens": cu_seqlens,
-        "reverse": reverse,
-    }
-    o, state = run(op, call, (q, k, v), given)
-    if not normalize:
-        return o, state
+    o, state = run(op, call, (q, k, v), given | {"output_final_state": True})
     assert state is not None
     return o, (state[..., :-1] if output_final_state else None, state[..., -1][:, None])
 

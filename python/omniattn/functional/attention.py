@@ -138,7 +138,9 @@ def attention(
 
     Note:
         Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
-        backward do not depend on the number of threads. Gradients flow to q, k, v, bias,
+        backward do not depend on the number of threads. The backward takes O as it was rounded:
+        where the values of half inputs share a mean many times their spread, gradients of q and k
+        have the error of that rounding, as in FlashAttention. Gradients flow to q, k, v, bias,
         alibi_slopes, the table of `relative`, rows of distances, sinks, head_scale and what
         score_mod captures, each of its own shape and dtype, through O and lse; second and
         forward-mode derivatives recompute through the eager definition. softmax(s / T) with a

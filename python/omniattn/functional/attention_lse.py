@@ -41,8 +41,8 @@ def attention_weights(
     """The weights P of :func:`attention`, for inspection, from the lse that it returned.
 
     ``P = exp(logits - lse)``, as in the call with the same arguments, before dropout. Rows sum
-    to 1 as far as lse resolves it: where all logits of a row are large (finfo.min on all keys), lse
-    cannot hold ln Tk next to them, and P is up to Tk times too large.
+    to 1 as far as lse resolves it: an lse of size x is rounded by up to eps x / 2, and the weights
+    of the row are off by the factor e to the power of that.
 
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`; k (B, Tk, Hkv, D).

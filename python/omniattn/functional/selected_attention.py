@@ -145,10 +145,12 @@ def selected_attention(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        A tile holds the rows (query, head) that share a list: products run at the rate of
-        :func:`attention` from about 6 rows on. Gradients flow to q, k, v and sinks through O and
-        lse; they and the results do not depend on the number of threads. Memory beside the results
-        is O(T D), for one packed copy of the keys and for dK and dV in fp32.
+        On the CPU, blocks of 16 keys or more meet all rows (query, head) of several hundred that
+        name them, whether these share lists or not, and single keys those that share a list:
+        products run at the rate of :func:`attention` from about 6 rows on. Gradients flow to q, k,
+        v and sinks through O and lse; they and the results do not depend on the number of threads.
+        Memory beside the results is O(T D), for one packed copy of the keys and for dK and dV in
+        fp32.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089; Lu et al., MoBA, 2025,

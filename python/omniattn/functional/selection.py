@@ -11,7 +11,12 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.encoding.options import Options
 from omniattn.functional._attention import autocast, check_shapes, checked_codes, full_shape
-from omniattn.functional._checks import require_choice, require_number, use_reference
+from omniattn.functional._checks import (
+    require_bool,
+    require_choice,
+    require_number,
+    use_reference,
+)
 from omniattn.functional._mask import require_bool_mask
 from omniattn.functional.attention import attention
 from omniattn.functional.masks import Mask
@@ -41,8 +46,8 @@ def select_attention(
     """The value of the one key with the least energy; nothing is normalised.
 
     ``O_i = v_j*`` with ``j* = argmin_j E_ij`` over the allowed keys, the first of equal ones, and 0
-    where ``E_ij* > theta``. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or ``-scale q_i . k_j``
-    ("dot"). Its counterpart in which all relevant keys pass is ``attention(normaliser="sigmoid")``.
+    where ``E_ij* > theta`` or is +inf. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or
+    ``-scale q_i . k_j`` ("dot"). Its counterpart in which all relevant keys pass is ``attention(normaliser="sigmoid")``.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; as in :func:`attention`.
@@ -53,7 +58,8 @@ def select_attention(
         tau: > 0, temperature of the gradient.
         ste: q and k get the gradient of ``softmax(-E / tau) v`` (straight through); otherwise none.
         scale: None is 1 / sqrt(D).
-        causal, window_size, mask, backend: see :func:`attention`.
+        causal, window_size, mask, backend: see :func:`attention`; of functions, `mask` takes what
+            :func:`from_predicate` makes of them.
 
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype; 0 for a query that no key answers.
@@ -81,6 +87,7 @@ def select_attention(
     check_shapes(op, q, k, v)
     require_choice(op, "energy", energy, ("l2", "dot"))
     require_number(op, "tau", tau, above=0)
+    require_bool(op, "ste", ste)
     if not (isinstance(theta, float) and math.isinf(theta)):
         require_number(op, "theta", theta)
     if scale is not None:
