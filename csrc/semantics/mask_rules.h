@@ -33,7 +33,8 @@ namespace omniattn {
           rule(chunk, 5, Chunk) rule(documents, 6, Documents) rule(dilated, 7, Dilated)  \
               rule(strided, 8, Strided) rule(strided_heads, 9, StridedHeads)             \
                   rule(fixed, 10, Fixed) rule(every, 11, Every) rule(blocks, 12, Blocks) \
-                      rule(neighbours, 16, Neighbours) rule(grid, 19, Grid)
+                      rule(neighbours, 16, Neighbours) rule(grid, 19, Grid)              \
+                          rule(pooled, 20, Pooled)
 
 enum class MaskKind : int32_t {
 #define OMNIATTN_RULE(name, number, Rule) name = number,
@@ -105,6 +106,20 @@ struct Chunk : OneRange<Chunk> {
     const int64_t a = x.rule.a, b = x.rule.b;
     const int64_t first = floor_to(k.begin, a), last = floor_to(k.end - 1, a);
     return x.queries({first + near(b) * a, far(b) == kAnyFar ? kFar : last + far(b) * a + a});
+  }
+};
+
+// k a + b <= q: keys that pool tokens, from k a on, for queries that are not before the last of
+// them.
+struct Pooled : OneRange<Pooled> {
+  static constexpr SideTensor kSide = SideTensor::none;
+  static constexpr int64_t kStrideLimit = int64_t{1} << 20;  // k a does not overflow
+  OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t) { return 1 <= a && a < kStrideLimit; }
+  OMNIATTN_FN static Range keys(const Place& x, int64_t q) {
+    return {0, floor_to(q - x.rule.b, x.rule.a) / x.rule.a + 1};
+  }
+  OMNIATTN_FN static Range queries_any(const Place& x, Range k) {
+    return {k.begin * x.rule.a + x.rule.b, kFar};
   }
 };
 

@@ -18,8 +18,9 @@ from omniattn.encoding.masks import (
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
-NEIGHBOURS, GRID = MaskKind.NEIGHBOURS, MaskKind.GRID
-RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK)  # one query sees one range of keys
+NEIGHBOURS, GRID, POOLED = MaskKind.NEIGHBOURS, MaskKind.GRID, MaskKind.POOLED
+# One query sees one range of keys.
+RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK, POOLED)
 B, H = 2, 2
 
 
@@ -56,6 +57,7 @@ def patterns():
     for n in (1, 2, 3, 7, 70):
         for near, far in ((0, 0), (0, 1), (1, 3), (2, ANY_FAR)):
             yield [CHUNK, n, near + (far << CHUNK_BITS), -1]
+        yield from ([POOLED, n, m, -1] for m in (-9, 0, 4))
         yield [DILATED, n, 0, -1]
         yield [EVERY, n, 0, -1]
         yield from ([NEIGHBOURS, 3, n, -1], [NEIGHBOURS, 2 * n + 1, 2, -1])
@@ -147,6 +149,8 @@ def expected(rules, side, tq, tk):
             axis = (a % (1 << 20), a >> 20, *windows, b >> 39 == 1)
             seen = [on_axis(x, axis) for x in i[:, 0]]
             out &= np.array([[y // axis[0] % axis[1] in row for y in range(tk)] for row in seen])
+        elif kind == POOLED:
+            out &= j * a + b <= q
         elif kind == DILATED:
             out &= (i - j) % a == 0
         elif kind == STRIDED:
@@ -324,7 +328,7 @@ def test_long_sequences_do_not_overflow():
 
 def test_parameters_without_a_meaning_are_refused():
     wrong = [[CHUNK, 0, 0, -1], [DILATED, -1, 0, -1], [STRIDED, 3, -1, -1], [FIXED, 2, 3, -1]]
-    wrong += [[CHUNK, 3, 1, -1], [CHUNK, 3, -1, -1], [GRID, 0, 0, -1]]
+    wrong += [[CHUNK, 3, 1, -1], [CHUNK, 3, -1, -1], [GRID, 0, 0, -1], [POOLED, 0, 0, -1]]
     for axis in ((1, 4, 5), (1, 4, 3, 2), (1, 4, 2, 1, 3), (0, 4, 1), (1, 4, 0)):
         wrong.append([*GridAxis(*axis).rule()[:3], -1])
     heads = [FIXED, 2, 1 + (3 << COLUMN_BITS), -1]

@@ -37,6 +37,10 @@ MASKS = {
         masks.Chunked(17, back=(1, None)),
         lambda b, h, q, k, i: k < i // 17 * 17,
     ),
+    "pooled": (
+        masks.PooledKeys(8, 3, first=20),
+        lambda b, h, q, k, i: k * 3 + 8 - 1 <= q + 20,
+    ),
     "documents": (
         masks.Documents(IDS_Q, IDS_K),
         lambda b, h, q, k, i: IDS_Q[b, q] == IDS_K[b, k],
@@ -225,7 +229,7 @@ def test_decode_sees_the_last_rows(name):
     if name == "tensor":
         mask = masks.BoolMask(mask.mask[-2:])
     last = expected(predicate)[:, :, -2:]
-    if name == "causal top-left":
+    if name in ("causal top-left", "pooled"):
         last = expected(predicate, 2)
     inputs = qkv(2)
     got = gradients(functional.attention, inputs, mask)
@@ -313,6 +317,8 @@ def test_plot_draws_one_head():
 WRONG = [
     (lambda: masks.SlidingWindow(-2, 0), "SlidingWindow: left must be an int >= -1, got left=-2"),
     (lambda: masks.Chunked(0), "Chunked: size must be an int >= 1, got size=0"),
+    (lambda: masks.PooledKeys(0, 1), "PooledKeys: size must be an int >= 1 .*got size=0"),
+    (lambda: masks.PooledKeys(4, 2**20), "PooledKeys: stride must be an int >= 1 and .*=1048576"),
     (lambda: masks.Dilated(0, 1), "dilation must be an int >= 1"),
     (lambda: masks.Strided(3, -1), "local must be an int >= 0"),
     (lambda: masks.Fixed(3, 4), "columns must be an int >= 0 and <= 3"),

@@ -12,18 +12,10 @@ template <class T>
 void weigh_few(const AttentionWeightsParams& params, const RowScore<compute_t<T>>& score,
                int64_t count, compute_t<T>* x, compute_t<T>* sums) {
   using A = compute_t<T>;
-  using V = Vec<A>;
   const AttentionProblem& p = params.problem;
   const int64_t row = (score.b * p.hq + score.h) * p.tq + score.q;
-  score.to_logits(x, {0, count});
   const A shift = lse_in_logits(p.score, static_cast<const A*>(params.lse)[row]);
-  with_weight(p.score, shift, [&](auto weight) {
-    for_columns<A>({0, count}, [&](int64_t n) {
-      const V w = weight(load(x + n)).value;
-      store(x + n, w);
-      store(sums + n, load(sums + n) + w);
-    });
-  });
+  weigh_row(score, x, {0, count}, shift, sums);
   if (params.weights == nullptr) return;
   store_row(x, A(1), count, static_cast<T*>(params.weights) + row * p.tk + score.key);
 }

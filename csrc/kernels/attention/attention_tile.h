@@ -13,19 +13,19 @@ namespace {
 // for each other.
 struct TileRows {
   const char* data;  // of the first query and key; null: none
-  int64_t stride, element, next;
+  int64_t stride, element;
 
-  OMNIATTN_INLINE void fetch(const TilePlan& plan, int64_t count) {
-    for (; next < plan.rows() && count > 0; ++next, --count) {
-      const Range seen = plan.seen[next / kRowGroup];
+  OMNIATTN_INLINE void fetch(const TilePlan& plan, Range rows) const {
+    for (int64_t r = rows.begin; r < smaller(rows.end, plan.rows()); ++r) {
+      const Range seen = plan.seen[r / kRowGroup];
       for (int64_t c = seen.begin * element; c < seen.end * element; c += 64) {
-        __builtin_prefetch(data + next * stride + c, 0, 2);
+        __builtin_prefetch(data + r * stride + c, 0, 2);
       }
     }
   }
 };
 OMNIATTN_INLINE TileRows tile_rows_of(const void* data, int64_t stride, int64_t element) {
-  return {static_cast<const char*>(data), stride * element, element, 0};
+  return {static_cast<const char*>(data), stride * element, element};
 }
 
 OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t h,
@@ -67,9 +67,10 @@ void gemm_tile_fetching(const M* a, int64_t lda, const Panels<M>& b, compute_t<M
 // is packed keys as column panels. The rows of `next` are prefetched meanwhile.
 template <class M>
 void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t k, const M* packed,
-                      compute_t<M>* x, TileRows next = {}) {
+                      compute_t<M>* x, const TileRows& next = {}) {
   // Of 96, between the calls for both panels of keys: 32 register tiles of AVX-512, 6 of AMX.
   constexpr int64_t kFetchRows = kOnTiles ? 16 : 3;
+  int64_t fetched = 0;
   for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<M>) {
     for (int64_t g = 0; g < plan.groups(); ++g) {
       const Range columns = intersect(plan.columns[g], {panel, panel + kPanelCols<M>});
@@ -83,12 +84,14 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
       if (next.data == nullptr) {
         gemm_tile<M>(a, lda, b, c, kKeyBlock, m, n, k, false);
       } else {
-        gemm_tile_fetching<M>(a, lda, b, c, kKeyBlock, m, n, k, false,
-                              [&] { next.fetch(plan, kFetchRows); });
+        gemm_tile_fetching<M>(a, lda, b, c, kKeyBlock, m, n, k, false, [&] {
+          next.fetch(plan, {fetched, fetched + kFetchRows});
+          fetched += kFetchRows;
+        });
       }
     }
   }
-  if (next.data != nullptr) next.fetch(plan, plan.rows());
+  if (next.data != nullptr) next.fetch(plan, {fetched, plan.rows()});
 }
 
 // Columns of sums at a time: where tiles split X, once for all of them.

@@ -9,20 +9,6 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Weights of one row's visible columns, added to `sums`.
-template <class A>
-void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
-  using V = Vec<A>;
-  score.to_logits(x, columns);
-  with_weight(score.p.score, shift, [&](auto weight) {
-    for_columns<A>(columns, [&](int64_t n) {
-      const V w = weight(load(x + n)).value;
-      store(x + n, w);
-      store(sums + n, load(sums + n) + w);
-    });
-  });
-}
-
 template <class T>
 void weights_item(const AttentionWeightsParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;

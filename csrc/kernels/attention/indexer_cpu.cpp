@@ -97,7 +97,7 @@ void add_tile(const IndexerRows<T>& rows, Range tile, Candidates<compute_t<T>>* 
       rows.scores(t, n, s);
       Candidates<A>& list = lists[t - rows.queries.begin];
       list.add(s, real, tile.begin, end - tile.begin, p.recent);
-      if (list.count + kIndexerKeys > capacity) list.drop(indexer_kept(p));
+      if (list.count + kIndexerKeys > capacity) list.thin(indexer_kept(p));
     }
   }
 }

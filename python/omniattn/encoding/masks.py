@@ -33,6 +33,7 @@ class MaskKind(IntEnum):
     QUERIES = 17  # part: q has the rows a .. a + Tq of b
     KEYS = 18  # part: k and v have the rows a .. a + Tk of b
     GRID = 19  # one axis of a neighbourhood in a grid, see GridAxis
+    POOLED = 20  # k a + b <= q
 
 
 #: Kinds that say where sequences lie; the first rule, if any.
@@ -222,6 +223,8 @@ def _visible(
         return side[0] if side[0].dim() < 2 or side[0].shape[-2] == 1 else side[0][..., rows, :]
     if kind == MaskKind.PREFIX:
         return (k < side[0][:, None, None, None]) | (k <= i)
+    if kind == MaskKind.POOLED:
+        return k * a + b <= q
     if kind == MaskKind.CHUNK:
         near, far = chunk_range(b)
         back = i // a - k // a

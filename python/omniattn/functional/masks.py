@@ -53,6 +53,7 @@ __all__ = [
     "Mask",
     "Neighbourhood",
     "Not",
+    "PooledKeys",
     "PrefixLM",
     "Representatives",
     "SlidingWindow",
@@ -64,6 +65,10 @@ __all__ = [
     "hub_spoke",
     "sliding_window",
 ]
+
+
+#: Tokens and strides: below the limits of csrc/semantics/{mask_rule,mask_rules}.h.
+LONGEST, LONGEST_STRIDE = 2**38, 2**20 - 1
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,25 @@ class Chunked(Mask):
         near, far = self.back
         b = near + ((ANY_FAR if far is None else far) << CHUNK_BITS)
         return [(MaskKind.CHUNK, self.size, b, ()), *_causal(self.causal and near == 0)]
+
+
+@dataclass(frozen=True)
+class PooledKeys(Mask):
+    """Keys that stand for tokens, none of them after the query: key k for the `size` tokens from
+    k `stride` on, as the compressed keys of :func:`nsa_attention` do. Query q is token `first` + q.
+    """
+
+    size: int
+    stride: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("PooledKeys", "size", self.size, 1, LONGEST)
+        require_int("PooledKeys", "stride", self.stride, 1, LONGEST_STRIDE)
+        require_int("PooledKeys", "first", self.first, -LONGEST, LONGEST)
+
+    def rules(self) -> list[Rule]:
+        return [(MaskKind.POOLED, self.stride, self.size - 1 - self.first, ())]
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,12 @@ from omniattn.functional._checks import (
 from omniattn.functional._sparse import score_options
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights
+from omniattn.functional.masks import LONGEST_STRIDE, PooledKeys
 from omniattn.functional.selected_attention import selected_attention
 from omniattn.functional.topk import top_k
 from omniattn.reference.precision import widen
 from omniattn.reference.selected_blocks import block_means as block_means
-from omniattn.reference.selected_blocks import (
-    compressed_mask,
-    moba_scores,
-    nsa_scores,
-    positions,
-)
+from omniattn.reference.selected_blocks import moba_scores, nsa_scores, positions
 
 __all__ = ["moba_attention", "nsa_attention"]
 
@@ -173,8 +169,7 @@ def nsa_attention(
 
     Note:
         The scores of blocks are made from the lse of the first branch, for some queries at a time:
-        no (Tq, N) tensor of each head is made, only the mask (Tq, N) of compressed keys. Gradients
-        flow to all tensors; the choice has none.
+        no (Tq, N) tensor is made. Gradients flow to all tensors; the choice has none.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089.
@@ -190,14 +185,8 @@ def nsa_attention(
     op = "nsa_attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    _check(
-        op,
-        compress_size=compress_size,
-        compress_stride=compress_stride,
-        block_size=block_size,
-        topk=topk,
-        window=window,
-    )
+    _check(op, compress_size=compress_size, block_size=block_size, topk=topk, window=window)
+    require_int(op, "compress_stride", compress_stride, 1, LONGEST_STRIDE)
     options = score_options(op, q, scale, softcap, dropout_p, seed)
     for name, size in (("compress_size", compress_size), ("block_size", block_size)):
         if size % compress_stride:
@@ -231,14 +220,14 @@ def nsa_attention(
     (tq, tk), sizes = (q.shape[1], k.shape[1]), (compress_size, compress_stride)
     ends = positions(tq, tk, q.device)
     options["backend"] = backend
-    seen: Tensor | None = None
+    seen: PooledKeys | None = None
     if tq == 1 and not is_traced():  # a step sees a range: what is not seen is not read
         last = min(count, max(0, (tk - compress_size) // compress_stride + 1))
         k_compressed, v_compressed = k_compressed[:, :last], v_compressed[:, :last]
         if dropout_p == 0:
             k_window, v_window = k_window[:, -window:], v_window[:, -window:]
     else:
-        seen = compressed_mask(ends, count, *sizes)
+        seen = PooledKeys(*sizes, first=tk - tq)
     compressed, lse = attention(
         q, k_compressed, v_compressed, mask=seen, return_lse=True, **options
     )
@@ -248,7 +237,7 @@ def nsa_attention(
     def scores(part: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         p = attention_weights(
             *(widen(part), kept_k, kept_lse[:, :, queries]),
-            mask=None if seen is None else seen[queries],
+            mask=None if seen is None else PooledKeys(*sizes, first=seen.first + queries.start),
             scale=scale,
             softcap=softcap,
             backend=backend,

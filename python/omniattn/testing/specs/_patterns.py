@@ -14,6 +14,7 @@ _BLOCKS = torch.arange(2 * 4 * 4 * 8).view(2, 4, 4, 8) % 5 < 2
 PATTERNS: dict[str, masks.Mask] = {
     "prefix": masks.PrefixLM(torch.tensor([0, 70])),
     "chunked": masks.Chunked(48),
+    "pooled": masks.PooledKeys(8, 2, first=40),
     "packed": masks.Documents(torch.arange(160).expand(2, 160) // 70) & masks.Causal(),
     "documents": masks.Documents(torch.arange(320).view(2, 160) % 3),
     "dilated": masks.Dilated(3, 20),

@@ -249,7 +249,7 @@ VARIANTS = (
     ),
     Variant(
         "native sparse attention: compressed keys, selected blocks, a window",
-        ("nsa_attention", "NSA"),
+        ("nsa_attention", "NSA", "PooledKeys"),
         "Yuan et al. 2025, arXiv 2502.11089",
     ),
     Variant(
