@@ -138,11 +138,12 @@ def nsa_scores(
     p = p.unflatten(1, (kv_heads, p.shape[1] // max(kv_heads, 1))).sum(2)
     per_key, per_block = size // stride, block_size // stride
     blocks = -(-tk // block_size)
-    pad = torch.nn.functional.pad
+    strides = blocks * per_block
     # Strides are covered by the keys that begin at them or up to per_key - 1 strides before.
-    p = pad(p, (per_key - 1, blocks * per_block + 1))
-    strides = p.unfold(-1, per_key, 1).sum(-1)[..., : blocks * per_block]
-    scores = strides.unflatten(-1, (blocks, per_block)).sum(-1)
+    missing = strides - p.shape[-1] if isinstance(tk, int) else strides + 1  # the sign is unknown
+    p = torch.nn.functional.pad(p, (per_key - 1, missing))
+    parts = [p[..., n : n + strides].unflatten(-1, (blocks, per_block)) for n in range(per_key)]
+    scores = torch.stack([part.sum(-1) for part in parts]).sum(0)
     block, own = torch.arange(blocks, device=p.device), ends[:, None] // block_size
     forced = (block == 0) | (block == own) | (block == own - 1)
     past = (block <= own).expand(scores.shape)
