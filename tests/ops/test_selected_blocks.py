@@ -162,3 +162,5 @@ def test_mean_keys_that_a_cache_has() -> None:
         ValueError, match=r"moba_attention: block_keys must have shape \(2, 2, 2, 8"
     ):
         moba_attention(q, k, k, block_keys=means[:, :1], **sizes)
+    with pytest.raises(TypeError, match="moba_attention: block_keys must be float32"):
+        moba_attention(q, k, k, block_keys=means.double(), **sizes)

@@ -331,7 +331,7 @@ void gradient_item(const SelectedBackwardParams& params, const SelectedItem& ite
     gradient_tile(params, item, keys, tile, operands, sums, rows);
   };
   if (params.lists.shared) {
-    for_shared_tiles(params.lists, p, item, operands.lists, visit);
+    SharedTiles(params.lists, p, item, operands.lists, visit).walk();
   } else {
     const RowTile all(rows.count);
     KeyTile keys;

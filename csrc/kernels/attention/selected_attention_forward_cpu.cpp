@@ -161,7 +161,7 @@ void forward_item(const SelectedForwardParams& params, void* scratch, int64_t n)
     forward_tile(params, item, keys, tile, operands, rows);
   };
   if (lists.shared) {
-    for_shared_tiles(lists, p, item, operands.lists, visit);
+    SharedTiles(lists, p, item, operands.lists, visit).walk();
   } else if (reads_in_place<T>(lists, rows.count)) {
     if constexpr (!kKeepsQueries<T>) walk_in_place(params, item, all, rows);
   } else {

@@ -153,44 +153,88 @@ struct ListsOfBlocks {
   }
 };
 
-// f(keys, rows) for tiles of an item of several lists. Rows that see a part of a block do so with
-// those of their list alone: the other keys are not read for them.
+// Tiles of an item of several lists: visit(keys, rows). Rows meet the keys that all of them see,
+// and the few that only some of them see with the other rows of their list alone: keys that are
+// hidden from all queries of a list are not read for it.
 template <class F>
-void for_shared_tiles(const SelectedLists& s, const AttentionProblem& p, const SelectedItem& item,
-                      int32_t* memory, const F& f) {
-  const ListsOfBlocks lists(s, p, item, memory);
-  const int64_t capacity = selected_tile_rows(s, p);
+struct SharedTiles {
+  static constexpr int64_t kFew = 16;
+  const SelectedLists& s;
+  const AttentionProblem& p;
+  const SelectedItem& item;
+  const F& visit;
+  const ListsOfBlocks lists;
+  const int64_t capacity;
   KeyTile keys;
   RowTile rows;
-  const auto visit = [&](Range seen) {
+
+  // memory: tile_key_elements.
+  SharedTiles(const SelectedLists& selected, const AttentionProblem& problem,
+              const SelectedItem& of, int32_t* memory, const F& f)
+      : s(selected),
+        p(problem),
+        item(of),
+        visit(f),
+        lists(selected, problem, of, memory),
+        capacity(selected_tile_rows(selected, problem)) {}
+
+  void walk() {
+    for (int64_t n = 0; n < lists.blocks; ++n) {
+      walk_block({n * s.block_size, smaller((n + 1) * s.block_size, p.tk)}, lists.of(n));
+    }
+  }
+
+ private:
+  void walk_block(Range block, Range entries) {
+    Range cut{entries.end, entries.begin};  // holds the lists whose first query does not see all
+    for (int64_t n = entries.begin; n < entries.end; ++n) {
+      const auto list = lists[lists.lists[n]];
+      if (selected_end(s, p, list.queries.begin) < block.end) {
+        if (selected_end(s, p, list.queries.end - 1) > block.begin)
+          cut = {smaller(cut.begin, n), n + 1};
+      } else {
+        add(list, block);
+      }
+    }
+    meet(block);
+    const int64_t size = block.end - block.begin;
+    if (is_empty(cut)) return;
+    if (size <= kFew) return walk_alone(block, cut);
+    const int64_t part = size > kKeyBlock ? kKeyBlock : kFew;
+    for (int64_t key = block.begin; key < block.end; key += part) {
+      walk_block({key, smaller(key + part, block.end)}, cut);
+    }
+  }
+  // Lists of the same queries together.
+  void walk_alone(Range block, Range entries) {
+    Range seen{0, 0};
+    int64_t query = -1;
+    for (int64_t n = entries.begin; n < entries.end; ++n) {
+      const auto list = lists[lists.lists[n]];
+      if (list.queries.begin != query) meet(seen);
+      query = list.queries.begin;
+      seen = {block.begin, smaller(block.end, selected_end(s, p, list.queries.end - 1))};
+      add(list, seen);
+    }
+    meet(seen);
+  }
+  void add(const ListsOfBlocks::List& list, Range seen) {
+    for (int64_t q = list.queries.begin; q < list.queries.end; ++q) {
+      for (int64_t h = list.heads.begin; h < list.heads.end; ++h) {
+        if (rows.count == capacity) meet(seen);
+        rows.add((q - item.queries.begin) * item.heads + h - item.first_head);
+      }
+    }
+  }
+  void meet(Range seen) {
     for (int64_t key = seen.begin; key < seen.end && rows.count > 0; key += kKeyBlock) {
       keys.clear();
       keys.add(key, smaller(kKeyBlock, seen.end - key));
-      f(keys, rows);
+      visit(keys, rows);
     }
     rows.count = 0;
-  };
-  for (int64_t n = 0; n < lists.blocks; ++n) {
-    const Range block{n * s.block_size, smaller((n + 1) * s.block_size, p.tk)};
-    Range seen = block;
-    int64_t part = -1;  // first query of the lists whose rows see a part of the block
-    for (int64_t entry = lists.of(n).begin; entry < lists.of(n).end; ++entry) {
-      const auto list = lists[lists.lists[entry]];
-      const bool whole = selected_end(s, p, list.queries.begin) >= block.end;
-      const int64_t own = whole ? -1 : list.queries.begin;
-      if (own != part) visit(seen);
-      part = own;
-      seen.end = smaller(block.end, selected_end(s, p, list.queries.end - 1));
-      for (int64_t q = list.queries.begin; q < list.queries.end; ++q) {
-        for (int64_t h = list.heads.begin; h < list.heads.end; ++h) {
-          if (rows.count == capacity) visit(seen);
-          rows.add((q - item.queries.begin) * item.heads + h - item.first_head);
-        }
-      }
-    }
-    visit(seen);
   }
-}
+};
 
 // Which keys of a tile each query of an item sees.
 struct Visibility {

@@ -194,8 +194,11 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class PooledKeys(Mask):
-    """Keys that stand for tokens, none of them after the query: key k for the `size` tokens from
-    k `stride` on, as the compressed keys of :func:`nsa_attention` do. Query q is token `first` + q.
+    """Keys that stand for several tokens each, once the query is at the last of them or after it.
+
+    Key k stands for the `size` tokens from k `stride` on, as the compressed keys of
+    :func:`nsa_attention` do, and query q is token `first` + q. Queries are not aligned with the
+    last key: `first` is the number of tokens less Tq where the last query is the last token.
     """
 
     size: int

@@ -120,8 +120,9 @@ def selected_attention(
             block of queries in any order: numbers of blocks, each at most once, and -1 for none.
             `heads` is Hkv (the query heads of a group share their list), 1 (all heads do) or Hq.
             No gradient.
-        block_size: keys of a block, 1 for single keys. The last block may be ragged. Blocks of less
-            than 16 or an odd number of keys are copied, a few at a time.
+        block_size: keys of a block, 1 for single keys. The last block may be ragged. Blocks of
+            fewer than 16 or an odd number of keys are copied, a few at a time, which takes several
+            times as long for lists of few rows.
         query_block: queries that share a list: query i has list i // query_block.
         causal: query i sees keys up to i + Tk - Tq, also inside of blocks.
         scale: factor on q k^T; None is 1 / sqrt(D).
@@ -145,12 +146,13 @@ def selected_attention(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        On the CPU, blocks of 16 keys or more meet all rows (query, head) of several hundred that
-        name them, whether these share lists or not, and single keys those that share a list:
-        products run at the rate of :func:`attention` from about 6 rows on. Gradients flow to q, k,
-        v and sinks through O and lse; they and the results do not depend on the number of threads.
-        Memory beside the results is O(T D), for one packed copy of the keys and for dK and dV in
-        fp32.
+        On the CPU the rows (query, head) of many lists that name a block are multiplied with it at
+        once, if the block has an even number of 16 keys or more, else those that share a list:
+        products run at the rate of :func:`attention` from about 6 rows on. Where queries share a
+        list, a NaN in a key that is hidden from some of them may reach these. Gradients flow to q,
+        k, v and sinks through O and lse; they and the results do not depend on the number of
+        threads. Memory beside the results is O(T D), for one packed copy of the keys and for dK and
+        dV in fp32.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089; Lu et al., MoBA, 2025,

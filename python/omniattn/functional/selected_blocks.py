@@ -91,6 +91,11 @@ def moba_attention(
     _check(op, block_size=block_size, topk=topk)
     if block_keys is not None:
         require_float(op, "block_keys", block_keys)
+        if torch.float64 in (block_keys.dtype, q.dtype) and block_keys.dtype != q.dtype:
+            raise TypeError(
+                f"{op}: block_keys must be float32, or float64 with q in float64, got "
+                f"block_keys.dtype={block_keys.dtype}, q.dtype={q.dtype}"
+            )
         require_device(op, "block_keys", block_keys, q, "q")
         shape = (k.shape[0], k.shape[1] // block_size, *k.shape[2:])
         require_shape(op, "block_keys", block_keys, shape)
@@ -140,7 +145,8 @@ def nsa_attention(
     for `compress_size` keys from n compress_stride on, and is seen when all of them are. The
     weights of the compressed keys, given to the blocks as often as their strides overlap and summed
     over the query heads of a group, choose the blocks of the group: `topk` with the largest sums,
-    among which are always the first block, the own and the one before it.
+    among which are always the first block, the own and the one before it (the first of these where
+    topk is below 3).
 
     Args:
         q: (B, Tq, Hq, D), as in :func:`attention`; the last query is at the position of the last
@@ -194,11 +200,11 @@ def nsa_attention(
                 f"{op}: {name} must be a multiple of compress_stride, got {name}={size}, "
                 f"compress_stride={compress_stride}"
             )
-    k_window = k if k_window is None else cast_like(op, "k_window", k_window, q)
-    v_window = v if v_window is None else cast_like(op, "v_window", v_window, q)
-    k_compressed = cast_like(op, "k_compressed", k_compressed, q)
-    v_compressed = cast_like(op, "v_compressed", v_compressed, q)
-    gates = cast_like(op, "gates", gates, q)
+    k_window = k if k_window is None else cast_like(op, "k_window", k_window, q, "q")
+    v_window = v if v_window is None else cast_like(op, "v_window", v_window, q, "q")
+    k_compressed = cast_like(op, "k_compressed", k_compressed, q, "q")
+    v_compressed = cast_like(op, "v_compressed", v_compressed, q, "q")
+    gates = cast_like(op, "gates", gates, q, "q")
     require_shape(op, "k_window", k_window, tuple(k.shape))
     require_shape(op, "v_window", v_window, tuple(v.shape))
     count = k_compressed.shape[1] if k_compressed.dim() == 4 else 0

@@ -28,7 +28,8 @@ class MoBA(Mixer):
 
     Each query and head attends to its own block of keys and to the topk - 1 blocks before it whose
     mean key it likes best, see :func:`omniattn.functional.moba_attention`. It has the parameters of
-    full attention, so that a model may switch between the two while it trains.
+    full attention, so that a model may switch between the two while it trains. Single tokens after
+    a prompt attend to all keys unless `decode` is "moba".
 
     Args:
         config: sizes and options.
