@@ -56,7 +56,7 @@ def _linear(
         matrix, total = pair
         sums = matrix.new_zeros(matrix.shape[:-1]) if total is None else total.squeeze(1)
         given["initial_state"] = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
-    # A scale of q cancels, but for what fla adds to the denominator.
+    # A scale of q cancels, except in the constant that fla adds to the denominator.
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale == 0:
         q = q * 0

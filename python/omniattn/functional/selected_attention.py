@@ -147,12 +147,12 @@ def selected_attention(
 
     Note:
         On the CPU the rows (query, head) of many lists that name a block are multiplied with it at
-        once, if the block has an even number of 16 keys or more, else those that share a list:
+        once, if blocks have 16 keys or more, an even number; otherwise those that share a list:
         products run at the rate of :func:`attention` from about 6 rows on. Where queries share a
         list, a NaN in a key that is hidden from some of them may reach these. Gradients flow to q,
         k, v and sinks through O and lse; they and the results do not depend on the number of
-        threads. Memory beside the results is O(T D), for one packed copy of the keys and for dK and
-        dV in fp32.
+        threads. Besides the results, memory is O(T D): one packed copy of the keys, and dK and dV
+        in fp32.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089; Lu et al., MoBA, 2025,

@@ -59,8 +59,8 @@ def select_attention(
         tau: > 0, temperature of the gradient.
         ste: q and k get the gradient of ``softmax(-E / tau) v`` (straight through); otherwise none.
         scale: None is 1 / sqrt(D).
-        causal, window_size, mask, backend: see :func:`attention`; of functions, `mask` takes what
-            :func:`from_predicate` makes of them.
+        causal, window_size, mask, backend: see :func:`attention`; `mask` takes no function, but
+            what :func:`from_predicate` makes of one.
 
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype; 0 for a query that no key answers.
